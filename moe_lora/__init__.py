@@ -1,0 +1,22 @@
+"""Serve many LoRA adapters over one Mixture-of-Experts model.
+
+The names below are imported on first use, so that `import moe_lora` and the
+torch-free rooms (core, policies, workload, report, ...) start in milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS: dict[str, str] = {}
+
+__all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
