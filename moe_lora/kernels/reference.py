@@ -1,0 +1,167 @@
+"""The meaning of every operation in plain torch: oracle of the tests, and the path of devices without kernels.
+
+Legend: T token rows, H input width, N output width, E experts, K experts per token, R LoRA rank, S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from .step import KvLayout, SlotTable, StepTables
+
+if TYPE_CHECKING:
+    from moe_lora.core.shape import Site
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight.T + bias.  x: [T, H], weight: [N, H], bias: [N] -> [T, N] in x's dtype."""
+    return F.linear(x, weight, bias)
+
+
+def expert_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor
+) -> torch.Tensor:
+    """out[t*K + k] = x_row @ weight[ids[t, k]].T + bias[ids[t, k]].
+
+    x: [T, H] (each row feeds its K outputs) or [T*K, H] (one row per output).  weight: [E, N, H].
+    bias: [E, N].  ids: [T, K] int32 expert of each output row, -1 for a padding row (its output is zero).
+    Returns [T*K, N] in x's dtype.
+    """
+    flat_ids = ids.reshape(-1)
+    out = x.new_zeros(flat_ids.numel(), weight.shape[1])
+    source = input_rows(x, ids)
+    for expert in range(weight.shape[0]):
+        rows = (flat_ids == expert).nonzero(as_tuple=True)[0]
+        if rows.numel():
+            expert_bias = None if bias is None else bias[expert]
+            out[rows] = F.linear(x[source[rows]], weight[expert], expert_bias)
+    return out
+
+
+def input_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """For each of the T*K outputs, the row of x that feeds it: [T*K] int64."""
+    rows = torch.arange(ids.numel(), device=ids.device)
+    return rows if x.shape[0] == ids.numel() else rows // ids.shape[1]
+
+
+def arena_rows(arena: torch.Tensor, offset_bytes: int, lora_rank: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """View of `lora_rank` contiguous rows of `width` at a byte offset of the arena."""
+    num_bytes = lora_rank * width * dtype.itemsize
+    return arena[offset_bytes : offset_bytes + num_bytes].view(dtype).view(lora_rank, width)
+
+
+def lora_delta(
+    x: torch.Tensor,
+    ids: torch.Tensor | None,
+    site: Site,
+    layer: int,
+    row_slot: torch.Tensor,
+    slots: SlotTable,
+    arena: torch.Tensor,
+) -> torch.Tensor:
+    """delta[i, columns of module m] = scale * (x_i @ A.T) @ B  for the adapter of row i (and its expert).
+
+    x: [T, H].  ids: None at a dense site, else [T, K] as in `expert_linear`.  row_slot: [T] int32, -1 = none.
+    Returns [T, sum(out_features)] or [T*K, sum(out_features)] fp32, accumulated in fp32.
+    Source: Punica (arXiv 2310.18547), SGMV; a segment is all rows of one (slot, expert).
+    """
+    num_rows = x.shape[0] if ids is None else ids.numel()
+    delta = torch.zeros(num_rows, sum(site.out_features), dtype=torch.float32, device=x.device)
+    if ids is None:
+        source = torch.arange(num_rows, device=x.device)
+        slot, expert = row_slot.long(), torch.zeros_like(source)
+    else:
+        source = input_rows(x, ids)
+        slot, expert = row_slot.long().repeat_interleave(ids.shape[1]), ids.reshape(-1).long()
+        slot = torch.where(expert < 0, -1, slot)
+    for slot_id, expert_id in torch.unique(torch.stack([slot, expert], 1), dim=0).tolist():
+        if slot_id < 0:
+            continue
+        rows = ((slot == slot_id) & (expert == expert_id)).nonzero(as_tuple=True)[0]
+        segment = x[source[rows]].float()
+        for module, (column, width) in enumerate(zip(site.columns, site.out_features, strict=True)):
+            index = (slot_id, layer, site.entry(module, expert_id))
+            lora_rank = int(slots.lora_rank[index])
+            if lora_rank == 0:
+                continue
+            a = arena_rows(arena, int(slots.a_offset[index]), lora_rank, site.in_features, x.dtype).float()
+            b = arena_rows(arena, int(slots.b_offset[index]), lora_rank, width, x.dtype).float()
+            delta[rows, column : column + width] = slots.scale[index] * ((segment @ a.T) @ b)
+    return delta
+
+
+def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one layer as strided views of the arena: [pages, kv heads, block_size, head_dim] each."""
+    typed = arena.view(layout.dtype)
+    itemsize = layout.dtype.itemsize
+    page, half = layout.page_bytes // itemsize, layout.layer_bytes // 2 // itemsize
+    size = (arena.numel() // layout.page_bytes, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    stride = (page, layout.block_size * layout.head_dim, layout.head_dim, 1)
+    start = layer * 2 * half
+    return typed.as_strided(size, stride, start), typed.as_strided(size, stride, start + half)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    layer: int,
+    step: StepTables,
+    layout: KvLayout,
+    arena: torch.Tensor,
+) -> torch.Tensor:
+    """Write this step's K and V to their pages, then causal attention of each row over its sequence.
+
+    q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] (head h reads kv head h // (heads / kv heads)).
+    sinks: [heads] logits that join the softmax without a value (GPT-OSS), or None.
+    window: each row sees its last `window` tokens, itself included; 0 = all.  Returns [T, heads, head_dim];
+    rows of padding sequences are zero.  Softmax in fp32.
+    """
+    keys, values = kv_views(arena, layout, layer)
+    out = torch.zeros_like(q)
+    starts, lens = step.query_start.tolist(), step.seq_lens.tolist()
+    for seq, seq_len in enumerate(lens):
+        begin, end = starts[seq], starts[seq + 1]
+        if seq_len == 0 or begin == end:
+            continue
+        num_blocks = -(-seq_len // layout.block_size)
+        pages = step.block_tables[seq, :num_blocks].long()
+        position = torch.arange(seq_len - (end - begin), seq_len, device=q.device)
+        page, offset = pages[position // layout.block_size], position % layout.block_size
+        keys[page, :, offset] = k[begin:end].to(layout.dtype)
+        values[page, :, offset] = v[begin:end].to(layout.dtype)
+        seq_k = keys[pages].transpose(1, 2).flatten(0, 1)[:seq_len]
+        seq_v = values[pages].transpose(1, 2).flatten(0, 1)[:seq_len]
+        out[begin:end] = _attend(q[begin:end], seq_k, seq_v, sinks, scale, window, position)
+    return out
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    position: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of the rows at `position` over one sequence.  q: [Q, heads, D], k, v: [C, kv heads, D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1).float(), v.repeat_interleave(group, 1).float()
+    logits = torch.einsum("qhd,chd->hqc", q.float(), k) * scale
+    column = torch.arange(k.shape[0], device=q.device)
+    hidden = column[None, :] > position[:, None]
+    if window > 0:
+        hidden |= column[None, :] <= position[:, None] - window
+    logits.masked_fill_(hidden[None], float("-inf"))
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : k.shape[0]]
+    return torch.einsum("hqc,chd->qhd", weights, v).to(q.dtype)
