@@ -1,0 +1,34 @@
+"""Errors a user can meet.  Each message says what was given, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+
+class MoeLoraError(Exception):
+    """Root of the project's own errors."""
+
+
+class ConfigError(MoeLoraError, ValueError):
+    """A setting that can't work, known at start."""
+
+
+class AdapterError(MoeLoraError, ValueError):
+    """An adapter whose files can't be served, with the file and the key."""
+
+
+class AdapterNotFoundError(MoeLoraError, KeyError):
+    """A name that no adapter has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class AdapterExistsError(MoeLoraError, ValueError):
+    """A name that is already taken."""
+
+
+class CapacityError(MoeLoraError):
+    """A request or adapter that could never fit."""
+
+
+class EngineDeadError(MoeLoraError):
+    """The engine's process has ended."""

@@ -1,0 +1,158 @@
+"""What a client asks of an engine and what it gets back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop.
+
+    temperature 0 is greedy.  top_k 0 considers all tokens.  min_p keeps tokens whose probability is at
+    least min_p times the likeliest one's.  logprobs n reports the chosen token's and the n likeliest
+    tokens' log probabilities (before temperature and truncation).  max_tokens None means: up to the
+    model's length limit.  Raises ValueError naming the parameter and its allowed range.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1")
+        limit = math.inf if self.max_tokens is None else self.max_tokens
+        self._check("min_tokens", 0 <= self.min_tokens <= limit, "between 0 and max_tokens")
+        self._check("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100")
+        self._check("top_k", self.top_k >= 0, ">= 0 (0 considers all tokens)")
+        self._check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
+        self._check("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
+        self._check("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer")
+        self._check("stop", all(self.stop), "non-empty strings")
+        self._check(
+            "logprobs",
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            f"between 0 and {MAX_LOGPROBS}",
+        )
+
+    def _check(self, name: str, allowed: bool, rule: str) -> None:
+        if not allowed:
+            raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; {name} must be {rule}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One prompt for one adapter (None: the base model)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probability of the chosen token, its position in the ranking (1 = likeliest), and the likeliest."""
+
+    logprob: float
+    position: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestTiming:
+    """Where a request's time went inside the engine, in seconds (definitions: docs/metrics.md).
+
+    queue_s: arrival until admitted.  adapter_load_s: the part of the wait spent on bringing the adapter in.
+    prefill_s: admitted until the first token.  first_decode_s: first until second token (0 if only one).
+    """
+
+    queue_s: float
+    adapter_load_s: float
+    prefill_s: float
+    first_decode_s: float
+
+    @property
+    def decode_ttft_s(self) -> float:
+        """Queueing + adapter load + first decode step, prefill excluded (InfiniLoRA, section 2.3)."""
+        return self.queue_s + self.adapter_load_s + self.first_decode_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOutput:
+    """Tokens a request gained in one step.  finish_reason ends the stream; timing comes with it."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    timing: RequestTiming | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterInfo:
+    """An adapter the engine knows.  residency: where its bytes are now ("device" or "host")."""
+
+    name: str
+    version: int
+    lora_rank: int
+    nbytes: int
+    targets: tuple[str, ...]
+    path: str | None
+    residency: Literal["device", "host"]
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What a front end must know of the engine behind it."""
+
+    name: str
+    model_dir: str
+    family: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    max_loras: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+    resident_adapters: tuple[str, ...] = ()
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
+    adapter_load_bytes: int = 0

@@ -1,0 +1,47 @@
+"""The one interface between a front end and an engine, wherever that engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
+
+
+class EngineClient(Protocol):
+    """An engine as its front ends see it: in this process, in another one, or several behind a router.
+
+    All methods may be called from one asyncio event loop, concurrently.  Errors: `AdapterNotFoundError`
+    for an unknown adapter, `AdapterExistsError` for a name in use, `AdapterError` for files that can't be
+    served, `ValueError` for a request that can't run (prompt too long, token id outside the vocabulary),
+    `EngineDeadError` once the engine is gone.
+    """
+
+    async def model_info(self) -> ModelInfo: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        """Yield outputs until one has a finish_reason.  Closing the iterator early aborts the request."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its stream ends with finish_reason "abort".  Unknown ids are ignored."""
+        ...
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """Read a PEFT directory and serve it as `name`; with `replace`, as a new version of that name.
+
+        Requests under way finish on the version they started with.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for `name`, wait until its running ones are done, free its memory."""
+        ...
+
+    async def list_adapters(self) -> list[AdapterInfo]: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def is_alive(self) -> bool: ...
+
+    async def close(self) -> None: ...
