@@ -1,0 +1,49 @@
+"""What stands behind an engine's channels: the arena, the current step, and the LoRA backend."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_lora.kernels import cpu, ops, reference
+from moe_lora.kernels.step import KvLayout, StepTables
+
+from .backend import LoraBackend
+
+
+class ExecutionContext:
+    """Answers the channel operations of one model instance (`kernels.ops.ChannelHandler`).
+
+    `channels[l]` is what layer l passes to its operations.
+    """
+
+    def __init__(self, arena: torch.Tensor, layout: KvLayout, backend: LoraBackend) -> None:
+        self._arena = arena
+        self._layout = layout
+        self.backend = backend
+        self._step: StepTables | None = None
+        self.channels = ops.open_channels(self, layout.num_layers)
+
+    def begin_step(self, step: StepTables) -> None:
+        """Make `step` the batch that the operations work on."""
+        self._step = step
+        self.backend.begin_step(step)
+
+    def lora_begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        return self.backend.begin(layer, site, x, ids)
+
+    def lora_add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
+        self.backend.add_to(ticket, y)
+
+    def paged_attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float,
+        window: int,
+    ) -> torch.Tensor:
+        assert self._step is not None, "begin_step comes first"
+        attend = cpu.paged_attention if q.is_cpu else reference.paged_attention
+        return attend(q, k, v, sinks, scale, window, layer, self._step, self._layout, self._arena)

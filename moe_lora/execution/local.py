@@ -1,0 +1,59 @@
+"""The coupled way: deltas computed unmerged, on the instance's own device, from its own arena."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels import cpu, reference
+from moe_lora.kernels.step import SlotTable, StepTables
+
+_NO_DELTA = torch.zeros(1, dtype=torch.int64)
+
+
+class LocalBackend:
+    """LoraBackend over adapters that lie in this device's arena (see `LoraBackend` for the contract)."""
+
+    def __init__(self, shape: ModelShape, arena: torch.Tensor, slots: SlotTable) -> None:
+        self._sites = shape.sites
+        self._arena = arena
+        self._slots = slots
+        self._tickets = itertools.count(1)
+        self._pending: dict[int, tuple[int, int, torch.Tensor | None, torch.Tensor]] = {}
+        self._step: StepTables | None = None
+
+    def begin_step(self, step: StepTables) -> None:
+        assert not self._pending, "a ticket of the last step was never redeemed"
+        self._step = step
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        step = self._step
+        assert step is not None, "begin_step comes first"
+        if not step.has_adapters:
+            return _NO_DELTA
+        started = self._shrink(layer, site, x, ids, step)
+        ticket = next(self._tickets)
+        self._pending[ticket] = (layer, site, ids, started)
+        return torch.tensor([ticket])
+
+    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
+        number = ticket.item()
+        if number == 0:
+            return
+        layer, site, ids, started = self._pending.pop(int(number))
+        assert self._step is not None
+        if y.is_cpu:
+            cpu.lora_expand(
+                started, ids, self._sites[site], layer, self._step.row_slot, self._slots, self._arena, y
+            )
+        else:
+            y.add_(started.to(y.dtype))
+
+    def _shrink(
+        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None, step: StepTables
+    ) -> torch.Tensor:
+        """x @ A.T where expand follows in `add_to`; the whole delta where there is no kernel."""
+        compute = cpu.lora_shrink if x.is_cpu else reference.lora_delta
+        return compute(x, ids, self._sites[site], layer, step.row_slot, self._slots, self._arena)

@@ -1,0 +1,141 @@
+"""The operations a compiled step is made of, registered with torch.library.
+
+Operations that touch the arena or the LoRA tables take a channel: a small int64 tensor [handle, layer].
+It is declared mutated, which keeps their executed order (begin < base GEMM < add_to, KV writes in place)
+under torch.compile, and the arena itself never enters a graph.  `begin` also declares x mutated, so that
+the base GEMM, which reads x, can't be moved before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Protocol
+
+import torch
+
+from . import cpu, reference
+
+TICKET_SIZE = 1
+
+
+class ChannelHandler(Protocol):
+    """What answers the operations of one engine (see `execution.context`)."""
+
+    def lora_begin(
+        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+    def lora_add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None: ...
+
+    def paged_attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float,
+        window: int,
+    ) -> torch.Tensor: ...
+
+
+_handlers: weakref.WeakValueDictionary[int, ChannelHandler] = weakref.WeakValueDictionary()
+_next_handle = itertools.count(1)
+
+
+def open_channels(handler: ChannelHandler, num_layers: int) -> list[torch.Tensor]:
+    """One channel per layer for this handler; they stay valid as long as the handler lives."""
+    handle = next(_next_handle)
+    _handlers[handle] = handler
+    return [torch.tensor([handle, layer], dtype=torch.int64) for layer in range(num_layers)]
+
+
+def _lora_begin(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None, site: int) -> torch.Tensor:
+    handle, layer = channel.tolist()
+    return _handlers[handle].lora_begin(layer, site, x, ids)
+
+
+def _lora_add_to(channel: torch.Tensor, ticket: torch.Tensor, y: torch.Tensor) -> None:
+    _handlers[channel.tolist()[0]].lora_add_to(ticket, y)
+
+
+def _paged_attention(
+    channel: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    handle, layer = channel.tolist()
+    return _handlers[handle].paged_attention(layer, q, k, v, sinks, scale, window)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if x.is_cpu and x.shape[0] <= cpu.LINEAR_MAX_ROWS[x.dtype]:
+        return cpu.linear(x, weight, bias)
+    return reference.linear(x, weight, bias)
+
+
+def _expert_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor
+) -> torch.Tensor:
+    if x.is_cpu:
+        return cpu.expert_linear(x, weight, bias, ids)
+    return reference.expert_linear(x, weight, bias, ids)
+
+
+_library = torch.library.Library("moe_lora", "FRAGMENT")
+_OPS = {
+    "lora_begin(Tensor(a!) channel, Tensor(b!) x, Tensor? ids, int site) -> Tensor": _lora_begin,
+    "lora_add_to(Tensor(a!) channel, Tensor ticket, Tensor(b!) y) -> ()": _lora_add_to,
+    "paged_attention(Tensor(a!) channel, Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, "
+    "int window) -> Tensor": _paged_attention,
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor": _linear,
+    "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor ids) -> Tensor": _expert_linear,
+}
+for _schema, _implementation in _OPS.items():
+    _library.define(_schema)
+    _library.impl(_schema.partition("(")[0], _implementation, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("moe_lora::lora_begin", lib=_library)
+def _(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None, site: int) -> torch.Tensor:
+    return torch.empty(TICKET_SIZE, dtype=torch.int64)
+
+
+@torch.library.register_fake("moe_lora::lora_add_to", lib=_library)
+def _(channel: torch.Tensor, ticket: torch.Tensor, y: torch.Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("moe_lora::paged_attention", lib=_library)
+def _(
+    channel: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@torch.library.register_fake("moe_lora::linear", lib=_library)
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.register_fake("moe_lora::expert_linear", lib=_library)
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(ids.numel(), weight.shape[1])
+
+
+lora_begin = torch.ops.moe_lora.lora_begin
+lora_add_to = torch.ops.moe_lora.lora_add_to
+paged_attention = torch.ops.moe_lora.paged_attention
+linear = torch.ops.moe_lora.linear
+expert_linear = torch.ops.moe_lora.expert_linear

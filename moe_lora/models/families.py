@@ -1,0 +1,68 @@
+"""The model families by the `model_type` of their config.json, and the front door: `load_model`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from moe_lora.core.errors import ConfigError
+
+from .causal_lm import CausalLM
+from .loader import Checkpoint, WeightMap, fill
+from .spec import ModelSpec
+
+FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
+
+
+class Family(Protocol):
+    """What a family's module provides."""
+
+    def spec(self, config: dict[str, Any]) -> ModelSpec: ...
+
+    def weight_map(self, spec: ModelSpec, checkpoint: Checkpoint) -> WeightMap: ...
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """Module of the family named by config.json.  Raises ConfigError if there is none."""
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise ConfigError(f"model_type={name!r} is not supported; supported are {', '.join(FAMILIES)}")
+    return importlib.import_module(f".{name}", __package__)  # type: ignore[return-value]
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The checkpoint's config.json.  Raises ConfigError if it is missing or not JSON."""
+    path = model_dir / "config.json"
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give the directory of a Hugging Face checkpoint")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """A model whose weights are allocated but not filled."""
+    with torch.device("meta"):
+        model = CausalLM(spec).to(dtype)
+    model = model.to_empty(device=device)
+    frequencies = torch.tensor(spec.rope.inverse_frequencies, dtype=torch.float32, device=device)
+    model.register_buffer("inverse_frequencies", frequencies, persistent=False)
+    if spec.tie_word_embeddings:
+        model.head = model.embedding
+    return model.eval()
+
+
+def load_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Build the model of a checkpoint directory and load its weights."""
+    config = read_config(model_dir)
+    family = family_of(config)
+    spec = family.spec(config)
+    model = empty_model(spec, dtype, device)
+    checkpoint = Checkpoint(model_dir)
+    fill(model, checkpoint, family.weight_map(spec, checkpoint))
+    return model
