@@ -1,0 +1,1 @@
+"""Bookkeeping of arena pages: who owns them, and which cached prefixes they hold.  No tensors here."""

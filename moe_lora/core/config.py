@@ -1,0 +1,80 @@
+"""Settings of an engine.  Frozen; "auto" and None are resolved by the functions that read the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs one model.
+
+    adapters: (name, directory) pairs served from the start.  max_loras: adapters resident on the device at
+    once.  kv_cache_gb: upper bound on KV pages, in 10^9 bytes; None = enough for max_num_seqs sequences of
+    max_model_len, at most a quarter of the memory that is free.  lora_memory_gb: room for resident
+    adapters; None = max_loras times the largest adapter known at the start (or one of rank 16), with the
+    same limit.  max_num_batched_tokens: token rows per step (longer prompts are prefilled in chunks).
+    decode_buckets: batch sizes that decode steps are padded to, one compiled graph each; None = on CPU one
+    graph for any size (and one for size 1), on CUDA powers of two.  num_threads: CPU threads of the
+    engine; None = all cores.  starvation_s: a request that waits longer than this for its adapter stops
+    younger ones from being admitted before it.
+    """
+
+    model_dir: str
+    adapters: tuple[tuple[str, str], ...] = ()
+    dtype: str = "auto"
+    device: str = "auto"
+    max_loras: int = 64
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    kv_cache_gb: float | None = None
+    lora_memory_gb: float | None = None
+    block_size: int = 16
+    eager: bool = False
+    decode_buckets: tuple[int, ...] | None = None
+    prefix_caching: bool = True
+    num_threads: int | None = None
+    starvation_s: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("device", self.device, DEVICES)
+        for name in ("max_loras", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        for name in ("kv_cache_gb", "lora_memory_gb"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(
+                    f"{name}={value} must be positive (or leave it out to choose it automatically)"
+                )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}; every running sequence needs one token row per step"
+            )
+        names = [name for name, _ in self.adapters]
+        for name in names:
+            if not name or names.count(name) > 1:
+                raise ConfigError(f"adapter name {name!r} is empty or given twice; names must be unique")
+        if self.decode_buckets is not None and (not self.decode_buckets or min(self.decode_buckets) < 1):
+            raise ConfigError(f"decode_buckets={self.decode_buckets} must be one or more sizes >= 1")
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name}={value} must be {least} or more")

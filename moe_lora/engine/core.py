@@ -1,0 +1,193 @@
+"""One engine: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.reader import read_adapter
+from moe_lora.cache.blocks import BlockManager
+from moe_lora.core.clock import Clock
+from moe_lora.core.request import (
+    AdapterInfo,
+    EngineStats,
+    GenerateRequest,
+    ModelInfo,
+    TokenLogprobs,
+    TokenOutput,
+)
+from moe_lora.core.shape import ModelShape
+
+from .residency import Residency
+from .runner import ModelRunner
+from .sampler import sample
+from .scheduler import Scheduled, Scheduler
+from .sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
+
+    Built by `engine.build.build_engine`.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        residency: Residency,
+        blocks: BlockManager,
+        clock: Clock,
+        seed: int,
+    ) -> None:
+        self.info = info
+        self._shape = shape
+        self._dtype = dtype
+        self._scheduler = scheduler
+        self._runner = runner
+        self._residency = residency
+        self._blocks = blocks
+        self._clock = clock
+        self._seeds = torch.Generator().manual_seed(seed)
+        self._sequences: dict[str, Sequence] = {}
+        self._counters = dict.fromkeys(
+            ("num_steps", "prompt_tokens", "generation_tokens", "prefix_query_tokens", "prefix_hit_tokens"), 0
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> list[TokenOutput]:
+        """Compute one batch; the tokens that requests gained."""
+        plan = self._scheduler.schedule()
+        if not plan:
+            return []
+        logits = self._runner.run(plan)
+        sampling = [item.sequence for item in plan if item.samples]
+        tokens, logprobs = sample(logits, sampling, self.info.eos_token_ids)
+        self._advance(plan)
+        self._counters["num_steps"] += 1
+        return [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
+
+    def add_request(self, request: GenerateRequest) -> None:
+        """Queue a request.  Raises ValueError if it can't run, AdapterNotFoundError if its adapter is unknown."""
+        prompt = request.prompt_token_ids
+        limit = self.info.max_model_len
+        if not prompt:
+            raise ValueError("the prompt is empty; give at least one token")
+        if len(prompt) >= limit:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {limit}; "
+                "shorten it or raise max_model_len"
+            )
+        bad = next((t for t in prompt if not 0 <= t < self.info.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is outside the vocabulary of {self.info.vocab_size}")
+        if request.request_id in self._sequences:
+            raise ValueError(f"request_id {request.request_id!r} is already running")
+        adapter = None if request.adapter is None else self._residency.current(request.adapter)
+        max_tokens = request.sampling.max_tokens
+        limit_tokens = limit if max_tokens is None else min(limit, len(prompt) + max_tokens)
+        sequence = Sequence(request, adapter, self._clock.now_s(), limit_tokens, self._generator(request))
+        self._sequences[request.request_id] = sequence
+        self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> TokenOutput | None:
+        """Drop a request; its last output, or None if it is not known (any more)."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return None
+        self._scheduler.finish(sequence)
+        timing = sequence.timing(self._clock.now_s())
+        return TokenOutput(request_id=request_id, token_ids=(), finish_reason="abort", timing=timing)
+
+    def read_adapter(self, name: str, path: str) -> PackedAdapter:
+        """Read an adapter's files into host memory; safe to call from another thread."""
+        return read_adapter(Path(path), self._shape, self._dtype, name)
+
+    def add_adapter(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterInfo:
+        """Serve an adapter from now on (see `Residency.add`)."""
+        adapter = self._residency.add(packed, path, replace=replace)
+        logger.info(
+            "adapter %s version %d: rank %d, %d bytes",
+            adapter.name,
+            adapter.version,
+            packed.max_lora_rank,
+            packed.nbytes,
+        )
+        return adapter.info()
+
+    def remove_adapter(self, name: str) -> int:
+        """Refuse new requests for an adapter; `adapter_in_use` tells when its last one is done."""
+        adapter = self._residency.remove(name)
+        logger.info("adapter %s removed", name)
+        return adapter.uid
+
+    def adapter_in_use(self, uid: int) -> bool:
+        return any(sequence.adapter_uid == uid for sequence in self._sequences.values())
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        return [adapter.info() for adapter in self._residency.known()]
+
+    def stats(self) -> EngineStats:
+        def names(sequences: list[Sequence]) -> tuple[str, ...]:
+            return tuple(sorted({s.adapter.name for s in sequences if s.adapter is not None}))
+
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_usage=self._blocks.num_used / self._blocks.max_blocks,
+            running_adapters=names(self._scheduler.running),
+            waiting_adapters=names(list(self._scheduler.waiting)),
+            resident_adapters=tuple(sorted({a.name for a in self._residency.resident()})),
+            num_preemptions=self._scheduler.num_preemptions,
+            adapter_loads=self._residency.num_loads,
+            adapter_evictions=self._residency.num_evictions,
+            adapter_load_bytes=self._residency.loaded_bytes,
+            **self._counters,
+        )
+
+    def _generator(self, request: GenerateRequest) -> torch.Generator | None:
+        if request.sampling.greedy:
+            return None
+        seed = request.sampling.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
+        return torch.Generator().manual_seed(seed % 2**63)
+
+    def _advance(self, plan: list[Scheduled]) -> None:
+        """Note what has been computed, and make full blocks findable."""
+        for item in plan:
+            sequence = item.sequence
+            if sequence.num_generated == 0 and sequence.num_computed == sequence.num_cached:
+                self._counters["prefix_query_tokens"] += len(sequence.tokens)
+                self._counters["prefix_hit_tokens"] += sequence.num_cached
+                self._counters["prompt_tokens"] += len(sequence.tokens)
+            sequence.num_computed += item.num_tokens
+            self._blocks.publish(sequence.table, sequence.tokens, sequence.num_computed)
+
+    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        now_s = self._clock.now_s()
+        reason = sequence.append(token, now_s, self.info.eos_token_ids)
+        self._counters["generation_tokens"] += 1
+        request_id = sequence.request.request_id
+        if reason is not None:
+            self._scheduler.finish(sequence)
+            del self._sequences[request_id]
+        return TokenOutput(
+            request_id=request_id,
+            token_ids=(token,),
+            logprobs=None if logprobs is None else (logprobs,),
+            finish_reason=reason,
+            num_cached_tokens=sequence.num_cached,
+            timing=sequence.timing(now_s) if reason is not None else None,
+        )

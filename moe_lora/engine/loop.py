@@ -1,0 +1,113 @@
+"""The thread that owns an engine: takes commands, steps, sends events (see `messages`)."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from moe_lora.core.errors import EngineDeadError
+
+from .core import EngineCore
+from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop(threading.Thread):
+    """Runs `core` until it is told to stop.  `emit` is called from this thread and from the file reader."""
+
+    def __init__(self, core: EngineCore, emit: Callable[[Event], None]) -> None:
+        super().__init__(name="engine-loop", daemon=True)
+        self.inbox: queue.SimpleQueue[Command | Callable[[], None]] = queue.SimpleQueue()
+        self._core = core
+        self._emit = emit
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
+        self._leaving: list[tuple[Call, int]] = []
+        self.methods: dict[str, Callable[[Call], None]] = {
+            "load_adapter": self._load_adapter,
+            "add_adapter": lambda call: self._reply(call, self._core.add_adapter, *call.args),
+            "unload_adapter": self._unload_adapter,
+            "list_adapters": lambda call: self._reply(call, self._core.list_adapters),
+            "stats": lambda call: self._reply(call, self._core.stats),
+            "model_info": lambda call: self._reply(call, lambda: self._core.info),
+        }
+
+    def run(self) -> None:
+        try:
+            while self._take_commands():
+                if self._core.has_work:
+                    outputs = self._core.step()
+                    if outputs:
+                        self._emit(Outputs(outputs))
+                self._settle_leaving()
+        except Exception as error:
+            logger.exception("the engine failed")
+            self._emit(Dead(EngineDeadError(f"the engine failed: {error!r}")))
+        finally:
+            self._files.shutdown(wait=False, cancel_futures=True)
+
+    def _take_commands(self) -> bool:
+        """Handle what lies in the inbox, waiting for something if there is nothing to compute."""
+        wait = not self._core.has_work
+        while wait or not self.inbox.empty():
+            command = self.inbox.get()
+            wait = False
+            if isinstance(command, Stop):
+                return False
+            self._handle(command)
+        return True
+
+    def _handle(self, command: Generate | Abort | Call | Callable[[], None]) -> None:
+        if isinstance(command, Generate):
+            try:
+                self._core.add_request(command.request)
+            except (ValueError, KeyError) as error:
+                self._emit(Rejected(command.request.request_id, error))
+        elif isinstance(command, Abort):
+            last = self._core.abort(command.request_id)
+            if last is not None:
+                self._emit(Outputs([last]))
+        elif isinstance(command, Call):
+            self.methods[command.method](command)
+        else:
+            command()
+
+    def _reply(self, call: Call, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            self._emit(Reply(call.call_id, function(*args)))
+        except Exception as error:
+            self._emit(Reply(call.call_id, error=error))
+
+    def _load_adapter(self, call: Call) -> None:
+        """Read the files in another thread, so that steps go on, then add the adapter in this one."""
+        name, path, replace = call.args
+
+        def read() -> None:
+            try:
+                packed = self._core.read_adapter(name, path)
+            except Exception as error:
+                self._emit(Reply(call.call_id, error=error))
+            else:
+                self.inbox.put(
+                    lambda: self._reply(call, lambda: self._core.add_adapter(packed, path, replace=replace))
+                )
+
+        self._files.submit(read)
+
+    def _unload_adapter(self, call: Call) -> None:
+        try:
+            self._leaving.append((call, self._core.remove_adapter(*call.args)))
+        except KeyError as error:
+            self._emit(Reply(call.call_id, error=error))
+
+    def _settle_leaving(self) -> None:
+        """Answer unload calls whose adapter's last request is done."""
+        for entry in list(self._leaving):
+            call, uid = entry
+            if not self._core.adapter_in_use(uid):
+                self._leaving.remove(entry)
+                self._emit(Reply(call.call_id))

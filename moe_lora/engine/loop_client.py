@@ -1,0 +1,131 @@
+"""`EngineClient` over an engine loop, in this process or behind a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any
+
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
+
+from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply
+
+Sink = Callable[[TokenOutput | Exception], None]
+"""Gets a request's outputs; called from the thread that delivers events."""
+
+
+class LoopClient:
+    """Sends commands and hands events to those who wait for them.  See `EngineClient` for the contract.
+
+    send: takes a command to the loop; raises OSError when the loop is gone.
+    """
+
+    def __init__(self, send: Callable[[Command], None]) -> None:
+        self._send = send
+        self._sinks: dict[str, Sink] = {}
+        self._calls: dict[int, Future[Any]] = {}
+        self._call_ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._dead: Exception | None = None
+
+    def deliver(self, event: Event) -> None:
+        """Hand an event on; called from the loop's or the reader's thread."""
+        if isinstance(event, Outputs):
+            for output in event.outputs:
+                ended = output.finish_reason is not None
+                sink = (
+                    self._sinks.pop(output.request_id, None) if ended else self._sinks.get(output.request_id)
+                )
+                if sink is not None:
+                    sink(output)
+        elif isinstance(event, Rejected):
+            self._sinks.pop(event.request_id)(event.error)
+        elif isinstance(event, Reply):
+            future = self._calls.pop(event.call_id)
+            if event.error is not None:
+                future.set_exception(event.error)
+            else:
+                future.set_result(event.value)
+        else:
+            self.fail(event.error)
+
+    def fail(self, error: Exception) -> None:
+        """The loop is gone: end everything that waits for it."""
+        with self._lock:
+            self._dead = error
+            sinks, self._sinks = self._sinks, {}
+            calls, self._calls = self._calls, {}
+        for sink in sinks.values():
+            sink(error)
+        for future in calls.values():
+            future.set_exception(error)
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Queue a request; `sink` gets its outputs, or the error that refused it."""
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            if request.request_id in self._sinks:
+                raise ValueError(f"request_id {request.request_id!r} is already running")
+            self._sinks[request.request_id] = sink
+        self._dispatch(Generate(request))
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Run one of the loop's methods."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            call_id = next(self._call_ids)
+            self._calls[call_id] = future
+        self._dispatch(Call(call_id, method, args))
+        return future
+
+    def _dispatch(self, command: Command) -> None:
+        try:
+            self._send(command)
+        except OSError as error:
+            self.fail(EngineDeadError("the engine's process has ended"))
+            raise EngineDeadError("the engine's process has ended") from error
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
+        self.submit(request, lambda item: loop.call_soon_threadsafe(outputs.put_nowait, item))
+        ended = False
+        try:
+            while not ended:
+                item = await outputs.get()
+                ended = isinstance(item, Exception) or item.finish_reason is not None
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if not ended:
+                await self.abort(request.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        if self._dead is None:
+            self._dispatch(Abort(request_id))
+
+    async def model_info(self) -> ModelInfo:
+        return await asyncio.wrap_future(self.call("model_info"))
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        return await asyncio.wrap_future(self.call("load_adapter", name, path, replace))
+
+    async def unload_adapter(self, name: str) -> None:
+        await asyncio.wrap_future(self.call("unload_adapter", name))
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return await asyncio.wrap_future(self.call("list_adapters"))
+
+    async def stats(self) -> EngineStats:
+        return await asyncio.wrap_future(self.call("stats"))
+
+    async def is_alive(self) -> bool:
+        return self._dead is None

@@ -1,0 +1,104 @@
+"""An engine in a process of its own, reached through a socket pair.  Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.errors import EngineDeadError
+
+from .loop_client import LoopClient
+from .messages import Command, Reply, Stop
+
+START_CALL_ID = 0
+STOP_TIMEOUT_S = 10.0
+
+
+def worker_environment(num_threads: int | None) -> dict[str, str]:
+    """Environment of an engine process: its share of cores, set before torch is imported.
+
+    Idle OpenMP threads sleep instead of spinning, because front end and load share the cores.
+    """
+    threads = str(num_threads or os.cpu_count() or 1)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "passive",
+    }
+
+
+class ProcessClient(LoopClient):
+    """`EngineClient` of an engine process that it starts, and that ends with it.
+
+    Raises, from the constructor, what kept the engine from starting.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moe_lora.engine.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=worker_environment(config.num_threads),
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._send_lock = threading.Lock()
+        super().__init__(self._send_command)
+        self._connection.send(config)
+        self._await_start()
+        self._reader = threading.Thread(target=self._read, name="engine-events", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _await_start(self) -> None:
+        try:
+            started: Reply = self._connection.recv()
+        except (EOFError, OSError) as error:
+            code = self._process.wait()
+            raise EngineDeadError(
+                f"the engine's process ended with exit code {code} while starting"
+            ) from error
+        except BaseException:
+            self._process.terminate()
+            raise
+        if started.error is not None:
+            self._process.wait()
+            raise started.error
+
+    def _send_command(self, command: Command) -> None:
+        with self._send_lock:
+            self._connection.send(command)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self.deliver(self._connection.recv())
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self.fail(EngineDeadError("the engine's process has ended"))
+
+    def shut_down(self) -> None:
+        """Ask the process to end, then end it."""
+        if self._process.poll() is None:
+            try:
+                self._send_command(Stop())
+                self._process.wait(STOP_TIMEOUT_S)
+            except (OSError, subprocess.TimeoutExpired):
+                self._process.kill()
+        self._process.wait()
+        self._reader.join(STOP_TIMEOUT_S)
+        self._connection.close()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.shut_down)

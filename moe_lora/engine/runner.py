@@ -1,0 +1,140 @@
+"""Turns a scheduled step into tensors and runs the model on them.
+
+Legend: T token rows, S sequences, B blocks of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from moe_lora.execution.context import ExecutionContext
+from moe_lora.kernels.step import StepTables
+from moe_lora.models.causal_lm import CausalLM, LayerForward
+from moe_lora.models.layers import DecoderLayer
+
+from .scheduler import Scheduled
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Runs steps of one model.  decode_buckets: batch sizes that decode steps are padded to; empty = none."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        context: ExecutionContext,
+        device: torch.device,
+        *,
+        eager: bool,
+        decode_buckets: Seq[int],
+    ) -> None:
+        self._model = model
+        self._context = context
+        self._device = device
+        self._eager = eager
+        self._buckets = sorted(decode_buckets)
+        self._compiled: LayerForward = DecoderLayer.__call__
+        if not eager:
+            torch._dynamo.config.recompile_limit = max(64, 4 * len(self._buckets))
+            self._compiled = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False)
+
+    def warm_up(self) -> None:
+        """Compile every graph that steps will need, before the first request."""
+        if self._eager:
+            return
+        sizes = self._buckets or [1, 2]
+        logger.info("compiling decode steps for %s rows", "any number of" if not self._buckets else sizes)
+        for size in sizes:
+            self._forward([], size, mark_dynamic=not self._buckets and size > 1)
+
+    @torch.inference_mode()
+    def run(self, plan: Seq[Scheduled]) -> torch.Tensor:
+        """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order."""
+        decode = all(item.num_tokens == 1 for item in plan)
+        num_rows = sum(item.num_tokens for item in plan)
+        if decode and self._buckets:
+            num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
+        return self._forward(plan, num_rows)
+
+    @torch.inference_mode()
+    def _forward(self, plan: Seq[Scheduled], num_rows: int, *, mark_dynamic: bool = False) -> torch.Tensor:
+        tokens, positions, logit_rows = self._rows(plan, num_rows)
+        self._context.begin_step(self._tables(plan, num_rows))
+        num_live = sum(item.num_tokens for item in plan)
+        live = torch.arange(num_rows, device=self._device) < num_live
+        layer_forward = self._layer_forward(plan, num_rows)
+        if mark_dynamic:
+            layer_forward = _marking_rows_dynamic(layer_forward)
+        return self._model(tokens, positions, live, logit_rows, self._context.channels, layer_forward)
+
+    def _layer_forward(self, plan: Seq[Scheduled], num_rows: int) -> LayerForward:
+        """Compiled where a graph fits: without buckets any step, with buckets a decode step of a bucket."""
+        if self._buckets and (num_rows not in self._buckets or any(item.num_tokens > 1 for item in plan)):
+            return DecoderLayer.__call__
+        return self._compiled
+
+    def _rows(self, plan: Seq[Scheduled], num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids [T], positions [T] and the rows whose logits are wanted, all int64."""
+        tokens = np.zeros(num_rows, dtype=np.int64)
+        positions = np.zeros(num_rows, dtype=np.int64)
+        logit_rows = []
+        row = 0
+        for item in plan:
+            start, count = item.sequence.num_computed, item.num_tokens
+            tokens[row : row + count] = item.sequence.tokens[start : start + count]
+            positions[row : row + count] = np.arange(start, start + count)
+            row += count
+            if item.samples:
+                logit_rows.append(row - 1)
+        return (
+            self._tensor(tokens),
+            self._tensor(positions),
+            self._tensor(np.array(logit_rows, dtype=np.int64)),
+        )
+
+    def _tables(self, plan: Seq[Scheduled], num_rows: int) -> StepTables:
+        """Step tables; rows beyond the plan belong to a padding sequence each (seq_lens 0, no adapter)."""
+        counts = [item.num_tokens for item in plan]
+        counts += [1] * (num_rows - sum(counts))
+        row_slot = np.full(num_rows, -1, dtype=np.int32)
+        query_start = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        seq_lens = np.zeros(len(counts), dtype=np.int32)
+        max_blocks = max((len(item.sequence.table.blocks) for item in plan), default=1)
+        block_tables = np.zeros((len(counts), max_blocks), dtype=np.int32)
+        has_adapters = False
+        for index, item in enumerate(plan):
+            sequence = item.sequence
+            pages = sequence.table.pages
+            block_tables[index, : len(pages)] = pages
+            seq_lens[index] = sequence.num_computed + item.num_tokens
+            if sequence.adapter is not None:
+                row_slot[query_start[index] : query_start[index + 1]] = sequence.adapter.slot
+                has_adapters = True
+        return StepTables(
+            row_slot=self._tensor(row_slot),
+            query_start=self._tensor(query_start),
+            seq_lens=self._tensor(seq_lens),
+            block_tables=self._tensor(block_tables),
+            max_query_len=max(counts, default=1),
+            has_adapters=has_adapters,
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _marking_rows_dynamic(layer_forward: LayerForward) -> LayerForward:
+    """Run a layer so that its graph is compiled for any number of rows above one."""
+
+    def run(layer: DecoderLayer, x: torch.Tensor, channel: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+        for tensor in (x, *rows):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return layer_forward(layer, x, channel, *rows)
+
+    return run

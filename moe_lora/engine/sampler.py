@@ -1,0 +1,88 @@
+"""From logits to tokens.
+
+Legend: S sequences that sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from moe_lora.core.request import SamplingParams, TokenLogprobs
+
+from .sequence import Sequence
+
+
+def sample(
+    logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """The next token of each sequence, and its log probabilities where asked for.
+
+    logits_SV: [S, V] fp32, overwritten for sequences that may not end yet.  Greedy rows take the argmax;
+    the others draw from their own generator, so that a seed gives the same tokens in any batch.
+    """
+    report = [sequence.request.sampling.logprobs for sequence in sequences]
+    logprobs_SV = torch.log_softmax(logits_SV, dim=-1) if any(n is not None for n in report) else None
+    _forbid_early_end(logits_SV, sequences, eos_token_ids)
+    tokens = logits_SV.argmax(dim=-1)
+    drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
+    if drawn:
+        tokens[drawn] = _draw(logits_SV[drawn], [sequences[row] for row in drawn])
+    chosen = tokens.tolist()
+    reports = [
+        None if n is None or logprobs_SV is None else _report(logprobs_SV[row], chosen[row], n)
+        for row, n in enumerate(report)
+    ]
+    return chosen, reports
+
+
+def _forbid_early_end(
+    logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]
+) -> None:
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.request.sampling
+        if sequence.num_generated < sampling.min_tokens:
+            logits_SV[row, list(eos_token_ids + sampling.stop_token_ids)] = float("-inf")
+
+
+def _draw(logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+    """Sample after temperature, top-k, top-p and min-p, by the exponential race (argmax of p / noise)."""
+    params = [sequence.request.sampling for sequence in sequences]
+    probs_SV = truncated_probabilities(logits_SV, params)
+    noise_SV = torch.empty(probs_SV.shape)
+    for row, sequence in enumerate(sequences):
+        noise_SV[row].exponential_(generator=sequence.generator)
+    noise_SV = noise_SV.clamp_min_(torch.finfo(torch.float32).tiny).to(probs_SV.device)
+    return (probs_SV / noise_SV).argmax(dim=-1)
+
+
+def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+    """Probabilities [S, V] after temperature, then top-k, top-p and min-p; not renormalised."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits_SV.device)[:, None]
+
+    temperature = column([p.temperature for p in params])
+    probs_SV = torch.softmax(logits_SV / temperature, dim=-1)
+    if all(p.top_k == 0 and p.top_p == 1.0 and p.min_p == 0.0 for p in params):
+        return probs_SV
+    ordered, order = probs_SV.sort(dim=-1, descending=True, stable=True)
+    place = torch.arange(ordered.shape[-1], device=ordered.device)
+    keep = place < column([p.top_k or ordered.shape[-1] for p in params])
+    kept = torch.where(keep, ordered, 0.0)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    keep &= kept.cumsum(dim=-1) - kept < column([p.top_p for p in params])
+    keep &= ordered >= ordered[:, :1] * column([p.min_p for p in params])
+    keep[:, 0] = True
+    return torch.zeros_like(probs_SV).scatter(-1, order, torch.where(keep, ordered, 0.0))
+
+
+def _report(logprobs_V: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
+    chosen = logprobs_V[token]
+    top = logprobs_V.topk(num_top)
+    return TokenLogprobs(
+        logprob=chosen.item(),
+        position=int((logprobs_V > chosen).sum()) + 1,
+        top=tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
+    )

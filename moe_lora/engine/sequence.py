@@ -1,0 +1,79 @@
+"""A request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_lora.cache.blocks import BlockTable
+from moe_lora.core.request import FinishReason, GenerateRequest, RequestTiming
+
+from .residency import AdapterVersion
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Prompt and generated tokens, what of them is computed, and the pages that hold it.
+
+    tokens[:num_computed] have their KV in `table`.  limit_tokens: total length at which it must end.
+    """
+
+    request: GenerateRequest
+    adapter: AdapterVersion | None
+    arrival_s: float
+    limit_tokens: int
+    generator: torch.Generator | None
+    tokens: list[int] = field(init=False)
+    num_computed: int = 0
+    num_cached: int = 0
+    table: BlockTable = field(init=False)
+    admitted_s: float | None = None
+    adapter_load_s: float = 0.0
+    first_token_s: float | None = None
+    second_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_token_ids)
+        self.table = BlockTable(self.namespace)
+
+    @property
+    def namespace(self) -> int:
+        """Prefix-cache namespace: the adapter's version, 0 for the base."""
+        return 0 if self.adapter is None else self.adapter.uid
+
+    @property
+    def adapter_uid(self) -> int | None:
+        return None if self.adapter is None else self.adapter.uid
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Take the sampled token; says whether it ends the request."""
+        self.tokens.append(token)
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        elif self.second_token_s is None:
+            self.second_token_s = now_s
+        sampling = self.request.sampling
+        if self.num_generated >= sampling.min_tokens:
+            if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
+                return "stop"
+        return "length" if len(self.tokens) >= self.limit_tokens else None
+
+    def timing(self, now_s: float) -> RequestTiming:
+        admitted = now_s if self.admitted_s is None else self.admitted_s
+        first = now_s if self.first_token_s is None else self.first_token_s
+        second = first if self.second_token_s is None else self.second_token_s
+        return RequestTiming(
+            queue_s=admitted - self.arrival_s - self.adapter_load_s,
+            adapter_load_s=self.adapter_load_s,
+            prefill_s=first - admitted,
+            first_decode_s=second - first,
+        )

@@ -1,0 +1,86 @@
+"""How much memory an engine takes for KV and for adapters, from its settings and its model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels.step import KvLayout
+
+FREE_SHARE = 0.25
+"""Part of the free memory that an automatic size may take, for KV and for adapters each."""
+DEFAULT_LORA_RANK = 16
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class ArenaSize:
+    """Pages for KV and for adapters.  They share one arena."""
+
+    kv_pages: int
+    lora_pages: int
+
+    @property
+    def num_pages(self) -> int:
+        return self.kv_pages + self.lora_pages
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def max_model_len(config: EngineConfig, shape: ModelShape) -> int:
+    """The length limit: as configured, else what the model allows."""
+    if config.max_model_len is None:
+        return shape.max_position
+    if config.max_model_len > shape.max_position:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the model's {shape.max_position} positions; lower it"
+        )
+    return config.max_model_len
+
+
+def arena_size(
+    config: EngineConfig, shape: ModelShape, layout: KvLayout, adapter_bytes: Sequence[int], free: int
+) -> ArenaSize:
+    """Resolve kv_cache_gb and lora_memory_gb.
+
+    adapter_bytes: sizes of the adapters known at the start.  free: bytes free on the device.
+    Raises ConfigError, with the smallest size that works, if one request of max_model_len or the largest
+    adapter does not fit.
+    """
+    blocks_per_request = -(-max_model_len(config, shape) // config.block_size)
+    wanted = config.max_num_seqs * blocks_per_request
+    kv_pages = _resolve(
+        "kv_cache_gb", config.kv_cache_gb, wanted, blocks_per_request, layout.page_bytes, free
+    )
+    largest = max([shape.adapter_bytes(DEFAULT_LORA_RANK), *adapter_bytes])
+    slack = shape.num_layers * layout.page_bytes
+    pages_each = -(-(largest + slack) // layout.page_bytes)
+    least = -(-(max(adapter_bytes, default=0) + slack) // layout.page_bytes)
+    lora_pages = _resolve(
+        "lora_memory_gb", config.lora_memory_gb, config.max_loras * pages_each, least, layout.page_bytes, free
+    )
+    return ArenaSize(kv_pages, lora_pages)
+
+
+def _resolve(
+    setting: str, given_gb: float | None, wanted_pages: int, least_pages: int, page_bytes: int, free: int
+) -> int:
+    if given_gb is None:
+        return max(least_pages, min(wanted_pages, int(free * FREE_SHARE) // page_bytes))
+    pages = int(given_gb * GB) // page_bytes
+    if pages < least_pages:
+        raise ConfigError(
+            f"{setting}={given_gb} is too small; this model needs at least {least_pages * page_bytes / GB:.4f}"
+        )
+    return pages

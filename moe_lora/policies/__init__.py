@@ -1,0 +1,1 @@
+"""Decisions without effects: pure functions over read-only views; the caller carries them out."""

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_lora.policies.admission import admissible
+
+
+@dataclass
+class Waiting:
+    name: str
+    arrival_s: float
+    adapter_uid: int | None
+
+
+QUEUE = [Waiting("a1", 0.0, 1), Waiting("b1", 1.0, 2), Waiting("a2", 2.0, 1), Waiting("base", 3.0, None)]
+
+
+def started(can_be_resident, now_s: float = 4.0, starvation_s: float = 10.0) -> list[str]:
+    return [r.name for r in admissible(QUEUE, can_be_resident, now_s, starvation_s)]
+
+
+def test_all_start_in_order_when_every_adapter_has_a_place():
+    assert started(lambda request: True) == ["a1", "b1", "a2", "base"]
+
+
+def test_request_whose_adapter_finds_no_place_is_passed_over():
+    assert started(lambda request: request.adapter_uid != 1) == ["b1", "base"]
+
+
+def test_an_adapter_is_asked_for_once_when_it_was_turned_away():
+    asked = []
+
+    def refuse_first(request: Waiting) -> bool:
+        asked.append(request.name)
+        return request.adapter_uid != 1
+
+    started(refuse_first)
+    assert asked == ["a1", "b1", "base"]
+
+
+def test_starving_request_stops_younger_ones():
+    assert started(lambda request: request.adapter_uid != 1, starvation_s=3.5) == []
+    assert started(lambda request: request.adapter_uid != 2, starvation_s=2.5) == ["a1"]
