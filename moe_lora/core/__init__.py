@@ -1,0 +1,1 @@
+"""Vocabulary shared by all rooms; imports no torch."""

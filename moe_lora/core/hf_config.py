@@ -1,0 +1,109 @@
+"""Reading the sizes out of a Hugging Face config.json, in the old and the new spellings of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import ConfigError
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MISSING = object()
+
+
+def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `ModelShape` for this config.json.
+
+    Raises ConfigError for an unsupported model_type or option, or a missing key.
+    """
+    family = config.get("model_type")
+    readers = {
+        "llama": _llama,
+        "mixtral": _mixtral,
+        "qwen3_moe": _qwen3_moe,
+        "gpt_oss": _mixtral,
+        "dbrx": _dbrx,
+    }
+    if family not in readers:
+        raise ConfigError(f"model_type={family!r} is not supported; supported are {', '.join(readers)}")
+    return {"family": family, "dtype_bytes": _dtype_bytes(config), **readers[family](config)}
+
+
+def _get(config: Mapping[str, Any], *names: str, default: Any = _MISSING) -> Any:
+    """Value of the first of these keys that is present and not null; a dot walks into a section."""
+    for name in names:
+        value: Any = config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    if default is _MISSING:
+        raise ConfigError(f"config.json has no {' or '.join(names)}, which model_type needs")
+    return default
+
+
+def _dtype_bytes(config: Mapping[str, Any]) -> int:
+    name = str(_get(config, "dtype", "torch_dtype", default="bfloat16")).removeprefix("torch.")
+    if name not in _DTYPE_BYTES:
+        raise ConfigError(f"dtype={name!r} is not supported; use one of {', '.join(_DTYPE_BYTES)}")
+    return _DTYPE_BYTES[name]
+
+
+def _common(config: Mapping[str, Any]) -> dict[str, Any]:
+    num_heads = _get(config, "num_attention_heads")
+    hidden_size = _get(config, "hidden_size")
+    return {
+        "num_layers": _get(config, "num_hidden_layers"),
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": _get(config, "num_key_value_heads", default=num_heads),
+        "head_dim": _get(config, "head_dim", default=hidden_size // num_heads),
+        "vocab_size": _get(config, "vocab_size"),
+        "max_position": _get(config, "max_position_embeddings"),
+    }
+
+
+def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_common(config),
+        "intermediate_size": _get(config, "intermediate_size"),
+        "num_experts": 0,
+        "num_experts_per_token": 0,
+    }
+
+
+def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_common(config),
+        "intermediate_size": _get(config, "moe_intermediate_size", "intermediate_size"),
+        "num_experts": _get(config, "num_local_experts", "num_experts"),
+        "num_experts_per_token": _get(config, "num_experts_per_tok", "experts_per_token"),
+    }
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    if _get(config, "mlp_only_layers", default=[]) or _get(config, "decoder_sparse_step", default=1) != 1:
+        raise ConfigError(
+            "config.json makes some layers dense (mlp_only_layers or decoder_sparse_step); "
+            "only Qwen3-MoE models whose every layer has experts are supported"
+        )
+    fields = _mixtral(config)
+    fields["intermediate_size"] = _get(config, "moe_intermediate_size")
+    return fields
+
+
+def _dbrx(config: Mapping[str, Any]) -> dict[str, Any]:
+    hidden_size = _get(config, "d_model", "hidden_size")
+    num_heads = _get(config, "n_heads", "num_attention_heads")
+    return {
+        "num_layers": _get(config, "n_layers", "num_hidden_layers"),
+        "hidden_size": hidden_size,
+        "intermediate_size": _get(config, "ffn_config.ffn_hidden_size"),
+        "num_experts": _get(config, "ffn_config.moe_num_experts"),
+        "num_experts_per_token": _get(config, "ffn_config.moe_top_k"),
+        "num_heads": num_heads,
+        "num_kv_heads": _get(config, "attn_config.kv_n_heads", "num_key_value_heads", default=num_heads),
+        "head_dim": hidden_size // num_heads,
+        "vocab_size": _get(config, "vocab_size"),
+        "max_position": _get(config, "max_seq_len", "max_position_embeddings"),
+    }

@@ -1,0 +1,190 @@
+"""Sizes of a decoder model and the places in it where LoRA applies.
+
+Every part that needs to know "how big" or "where" asks `ModelShape`: kernels, arena, placement,
+simulator. A LoRA module m of a site adds to the site's fused output y:
+
+    y[:, columns[m] : columns[m] + out_features[m]] += scale * (x @ A.T) @ B.T
+
+with A [lora_rank, in_features] and B [out_features[m], lora_rank].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from .errors import ConfigError
+
+FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
+MATRIX_ALIGN_BYTES = 64
+"""Each A and B matrix of a packed adapter starts at a multiple of this many bytes."""
+DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place in a decoder layer where one input feeds one or more LoRA modules.
+
+    `num_experts` is 0 at a dense site, else each module exists once per expert. The rows of the
+    layer's offset table that belong to the site start at `entry_base`, expert-major.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    in_features: int
+    out_features: tuple[int, ...]
+    num_experts: int
+    entry_base: int
+
+    @cached_property
+    def columns(self) -> tuple[int, ...]:
+        """First output column of each module in the site's fused output y."""
+        return tuple(accumulate(self.out_features, initial=0))[:-1]
+
+    @property
+    def total_out_features(self) -> int:
+        """Width of the site's fused output y."""
+        return sum(self.out_features)
+
+    @property
+    def num_entries(self) -> int:
+        """Rows this site takes in the layer's offset table."""
+        return len(self.modules) * max(1, self.num_experts)
+
+    def entry(self, module: int, expert: int = 0) -> int:
+        """Row of (module index, expert) in the layer's offset table."""
+        return self.entry_base + expert * len(self.modules) + module
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of one base model; `num_experts` is 0 for a dense one.
+
+    `intermediate_size` is that of one expert (or of the dense MLP). Raises ConfigError for sizes
+    that cannot be a model. `from_hf_config` reads a checkpoint's config.json.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_token: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    dtype_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ConfigError(f"family={self.family!r} is not supported; choose one of {', '.join(FAMILIES)}")
+        for name in _POSITIVE:
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be an integer of 1 or more")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                "grouped-query attention needs whole groups"
+            )
+        if (self.num_experts > 0) != (self.family != "llama"):
+            raise ConfigError(f"num_experts={self.num_experts} does not fit family={self.family!r}")
+        if not min(1, self.num_experts) <= self.num_experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_token={self.num_experts_per_token} must lie between "
+                f"{min(1, self.num_experts)} and num_experts={self.num_experts}"
+            )
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """LoRA sites of one layer in the order qkv, o, router (MoE only), gate_up, down."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_experts
+        qkv: tuple[tuple[str, ...], tuple[int, ...]] = (("q", "k", "v"), (q_size, kv_size, kv_size))
+        if self.family == "dbrx":
+            qkv = (("qkv",), (q_size + 2 * kv_size,))
+        rows: list[tuple[str, tuple[str, ...], int, tuple[int, ...], int]] = [
+            ("qkv", qkv[0], hidden, qkv[1], 0),
+            ("o", ("o",), q_size, (hidden,), 0),
+            ("gate_up", ("gate", "up"), hidden, (inner, inner), experts),
+            ("down", ("down",), inner, (hidden,), experts),
+        ]
+        if experts:
+            rows.insert(2, ("router", ("router",), hidden, (experts,), 0))
+        sites: list[Site] = []
+        for name, modules, in_features, out_features, num_experts in rows:
+            base = sites[-1].entry_base + sites[-1].num_entries if sites else 0
+            sites.append(
+                Site(
+                    name=name,
+                    modules=modules,
+                    in_features=in_features,
+                    out_features=out_features,
+                    num_experts=num_experts,
+                    entry_base=base,
+                )
+            )
+        return tuple(sites)
+
+    @cached_property
+    def num_entries(self) -> int:
+        """Rows of one layer's offset table."""
+        return sum(site.num_entries for site in self.sites)
+
+    def site(self, name: str) -> Site:
+        """The site of this name. Raises ConfigError if the model has none."""
+        for site in self.sites:
+            if site.name == name:
+                return site
+        raise ConfigError(
+            f"{self.family} has no LoRA site {name!r}; choose one of {', '.join(s.name for s in self.sites)}"
+        )
+
+    def adapter_bytes(
+        self, lora_rank: int, targets: Iterable[str] = DEFAULT_TARGETS, shared_gate_up_a: bool = False
+    ) -> int:
+        """Bytes of one packed adapter of this rank on whole sites, alignment of each matrix included.
+
+        targets: site names. shared_gate_up_a: gate and up of an expert share one A (the fused PEFT
+        form). DBRX's own fused form shares more; this is then an upper bound.
+        """
+        if lora_rank < 1:
+            raise ConfigError(f"lora_rank={lora_rank} must be 1 or more")
+        per_layer = 0
+        for site in {self.site(name) for name in targets}:
+            shared = shared_gate_up_a and site.name == "gate_up"
+            num_a = 1 if shared else len(site.modules)
+            features = [site.in_features] * num_a + list(site.out_features)
+            per_layer += max(1, site.num_experts) * sum(
+                _aligned(lora_rank * size * self.dtype_bytes) for size in features
+            )
+        return per_layer * self.num_layers
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Shape of the model that a Hugging Face config.json describes.
+
+        Raises ConfigError (a ValueError) naming the key for a model type or an option that is not
+        supported, or a missing key. A config without a dtype counts as bfloat16.
+        """
+        from .hf_config import shape_fields
+
+        return cls(**shape_fields(config))
+
+
+_POSITIVE = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"),
+    *("head_dim", "vocab_size", "max_position", "dtype_bytes"),
+)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // MATRIX_ALIGN_BYTES) * MATRIX_ALIGN_BYTES

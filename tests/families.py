@@ -1,0 +1,245 @@
+"""Tiny seeded checkpoints and PEFT adapters of the five model families, made with transformers and peft.
+
+Weights are drawn wide enough that logits and gate choices are well apart, unlike a fresh
+initialisation. Everything is reproducible from (family, seed).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
+MOE_FAMILIES = FAMILIES[1:]
+PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
+ALL_TARGETS = ("qkv", "o", "gate_up", "down")
+VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
+
+_ATTENTION = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
+_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
+    "llama": {**_ATTENTION, "gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)},
+    "mixtral": _ATTENTION,
+    "qwen3_moe": _ATTENTION,
+    "gpt_oss": _ATTENTION,
+    "dbrx": {"qkv": ("Wqkv",), "o": ("out_proj",), "router": ("router.layer",)},
+}
+_FUSED = {"gate_up": ("experts.gate_up_proj",), "down": ("experts.down_proj",)}
+_PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "llama": {},
+    "mixtral": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "qwen3_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
+    "dbrx": {"gate_up": ("mlp.w1", "mlp.v1"), "down": ("mlp.w2",)},
+}
+# Per-expert form: container below the layer, and the leaf of gate, up, down, in the old module names.
+_PER_EXPERT = {
+    "mixtral": ("block_sparse_moe", {"gate_up": ("w1", "w3"), "down": ("w2",), "router": ("gate",)}),
+    "qwen3_moe": ("mlp", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",), "router": ("gate",)}),
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """transformers config of a 2-layer model: hidden 32, 4 query and 2 KV heads of 16, 4 experts top-2.
+
+    DBRX has heads of 8; elsewhere q_size (64) differs from hidden (32) and from the expert width (24), so that a transposed matrix
+    never fits by chance. changes: config fields to override.
+    """
+    import transformers
+
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    moe = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
+    if family == "llama":
+        return transformers.LlamaConfig(**{**common, **changes})
+    if family == "mixtral":
+        return transformers.MixtralConfig(**{**common, **moe, **changes})
+    if family == "qwen3_moe":
+        moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        return transformers.Qwen3MoeConfig(**{**common, **moe, "norm_topk_prob": True, **changes})
+    if family == "gpt_oss":
+        return transformers.GptOssConfig(
+            **{**common, **moe, "sliding_window": 16, "rope_parameters": dict(_YARN), **changes}
+        )
+    if family == "dbrx":
+        return transformers.DbrxConfig(**{**_dbrx_fields(), **changes})
+    raise ValueError(f"family={family!r} is unknown; choose one of {', '.join(FAMILIES)}")
+
+
+def _dbrx_fields() -> dict[str, Any]:
+    return {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": NUM_LAYERS,
+        "max_seq_len": 256,
+        "vocab_size": VOCAB_SIZE,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": NUM_EXPERTS, "moe_top_k": 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def make_checkpoint(
+    family: str, path: Path | str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Write a random checkpoint (config.json, safetensors) as transformers saves it; returns the folder."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            weight.copy_(_random_weight(name, weight, generator))
+    model.save_pretrained(str(path))
+    return Path(path)
+
+
+def _random_weight(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(weight.shape, generator=generator)
+    if "norm" in name and weight.ndim == 1:
+        return 1 + 0.2 * noise
+    if "embed" in name or "wte" in name:
+        return noise
+    if weight.ndim == 1 or "bias" in name:
+        return 0.3 * noise
+    return 1.5 * noise / math.sqrt(32)
+
+
+def load_model(model_dir: Path | str, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint as a transformers model in eval mode: the oracle."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def make_adapter(
+    family: str,
+    model_dir: Path | str,
+    path: Path | str,
+    lora_rank: int = 4,
+    targets: tuple[str, ...] = ALL_TARGETS,
+    seed: int = 0,
+    form: str = "fused",
+    scale: float = 1.0,
+    **config: Any,
+) -> Path:
+    """Write a PEFT adapter with random A and B for the checkpoint in model_dir; returns its folder.
+
+    targets: site names (qkv, o, router, gate_up, down). form: "fused" (`target_parameters`, saved by
+    peft itself) or "per_expert" (Mixtral and Qwen3-MoE: one module per expert, written by hand, as
+    older peft did). scale: how large a delta is beside the base's. config: further LoraConfig fields.
+    """
+    if form == "per_expert":
+        return _write_per_expert(family, Path(model_dir), Path(path), lora_rank, targets, seed, scale, config)
+    if form != "fused":
+        raise ValueError(f"form={form!r} is unknown; choose fused or per_expert")
+    from peft import LoraConfig, get_peft_model
+
+    fields = {
+        "r": lora_rank,
+        "lora_alpha": 2 * lora_rank,
+        "target_modules": [m for t in targets for m in _MODULES[family].get(t, ())],
+        "target_parameters": [p for t in targets for p in _PARAMETERS[family].get(t, ())] or None,
+        **config,
+    }
+    model = get_peft_model(load_model(model_dir), LoraConfig(**fields))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            if ".lora_" in name:
+                weight.copy_(_random_lora(name, weight.shape, generator, scale))
+    model.save_pretrained(str(path))
+    return Path(path)
+
+
+def _random_lora(
+    name: str, shape: tuple[int, ...], generator: torch.Generator, scale: float = 1.0
+) -> torch.Tensor:
+    noise = torch.randn(tuple(shape), generator=generator)
+    return noise / math.sqrt(32) if "lora_A" in name else noise * scale * 0.3
+
+
+def per_expert_shapes(family: str, targets: tuple[str, ...] = ALL_TARGETS) -> dict[str, tuple[int, int]]:
+    """(out, in) of each targeted module path of the tiny model in the per-expert form."""
+    config = tiny_config(family)
+    hidden, inner, head = 32, 24, config.head_dim
+    dims = {"q_proj": (4 * head, hidden), "o_proj": (hidden, 4 * head)}
+    dims |= {"k_proj": (2 * head, hidden), "v_proj": (2 * head, hidden)}
+    container, leaves = _PER_EXPERT[family]
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        for target in targets:
+            for leaf in _ATTENTION.get(target, ()):
+                shapes[f"{prefix}.self_attn.{leaf}"] = dims[leaf]
+            for leaf in leaves.get(target, ()):
+                if target == "router":
+                    shapes[f"{prefix}.{container}.{leaf}"] = (NUM_EXPERTS, hidden)
+                    continue
+                size = (hidden, inner) if target == "down" else (inner, hidden)
+                shapes |= {f"{prefix}.{container}.experts.{e}.{leaf}": size for e in range(NUM_EXPERTS)}
+    return shapes
+
+
+def _write_per_expert(
+    family: str,
+    model_dir: Path,
+    path: Path,
+    lora_rank: int,
+    targets: tuple[str, ...],
+    seed: int,
+    scale: float,
+    config: dict[str, Any],
+) -> Path:
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for module, (out_features, in_features) in per_expert_shapes(family, targets).items():
+        for part, shape in (("lora_A", (lora_rank, in_features)), ("lora_B", (out_features, lora_rank))):
+            key = f"base_model.model.{module}.{part}.weight"
+            tensors[key] = _random_lora(key, shape, generator, scale)
+    leaves = {**_ATTENTION, **_PER_EXPERT[family][1]}
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_dir),
+        "r": lora_rank,
+        "lora_alpha": 2 * lora_rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": [leaf for target in targets for leaf in leaves[target]],
+        **config,
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(fields))
+    return path
