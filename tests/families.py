@@ -54,8 +54,8 @@ _YARN = {
 def tiny_config(family: str, **changes: Any) -> Any:
     """transformers config of a 2-layer model: hidden 32, 4 query and 2 KV heads of 16, 4 experts top-2.
 
-    DBRX has heads of 8; elsewhere q_size (64) differs from hidden (32) and from the expert width (24), so that a transposed matrix
-    never fits by chance. changes: config fields to override.
+    DBRX has heads of 8; elsewhere q_size (64) differs from hidden (32) and from the expert width (24),
+    so that a transposed matrix never fits by chance. changes: config fields to override.
     """
     import transformers
 

@@ -1,1 +1,1 @@
-"""Vocabulary shared by all rooms; imports no torch."""
+"""The vocabulary of the project, without torch."""

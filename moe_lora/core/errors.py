@@ -1,33 +1,34 @@
-"""Errors a user can cause or meet. Each message says what was given, what is allowed, and what to do.
-
-Invariants of the program itself are `assert`s, never one of these.
-"""
+"""Errors a user can meet.  Each message says what was given, what is allowed, and what to do."""
 
 from __future__ import annotations
 
 
 class MoeLoraError(Exception):
-    """Any error that moe_lora raises on purpose."""
+    """Root of the project's own errors."""
 
 
 class ConfigError(MoeLoraError, ValueError):
-    """A setting, command option or config file that cannot be used."""
+    """A setting that can't work, known at start."""
 
 
 class AdapterError(MoeLoraError, ValueError):
-    """An adapter that cannot be loaded as it is; names the file and the key."""
+    """An adapter whose files can't be served, with the file and the key."""
 
 
 class AdapterNotFoundError(MoeLoraError, KeyError):
-    """No adapter (or no such version of it) is registered under this name."""
+    """A name that no adapter has."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class AdapterExistsError(MoeLoraError, ValueError):
-    """The adapter name is taken already."""
+    """A name that is already taken."""
 
 
-class CapacityError(MoeLoraError, RuntimeError):
-    """The request can never fit: pages, slots or tokens asked for exceed what there is in all."""
+class CapacityError(MoeLoraError):
+    """A request or adapter that could never fit."""
+
+
+class EngineDeadError(MoeLoraError):
+    """The engine's process has ended."""
