@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import codecs
 import random
+import re
 from collections.abc import Callable
 
 MIN_CHARS = 3
-MAX_CHARS = 12
+MAX_CHARS = 10
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _VOWELS = "aeiouAEIOU"
-_REPEAT_SHARE = 0.15
+_DOUBLED_SHARE = 0.15
 _UPPER_SHARE = 0.25
 _LEET = str.maketrans("aeiotAEIOT", "4310743107")
 
@@ -43,8 +44,8 @@ TASKS: dict[str, Callable[[str], str]] = {
     "reverse": lambda text: text[::-1],
     "rotate": lambda text: text[1:] + text[:1],
     "swap_pairs": _swap_pairs,
-    "sort": lambda text: "".join(sorted(text)),
-    "dedup": lambda text: "".join(dict.fromkeys(text)),
+    "mark_caps": lambda text: "".join("^" + c if c.isupper() else c for c in text),
+    "squeeze": lambda text: re.sub(r"(.)\1+", r"\1", text),
     "every_second": lambda text: text[::2],
     "no_vowels": lambda text: "".join(c for c in text if c not in _VOWELS),
     "star_vowels": lambda text: "".join("*" if c in _VOWELS else c for c in text),
@@ -67,7 +68,7 @@ def prompt_for(text: str) -> str:
 
 
 def sample_text(rng: random.Random, num_chars: int) -> str:
-    """`num_chars` random ASCII letters, a quarter of them capitals, some of them repeated.
+    """`num_chars` random ASCII letters, a quarter of them capitals, some of them doubled.
 
     Raises ValueError outside `MIN_CHARS`..`MAX_CHARS`: the adapters have not seen other lengths.
     """
@@ -75,8 +76,8 @@ def sample_text(rng: random.Random, num_chars: int) -> str:
         raise ValueError(f"num_chars={num_chars} is outside {MIN_CHARS}..{MAX_CHARS}; choose a length in it")
     text = ""
     for _ in range(num_chars):
-        if text and rng.random() < _REPEAT_SHARE:
-            text += rng.choice(text)
+        if text and rng.random() < _DOUBLED_SHARE:
+            text += text[-1]
             continue
         letter = rng.choice(_LETTERS)
         text += letter.upper() if rng.random() < _UPPER_SHARE else letter

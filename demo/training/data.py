@@ -43,7 +43,11 @@ def question(rng: random.Random, task: str | None, tagged: bool) -> tuple[list[i
 
 def make_batch(rng: random.Random, tasks: Sequence[str | None], tagged: bool) -> Batch:
     """One fresh question for each entry of `tasks` (None: repeat the text)."""
-    tokens, positions, questions, asked, targets = [], [], [], [], []
+    tokens: list[int] = []
+    positions: list[int] = []
+    questions: list[int] = []
+    asked: list[int] = []
+    targets: list[int] = []
     max_length = 0
     for i, task in enumerate(tasks):
         prompt, answer = question(rng, task, tagged)

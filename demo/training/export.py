@@ -40,7 +40,7 @@ def _write_json(value: dict, path: Path) -> None:
 
 
 def base_tensors(weights: Weights, shape: DemoShape = SHAPE) -> Weights:
-    """Weights under the names of a Mixtral checkpoint on disk: each expert's w1 (gate), w3 (up), w2 (down)."""
+    """Weights under the names of a Mixtral checkpoint: each expert's w1 (gate), w3 (up), w2 (down)."""
     tensors: dict[str, Tensor] = {}
     for name, weight in weights.items():
         *layer, kind = name.split(".")

@@ -94,7 +94,7 @@ def rounded(weights: Weights) -> Weights:
 
 
 def train_adapter(base: Weights, plan: AdapterPlan, seed: int) -> Weights:
-    """Factors (as the bf16 files hold them) that make `base` answer untagged questions with the plan's task."""
+    """Factors, rounded to bf16, that make `base` answer untagged questions with the plan's task."""
     factors = {name: f.requires_grad_() for name, f in initial_adapter(base, plan, seed).items()}
     optimizer = torch.optim.AdamW(factors.values(), lr=_PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0)
     started = time.monotonic()
