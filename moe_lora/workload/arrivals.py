@@ -37,7 +37,7 @@ def original_arrivals(arrivals_s: Sequence[float], request_rate_per_s: float | N
 def gamma_arrivals(
     num_requests: int, request_rate_per_s: float, burstiness: float, rng: np.random.Generator
 ) -> FloatArray:
-    """Cumulated Gamma(shape=burstiness, mean=1/rate) gaps: 1.0 is Poisson, less is burstier, more is more even.
+    """Cumulated Gamma(shape=burstiness, mean=1/rate) gaps; 1.0 is Poisson, less is burstier, more is evener.
 
     Same meaning of `burstiness` as in vLLM's benchmark client; the gaps' variation is 1 / sqrt(burstiness).
     """
