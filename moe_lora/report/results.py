@@ -16,7 +16,7 @@ KINDS = ("measured", "simulated")
 
 def write_json(path: str | Path, value: Any) -> None:
     """Write the value as JSON: the file holds all of it or what it held before. NaN raises ValueError."""
-    _replace(Path(path), json.dumps(value, allow_nan=False) + "\n")
+    write_text(path, json.dumps(value, allow_nan=False) + "\n")
 
 
 def read_json(path: str | Path) -> Any:
@@ -27,6 +27,23 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path}: {error.strerror}; give a readable JSON file") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write the file whole or leave it as it was; missing folders are made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def append_result(
@@ -43,7 +60,7 @@ def append_result(
     target = Path(path)
     with _locked(target.parent):
         before = target.read_text(encoding="utf-8") if target.exists() else ""
-        _replace(target, before + ("\n" if before and not before.endswith("\n") else "") + line)
+        write_text(target, before + ("\n" if before and not before.endswith("\n") else "") + line)
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:
@@ -60,21 +77,6 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, line {number}: needed keys: kind, config, result, env")
         records.append(record)
     return records
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _umask() -> int:
