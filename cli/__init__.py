@@ -1,0 +1,1 @@
+"""The `moe-lora` command. Each command has its own file, imported when it is called."""

@@ -1,0 +1,99 @@
+"""`moe-lora replay`: options in, `moe_lora.report.replay` run, results out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .errors import user_errors
+from .variadic import VariadicCommand
+
+_FILE = click.Path(exists=True, dir_okay=False)
+_OUT = click.Path(dir_okay=False)
+
+_WHERE = (
+    click.option("--url", required=True, help="Server, e.g. http://127.0.0.1:8000"),
+    click.option("--model", help="Base model's name.  [default: the first base model the server lists]"),
+    click.option("--api-key", envvar="OPENAI_API_KEY", help="Sent as bearer token."),
+    click.option("--timeout-s", default=600.0, show_default=True, help="For one whole request."),
+    click.option("--max-connections", default=2048, show_default=True),
+)
+_LOAD = (
+    click.option("--trace", required=True, type=_FILE, help="Trace file."),
+    click.option(
+        "--format",
+        type=click.Choice(["azure", "burstgpt", "mooncake", "sharegpt", "own"]),
+        help="The trace's format.  [default: detected]",
+    ),
+    click.option(
+        "--arrivals",
+        type=click.Choice(["trace", "gamma"]),
+        help="The trace's own times (scaled, with --request-rate), or times drawn at --request-rate.  "
+        "[default: gamma with --request-rate, else trace]",
+    ),
+    click.option("--request-rate", type=float, help="Requests per second."),
+    click.option(
+        "--burstiness", default=1.0, show_default=True, help="1: Poisson; less is burstier (Gamma)."
+    ),
+    click.option("--duration-s", type=float, help="Send what arrives before this."),
+    click.option("--num-requests", type=int, help="Send at most so many."),
+    click.option("--seed", default=0, show_default=True),
+)
+_ADAPTERS = (
+    click.option("--lora-modules", multiple=True, metavar="NAMES...", help="Adapters to ask for."),
+    click.option("--num-adapters", type=int, help="Ask for the first N adapters the server lists."),
+    click.option("--zipf", default=1.2, show_default=True, help="Popularity ~ 1 / place**ZIPF; 0: uniform."),
+    click.option("--adapter-counts", type=_FILE, help="Popularity by counts: CSV adapter,count or JSON."),
+)
+_PROMPTS = (
+    click.option("--prompts", type=_FILE, help='JSON lines {"adapter", "prompt"[, "answer"]} to send.'),
+    click.option("--random-prompts", is_flag=True, help="Random token ids even if the trace has texts."),
+    click.option("--vocab-size", default=32000, show_default=True, help="Random token ids are below it."),
+    click.option("--max-prompt-tokens", type=int, help="Cut longer prompts."),
+    click.option("--max-output-tokens", type=int, help="Ask for no more than this."),
+    click.option(
+        "--force-length",
+        type=click.Choice(["ignore-eos", "min-tokens", "off"]),
+        default="ignore-eos",
+        show_default=True,
+        help="How a server is made to give the trace's output length (not where an answer is known).",
+    ),
+    click.option("--temperature", default=0.0, show_default=True),
+)
+_RESULT = (
+    click.option("--slo-ttft-s", default=0.25, show_default=True),
+    click.option("--slo-tpot-s", default=0.1, show_default=True),
+    click.option("--label", help="Name of the run in tables and plots.  [default: the model]"),
+    click.option("--save-result", type=_OUT, help="Write the run as JSON."),
+    click.option("--append-result", type=_OUT, help="Append a JSON line {kind, config, result, env}."),
+    click.option("--report", "report_path", type=_OUT, help="Write an HTML page with plots."),
+)
+
+
+def _options(function: Any) -> Any:
+    for option in reversed(_WHERE + _LOAD + _ADAPTERS + _PROMPTS + _RESULT):
+        function = option(function)
+    return function
+
+
+@click.command(cls=VariadicCommand, variadic=["--lora-modules"])
+@_options
+@user_errors
+def replay(**options: Any) -> None:
+    """Send a trace's traffic to an OpenAI-compatible server and measure it.
+
+    Requests are sent at their arrival times, whether earlier ones are done or not. Without --lora-modules,
+    --num-adapters and --adapter-counts they ask for the adapters the trace names, else the base model.
+    Ctrl-C stops and keeps what there is.
+    """
+    from . import replay_run
+
+    run, interrupted = replay_run.measure(options)
+    replay_run.show(run)
+    replay_run.save(run, options)
+    if interrupted:
+        click.echo("interrupted; the results cover what was done until then", err=True)
+        raise click.exceptions.Exit(130)  # what a shell reports for a command stopped by Ctrl-C
+    if not run["completed"]:
+        raise click.ClickException("no request was completed")

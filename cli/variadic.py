@@ -1,0 +1,40 @@
+"""Options that take several values after one name: `--lora-modules a b c`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+
+class VariadicCommand(click.Command):
+    """A command in which `--name a b c` means `--name a --name b --name c` for the names in `variadic`.
+
+    The options themselves are declared with `multiple=True`. Such a list ends at the next word that begins
+    with a dash, so arguments without a name go before it.
+    """
+
+    def __init__(self, *args: Any, variadic: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.variadic = tuple(variadic)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, expand(args, self.variadic))
+
+
+def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
+    """The arguments with the name repeated before each further value."""
+    expanded: list[str] = []
+    name: str | None = None
+    num_values = 0
+    for word in args:
+        if word.startswith("-"):
+            name = word if word in variadic else None
+            num_values = 0
+        elif name is not None:
+            num_values += 1
+            if num_values > 1:
+                expanded.append(name)
+        expanded.append(word)
+    return expanded

@@ -1,0 +1,1 @@
+"""The demo: a tiny trained MoE model with many LoRA adapters, and the tasks they answer."""

@@ -1,0 +1,1 @@
+"""Training of the demo model: data, the model as plain functions, LoRA, export to the public formats."""

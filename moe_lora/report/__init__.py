@@ -1,0 +1,25 @@
+"""What was measured: the definitions of TTFT and TPOT, summaries, result files, tables and plots.
+
+The load client (`moe_lora.report.replay`) and the plots (`moe_lora.report.html`) are imported by name, as
+they pull in httpx and matplotlib.
+"""
+
+from __future__ import annotations
+
+from .environment import environment
+from .latency import RequestTiming, SloTargets, avg_latency_ms
+from .records import RequestRecord
+from .results import append_result, read_results, write_json
+from .summary import summarize
+
+__all__ = [
+    "RequestRecord",
+    "RequestTiming",
+    "SloTargets",
+    "append_result",
+    "avg_latency_ms",
+    "environment",
+    "read_results",
+    "summarize",
+    "write_json",
+]

@@ -1,0 +1,71 @@
+"""Arrival times: as recorded, scaled, or drawn from a Poisson or Gamma process. All in seconds, sorted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+def _positive(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value} is not allowed; choose a finite number > 0")
+    return float(value)
+
+
+def original_arrivals(arrivals_s: Sequence[float], request_rate_per_s: float | None = None) -> FloatArray:
+    """Recorded times from 0 on; with a rate, stretched so that (n - 1) / last time is that rate.
+
+    Raises ValueError if a rate is asked for and all requests arrive at one moment.
+    """
+    times = np.asarray(arrivals_s, dtype=np.float64)
+    times = times - times[0]
+    if request_rate_per_s is None:
+        return times
+    rate = _positive("request_rate", request_rate_per_s)
+    if times[-1] == 0.0:
+        raise ValueError(
+            "the trace's requests all arrive at once, so its times can't be scaled to --request-rate"
+        )
+    return times * ((len(times) - 1) / rate / times[-1])
+
+
+def gamma_arrivals(
+    num_requests: int, request_rate_per_s: float, burstiness: float, rng: np.random.Generator
+) -> FloatArray:
+    """Cumulated Gamma(shape=burstiness, mean=1/rate) gaps; 1.0 is Poisson, less is burstier, more is evener.
+
+    Same meaning of `burstiness` as in vLLM's benchmark client; the gaps' variation is 1 / sqrt(burstiness).
+    """
+    rate = _positive("request_rate", request_rate_per_s)
+    shape = _positive("burstiness", burstiness)
+    return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), size=num_requests))
+
+
+def poisson_arrivals(num_requests: int, request_rate_per_s: float, rng: np.random.Generator) -> FloatArray:
+    """Cumulated exponential gaps of mean 1/rate."""
+    return gamma_arrivals(num_requests, request_rate_per_s, 1.0, rng)
+
+
+def gamma_arrivals_until(
+    duration_s: float, request_rate_per_s: float, burstiness: float, rng: np.random.Generator
+) -> FloatArray:
+    """As `gamma_arrivals`, as many as fall before duration_s (none, if the first comes later)."""
+    block = (
+        math.ceil(_positive("duration_s", duration_s) * _positive("request_rate", request_rate_per_s)) + 16
+    )
+    times = gamma_arrivals(block, request_rate_per_s, burstiness, rng)
+    while times[-1] < duration_s:
+        times = np.concatenate(
+            [times, times[-1] + gamma_arrivals(block, request_rate_per_s, burstiness, rng)]
+        )
+    return cut_duration(times, duration_s)
+
+
+def cut_duration(arrivals_s: FloatArray, duration_s: float) -> FloatArray:
+    """Arrivals before duration_s."""
+    return arrivals_s[arrivals_s < _positive("duration_s", duration_s)]

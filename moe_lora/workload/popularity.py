@@ -1,0 +1,96 @@
+"""Which adapter a request asks for: Zipf, uniform, or counts from a file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .records import RowReader
+
+
+@dataclass(frozen=True, slots=True)
+class Popularity:
+    """Probability of each adapter; `probabilities` sums to 1."""
+
+    adapters: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.adapters or len(self.adapters) != len(self.probabilities):
+            raise ValueError(f"{len(self.adapters)} adapters with {len(self.probabilities)} probabilities")
+        if len(set(self.adapters)) != len(self.adapters):
+            raise ValueError(f"an adapter is named twice: {', '.join(self.adapters)}")
+        if min(self.probabilities) < 0 or not math.isclose(sum(self.probabilities), 1.0, rel_tol=1e-9):
+            raise ValueError("probabilities must be >= 0 and sum to 1")
+
+    def sample(self, num_requests: int, rng: np.random.Generator) -> list[str]:
+        """Independent draws, one a request."""
+        drawn = rng.choice(len(self.adapters), size=num_requests, p=np.asarray(self.probabilities))
+        return [self.adapters[index] for index in drawn]
+
+
+def _from_weights(adapters: Sequence[str], weights: Sequence[float]) -> Popularity:
+    total = math.fsum(weights)
+    return Popularity(tuple(adapters), tuple(weight / total for weight in weights))
+
+
+def zipf(adapters: Sequence[str], s: float) -> Popularity:
+    """P(i-th adapter) ~ 1 / i**s, i = 1, 2, ...; s = 0 is uniform.
+
+    Source: InfiniLoRA section 6.1 (s = 1.2).
+    """
+    if not (math.isfinite(s) and s >= 0):
+        raise ValueError(f"zipf={s} is not allowed; choose a finite number >= 0 (0 is uniform, 1.2 usual)")
+    if not adapters:
+        raise ValueError("no adapter to choose from; name at least one")
+    return _from_weights(adapters, [(index + 1) ** -s for index in range(len(adapters))])
+
+
+def uniform(adapters: Sequence[str]) -> Popularity:
+    """Every adapter equally likely."""
+    return zipf(adapters, 0.0)
+
+
+def read_counts(path: str | Path) -> Popularity:
+    """Popularity in proportion to counts in a file: JSON {"adapter": count} or CSV with header adapter,count.
+
+    Raises ValueError naming file, line and column for a bad count, and if all counts are 0.
+    """
+    reader = RowReader(str(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"adapter counts {path}: {error.strerror}; give a readable file") from error
+    counts: dict[str, int] = {}
+    for name, value in _count_rows(text, reader):
+        if name in counts:
+            raise reader.error("adapter", f"{name!r} is there twice", "each adapter once")
+        counts[name] = reader.count("count", value)
+    if not any(counts.values()):
+        raise ValueError(f"{path}: no adapter with a count > 0")
+    return _from_weights(tuple(counts), tuple(counts.values()))
+
+
+def _count_rows(text: str, reader: RowReader) -> list[tuple[str, object]]:
+    if text.lstrip().startswith("{"):
+        try:
+            return list(json.loads(text).items())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{reader.path}: not JSON ({error})") from None
+    rows = csv.reader(text.splitlines())
+    header = [column.strip().lower() for column in next(rows, [])]
+    if header != ["adapter", "count"]:
+        raise ValueError(f"{reader.path}, line 1: header {header}; needed: adapter,count")
+    found: list[tuple[str, object]] = []
+    for row in rows:
+        reader.line = rows.line_num
+        if len(row) != 2:
+            raise reader.error("count", f"{len(row)} columns", "two columns: adapter,count")
+        found.append((row[0].strip(), row[1].strip()))
+    return found

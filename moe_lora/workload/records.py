@@ -1,0 +1,87 @@
+"""The record that every trace format is read into, and the checks all formats share."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    arrival_s: seconds after the first request of the trace (0.0 where the format has no times).
+    prompt_tokens, output_tokens: lengths, both >= 1.
+    adapter: adapter named by the trace; None where it names none.
+    prompt: text, where the trace holds text.
+    hash_ids: ids of the prompt's 512-token blocks (Mooncake); equal ids mean equal tokens.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    adapter: str | None = None
+    prompt: str | None = None
+    hash_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A whole trace in memory.
+
+    dropped: how many rows were left out, by reason.
+    has_arrival_times: False for formats without timestamps (sharegpt).
+    """
+
+    path: str
+    format: str
+    requests: tuple[TraceRequest, ...]
+    dropped: dict[str, int] = field(default_factory=dict)
+    has_arrival_times: bool = True
+
+
+@dataclass(slots=True)
+class RowReader:
+    """Where in a file a reader stands; turns a bad value into an error that names the place.
+
+    `dropped` counts rows left out, by reason, for the caller to report.
+    """
+
+    path: str
+    line: int = 1
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def error(self, column: str, problem: str, allowed: str) -> ValueError:
+        return ValueError(f"{self.path}, line {self.line}, column {column!r}: {problem}; allowed: {allowed}")
+
+    def count(self, column: str, value: Any) -> int:
+        """A token count: whole number >= 0, as text or JSON number."""
+        number = self.number(column, value, "a whole number of tokens >= 0")
+        if number < 0 or number != int(number):
+            raise self.error(column, f"{value!r} is no token count", "a whole number of tokens >= 0")
+        return int(number)
+
+    def number(self, column: str, value: Any, allowed: str = "a finite number") -> float:
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise self.error(column, f"{value!r} is no number", allowed)
+        try:
+            number = float(value)
+        except ValueError:
+            raise self.error(column, f"{value!r} is no number", allowed) from None
+        if not math.isfinite(number):
+            raise self.error(column, f"{value!r} is not finite", allowed)
+        return number
+
+    def request(
+        self, arrival_s: float, prompt_tokens: int, output_tokens: int, **extra: Any
+    ) -> TraceRequest | None:
+        """The record; None, with a count in `dropped`, for a request that failed when the trace was taken."""
+        if output_tokens == 0:
+            self.dropped["no output tokens (failed request)"] += 1
+            return None
+        if prompt_tokens == 0:
+            self.dropped["empty prompt"] += 1
+            return None
+        return TraceRequest(arrival_s, prompt_tokens, output_tokens, **extra)

@@ -1,0 +1,136 @@
+"""Readers of the JSON formats: Mooncake, ShareGPT and this project's own JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from .records import RowReader, TraceRequest
+
+CHARS_PER_TOKEN = 4  # what English text takes with the vocabularies in use
+_CHUNK_CHARS = 1 << 20
+_MAX_OBJECT_CHARS = 1 << 26  # a conversation longer than this is a broken file
+_BETWEEN_OBJECTS = re.compile(r"[\s,\[\]\ufeff]*")
+_OWN_KEYS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "prompt", "hash_ids")
+
+
+def estimate_tokens(text: str) -> int:
+    """max(words, characters / 4): a length estimate that needs no tokenizer."""
+    return max(len(text.split()), math.ceil(len(text) / CHARS_PER_TOKEN))
+
+
+def _json_lines(lines: TextIO, reader: RowReader) -> Iterator[dict[str, Any]]:
+    for reader.line, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise reader.error("-", f"not JSON ({error})", "one JSON object a line") from None
+        if not isinstance(row, dict):
+            raise reader.error("-", f"a JSON {type(row).__name__}", "one JSON object a line")
+        yield row
+
+
+def _need(row: dict[str, Any], key: str, reader: RowReader) -> Any:
+    if key not in row:
+        raise reader.error(key, "missing", f"present in every row; the row has {', '.join(map(str, row))}")
+    return row[key]
+
+
+def _hash_ids(row: dict[str, Any], reader: RowReader) -> tuple[int, ...]:
+    ids = row.get("hash_ids", [])
+    if not isinstance(ids, list) or not all(type(item) is int and item >= 0 for item in ids):
+        raise reader.error("hash_ids", f"{ids!r:.60}", "a list of whole numbers >= 0")
+    return tuple(ids)
+
+
+def iter_mooncake(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+    """{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} a line."""
+    for row in _json_lines(lines, reader):
+        request = reader.request(
+            reader.number("timestamp", _need(row, "timestamp", reader), "milliseconds") / 1e3,
+            reader.count("input_length", _need(row, "input_length", reader)),
+            reader.count("output_length", _need(row, "output_length", reader)),
+            hash_ids=_hash_ids(row, reader),
+        )
+        if request is not None:
+            yield request
+
+
+def _text(row: dict[str, Any], key: str, reader: RowReader) -> str | None:
+    value = row.get(key)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise reader.error(key, f"{value!r:.60}", "non-empty text, or left out")
+    return value
+
+
+def iter_own(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+    """{"arrival_s", "prompt_tokens", "output_tokens"[, "adapter", "prompt", "hash_ids"]} a line.
+
+    With "prompt" given, "prompt_tokens" may be left out and is then estimated. Unknown keys are errors.
+    """
+    for row in _json_lines(lines, reader):
+        unknown = [key for key in row if key not in _OWN_KEYS]
+        if unknown:
+            raise reader.error(unknown[0], "unknown key", ", ".join(_OWN_KEYS))
+        prompt = _text(row, "prompt", reader)
+        length = row.get("prompt_tokens")
+        if length is None and prompt is not None:
+            length = estimate_tokens(prompt)
+        request = reader.request(
+            reader.number("arrival_s", _need(row, "arrival_s", reader), "seconds, a finite number"),
+            reader.count("prompt_tokens", _need(row, "prompt_tokens", reader) if length is None else length),
+            reader.count("output_tokens", _need(row, "output_tokens", reader)),
+            adapter=_text(row, "adapter", reader),
+            prompt=prompt,
+            hash_ids=_hash_ids(row, reader),
+        )
+        if request is not None:
+            yield request
+
+
+def _objects(lines: TextIO, reader: RowReader) -> Iterator[Any]:
+    """The objects of a JSON array (or of JSON lines), one by one, without loading the file whole."""
+    decoder, buffer, position = json.JSONDecoder(), "", 0
+    while True:
+        start = _BETWEEN_OBJECTS.match(buffer, position).end()  # type: ignore[union-attr]
+        reader.line += buffer.count("\n", position, start)
+        position = start
+        try:
+            item, end = decoder.raw_decode(buffer, position)
+        except json.JSONDecodeError as error:
+            more = lines.read(_CHUNK_CHARS) if len(buffer) - position < _MAX_OBJECT_CHARS else ""
+            if not more and position == len(buffer):
+                return
+            if not more:
+                raise reader.error("-", f"not JSON ({error.msg})", "a JSON array of conversations") from None
+            buffer, position = buffer[position:] + more, 0
+            continue
+        yield item
+        reader.line += buffer.count("\n", position, end)
+        position = end
+
+
+def iter_sharegpt(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+    """[{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, ...]}, ...].
+
+    The first two turns are prompt and answer; lengths are estimates (`estimate_tokens`); no arrival times.
+    """
+    for item in _objects(lines, reader):
+        turns = item.get("conversations", item.get("conversation")) if isinstance(item, dict) else None
+        if not isinstance(turns, list):
+            raise reader.error("conversations", "missing", "a list of turns in every conversation")
+        if len(turns) < 2:
+            reader.dropped["fewer than two turns"] += 1
+            continue
+        texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+        if not all(isinstance(text, str) for text in texts):
+            raise reader.error("value", "missing", 'turns of the form {"from": "human", "value": "text"}')
+        prompt, answer = (str(text) for text in texts)
+        request = reader.request(0.0, estimate_tokens(prompt), estimate_tokens(answer), prompt=prompt)
+        if request is not None:
+            yield request

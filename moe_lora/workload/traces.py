@@ -1,0 +1,109 @@
+"""Read a trace of any known format: `read_trace(path)`, or `iter_trace(path)` for one too big for memory."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from .records import RowReader, Trace, TraceRequest
+from .trace_csv import AZURE_COLUMNS, BURSTGPT_COLUMNS, iter_azure, iter_burstgpt, normalise
+from .trace_json import iter_mooncake, iter_own, iter_sharegpt
+
+FORMATS: dict[str, Callable[[TextIO, RowReader], Iterator[TraceRequest]]] = {
+    "azure": iter_azure,
+    "burstgpt": iter_burstgpt,
+    "mooncake": iter_mooncake,
+    "sharegpt": iter_sharegpt,
+    "own": iter_own,
+}
+_WITHOUT_ARRIVAL_TIMES = frozenset({"sharegpt"})
+_HEAD_CHARS = 1 << 16
+
+
+def _open(path: str | Path) -> TextIO:
+    try:
+        return open(path, encoding="utf-8-sig", newline="")
+    except OSError as error:
+        raise ValueError(f"trace {path}: {error.strerror}; give the path of a readable file") from error
+
+
+def _json_format(line: str, head: str) -> str | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        row = None  # an array over many lines, or one line longer than the part looked at
+    keys = set(row) if isinstance(row, dict) else set()
+    if {"timestamp", "input_length"} <= keys:
+        return "mooncake"
+    if "arrival_s" in keys:
+        return "own"
+    return "sharegpt" if '"conversation' in head else None
+
+
+def detect_format(path: str | Path) -> str:
+    """The format's name, from the first line. Raises ValueError if it fits none."""
+    with _open(path) as lines:
+        head = lines.read(_HEAD_CHARS)
+    text = head.lstrip()
+    if not text:
+        raise ValueError(f"{path}: the trace is empty")
+    line = text.splitlines()[0]
+    found = None
+    if text[0] in "[{":
+        found = _json_format(line, head)
+    else:
+        columns = {normalise(column) for column in line.split(",")}
+        for name, needed in (("azure", AZURE_COLUMNS), ("burstgpt", BURSTGPT_COLUMNS)):
+            if {normalise(column) for column in needed} <= columns:
+                found = name
+    if found is None:
+        names = ", ".join(FORMATS)
+        raise ValueError(
+            f"{path}, line 1: unknown trace format ({line[:80]!r}); give --format, one of {names}"
+        )
+    return found
+
+
+def iter_trace(
+    path: str | Path, format: str | None = None, dropped: Counter[str] | None = None
+) -> Iterator[TraceRequest]:
+    """Requests of the trace in file order, read as a stream; arrival_s counts from the first request.
+
+    format: a key of FORMATS; None detects it.  dropped: counts, by reason, the rows left out.
+    Raises ValueError naming file, line and column for a bad value, and for times that go backwards.
+    """
+    name = format or detect_format(path)
+    if name not in FORMATS:
+        raise ValueError(f"--format {name} is unknown; choose one of {', '.join(FORMATS)}")
+    reader = RowReader(str(path), dropped=Counter() if dropped is None else dropped)
+    with _open(path) as lines:
+        first_s = last_s = None
+        for request in FORMATS[name](lines, reader):
+            first_s = request.arrival_s if first_s is None else first_s
+            if last_s is not None and request.arrival_s < last_s:
+                problem = f"goes back in time by {last_s - request.arrival_s:.6g} s"
+                raise reader.error("timestamp", problem, "times that never decrease; sort the file by time")
+            last_s = request.arrival_s
+            yield request if first_s == 0.0 else replace(request, arrival_s=request.arrival_s - first_s)
+
+
+def read_trace(path: str | Path, format: str | None = None, limit: int | None = None) -> Trace:
+    """The whole trace (or its first `limit` requests).
+
+    Raises ValueError as `iter_trace` does, and if there is no request.
+    """
+    name = format or detect_format(path)
+    dropped: Counter[str] = Counter()
+    requests: list[TraceRequest] = []
+    for request in iter_trace(path, name, dropped):
+        if limit is not None and len(requests) >= limit:
+            break
+        requests.append(request)
+    if not requests:
+        left_out = ", ".join(f"{count} rows: {reason}" for reason, count in dropped.items())
+        raise ValueError(f"{path}: no request in the trace ({left_out or 'no rows after the header'})")
+    return Trace(str(path), name, tuple(requests), dict(dropped), name not in _WITHOUT_ARRIVAL_TIMES)
