@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moe_lora.adapters.reader import read_adapter
+from moe_lora.adapters.peft_format import read_adapter
 from moe_lora.cache.blocks import BlockManager
 from moe_lora.cache.pages import PageAllocator
 from moe_lora.core.clock import WallClock
