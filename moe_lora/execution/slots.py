@@ -11,7 +11,11 @@ from moe_lora.kernels.step import SlotTable
 
 
 def write_slot(
-    slots: SlotTable, slot: int, arena: torch.Tensor, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]
+    slots: SlotTable,
+    slot: int,
+    arena: torch.Tensor,
+    packed: PackedAdapter,
+    layer_offsets_bytes: Sequence[int],
 ) -> None:
     """Copy each layer's data to its byte offset in the arena and point the slot's table rows there.
 

@@ -1,0 +1,39 @@
+# The two commands of the README are `make demo` and `make test`; both install what is missing first.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+TRACE ?= demo/trace.csv
+DEMO_ARGS ?=
+
+.PHONY: venv demo test lint format clean
+
+venv: $(VENV)/.installed
+
+# torch first and pinned: a range would let another package pull in a build with CUDA libraries.
+$(VENV)/.installed: setup.cfg pyproject.toml $(wildcard moe_lora/kernels/csrc/*)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=74.1" wheel
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[test]"
+	touch $@
+
+demo: venv
+	$(BIN)/python -m demo.run --trace "$(TRACE)" $(DEMO_ARGS)
+
+test: venv
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info moe_lora/kernels/*.so

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine.sampler import sample, truncated_probabilities
+from moe_lora.engine.sequence import Sequence
+
+EOS = (3,)
+
+
+def sequence(**sampling: object) -> Sequence:
+    params = SamplingParams(**sampling)
+    generator = None if params.greedy else torch.Generator().manual_seed(params.seed or 0)
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=params)
+    return Sequence(request, None, 0.0, 100, generator)
+
+
+def test_greedy_takes_the_likeliest_token():
+    tokens, _ = sample(torch.tensor([[0.0, 2.0, 1.0, 0.0]]), [sequence(temperature=0.0)], EOS)
+    assert tokens == [1]
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [({"top_k": 2}, {0, 1}), ({"top_p": 0.6}, {0, 1}), ({"min_p": 0.5}, {0, 1}), ({}, {0, 1, 2, 3})],
+)
+def test_truncation_keeps_only_allowed_tokens(params, kept):
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    probs = truncated_probabilities(logits, [SamplingParams(**params)])
+    assert {i for i, p in enumerate(probs[0].tolist()) if p > 0} == kept
+
+
+def test_sampling_follows_the_probabilities():
+    wanted = torch.tensor([0.5, 0.3, 0.2, 0.0])
+    one = sequence(temperature=1.0, seed=1)
+    counts = torch.zeros(4)
+    for _ in range(2000):
+        counts[sample(wanted.log()[None].clone(), [one], ())[0][0]] += 1
+    assert (counts / 2000 - wanted).abs().max() < 0.05
+
+
+def test_seed_gives_the_same_tokens_whatever_else_is_in_the_batch():
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    alone = [sample(logits.clone(), [s], ())[0][0] for s in [sequence(seed=5)] for _ in range(8)]
+    seeded, other = sequence(seed=5), sequence(seed=6)
+    mixed = [sample(logits.repeat(2, 1), [other, seeded], ())[0][1] for _ in range(8)]
+    assert mixed == alone
+
+
+def test_end_is_forbidden_before_min_tokens():
+    logits = torch.tensor([[0.0, 1.0, 0.0, 9.0]])
+    tokens, _ = sample(logits, [sequence(temperature=0.0, min_tokens=2)], EOS)
+    assert tokens == [1]
+
+
+def test_logprobs_are_of_the_untruncated_distribution():
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+    _, reports = sample(logits, [sequence(temperature=0.0, logprobs=2, top_k=1)], EOS)
+    assert reports[0].position == 1
+    assert reports[0].logprob == pytest.approx(torch.tensor(0.4).log().item(), abs=1e-5)
+    assert [token for token, _ in reports[0].top] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("min_p", 1.5), ("max_tokens", 0),
+     ("top_k", -1), ("min_tokens", 17), ("logprobs", 21), ("stop", ("",))],
+)  # fmt: skip
+def test_value_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from .parts import Parts, packed
+
+
+def test_prompts_are_prefilled_then_decoded_token_by_token():
+    parts = Parts()
+    parts.add("a", range(5))
+    parts.add("b", range(10, 13))
+    assert parts.step() == {"a": 5, "b": 3}
+    assert parts.step() == {"a": 1, "b": 1}
+
+
+def test_long_prompt_is_prefilled_in_chunks_beside_decoding_ones():
+    parts = Parts(max_num_batched_tokens=8)
+    parts.add("short", range(3))
+    parts.add("long", range(100, 118))
+    assert parts.step() == {"short": 3, "long": 5}
+    assert parts.step() == {"short": 1, "long": 7}
+    assert parts.step() == {"short": 1, "long": 6}
+    assert parts.step() == {"short": 1, "long": 1}
+
+
+def test_no_more_sequences_run_than_allowed():
+    parts = Parts(max_num_seqs=2)
+    for name in "abc":
+        parts.add(name, range(3))
+    assert set(parts.step()) == {"a", "b"}
+    parts.scheduler.finish(parts.scheduler.running[0])
+    assert set(parts.step()) == {"b", "c"}
+
+
+def test_youngest_gives_way_when_pages_run_out_and_comes_back():
+    parts = Parts(kv_pages=4, max_num_batched_tokens=32)
+    old = parts.add("old", range(8))
+    young = parts.add("young", range(50, 58))
+    assert set(parts.step()) == {"old", "young"}
+    assert parts.step() == {"old": 1}
+    assert parts.scheduler.num_preemptions == 1
+    assert list(parts.scheduler.waiting) == [young]
+    parts.scheduler.finish(old)
+    assert set(parts.step()) == {"young"}
+    assert young.tokens[8] == 7
+
+
+def test_equal_prompt_reuses_computed_blocks_of_its_adapter_version_only():
+    parts = Parts()
+    adapter = parts.residency.add(packed("a"), None)
+    parts.add("first", range(9), adapter)
+    parts.step()
+    parts.add("again", range(9), adapter)
+    assert parts.step()["again"] == 1
+    parts.add("base", range(9))
+    assert parts.step()["base"] == 9
+
+
+def test_request_waits_while_every_slot_is_taken_and_others_pass_it():
+    parts = Parts(max_loras=1)
+    first, second = (parts.residency.add(packed(name), None) for name in ("first", "second"))
+    running = parts.add("one", range(3), first)
+    parts.add("two", range(3), second)
+    parts.add("three", range(3), first)
+    assert set(parts.step()) == {"one", "three"}
+    parts.scheduler.finish(running)
+    assert set(parts.step()) == {"three"}
+    parts.scheduler.finish(parts.scheduler.running[0])
+    assert set(parts.step()) == {"two"}
+
+
+def test_starving_request_gets_the_slot_before_younger_ones():
+    parts = Parts(max_loras=1, starvation_s=1.0)
+    first, second = (parts.residency.add(packed(name), None) for name in ("first", "second"))
+    running = parts.add("one", range(3), first)
+    parts.step()
+    parts.add("two", range(3), second)
+    parts.clock.advance(2.0)
+    parts.add("three", range(3), first)
+    assert set(parts.step()) == {"one"}
+    parts.scheduler.finish(running)
+    assert set(parts.step()) == {"two"}
+
+
+def test_waiting_request_that_leaves_frees_its_retired_adapter():
+    parts = Parts(max_loras=1, max_num_seqs=1)
+    adapter = parts.residency.add(packed("a"), None)
+    running = parts.add("one", range(3), adapter)
+    waiting = parts.add("two", range(3), adapter)
+    parts.step()
+    parts.residency.remove("a")
+    parts.scheduler.finish(running)
+    assert adapter.num_waiting == 1
+    parts.scheduler.finish(waiting)
+    assert adapter.slot is None
+    assert list(parts.residency.resident()) == []
