@@ -1,0 +1,156 @@
+"""The same contract for an engine in this process and for one in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    ConfigError,
+    EngineDeadError,
+)
+from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.engine.build import build_engine
+from moe_lora.engine.inprocess import InProcessClient
+from moe_lora.engine.loop_client import LoopClient
+from moe_lora.engine.process import ProcessClient
+
+DEMO = Path(__file__).parents[2] / "demo"
+CONFIG = EngineConfig(
+    model_dir=str(DEMO / "model"),
+    adapters=(("upper", str(DEMO / "adapters" / "upper")),),
+    eager=True,
+    max_num_seqs=8,
+    num_threads=1,
+)
+
+
+@pytest.fixture(scope="module", params=["in_process", "process"])
+def client(request: pytest.FixtureRequest) -> Iterator[LoopClient]:
+    owner = InProcessClient(build_engine(CONFIG)) if request.param == "in_process" else ProcessClient(CONFIG)
+    yield owner
+    owner.shut_down()
+
+
+def ask(request_id: str, adapter: str | None = None, max_tokens: int = 6) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(
+        request_id=request_id, prompt_token_ids=(1, 40, 41, 42), adapter=adapter, sampling=sampling
+    )
+
+
+async def collect(client: LoopClient, request: GenerateRequest) -> tuple[list[int], TokenOutput]:
+    tokens: list[int] = []
+    async for output in client.generate(request):
+        tokens += output.token_ids
+    return tokens, output
+
+
+def test_streams_end_with_a_reason_and_timing(client):
+    tokens, last = asyncio.run(collect(client, ask("one")))
+    assert len(tokens) == 6
+    assert last.finish_reason == "length"
+    assert last.timing.decode_ttft_s >= 0
+
+
+def test_concurrent_requests_get_the_tokens_they_get_alone(client):
+    async def both() -> list[tuple[list[int], TokenOutput]]:
+        return await asyncio.gather(
+            *(collect(client, ask(f"mixed-{i}", "upper" if i % 2 else None)) for i in range(6))
+        )
+
+    mixed = [tokens for tokens, _ in asyncio.run(both())]
+    alone = [asyncio.run(collect(client, ask("alone", adapter)))[0] for adapter in (None, "upper")]
+    assert mixed == alone * 3
+
+
+def test_leaving_a_stream_aborts_its_request(client):
+    async def leave() -> int:
+        async for _ in client.generate(ask("left", max_tokens=200)):
+            break
+        while (stats := await client.stats()).num_running:
+            await asyncio.sleep(0.01)
+        return stats.num_running + stats.num_waiting
+
+    assert asyncio.run(leave()) == 0
+
+
+def test_abort_ends_the_stream(client):
+    async def abort() -> TokenOutput:
+        async for output in client.generate(ask("aborted", max_tokens=200)):
+            await client.abort("aborted")
+        return output
+
+    assert asyncio.run(abort()).finish_reason == "abort"
+
+
+def test_adapters_come_and_go_while_requests_run(client):
+    async def cycle() -> tuple[list[int], list[str]]:
+        info = await client.load_adapter("guest", str(DEMO / "adapters" / "upper"))
+        assert (info.name, info.version) == ("guest", 1)
+        stream = asyncio.create_task(collect(client, ask("guest", "guest", max_tokens=30)))
+        await asyncio.sleep(0.05)
+        await client.unload_adapter("guest")
+        tokens, last = await stream
+        assert last.finish_reason == "length"
+        with pytest.raises(AdapterNotFoundError, match="'guest' is not loaded"):
+            await collect(client, ask("late", "guest"))
+        return tokens, [adapter.name for adapter in await client.list_adapters()]
+
+    tokens, names = asyncio.run(cycle())
+    assert tokens == asyncio.run(collect(client, ask("same", "upper", max_tokens=30)))[0]
+    assert names == ["upper"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (GenerateRequest(request_id="e", prompt_token_ids=()), "prompt is empty"),
+        (GenerateRequest(request_id="l", prompt_token_ids=(1,) * 256), "raise max_model_len"),
+        (GenerateRequest(request_id="v", prompt_token_ids=(1, 128)), "token id 128 is outside"),
+    ],
+)
+def test_request_that_cannot_run_is_refused(client, request_, message):
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(collect(client, request_))
+
+
+def test_bad_adapter_calls_say_what_is_wrong(client, tmp_path):
+    async def load(name: str, path: Path) -> None:
+        await client.load_adapter(name, str(path))
+
+    with pytest.raises(AdapterExistsError, match="already loaded"):
+        asyncio.run(load("upper", DEMO / "adapters" / "upper"))
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        asyncio.run(load("empty", tmp_path))
+    with pytest.raises(AdapterNotFoundError, match="'nobody' is not loaded"):
+        asyncio.run(client.unload_adapter("nobody"))
+
+
+def test_engine_that_cannot_start_says_why(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        ProcessClient(EngineConfig(model_dir=str(tmp_path)))
+
+
+def test_killed_engine_fails_its_requests_and_every_later_one():
+    client = ProcessClient(CONFIG)
+
+    async def kill() -> None:
+        async for _ in client.generate(ask("victim", max_tokens=200)):
+            os.kill(client.pid, signal.SIGKILL)
+
+    with pytest.raises(EngineDeadError, match="has ended"):
+        asyncio.run(kill())
+    with pytest.raises(EngineDeadError, match="has ended"):
+        asyncio.run(collect(client, ask("late")))
+    assert not asyncio.run(client.is_alive())
+    client.shut_down()
