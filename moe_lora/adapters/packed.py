@@ -6,6 +6,7 @@ Legend: N copies of a matrix (1 or one per expert), R LoRA rank, D features.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, whe
             expand_at = next(positions)
             _copy(expand, data, *expand_at)
             _write_entries(pair, module, (pair.shrink, shrink_at), (expand, expand_at), table, scale)
-    if not bool(torch.isfinite(data).all()):
+    if size and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
         raise _not_finite(pairs, dtype, where)
     return PackedLayer(data=data, table=table, scale=scale)
 
