@@ -83,8 +83,7 @@ def _pack(
     where: str,
 ) -> PackedAdapter:
     sources = match(tensors, config, shape, where)
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    swapped = is_swapped([source for layer in sources for source in layer], shapes, shape)
+    swapped = is_swapped([source for layer in sources for source in layer], tensors, shape)
     layers = []
     for layer in sources:
         pairs = [make_pair(source, tensors, shape, where, swapped) for source in layer]
