@@ -5,7 +5,6 @@ A key that is not known here is an error, because it could change what the adapt
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -44,6 +43,7 @@ _MUST_BE_UNSET = {
 }
 # Other initialisations also change the base weights, so the delta alone is not the adapter.
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+_MAX_NUMBER = 1e30
 _DUMMY_TARGET = "dummy-target-modules"
 
 
@@ -125,9 +125,10 @@ class FieldReader:
             if not _compiles(value):
                 raise self.fail(key, "a valid regular expression or a list of names")
             return () if value == _DUMMY_TARGET else value
-        if value is not None and (not isinstance(value, list) or not all(isinstance(v, str) for v in value)):
+        is_list = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(v, str) for v in value)
+        if value is not None and not is_list:
             raise self.fail(key, "a list of names" + (" or a regular expression" if regex else ""))
-        return tuple(name for name in value or () if name != _DUMMY_TARGET)
+        return tuple(sorted(name for name in value or () if name != _DUMMY_TARGET))
 
     def one_or_more(self, key: str) -> tuple[str, ...]:
         value = self.fields.get(key)
@@ -147,12 +148,15 @@ class FieldReader:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A number that float32 can hold (the kernels' scale is float32)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
 
 
 def _compiles(pattern: str) -> bool:
+    """True if this is a regular expression, alone and as the end of a path (see rank_pattern)."""
     try:
         re.compile(pattern)
-    except re.error:
+        re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, OverflowError, RecursionError):
         return False
     return True

@@ -6,9 +6,11 @@ Legend: N copies of a matrix (1 or one per expert), R LoRA rank, D features.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..core.errors import AdapterError
@@ -85,6 +87,7 @@ def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, whe
     data = torch.zeros(size, dtype=dtype)
     table = torch.zeros(shape.num_entries, 3, dtype=torch.int64)
     scale = torch.zeros(shape.num_entries, dtype=torch.float32)
+    rows, scales = table.numpy(), scale.numpy()
     positions = iter(offsets)
     for pair in pairs:
         shrink_at = next(positions)
@@ -92,8 +95,8 @@ def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, whe
         for module, expand in zip(pair.modules, pair.expands, strict=True):
             expand_at = next(positions)
             _copy(expand, data, *expand_at)
-            _write_entries(pair, module, (pair.shrink, shrink_at), (expand, expand_at), table, scale)
-    if not bool(torch.isfinite(data).all()):
+            _write_entries(pair, module, (pair.shrink, shrink_at), (expand, expand_at), rows, scales)
+    if size and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
         raise _not_finite(pairs, dtype, where)
     return PackedLayer(data=data, table=table, scale=scale)
 
@@ -115,16 +118,18 @@ def _write_entries(
     module: int,
     shrink: tuple[torch.Tensor, tuple[int, int]],
     expand: tuple[torch.Tensor, tuple[int, int]],
-    table: torch.Tensor,
-    scale: torch.Tensor,
+    rows: np.ndarray,
+    scales: np.ndarray,
 ) -> None:
+    """Offsets, rank and scale of this module's entries (numpy: ten times quicker for single elements)."""
+    width, num = len(pair.site.modules), len(pair.experts)
     first = pair.site.entry(module, pair.experts.start)
-    rows = slice(first, first + len(pair.experts) * len(pair.site.modules), len(pair.site.modules))
+    entries = slice(first, first + num * width, width)
     for column, (matrix, (offset, stride)) in enumerate((shrink, expand)):
         step = stride if matrix.shape[0] > 1 else 0
-        table[rows, column] = offset + step * torch.arange(len(pair.experts))
-    table[rows, 2] = pair.shrink.shape[1]
-    scale[rows] = pair.scale
+        rows[entries, column] = offset if not step else np.arange(offset, offset + num * step, step)
+    rows[entries, 2] = pair.shrink.shape[1]
+    scales[entries] = pair.scale
 
 
 def _not_finite(pairs: Sequence[Pair], dtype: torch.dtype, where: str) -> AdapterError:

@@ -82,7 +82,7 @@ def expected_shapes(
     return (rank, inputs), (outputs, rank)
 
 
-def is_swapped(sources: list[PairSource], shapes: Mapping[str, tuple[int, ...]], shape: ModelShape) -> bool:
+def is_swapped(sources: list[PairSource], tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> bool:
     """True if the fused pairs fit only the layout with A and B exchanged.
 
     One file has one layout; a parameter with equal input and output width fits both, so the others
@@ -91,7 +91,8 @@ def is_swapped(sources: list[PairSource], shapes: Mapping[str, tuple[int, ...]],
     fused = [source for source in sources if source.place.form == "fused"]
     fits = {
         swapped: all(
-            (shapes[source.key_a], shapes[source.key_b]) == expected_shapes(source, shape, swapped)
+            (tensors[source.key_a].shape, tensors[source.key_b].shape)
+            == expected_shapes(source, shape, swapped)
             for source in fused
         )
         for swapped in (False, True)

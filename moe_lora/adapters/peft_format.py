@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def read_adapter(
         with safe_open(weights, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
             return _pack(tensors, config, shape, dtype, name or folder.resolve().name, str(weights))
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise AdapterError(f"{weights}: not a readable safetensors file ({error}); copy it again") from error
 
 
@@ -82,8 +83,7 @@ def _pack(
     where: str,
 ) -> PackedAdapter:
     sources = match(tensors, config, shape, where)
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    swapped = is_swapped([source for layer in sources for source in layer], shapes, shape)
+    swapped = is_swapped([source for layer in sources for source in layer], tensors, shape)
     layers = []
     for layer in sources:
         pairs = [make_pair(source, tensors, shape, where, swapped) for source in layer]
@@ -99,7 +99,7 @@ def _read_json(folder: Path) -> Any:
         raise AdapterError(f"{path}: missing; a PEFT adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path}: not valid JSON ({error}); save the adapter again") from error
 
 
@@ -117,13 +117,13 @@ def _check_base(config: AdapterConfig, shape: ModelShape) -> None:
     """Refuse an adapter whose base model lies here and has other sizes."""
     if config.base_model is None:
         return
-    base_config = Path(config.base_model) / "config.json"
-    if not base_config.is_file():
+    base_config = os.path.join(config.base_model, "config.json")
+    if not os.path.isfile(base_config):
         return
     key = f"{config.where}: base_model_name_or_path={config.base_model!r}"
     try:
-        base = ModelShape.from_hf_config(json.loads(base_config.read_text(encoding="utf-8")))
-    except ValueError as error:
+        base = ModelShape.from_hf_config(json.loads(Path(base_config).read_text(encoding="utf-8")))
+    except (ValueError, OSError, RecursionError) as error:
         raise AdapterError(f"{key} is not a model that can be compared with the base ({error})") from error
     for field in _SAME_BASE:
         if getattr(base, field) != getattr(shape, field):

@@ -44,7 +44,8 @@ class HostStore:
     def get(self, name: str, version: int | None = None) -> PackedAdapter:
         """This version, by default the newest. Raises AdapterNotFoundError."""
         with self._lock:
-            return self._versions[name][self._find(name, version)]
+            found = self._find(name, version)
+            return self._versions[name][found]
 
     def newest_version(self, name: str) -> int:
         """Number of the newest version of this name. Raises AdapterNotFoundError."""
@@ -75,7 +76,7 @@ class HostStore:
         with self._lock:
             return sum(packed.nbytes for versions in self._versions.values() for packed in versions.values())
 
-    def list(self) -> list[StoredAdapter]:
+    def listing(self) -> list[StoredAdapter]:
         """All versions, by name and then version."""
         with self._lock:
             return [

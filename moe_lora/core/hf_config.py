@@ -16,6 +16,8 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for an unsupported model_type or option, or a missing key.
     """
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config.json must be a JSON object, found {type(config).__name__}")
     family = config.get("model_type")
     readers = {
         "llama": _llama,
@@ -24,7 +26,7 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "gpt_oss": _mixtral,
         "dbrx": _dbrx,
     }
-    if family not in readers:
+    if not isinstance(family, str) or family not in readers:
         raise ConfigError(f"model_type={family!r} is not supported; supported are {', '.join(readers)}")
     return {"family": family, "dtype_bytes": _dtype_bytes(config), **readers[family](config)}
 
@@ -42,6 +44,14 @@ def _get(config: Mapping[str, Any], *names: str, default: Any = _MISSING) -> Any
     return default
 
 
+def _size(config: Mapping[str, Any], *names: str, default: Any = _MISSING) -> int:
+    """As `_get`, for a whole number of 1 or more."""
+    value = _get(config, *names, default=default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json: {names[0]}={value!r} must be an integer of 1 or more")
+    return value
+
+
 def _dtype_bytes(config: Mapping[str, Any]) -> int:
     name = str(_get(config, "dtype", "torch_dtype", default="bfloat16")).removeprefix("torch.")
     if name not in _DTYPE_BYTES:
@@ -50,23 +60,23 @@ def _dtype_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _common(config: Mapping[str, Any]) -> dict[str, Any]:
-    num_heads = _get(config, "num_attention_heads")
-    hidden_size = _get(config, "hidden_size")
+    num_heads = _size(config, "num_attention_heads")
+    hidden_size = _size(config, "hidden_size")
     return {
-        "num_layers": _get(config, "num_hidden_layers"),
+        "num_layers": _size(config, "num_hidden_layers"),
         "hidden_size": hidden_size,
         "num_heads": num_heads,
-        "num_kv_heads": _get(config, "num_key_value_heads", default=num_heads),
-        "head_dim": _get(config, "head_dim", default=hidden_size // num_heads),
-        "vocab_size": _get(config, "vocab_size"),
-        "max_position": _get(config, "max_position_embeddings"),
+        "num_kv_heads": _size(config, "num_key_value_heads", default=num_heads),
+        "head_dim": _size(config, "head_dim", default=hidden_size // num_heads),
+        "vocab_size": _size(config, "vocab_size"),
+        "max_position": _size(config, "max_position_embeddings"),
     }
 
 
 def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_common(config),
-        "intermediate_size": _get(config, "intermediate_size"),
+        "intermediate_size": _size(config, "intermediate_size"),
         "num_experts": 0,
         "num_experts_per_token": 0,
     }
@@ -75,9 +85,9 @@ def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
 def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_common(config),
-        "intermediate_size": _get(config, "moe_intermediate_size", "intermediate_size"),
-        "num_experts": _get(config, "num_local_experts", "num_experts"),
-        "num_experts_per_token": _get(config, "num_experts_per_tok", "experts_per_token"),
+        "intermediate_size": _size(config, "moe_intermediate_size", "intermediate_size"),
+        "num_experts": _size(config, "num_local_experts", "num_experts"),
+        "num_experts_per_token": _size(config, "num_experts_per_tok", "experts_per_token"),
     }
 
 
@@ -88,22 +98,22 @@ def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
             "only Qwen3-MoE models whose every layer has experts are supported"
         )
     fields = _mixtral(config)
-    fields["intermediate_size"] = _get(config, "moe_intermediate_size")
+    fields["intermediate_size"] = _size(config, "moe_intermediate_size")
     return fields
 
 
 def _dbrx(config: Mapping[str, Any]) -> dict[str, Any]:
-    hidden_size = _get(config, "d_model", "hidden_size")
-    num_heads = _get(config, "n_heads", "num_attention_heads")
+    hidden_size = _size(config, "d_model", "hidden_size")
+    num_heads = _size(config, "n_heads", "num_attention_heads")
     return {
-        "num_layers": _get(config, "n_layers", "num_hidden_layers"),
+        "num_layers": _size(config, "n_layers", "num_hidden_layers"),
         "hidden_size": hidden_size,
-        "intermediate_size": _get(config, "ffn_config.ffn_hidden_size"),
-        "num_experts": _get(config, "ffn_config.moe_num_experts"),
-        "num_experts_per_token": _get(config, "ffn_config.moe_top_k"),
+        "intermediate_size": _size(config, "ffn_config.ffn_hidden_size"),
+        "num_experts": _size(config, "ffn_config.moe_num_experts"),
+        "num_experts_per_token": _size(config, "ffn_config.moe_top_k"),
         "num_heads": num_heads,
-        "num_kv_heads": _get(config, "attn_config.kv_n_heads", "num_key_value_heads", default=num_heads),
+        "num_kv_heads": _size(config, "attn_config.kv_n_heads", "num_key_value_heads", default=num_heads),
         "head_dim": hidden_size // num_heads,
-        "vocab_size": _get(config, "vocab_size"),
-        "max_position": _get(config, "max_seq_len", "max_position_embeddings"),
+        "vocab_size": _size(config, "vocab_size"),
+        "max_position": _size(config, "max_seq_len", "max_position_embeddings"),
     }

@@ -1,4 +1,4 @@
-"""Dense deltas of a packed adapter, and those that peft itself merges into the base: the two sides compared."""
+"""Dense deltas of a packed adapter, and those that peft itself merges into the base."""
 
 from __future__ import annotations
 

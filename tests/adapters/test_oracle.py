@@ -7,7 +7,14 @@ import torch
 
 from moe_lora.adapters import read_adapter
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
-from tests.families import ALL_TARGETS, FAMILIES, MOE_FAMILIES, PER_EXPERT_FAMILIES, make_adapter
+from tests.families import (
+    ALL_TARGETS,
+    FAMILIES,
+    MOE_FAMILIES,
+    PER_EXPERT_FAMILIES,
+    load_model,
+    make_adapter,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -111,3 +118,35 @@ def test_all_linear_by_hand_covers_attention_and_optionally_experts(checkpoint, 
         target_modules="all-linear",
     )
     assert "router" in read_adapter(whole, shape, torch.float32).targets
+
+
+@pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
+def test_per_expert_adapter_that_peft_loaded_and_saved_again_is_the_same_adapter(
+    family, checkpoint, shape_of, tmp_path
+):
+    """peft fuses gate and up at doubled rank, with rank_pattern and alpha_pattern to match."""
+    from peft import PeftModel
+
+    adapter = make_adapter(
+        family,
+        checkpoint(family),
+        tmp_path / "old",
+        targets=("router", *ALL_TARGETS),
+        form="per_expert",
+    )
+    PeftModel.from_pretrained(load_model(checkpoint(family)), str(adapter)).save_pretrained(
+        str(tmp_path / "new")
+    )
+    shape = shape_of(family)
+    old = read_adapter(adapter, shape, torch.float32)
+    new = read_adapter(tmp_path / "new", shape, torch.float32)
+    assert (old.max_lora_rank, new.max_lora_rank) == (4, 8)
+    assert_same_deltas(packed_deltas(new, shape), packed_deltas(old, shape))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_all_linear_of_a_moe_family_packs_as_peft_merges(family, checkpoint, shape_of, tmp_path):
+    adapter = make_adapter(
+        family, checkpoint(family), tmp_path / "a", target_modules="all-linear", target_parameters=None
+    )
+    assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))

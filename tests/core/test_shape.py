@@ -116,8 +116,11 @@ def test_kv_and_adapter_bytes_by_hand():
         ({"num_key_value_heads": 5}, "num_kv_heads=5"),
         ({"num_experts_per_tok": 9}, "num_experts_per_token=9"),
         ({"torch_dtype": "int8"}, "dtype='int8'"),
-        ({"num_local_experts": 0}, "num_experts=0"),
-        ({"num_hidden_layers": -1}, "num_layers=-1"),
+        ({"num_local_experts": 0}, "num_local_experts=0"),
+        ({"hidden_size": "4096"}, "hidden_size='4096'"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"model_type": ["llama"]}, "model_type=['llama']"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
     ],
 )
 def test_unsupported_config_is_refused_by_name(changes, named):
