@@ -131,12 +131,13 @@ def _latency_dots(
         dots = [
             (time, value * 1e3) for time, value in found if value
         ]  # no TPOT, or 0: no place on a log scale
-        axis.scatter(*np.reshape(dots, (-1, 2)).T, s=11, alpha=0.55, color=color(index), linewidths=0)
+        times, values = np.reshape(dots, (-1, 2)).T
+        axis.scatter(times, values, s=11, alpha=0.55, color=color(index), linewidths=0)
         low_ms = min([low_ms, *(value * 0.8 for _, value in dots)])
         high_ms = max([high_ms, *(value * 1.25 for _, value in dots)])
     axis.axhline(slo_s * 1e3, **SLO_LINE)
-    axis.set_yscale("log")
     axis.set_ylim(low_ms, high_ms)
+    axis.set_yscale("log")
     log_ticks(axis.yaxis, low_ms, high_ms)
     label(axis, f"{name} by arrival time (dotted: SLO)", "", "ms (log)")
 
