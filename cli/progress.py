@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -83,4 +84,6 @@ class BarProgress:
 
 def progress() -> AbstractContextManager[Callable[[ReplayState], None]]:
     """The display that fits stderr; use as a context manager, call with each state."""
-    return BarProgress() if click.get_text_stream("stderr").isatty() else PlainProgress()
+    if sys.stderr.isatty():
+        return BarProgress()
+    return PlainProgress()
