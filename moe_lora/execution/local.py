@@ -33,8 +33,8 @@ class LocalBackend:
         assert step is not None, "begin_step comes first"
         if not step.has_adapters:
             return _NO_DELTA
-        started = self._shrink(layer, site, x, ids, step)
         ticket = next(self._tickets)
+        started = self._shrink(layer, site, x, ids, step.row_slot)
         self._pending[ticket] = (layer, site, ids, started)
         return torch.tensor([ticket])
 
@@ -45,15 +45,20 @@ class LocalBackend:
         layer, site, ids, started = self._pending.pop(int(number))
         assert self._step is not None
         if y.is_cpu:
-            cpu.lora_expand(
-                started, ids, self._sites[site], layer, self._step.row_slot, self._slots, self._arena, y
-            )
+            row_slot = self._step.row_slot
+            cpu.lora_expand(started, ids, self._sites[site], layer, row_slot, self._slots, self._arena, y)
         else:
             y.add_(started.to(y.dtype))
 
     def _shrink(
-        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None, step: StepTables
+        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None, row_slot: torch.Tensor
     ) -> torch.Tensor:
-        """x @ A.T where expand follows in `add_to`; the whole delta where there is no kernel."""
-        compute = cpu.lora_shrink if x.is_cpu else reference.lora_delta
-        return compute(x, ids, self._sites[site], layer, step.row_slot, self._slots, self._arena)
+        """x @ A.T, which `add_to` expands; the whole delta on devices that have no kernel."""
+        operands = (x, ids, self._sites[site], layer, row_slot, self._slots, self._arena)
+        if not x.is_cpu:
+            return reference.lora_delta(*operands)
+        num_rows = x.shape[0] if ids is None else ids.numel()
+        max_lora_rank = max(self._slots.max_lora_ranks)
+        workspace = torch.empty(cpu.lora_workspace_floats(num_rows, self._sites[site], max_lora_rank))
+        cpu.lora_shrink(*operands, workspace)
+        return workspace

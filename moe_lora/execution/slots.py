@@ -21,6 +21,7 @@ def write_slot(
 
     layer_offsets_bytes: one per layer, multiples of 64.
     """
+    slots.max_lora_ranks[slot] = packed.max_lora_rank
     for layer, (part, offset) in enumerate(zip(packed.layers, layer_offsets_bytes, strict=True)):
         source = part.data.view(torch.uint8)
         arena[offset : offset + source.numel()].copy_(source)

@@ -92,7 +92,9 @@ def dtype_code(x: torch.Tensor) -> int:
 def row_stride(x: torch.Tensor) -> int:
     """Elements from row to row. Raises ValueError unless each row is contiguous."""
     stride = x.stride()
-    if (stride[-1] != 1 and x.shape[-1] > 1) or (len(stride) == 3 and stride[1] != x.shape[2] and x.shape[1] > 1):
+    if (stride[-1] != 1 and x.shape[-1] > 1) or (
+        len(stride) == 3 and stride[1] != x.shape[2] and x.shape[1] > 1
+    ):
         raise ValueError(f"rows must be contiguous; shape {tuple(x.shape)} has strides {stride}")
     return stride[0]
 
