@@ -1,0 +1,158 @@
+"""Typed reading of adapter_config.json, and the refusal of what is not plain LoRA.
+
+A key that is not known here is an error, because it could change what the adapter computes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from ..core.errors import AdapterError
+
+# Keys that never change what a trained adapter computes at inference.
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+        *("inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core"),
+        *("peft_version", "qalora_group_size", "revision", "runtime_config", "task_type", "velora_config"),
+    )
+)
+_READ = frozenset(
+    (
+        *("alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern"),
+        *("layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules"),
+        *("target_parameters", "use_rslora"),
+    )
+)
+# Keys that must be unset, and the way out if they are not.
+_MUST_BE_UNSET = {
+    "use_dora": "DoRA is not supported: merge the adapter into a base model, or train with use_dora=false",
+    "modules_to_save": "an adapter that replaces whole base modules is not supported: train without it",
+    "fan_in_fan_out": "transposed base weights are not supported: no supported model family has them",
+    "lora_bias": "biases in LoRA layers are not supported: train with lora_bias=false",
+    "layer_replication": "a base with replicated layers is not supported: train on the plain base model",
+    "megatron_config": "Megatron layers are not supported: convert the adapter to plain PEFT layers",
+    "trainable_token_indices": "trained token embeddings are not supported: train without them",
+    "alora_invocation_tokens": "activated LoRA is not supported: train a plain LoRA",
+    "use_qalora": "QALoRA is not supported: train a plain LoRA",
+    "use_bdlora": "block-diagonal LoRA is not supported: train a plain LoRA",
+    "arrow_config": "Arrow routing is not supported: serve its experts as adapters of their own",
+    "kasa_config": "KaSA is not supported: train a plain LoRA",
+    "monteclora_config": "MonteCLoRA is not supported: train a plain LoRA",
+}
+# Other initialisations also change the base weights, so the delta alone is not the adapter.
+_ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+_DUMMY_TARGET = "dummy-target-modules"
+
+
+def refuse_unsupported(fields: dict[str, Any], where: str) -> None:
+    """Raise AdapterError if the config asks for more than plain LoRA or has a key that is not known."""
+    if fields.get("peft_type") != "LORA":
+        raise AdapterError(
+            f"{where}: peft_type={fields.get('peft_type')!r} is not supported; only 'LORA' adapters are"
+        )
+    if fields.get("bias", "none") not in ("none", None):
+        raise AdapterError(
+            f"{where}: bias={fields['bias']!r} is not supported; train with bias='none' "
+            "(trained base biases are no part of a LoRA delta)"
+        )
+    init = fields.get("init_lora_weights")
+    if init not in _ADDITIVE_INITS:
+        raise AdapterError(
+            f"{where}: init_lora_weights={init!r} changes the base weights too; save the adapter with "
+            "path_initial_model_for_weight_conversion, which turns it into a plain LoRA"
+        )
+    for key, way_out in _MUST_BE_UNSET.items():
+        if fields.get(key):
+            raise AdapterError(f"{where}: {key}={fields[key]!r}: {way_out}")
+    unknown = sorted(set(fields) - _WITHOUT_EFFECT - _READ - set(_MUST_BE_UNSET))
+    if unknown:
+        raise AdapterError(
+            f"{where}: unknown key {unknown[0]!r}: it may change what the adapter computes; "
+            "remove it if it does not"
+        )
+
+
+class FieldReader:
+    """Typed access to the JSON object; every refusal names the file and the key."""
+
+    def __init__(self, fields: dict[str, Any], where: str) -> None:
+        self.fields, self.where = fields, where
+
+    def fail(self, key: str, allowed: str) -> AdapterError:
+        return AdapterError(f"{self.where}: {key}={self.fields.get(key)!r} must be {allowed}")
+
+    def positive_int(self, key: str) -> int:
+        value = self.fields.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.fail(key, "an integer of 1 or more")
+        return value
+
+    def number(self, key: str) -> float:
+        value: Any = self.fields.get(key)
+        if not _is_finite(value):
+            raise self.fail(key, "a finite number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.fields.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return bool(value)
+
+    def text(self, key: str) -> str | None:
+        value = self.fields.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.fail(key, "a string or null")
+        return value or None
+
+    def pattern(self, key: str, integers: bool) -> dict[str, Any]:
+        value = self.fields.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.fail(key, "an object of pattern: number")
+        for regex, number in value.items():
+            allowed = _is_finite(number) and (not integers or (isinstance(number, int) and number >= 1))
+            if not allowed or not _compiles(regex):
+                wanted = "an integer of 1 or more" if integers else "a finite number"
+                raise self.fail(key, f"regular expressions mapped to {wanted} (see {regex!r}: {number!r})")
+        return value
+
+    def names(self, key: str, regex: bool = False) -> Any:
+        value = self.fields.get(key)
+        if regex and isinstance(value, str):
+            if not _compiles(value):
+                raise self.fail(key, "a valid regular expression or a list of names")
+            return () if value == _DUMMY_TARGET else value
+        if value is not None and (not isinstance(value, list) or not all(isinstance(v, str) for v in value)):
+            raise self.fail(key, "a list of names" + (" or a regular expression" if regex else ""))
+        return tuple(name for name in value or () if name != _DUMMY_TARGET)
+
+    def one_or_more(self, key: str) -> tuple[str, ...]:
+        value = self.fields.get(key)
+        names = tuple([value] if isinstance(value, str) and value else self.names(key) if value else ())
+        if not all(_compiles(name) for name in names):
+            raise self.fail(key, "valid regular expressions")
+        return names
+
+    def layers(self) -> tuple[int, ...]:
+        value = self.fields.get("layers_to_transform")
+        layers = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
+            raise self.fail("layers_to_transform", "a layer number or a list of them")
+        if layers and isinstance(self.fields.get("target_modules"), str):
+            raise self.fail("layers_to_transform", "unset when target_modules is a string")
+        return tuple(layers)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True

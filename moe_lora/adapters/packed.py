@@ -1,0 +1,167 @@
+"""Adapters packed at true rank: per layer one flat tensor and a table of offsets into it.
+
+Legend: N copies of a matrix (1 or one per expert), R LoRA rank, D features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..core.errors import AdapterError
+from ..core.shape import MATRIX_ALIGN_BYTES, ModelShape, Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayer:
+    """One layer's matrices back to back, as the kernels read them.
+
+    data: 1-D, model dtype, CPU. Per matrix: A as lora_rank rows of in_features, or B transposed as
+    lora_rank rows of out_features; each matrix starts at a multiple of 64 bytes, gaps are zero.
+    table: int64 [num_entries, 3] (a_offset, b_offset, lora_rank), offsets in elements from data's
+    start; lora_rank 0 where the adapter has no delta. Entries may share a matrix.
+    scale: float32 [num_entries].
+    """
+
+    data: torch.Tensor
+    table: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `data`."""
+        return self.data.numel() * self.data.element_size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedAdapter:
+    """A whole adapter. nbytes: bytes of all layers' data. targets: module names it has deltas for.
+
+    content_hash: sha256 over dtype, data, offsets, ranks and scales, i.e. over the tensors and all of
+    the config that has an effect; equal hashes compute the same deltas.
+    """
+
+    name: str
+    layers: tuple[PackedLayer, ...]
+    max_lora_rank: int
+    nbytes: int
+    content_hash: str
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One LoRA pair of a PEFT file as views ready to be copied.
+
+    shrink: [N, R, in_features], N = 1 (shared) or one per expert. expands: per module of the site
+    [N, R, out_features], likewise. experts: which entries it feeds. source: key of lora_A, for errors.
+    """
+
+    site: Site
+    modules: tuple[int, ...]
+    experts: range
+    shrink: torch.Tensor
+    expands: tuple[torch.Tensor, ...]
+    scale: float
+    source: str
+
+
+def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, where: str) -> PackedLayer:
+    """Copy each matrix of the pairs once into a PackedLayer.
+
+    Raises AdapterError naming `where` and the key if a value is NaN or infinite, or becomes so in dtype.
+    """
+    itemsize = dtype.itemsize
+    offsets: list[tuple[int, int]] = []
+    size = 0
+    for pair in pairs:
+        for matrix in (pair.shrink, *pair.expands):
+            stride = _stride(matrix, itemsize)
+            offsets.append((size, stride))
+            size += stride * matrix.shape[0]
+    data = torch.zeros(size, dtype=dtype)
+    table = torch.zeros(shape.num_entries, 3, dtype=torch.int64)
+    scale = torch.zeros(shape.num_entries, dtype=torch.float32)
+    positions = iter(offsets)
+    for pair in pairs:
+        shrink_at = next(positions)
+        _copy(pair.shrink, data, *shrink_at)
+        for module, expand in zip(pair.modules, pair.expands, strict=True):
+            expand_at = next(positions)
+            _copy(expand, data, *expand_at)
+            _write_entries(pair, module, (pair.shrink, shrink_at), (expand, expand_at), table, scale)
+    if not bool(torch.isfinite(data).all()):
+        raise _not_finite(pairs, dtype, where)
+    return PackedLayer(data=data, table=table, scale=scale)
+
+
+def _stride(matrix: torch.Tensor, itemsize: int) -> int:
+    """Elements from one of the N matrices to the next: whole multiples of the alignment."""
+    align = MATRIX_ALIGN_BYTES // itemsize
+    return -(-matrix.shape[1] * matrix.shape[2] // align) * align
+
+
+def _copy(matrix: torch.Tensor, data: torch.Tensor, offset: int, stride: int) -> None:
+    """The one copy of the values, from the mapped file into place, whatever the source's strides."""
+    num, rank, features = matrix.shape
+    data.as_strided((num, rank, features), (stride, features, 1), offset).copy_(matrix)
+
+
+def _write_entries(
+    pair: Pair,
+    module: int,
+    shrink: tuple[torch.Tensor, tuple[int, int]],
+    expand: tuple[torch.Tensor, tuple[int, int]],
+    table: torch.Tensor,
+    scale: torch.Tensor,
+) -> None:
+    first = pair.site.entry(module, pair.experts.start)
+    rows = slice(first, first + len(pair.experts) * len(pair.site.modules), len(pair.site.modules))
+    for column, (matrix, (offset, stride)) in enumerate((shrink, expand)):
+        step = stride if matrix.shape[0] > 1 else 0
+        table[rows, column] = offset + step * torch.arange(len(pair.experts))
+    table[rows, 2] = pair.shrink.shape[1]
+    scale[rows] = pair.scale
+
+
+def _not_finite(pairs: Sequence[Pair], dtype: torch.dtype, where: str) -> AdapterError:
+    for pair in pairs:
+        for part, matrices in (("lora_A", (pair.shrink,)), ("lora_B", pair.expands)):
+            for matrix in matrices:
+                if not bool(torch.isfinite(matrix.to(dtype)).all()):
+                    cause = f"values too large for {dtype}"
+                    if not bool(torch.isfinite(matrix).all()):
+                        cause = "NaN or infinite values"
+                    return AdapterError(
+                        f"{where}: {pair.source} (or its lora_B): {cause} in {part}; "
+                        "the training run diverged or the file is damaged"
+                    )
+    raise AssertionError("packed data is not finite but every source is")
+
+
+def assemble(name: str, layers: Sequence[PackedLayer], shape: ModelShape) -> PackedAdapter:
+    """The packed layers of a whole model as one adapter, with what is derived from them."""
+    digest = hashlib.sha256()
+    for layer in layers:
+        digest.update(str(layer.data.dtype).encode())
+        for tensor in (layer.data, layer.table, layer.scale):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    ranks = torch.stack([layer.table[:, 2] for layer in layers])
+    used = ranks.amax(dim=0)
+    targets = tuple(
+        module
+        for site in shape.sites
+        for index, module in enumerate(site.modules)
+        if bool(used[site.entry_base + index : site.entry_base + site.num_entries : len(site.modules)].any())
+    )
+    return PackedAdapter(
+        name=name,
+        layers=tuple(layers),
+        max_lora_rank=int(ranks.max()),
+        nbytes=sum(layer.nbytes for layer in layers),
+        content_hash=digest.hexdigest(),
+        targets=targets,
+    )

@@ -1,0 +1,133 @@
+"""Reading PEFT adapters: a directory, or a state dict out of a training loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..core.errors import AdapterError
+from ..core.shape import ModelShape
+from .config import AdapterConfig
+from .match import match
+from .packed import PackedAdapter, assemble, pack_layer
+from .pairs import is_swapped, make_pair
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SAME_BASE = (
+    *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
+    *("num_heads", "num_kv_heads", "head_dim"),
+)
+
+
+def read_adapter(
+    path: str | Path, shape: ModelShape, dtype: torch.dtype, name: str | None = None
+) -> PackedAdapter:
+    """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
+
+    name: the adapter's name, by default the folder's. The weights are mapped and each tensor copied
+    once. Raises AdapterError, which names the file and the key, unless every tensor is used and
+    everything the config targets is there. If base_model_name_or_path is a local checkpoint it must
+    have the sizes of the base; another name alone is no error, since names move.
+    """
+    folder = Path(path)
+    config = AdapterConfig.parse(_read_json(folder), str(folder / CONFIG_FILE))
+    _check_base(config, shape)
+    weights = folder / WEIGHTS_FILE
+    if not weights.is_file():
+        raise _no_weights(folder)
+    try:
+        with safe_open(weights, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+            return _pack(tensors, config, shape, dtype, name or folder.resolve().name, str(weights))
+    except SafetensorError as error:
+        raise AdapterError(f"{weights}: not a readable safetensors file ({error}); copy it again") from error
+
+
+def pack_state_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    shape: ModelShape,
+    dtype: torch.dtype,
+    name: str,
+) -> PackedAdapter:
+    """Pack LoRA tensors by their PEFT keys, with the fields of adapter_config.json as `config`.
+
+    Keys may lack the prefix `base_model.model.` and may carry the adapter's name, as in
+    `lora_A.default.weight`. Tensors are copied, so that training may go on. Raises AdapterError as
+    `read_adapter` does.
+    """
+    where = f"adapter {name!r}"
+    parsed = AdapterConfig.parse(dict(config), f"{where} config")
+    _check_base(parsed, shape)
+    for key, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            raise AdapterError(f"{where}: {key}: expected a tensor, found {type(value).__name__}")
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state_dict.items()}
+    return _pack(tensors, parsed, shape, dtype, name, where)
+
+
+def _pack(
+    tensors: Mapping[str, torch.Tensor],
+    config: AdapterConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    name: str,
+    where: str,
+) -> PackedAdapter:
+    sources = match(tensors, config, shape, where)
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    swapped = is_swapped([source for layer in sources for source in layer], shapes, shape)
+    layers = []
+    for layer in sources:
+        pairs = [make_pair(source, tensors, shape, where, swapped) for source in layer]
+        layers.append(pack_layer(pairs, shape, dtype, where))
+    return assemble(name, layers, shape)
+
+
+def _read_json(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise AdapterError(f"{folder}: no such folder; give the folder that holds {CONFIG_FILE}")
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise AdapterError(f"{path}: missing; a PEFT adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise AdapterError(f"{path}: not valid JSON ({error}); save the adapter again") from error
+
+
+def _no_weights(folder: Path) -> AdapterError:
+    pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
+    if pickles:
+        return AdapterError(
+            f"{folder / pickles[0]}: a pickle can run code when it is opened and is not read; convert it to "
+            f"{WEIGHTS_FILE} with safetensors.torch.save_file"
+        )
+    return AdapterError(f"{folder / WEIGHTS_FILE}: missing; save the adapter with safe_serialization=True")
+
+
+def _check_base(config: AdapterConfig, shape: ModelShape) -> None:
+    """Refuse an adapter whose base model lies here and has other sizes."""
+    if config.base_model is None:
+        return
+    base_config = Path(config.base_model) / "config.json"
+    if not base_config.is_file():
+        return
+    key = f"{config.where}: base_model_name_or_path={config.base_model!r}"
+    try:
+        base = ModelShape.from_hf_config(json.loads(base_config.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise AdapterError(f"{key} is not a model that can be compared with the base ({error})") from error
+    for field in _SAME_BASE:
+        if getattr(base, field) != getattr(shape, field):
+            raise AdapterError(
+                f"{key} has {field}={getattr(base, field)}, the base model served has "
+                f"{getattr(shape, field)}; serve the adapter with the base it was trained for"
+            )

@@ -1,0 +1,83 @@
+"""Dense deltas of a packed adapter, and those that peft itself merges into the base: the two sides compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.shape import ModelShape
+from tests.families import load_model
+
+Deltas = dict[tuple[int, str, int], torch.Tensor]
+"""(layer, module, expert) → [out_features, in_features] float64; absent where there is no delta."""
+
+
+def packed_deltas(packed: PackedAdapter, shape: ModelShape) -> Deltas:
+    """Each entry's delta, computed from data, table and scale alone."""
+    deltas: Deltas = {}
+    for number, layer in enumerate(packed.layers):
+        for site in shape.sites:
+            for module, name in enumerate(site.modules):
+                for expert in range(max(1, site.num_experts)):
+                    row = site.entry(module, expert)
+                    a_offset, b_offset, rank = layer.table[row].tolist()
+                    if not rank:
+                        continue
+                    out = site.out_features[module]
+                    a = layer.data[a_offset : a_offset + rank * site.in_features].view(rank, -1).double()
+                    b = layer.data[b_offset : b_offset + rank * out].view(rank, -1).double()
+                    deltas[number, name, expert] = layer.scale[row].double() * (b.T @ a)
+    return deltas
+
+
+def peft_deltas(family: str, model_dir: Path, adapter: Path) -> Deltas:
+    """merge_and_unload of peft in float64, minus the base, cut into modules and experts."""
+    from peft import PeftModel
+
+    base = load_model(model_dir).double()
+    before = {key: value.clone() for key, value in base.state_dict().items()}
+    model = PeftModel.from_pretrained(base, str(adapter))
+    merged = model.double().merge_and_unload().state_dict()
+    changed = {key: merged[key] - before[key] for key in before if not torch.equal(merged[key], before[key])}
+    deltas: Deltas = {}
+    for key, delta in changed.items():
+        _cut(family, key, delta, deltas, before)
+    return deltas
+
+
+_LEAVES = {
+    **{f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")},
+    **{"Wqkv": "qkv", "out_proj": "o", "gate": "router", "router": "router", "layer": "router"},
+}
+
+
+def _cut(family: str, key: str, delta: torch.Tensor, deltas: Deltas, before: dict[str, Any]) -> None:
+    parts = key.split(".")
+    layer = int(parts[2])
+    leaf = parts[-2] if parts[-1] == "weight" else parts[-1]
+    if delta.ndim == 2 and leaf in _LEAVES:
+        deltas[layer, _LEAVES[leaf], 0] = delta
+        return
+    if family == "dbrx":
+        name = {"w1": "gate", "v1": "up", "w2": "down"}[leaf]
+        for expert, rows in enumerate(delta.chunk(4)):
+            deltas[layer, name, expert] = rows.T if name == "down" else rows
+        return
+    for expert, weight in enumerate(delta):
+        matrix = weight.T if family == "gpt_oss" else weight
+        if leaf == "down_proj":
+            deltas[layer, "down", expert] = matrix
+            continue
+        gate, up = (matrix[0::2], matrix[1::2]) if family == "gpt_oss" else matrix.chunk(2)
+        deltas[layer, "gate", expert], deltas[layer, "up", expert] = gate, up
+
+
+def assert_same_deltas(found: Deltas, expected: Deltas) -> None:
+    """Same keys, same values to float32 accuracy."""
+    assert found.keys() == expected.keys()
+    for key, delta in expected.items():
+        assert found[key].shape == delta.shape, key
+        torch.testing.assert_close(found[key], delta, rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
