@@ -26,7 +26,8 @@ def write_slot(
     # Ranks go last and are zero until then: no row of the table points at bytes that are not there yet.
     slots.clear(slot)
     for number, (layer, offset) in enumerate(zip(packed.layers, layer_offsets_bytes, strict=True)):
-        assert offset % MATRIX_ALIGN_BYTES == 0 and offset + layer.nbytes <= arena.numel()
+        assert offset % MATRIX_ALIGN_BYTES == 0
+        assert offset + layer.nbytes <= arena.numel()
         arena[offset : offset + layer.nbytes].copy_(layer.data.view(torch.uint8))
         starts = layer.table[:, :2] * layer.data.element_size() + offset
         slots.a_offset[slot, number].copy_(starts[:, 0])
