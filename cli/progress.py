@@ -32,6 +32,7 @@ class PlainProgress:
     def __init__(self) -> None:
         self._next_s = _LINE_PERIOD_S
         self._last: ReplayState | None = None
+        self._written = ""
 
     def __enter__(self) -> PlainProgress:
         return self
@@ -47,7 +48,10 @@ class PlainProgress:
             self._write(state)
 
     def _write(self, state: ReplayState) -> None:
-        click.echo(f"{state.elapsed_s:5.0f} s: {describe(state)}", err=True)
+        line = f"{state.elapsed_s:5.0f} s: {describe(state)}"
+        if line != self._written:
+            click.echo(line, err=True)
+        self._written = line
 
 
 class BarProgress:

@@ -73,6 +73,12 @@ def test_page_refers_to_nothing_outside_itself(tmp_path: Path, labels: list[str]
         assert f"<th>{label}</th>" in page
 
 
+def test_page_says_that_a_run_was_stopped() -> None:
+    run = make_run("x")
+    assert "stopped by the user" not in render([run], "t")
+    assert "2 s, stopped by the user" in render([{**run, "stopped_early": True}], "t")
+
+
 def test_text_from_outside_is_escaped() -> None:
     page = render([make_run("<script>alert(1)</script>")], "t")
     assert "<script" not in page
