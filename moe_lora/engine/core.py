@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.peft_format import read_adapter
+from moe_lora.adapters.peft_format import pack_state_dict, read_adapter
 from moe_lora.cache.blocks import BlockManager
 from moe_lora.core.clock import Clock
 from moe_lora.core.request import (
@@ -113,6 +115,12 @@ class EngineCore:
     def read_adapter(self, name: str, path: str) -> PackedAdapter:
         """Read an adapter's files into host memory; safe to call from another thread."""
         return read_adapter(Path(path), self._shape, self._dtype, name)
+
+    def pack_adapter(
+        self, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+    ) -> PackedAdapter:
+        """As `read_adapter`, from tensors in memory; safe to call from another thread."""
+        return pack_state_dict(tensors, config, self._shape, self._dtype, name)
 
     def add_adapter(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterInfo:
         """Serve an adapter from now on (see `Residency.add`)."""

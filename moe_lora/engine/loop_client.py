@@ -43,7 +43,9 @@ class LoopClient:
                 if sink is not None:
                     sink(output)
         elif isinstance(event, Rejected):
-            self._sinks.pop(event.request_id)(event.error)
+            sink = self._sinks.pop(event.request_id, None)
+            if sink is not None:
+                sink(event.error)
         elif isinstance(event, Reply):
             future = self._calls.pop(event.call_id)
             if event.error is not None:
@@ -106,7 +108,13 @@ class LoopClient:
                 yield item
         finally:
             if not ended:
-                await self.abort(request.request_id)
+                self.abort_now(request.request_id)
+
+    def abort_now(self, request_id: str) -> None:
+        """As `abort`, from any thread; the request's outputs are no longer handed on."""
+        self._sinks.pop(request_id, None)
+        if self._dead is None:
+            self._dispatch(Abort(request_id))
 
     async def abort(self, request_id: str) -> None:
         if self._dead is None:

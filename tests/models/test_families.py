@@ -104,7 +104,11 @@ def test_config_that_cannot_be_read_is_refused(tmp_path, text, message):
 
 def test_rope_in_the_old_spelling_is_read_alike():
     new = config_of("llama", rope_parameters=LLAMA3)
-    old = {**new, "rope_theta": 10000.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}
+    old = {
+        **new,
+        "rope_theta": 10000.0,
+        "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
+    }
     del old["rope_parameters"]
     assert family_of(old).spec(old).rope == family_of(new).spec(new).rope
 

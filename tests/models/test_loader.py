@@ -67,7 +67,9 @@ def test_tied_head_is_the_embedding_and_its_stored_copy_is_tolerated(tmp_path):
 
 
 def test_recomputed_rotary_buffers_of_old_checkpoints_are_tolerated(llama):
-    edit(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    edit(
+        llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
     load(llama)
 
 
