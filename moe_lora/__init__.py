@@ -19,7 +19,7 @@ _EXPORTS = {
     "SamplingParams": "moe_lora.core.request",
 }
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams", "__version__"]  # noqa: F822
+__all__ = ["LLM", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

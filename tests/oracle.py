@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def reference_logits(
     return model(torch.tensor([list(sequence)])).logits[0].float()
 
 
-@lru_cache(maxsize=None)
+@cache
 @torch.inference_mode()
 def _greedy(
     model_dir: str, adapter_dir: str | None, prompts: tuple[tuple[int, ...], ...], num_tokens: int

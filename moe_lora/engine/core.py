@@ -81,7 +81,7 @@ class EngineCore:
         return [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
 
     def add_request(self, request: GenerateRequest) -> None:
-        """Queue a request.  Raises ValueError if it can't run, AdapterNotFoundError if its adapter is unknown."""
+        """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter."""
         prompt = request.prompt_token_ids
         limit = self.info.max_model_len
         if not prompt:

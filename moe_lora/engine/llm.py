@@ -6,17 +6,18 @@ import queue
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from moe_lora.adapters.peft_format import pack_state_dict
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
     FinishReason,
     GenerateRequest,
+    ModelInfo,
     SamplingParams,
     TokenLogprobs,
     TokenOutput,
@@ -86,6 +87,9 @@ class _Answer:
         )
 
 
+_Outputs = queue.SimpleQueue[tuple[_Answer, TokenOutput | Exception]]
+
+
 class _Engine:
     """What the two faces share: the model, its adapters, and requests made from prompts."""
 
@@ -99,8 +103,8 @@ class _Engine:
         self.client = InProcessClient(build_engine(config))
 
     @property
-    def info(self):  # type: ignore[no-untyped-def]
-        """`ModelInfo` of the engine."""
+    def info(self) -> ModelInfo:
+        """What the engine runs."""
         return self.client.core.info
 
     def publish_adapter(
@@ -175,7 +179,7 @@ class LLM(_Engine):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answer each prompt (text or token ids), in order.
@@ -188,12 +192,12 @@ class LLM(_Engine):
         adapters = _one_each("adapter", adapter, len(batch), str)
         params = _one_each("sampling", sampling or SamplingParams(), len(batch), SamplingParams)
         answers = [self._answer(*row) for row in zip(batch, adapters, params, strict=True)]
-        outputs: queue.SimpleQueue[tuple[_Answer, TokenOutput | Exception]] = queue.SimpleQueue()
+        outputs: _Outputs = queue.SimpleQueue()
         open_answers: set[_Answer] = set()
         try:
             for answer in answers:
                 open_answers.add(answer)
-                self.client.submit(answer.request, lambda item, a=answer: outputs.put((a, item)))
+                self.client.submit(answer.request, partial(_put, outputs, answer))
             while open_answers:
                 answer, item = outputs.get()
                 if isinstance(item, Exception):
@@ -236,6 +240,10 @@ class AsyncLLM(_Engine):
             yield answer.take(output)
             if answer.finish_reason is not None:
                 return
+
+
+def _put(outputs: _Outputs, answer: _Answer, item: TokenOutput | Exception) -> None:
+    outputs.put((answer, item))
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

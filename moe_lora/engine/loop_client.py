@@ -12,7 +12,7 @@ from typing import Any
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
 
-from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply
+from .messages import Abort, Call, Command, Event, Generate, Outputs, Rejected, Reply
 
 Sink = Callable[[TokenOutput | Exception], None]
 """Gets a request's outputs; called from the thread that delivers events."""
@@ -97,7 +97,11 @@ class LoopClient:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
-        self.submit(request, lambda item: loop.call_soon_threadsafe(outputs.put_nowait, item))
+
+        def sink(item: TokenOutput | Exception) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, item)
+
+        self.submit(request, sink)
         ended = False
         try:
             while not ended:

@@ -45,7 +45,7 @@ def max_model_len(config: EngineConfig, shape: ModelShape) -> int:
         return shape.max_position
     if config.max_model_len > shape.max_position:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} exceeds the model's {shape.max_position} positions; lower it"
+            f"max_model_len={config.max_model_len} exceeds the model's {shape.max_position}; lower it"
         )
     return config.max_model_len
 

@@ -22,7 +22,7 @@ WAYS = {
 }
 
 
-def smallest_kv_gb(served_model) -> float:  # noqa: F811
+def smallest_kv_gb(served_model) -> float:
     """KV memory in which one request of 128 tokens fits and two do not."""
     from moe_lora.core.errors import ConfigError
 
