@@ -113,7 +113,8 @@ void attend_chunk(const Attention& a, const Task& t, int64_t low, int64_t begin,
     }
     for (int64_t at = first_page; at < end; at += block) {
         const char* values = a.keys(t.seq, t.kv_head, at) + a.pages.layer_bytes / 2;
-        sum({&s.logits[at - begin], values, s.sum_rows.data(), queries, std::min(block, end - at), dim, chunk, dim, 1.0f});
+        sum({&s.logits[at - begin], values, s.sum_rows.data(), queries, std::min(block, end - at), dim, chunk, dim, 1.0f,
+             nullptr, 0});
     }
 }
 
