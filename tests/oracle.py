@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def reference_logits(
     return model(torch.tensor([list(sequence)])).logits[0].float()
 
 
-@lru_cache(maxsize=None)
+@cache
 @torch.inference_mode()
 def _greedy(
     model_dir: str, adapter_dir: str | None, prompts: tuple[tuple[int, ...], ...], num_tokens: int
@@ -69,10 +69,10 @@ def _greedy(
     margin, tokens = float("inf"), []
     for prompt in prompts:
         done: list[int] = []
-        step, cache = torch.tensor([prompt]), None
+        step, past = torch.tensor([prompt]), None
         while len(done) < num_tokens:
-            out = model(step, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(step, past_key_values=past, use_cache=True)
+            past = out.past_key_values
             best = out.logits[0, -1].topk(2)
             margin = min(margin, float(best.values[0] - best.values[1]))
             done.append(int(best.indices[0]))

@@ -32,6 +32,11 @@ def edit(path, change):
     save_file(tensors, path / SINGLE_NAME)
 
 
+def read_all(path):
+    checkpoint = Checkpoint(path)
+    return {key: checkpoint[key] for key in checkpoint}
+
+
 @pytest.fixture
 def llama(tmp_path):
     return make_checkpoint("llama", tmp_path)
@@ -67,7 +72,9 @@ def test_tied_head_is_the_embedding_and_its_stored_copy_is_tolerated(tmp_path):
 
 
 def test_recomputed_rotary_buffers_of_old_checkpoints_are_tolerated(llama):
-    edit(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    edit(
+        llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
     load(llama)
 
 
@@ -123,13 +130,11 @@ def test_directory_without_weights_is_an_error(llama):
 def test_index_that_lies_is_an_error(llama, index, message):
     (llama / INDEX_NAME).write_text(index)
     with pytest.raises(ConfigError, match=message):
-        checkpoint = Checkpoint(llama)
-        for key in checkpoint:
-            checkpoint[key]
+        read_all(llama)
 
 
 def test_tensors_are_mapped_not_read(llama):
     """Two reads of a tensor share the mapped file's memory."""
     checkpoint = Checkpoint(llama)
-    key = "model.embed_tokens.weight"
-    assert checkpoint[key].data_ptr() == checkpoint[key].data_ptr()
+    first, second = (checkpoint["model.embed_tokens.weight"] for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()
