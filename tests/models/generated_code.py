@@ -9,7 +9,8 @@ from math import prod
 _CALL = re.compile(r"^\s+(?:(\w+) = )?torch\.ops\.moe_lora\.(\w+)\.default\((.*)\)$")
 _ALIAS = re.compile(r"^\s+(\w+) = (?:reinterpret_tensor\()?(\w+)(?:[,;]|$)")
 _BUFFER = re.compile(r"\b(?:buf\d+|arg\d+_\d+)\b")
-_ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]*)\)")
+_ALLOCATION = re.compile(r"empty_strided\w*\(\(([^()]*)\)")
+_SYMBOL = re.compile(r"\bs\d+\b")
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ def operations(code: str) -> list[Call]:
     return calls
 
 
-def largest_allocation(code: str) -> int:
-    """Elements of the largest buffer that the code allocates."""
-    return max(prod(int(n) for n in sizes.split(",") if n.strip()) for sizes in _ALLOCATION.findall(code))
+def largest_allocation(code: str, rows: int) -> int:
+    """Elements of the largest buffer that the code allocates; a symbolic size counts as `rows`."""
+    sizes = [_SYMBOL.sub(str(rows), size) for size in _ALLOCATION.findall(code)]
+    return max(prod(int(factor) for factor in re.findall(r"\d+", size)) for size in sizes)
 
 
 def assert_sites_in_order(code: str, num_sites: int) -> None:
