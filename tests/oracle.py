@@ -69,10 +69,10 @@ def _greedy(
     margin, tokens = float("inf"), []
     for prompt in prompts:
         done: list[int] = []
-        step, cache = torch.tensor([prompt]), None
+        step, past = torch.tensor([prompt]), None
         while len(done) < num_tokens:
-            out = model(step, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(step, past_key_values=past, use_cache=True)
+            past = out.past_key_values
             best = out.logits[0, -1].topk(2)
             margin = min(margin, float(best.values[0] - best.values[1]))
             done.append(int(best.indices[0]))

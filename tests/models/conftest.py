@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import PER_EXPERT_FAMILIES, make_adapter, make_checkpoint
+from tests.families import ALL_TARGETS, PER_EXPERT_FAMILIES, make_adapter, make_checkpoint
 
 RANKS = (4, 8, 16, 64)
 SEEDS = {"llama": 0, "mixtral": 1, "qwen3_moe": 1, "gpt_oss": 0, "dbrx": 0}
@@ -37,13 +37,18 @@ def served(tmp_path_factory):
 
 
 def _adapter(family: str, base: Path, folder: Path, lora_rank: int) -> Path:
-    """Delta about as large as the base whatever the rank; rank 16 in the per-expert form where there is one."""
+    """A delta about as large as the base at every rank.
+
+    Rank 8 is on the gate too; rank 16 in the per-expert form where there is one.
+    """
+    targets = (*ALL_TARGETS, "router") if lora_rank == 8 and family != "llama" else ALL_TARGETS
     form = "per_expert" if lora_rank == 16 and family in PER_EXPERT_FAMILIES else "fused"
     return make_adapter(
         family,
         base,
         folder / f"rank{lora_rank}",
         lora_rank,
+        targets,
         seed=lora_rank,
         form=form,
         scale=2 / lora_rank**0.5,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,14 +28,6 @@ class Stream:
     slot: int
     pages: list[int]
     length: int = 0
-
-
-@dataclass
-class Row:
-    """Rows of one sequence in a step."""
-
-    sequence: Stream
-    tokens: Sequence[int] = field(default_factory=list)
 
 
 class Harness:

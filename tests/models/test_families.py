@@ -138,11 +138,10 @@ def test_gpt_oss_without_layer_types_alternates_from_a_sliding_layer():
 
 
 def test_scaled_moe_is_a_mixtral_config():
-    config = json.loads(
-        '{"model_type": "mixtral", "num_hidden_layers": 18, "num_local_experts": 32, "num_experts_per_tok": 4,'
-        '"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,'
-        '"vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6}'
-    )
+    mixtral = {"model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 32768}
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    depth = {"num_hidden_layers": 18, "num_local_experts": 32, "num_experts_per_tok": 4}
+    config = {**mixtral, **sizes, **depth, "num_key_value_heads": 8, "rope_theta": 1e6}
     with torch.device("meta"):
         model = CausalLM(family_of(config).spec(config))
     assert len(model.layers) == 18

@@ -32,6 +32,11 @@ def edit(path, change):
     save_file(tensors, path / SINGLE_NAME)
 
 
+def read_all(path):
+    checkpoint = Checkpoint(path)
+    return {key: checkpoint[key] for key in checkpoint}
+
+
 @pytest.fixture
 def llama(tmp_path):
     return make_checkpoint("llama", tmp_path)
@@ -125,13 +130,11 @@ def test_directory_without_weights_is_an_error(llama):
 def test_index_that_lies_is_an_error(llama, index, message):
     (llama / INDEX_NAME).write_text(index)
     with pytest.raises(ConfigError, match=message):
-        checkpoint = Checkpoint(llama)
-        for key in checkpoint:
-            checkpoint[key]
+        read_all(llama)
 
 
 def test_tensors_are_mapped_not_read(llama):
     """Two reads of a tensor share the mapped file's memory."""
     checkpoint = Checkpoint(llama)
-    key = "model.embed_tokens.weight"
-    assert checkpoint[key].data_ptr() == checkpoint[key].data_ptr()
+    first, second = (checkpoint["model.embed_tokens.weight"] for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()

@@ -14,7 +14,7 @@ from tests.families import make_checkpoint
 
 
 def test_hand_worked_block():
-    """Byte 0x71: low nibble 1 = 0.5 comes first, high nibble 7 = 6; scale bytes 127 = 1, 129 = 4, 126 = 1/2."""
+    """Byte 0x71: low nibble 1 = 0.5 first, then high nibble 7 = 6; scale byte 127 = 1, 129 = 4, 126 = 1/2."""
     blocks = torch.zeros(3, 16, dtype=torch.uint8)
     blocks[0, 0], blocks[1, 0], blocks[2, 15] = 0x71, 0x9A, 0xF3
     out = dequantise(blocks, torch.tensor([127, 129, 126], dtype=torch.uint8))
