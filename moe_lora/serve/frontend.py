@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moe_lora.core.request import ModelInfo, SamplingParams
@@ -75,6 +75,14 @@ class Frontend:
             )
         check_vocabulary("prompt", token_ids, info.vocab_size)
         check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+
+    async def with_end_tokens(self, sampling: SamplingParams) -> SamplingParams:
+        """Add the tokenizer's end tokens that the engine doesn't know of, unless they are to be ignored."""
+        if self.tokenizer is None or sampling.ignore_eos:
+            return sampling
+        known = {*(await self.info()).eos_token_ids, *sampling.stop_token_ids}
+        more = tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id not in known)
+        return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
 
 
 def check_vocabulary(name: str, token_ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
