@@ -101,10 +101,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = True
 
     def to_sampling(self) -> SamplingParams:
-        default = SamplingParams.max_tokens
-        return self.sampling(
-            logprobs=self.logprobs, max_tokens=default if self.max_tokens is None else self.max_tokens
-        )
+        return self.sampling(logprobs=self.logprobs, max_tokens=self.max_tokens)
 
     @property
     def prompts(self) -> list[str | list[int]]:
