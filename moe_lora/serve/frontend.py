@@ -50,6 +50,7 @@ class Frontend:
         return self.tokenizer
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.  Raises ApiError without a tokenizer."""
         tokenizer = self.need_tokenizer("a text prompt")
         if len(text) < LONG_TEXT_CHARS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)

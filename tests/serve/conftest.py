@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.live_server import Served, ServerThread
+from moe_lora.serve.app import create_app
+from tests.serve.live_server import Served, ServerThread, Switch
 from tests.serve.scripted_engine import EOS, ScriptedEngine
 from tests.small_tokenizers import characters, wrapped
 
@@ -28,20 +29,34 @@ def engine(tokenizer) -> ScriptedEngine:
     return scripted(tokenizer)
 
 
+def as_served(url: str, engine: ScriptedEngine) -> contextlib.AbstractContextManager[Served]:
+    limits = {"max_model_len": engine.max_model_len, "vocab_size": engine.vocab_size}
+    return Served.at(url, "base", "shout", **limits)
+
+
 @contextlib.contextmanager
 def serving(engine, tokenizer) -> Iterator[Served]:
-    limits = {"max_model_len": engine.max_model_len, "vocab_size": engine.vocab_size}
+    """A server of its own over `engine`."""
     with (
-        ServerThread(engine, tokenizer) as thread,
-        Served.at(thread.url, "base", "shout", **limits) as served,
+        ServerThread(create_app(engine, tokenizer, "base")) as thread,
+        as_served(thread.url, engine) as served,
     ):
         yield served
 
 
+@pytest.fixture(scope="session")
+def shared_thread() -> Iterator[tuple[Switch, str]]:
+    switch = Switch()
+    with ServerThread(switch) as thread:
+        yield switch, thread.url
+
+
 @pytest.fixture
-def server(engine, tokenizer) -> Iterator[Served]:
+def server(engine, tokenizer, shared_thread) -> Iterator[Served]:
     """A server over `engine`."""
-    with serving(engine, tokenizer) as served:
+    switch, url = shared_thread
+    switch.app = create_app(engine, tokenizer, "base")
+    with as_served(url, engine) as served:
         yield served
 
 

@@ -13,10 +13,8 @@ from types import TracebackType
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moe_lora.engine.client import EngineClient
-from moe_lora.engine.text import Tokenizer
-from moe_lora.serve.app import create_app
 from moe_lora.serve.server import HttpServer
 
 
@@ -51,11 +49,21 @@ class Served:
             yield cls(url, model, adapter, max_model_len, vocab_size, http)
 
 
+class Switch:
+    """An ASGI application that stands for another one, so that many apps can share one server."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.app is not None
+        await self.app(scope, receive, send)
+
+
 class ServerThread:
     """Context manager; `url` is set inside."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, model_name: str = "base") -> None:
-        app = create_app(client, tokenizer, model_name)
+    def __init__(self, app: ASGIApp) -> None:
         config = uvicorn.Config(
             app, host="127.0.0.1", port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=1
         )
