@@ -138,7 +138,7 @@ class Generation:
         return Delta(index, piece, token_ids, logprobs, reason)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage, and `timing`: where the time went in the engine (of several choices: the longest)."""
+        """OpenAI's usage, and `timing`: where the time went in the engine (the longest of all choices)."""
         prompt_tokens = sum(map(len, self.plan.prompts))
         usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
