@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from moe_lora.serve.app import create_app
+from tests.serve.demo_server import DEMO, DemoServer, demo_server
 from tests.serve.live_server import Served, ServerThread, Switch
 from tests.serve.scripted_engine import EOS, ScriptedEngine
 from tests.small_tokenizers import characters, wrapped
@@ -60,9 +61,21 @@ def server(engine, tokenizer, shared_thread) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="session", params=["scripted"])
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> Iterator[DemoServer]:
+    """The real thing: `moe-lora serve` with all adapters of the demo."""
+    log = tmp_path_factory.mktemp("demo") / "log"
+    with demo_server(log, "--lora-dir", str(DEMO / "adapters"), "--eager") as server:
+        yield server
+
+
+@pytest.fixture(scope="session", params=["scripted", "demo"])
 def any_server(request, tokenizer) -> Iterator[Served]:
     """Servers that must all keep to the interface, whatever model is behind them."""
-    assert request.param == "scripted"
-    with serving(scripted(tokenizer), tokenizer) as served:
+    if request.param == "scripted":
+        with serving(scripted(tokenizer), tokenizer) as served:
+            yield served
+        return
+    url = request.getfixturevalue("demo").url
+    with Served.at(url, "demo", "upper", max_model_len=256, vocab_size=128) as served:
         yield served
