@@ -84,7 +84,7 @@ def chat_router(frontend: Frontend) -> APIRouter:
             adapter=frontend.adapter_of(body.model),
             prompts=(tuple(prompt),),
             num_choices=body.num_choices,
-            sampling=await frontend.with_end_tokens(sampling),
+            sampling=await frontend.for_engine(sampling),
             continues_prompt=False,
         )
         return await answer(

@@ -72,7 +72,7 @@ def completions_router(frontend: Frontend) -> APIRouter:
             adapter=frontend.adapter_of(body.model),
             prompts=tuple(prompts),
             num_choices=body.num_choices,
-            sampling=await frontend.with_end_tokens(sampling),
+            sampling=await frontend.for_engine(sampling),
             continues_prompt=True,
         )
         # Without a tokenizer the ids are all there is to give.

@@ -78,11 +78,17 @@ class Frontend:
         check_vocabulary("prompt", token_ids, info.vocab_size)
         check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
 
-    async def with_end_tokens(self, sampling: SamplingParams) -> SamplingParams:
-        """Add the tokenizer's end tokens that the engine doesn't know of, unless they are to be ignored."""
+    async def for_engine(self, sampling: SamplingParams) -> SamplingParams:
+        """Add the tokenizer's end tokens that the engine doesn't know of, unless they are to be ignored.
+
+        top_k beyond the vocabulary means all of it, and is not passed on as a number that may be huge.
+        """
+        info = await self.info()
+        if sampling.top_k >= info.vocab_size:
+            sampling = replace(sampling, top_k=0)
         if self.tokenizer is None or sampling.ignore_eos:
             return sampling
-        known = {*(await self.info()).eos_token_ids, *sampling.stop_token_ids}
+        known = {*info.eos_token_ids, *sampling.stop_token_ids}
         more = tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id not in known)
         return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
 

@@ -27,6 +27,7 @@ class ScriptedEngine:
 
     answers: model name -> token ids (None: the base).  step_s: pause before each token.
     tokens_per_step: how many tokens an output carries.  fail_after: tokens until a request fails.
+    refuse: why no request can run.
     """
 
     answers: Mapping[str | None, Sequence[int]]
@@ -35,6 +36,7 @@ class ScriptedEngine:
     step_s: float = 0.0
     tokens_per_step: int = 1
     fail_after: int | None = None
+    refuse: str | None = None
     alive: bool = True
     requests: list[GenerateRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -64,6 +66,8 @@ class ScriptedEngine:
         self._check_alive()
         if request.adapter is not None and request.adapter not in self.adapters:
             raise AdapterNotFoundError(f"no adapter is named {request.adapter!r}")
+        if self.refuse is not None:
+            raise ValueError(self.refuse)
         self.requests.append(request)
         self.running.add(request.request_id)
         ended = False

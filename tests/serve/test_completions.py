@@ -98,6 +98,8 @@ def test_sampling_reaches_the_engine(server, engine):
     assert engine.requests[1].sampling.temperature == 1.0
     choice(server, temperature=1e-9, top_k=-1)
     assert (engine.requests[2].sampling.temperature, engine.requests[2].sampling.top_k) == (0.0, 0)
+    choice(server, top_k=10**30)
+    assert engine.requests[3].sampling.top_k == 0
 
 
 def test_completion_logprobs(server):
@@ -168,6 +170,20 @@ def test_without_a_tokenizer_token_ids_go_in_and_out(tokenizer):
             response = server.post(path, bad)
             assert response.status_code == 400
             assert "tokenizer" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_is_400(server, engine, stream):
+    engine.refuse = "the prompt fits into no KV page"
+    response = server.post("/v1/completions", {"prompt": "hello", "n": 2, "stream": stream})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, engine.refuse)
+
+
+def test_end_tokens_that_only_the_tokenizer_knows_end_answers_too(engine, tokenizer, server, monkeypatch):
+    monkeypatch.setattr("tests.serve.scripted_engine.EOS", 36)
+    assert choice(server)["text"] == "hello world"
+    assert engine.requests[0].sampling.stop_token_ids == (2,)
+    assert choice(server, ignore_eos=True, max_tokens=14)["text"] == "hello worldhe"
 
 
 @pytest.mark.parametrize("stream", [False, True])

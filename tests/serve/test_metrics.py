@@ -37,6 +37,11 @@ def test_requests_are_counted_and_timed(server):
     assert abs(value(found, "moe_lora:decode_ttft_seconds_sum") - 2 * 0.007) < 1e-9
 
 
+def test_refused_requests_are_not_counted_as_finished(server):
+    assert server.post("/v1/completions", {"prompt": "hello", "model": "nobody"}).status_code == 404
+    assert not any(key[0] == "vllm:request_success_total" for key in samples(server))
+
+
 def test_the_engines_numbers_are_shown_under_vllms_names(server):
     server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4})
     found = samples(server)
