@@ -38,6 +38,11 @@ class AdapterVersion:
     def name(self) -> str:
         return self.packed.name
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of its extents, 0 while it is not resident."""
+        return sum(num_pages for _, num_pages in self.extents)
+
     def info(self) -> AdapterInfo:
         return AdapterInfo(
             name=self.name,
@@ -55,7 +60,8 @@ class AdapterVersion:
 class Residency:
     """Keeps adapters in host memory, brings them into the arena, and evicts idle ones for others.
 
-    The adapter's data lie as one extent of whole pages per layer, at true rank.
+    The adapter's data lie as one extent of whole pages per layer, at true rank.  Extents take no more pages
+    than the arena has beyond those promised to KV: idle adapters would never give these back.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Residency:
         self._slots = slots
         self._blocks = blocks
         self._clock = clock
+        self._max_pages = pages.num_pages - blocks.max_blocks
         self._current: dict[str, AdapterVersion] = {}
         self._resident: dict[int, AdapterVersion] = {}
         self._free_slots = list(range(slots.num_slots - 1, -1, -1))
@@ -92,11 +99,10 @@ class Residency:
                 f"adapter {name!r} is already loaded; unload it first or load it in place"
             )
         pages = sum(self._layer_pages(packed))
-        room = self._pages.num_pages - self._blocks.max_blocks
-        if pages > room:
+        if pages > self._max_pages:
             raise CapacityError(
                 f"adapter {name!r} needs {pages * self._page_bytes / 1e9:.3f} GB, the engine keeps "
-                f"{room * self._page_bytes / 1e9:.3f} GB for adapters; raise lora_memory_gb"
+                f"{self._max_pages * self._page_bytes / 1e9:.3f} GB for adapters; raise lora_memory_gb"
             )
         number = self._versions.get(name, 0) + 1
         adapter = AdapterVersion(next(self._uids), number, packed, path)
@@ -150,13 +156,15 @@ class Residency:
         adapter.retired = True
         self.settle(adapter)
 
+    @property
+    def _num_pages(self) -> int:
+        return sum(adapter.num_pages for adapter in self._resident.values())
+
     def _layer_pages(self, packed: PackedAdapter) -> list[int]:
         return [-(-layer.data.nbytes // self._page_bytes) for layer in packed.layers]
 
     def _bring_in(self, adapter: AdapterVersion) -> bool:
-        if not self._free_slots and not self._evict_idle():
-            return False
-        if not self._take_extents(adapter):
+        if not self._make_room(sum(self._layer_pages(adapter.packed))) or not self._take_extents(adapter):
             return False
         adapter.slot = self._free_slots.pop()
         offsets = [first * self._page_bytes for first, _ in adapter.extents]
@@ -164,6 +172,16 @@ class Residency:
         self._resident[adapter.uid] = adapter
         self.num_loads += 1
         self.loaded_bytes += adapter.packed.nbytes
+        return True
+
+    def _make_room(self, num_pages: int) -> bool:
+        """A free slot and `num_pages` within the adapters' share; nothing is evicted where it can't help."""
+        pinned = sum(adapter.num_pages for adapter in self._resident.values() if adapter.num_running)
+        if pinned + num_pages > self._max_pages:
+            return False
+        while not self._free_slots or self._num_pages + num_pages > self._max_pages:
+            if not self._evict_idle():
+                return False
         return True
 
     def _take_extents(self, adapter: AdapterVersion) -> bool:
