@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 
@@ -13,48 +12,11 @@ from moe_lora.cache.blocks import BlockManager
 from moe_lora.cache.pages import PageAllocator
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from moe_lora.core.request import AdapterInfo
 from moe_lora.execution.slots import write_slot
 from moe_lora.kernels.step import SlotTable
 from moe_lora.policies.eviction import least_recently_used
 
-
-@dataclass(eq=False)
-class AdapterVersion:
-    """One version of an adapter.  `uid` is its prefix-cache namespace; slot and extents while resident."""
-
-    uid: int
-    version: int
-    packed: PackedAdapter
-    path: str | None
-    num_running: int = 0
-    num_waiting: int = 0
-    last_used_s: float = 0.0
-    retired: bool = False
-    slot: int | None = None
-    extents: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.packed.name
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of its extents, 0 while it is not resident."""
-        return sum(num_pages for _, num_pages in self.extents)
-
-    def info(self) -> AdapterInfo:
-        return AdapterInfo(
-            name=self.name,
-            version=self.version,
-            lora_rank=self.packed.max_lora_rank,
-            nbytes=self.packed.nbytes,
-            targets=self.packed.targets,
-            path=self.path,
-            residency="host" if self.slot is None else "device",
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-        )
+from .adapter_version import AdapterVersion
 
 
 class Residency:
