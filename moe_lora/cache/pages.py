@@ -19,6 +19,7 @@ class PageAllocator:
         self._free = np.ones(num_pages, dtype=bool)
         self._num_free = num_pages
         self._from_top = [-page for page in range(num_pages - 1, -1, -1)]
+        self._listed = np.ones(num_pages, dtype=bool)
 
     @property
     def num_free(self) -> int:
@@ -28,6 +29,7 @@ class PageAllocator:
         """The highest free page, or None if all are taken."""
         while self._from_top:
             page = -heapq.heappop(self._from_top)
+            self._listed[page] = False
             if self._free[page]:
                 self._free[page] = False
                 self._num_free -= 1
@@ -51,5 +53,7 @@ class PageAllocator:
         assert not self._free[first : first + num_pages].any(), "page freed twice"
         self._free[first : first + num_pages] = True
         self._num_free += num_pages
-        for page in range(first, first + num_pages):
-            heapq.heappush(self._from_top, -page)
+        # Pages taken in a run are still listed; listed again each time, they would pile up.
+        for page in np.flatnonzero(~self._listed[first : first + num_pages]).tolist():
+            heapq.heappush(self._from_top, -(first + page))
+        self._listed[first : first + num_pages] = True

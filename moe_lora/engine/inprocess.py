@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from moe_lora.core.errors import EngineDeadError
+
 from .core import EngineCore
 from .loop import EngineLoop
 from .loop_client import LoopClient
@@ -24,6 +26,7 @@ class InProcessClient(LoopClient):
         """End the loop; requests under way are dropped."""
         self._loop.inbox.put(Stop())
         self._loop.join()
+        self.fail(EngineDeadError("the engine was shut down"))
 
     async def close(self) -> None:
         stop: Callable[[], None] = self.shut_down

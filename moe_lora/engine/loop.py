@@ -67,7 +67,7 @@ class EngineLoop(threading.Thread):
         if isinstance(command, Generate):
             try:
                 self._core.add_request(command.request)
-            except (ValueError, KeyError) as error:
+            except Exception as error:
                 self._emit(Rejected(command.request.request_id, error))
         elif isinstance(command, Abort):
             last = self._core.abort(command.request_id)

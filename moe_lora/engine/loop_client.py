@@ -47,7 +47,9 @@ class LoopClient:
             if sink is not None:
                 sink(event.error)
         elif isinstance(event, Reply):
-            future = self._calls.pop(event.call_id)
+            future = self._calls.pop(event.call_id, None)
+            if future is None:
+                return
             if event.error is not None:
                 future.set_exception(event.error)
             else:
@@ -58,7 +60,7 @@ class LoopClient:
     def fail(self, error: Exception) -> None:
         """The loop is gone: end everything that waits for it."""
         with self._lock:
-            self._dead = error
+            self._dead = self._dead or error
             sinks, self._sinks = self._sinks, {}
             calls, self._calls = self._calls, {}
         for sink in sinks.values():
@@ -79,6 +81,8 @@ class LoopClient:
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Run one of the loop's methods."""
         future: Future[Any] = Future()
+        # Running from the start: a caller that gives up must not cancel what the loop will answer.
+        future.set_running_or_notify_cancel()
         with self._lock:
             if self._dead is not None:
                 raise self._dead
@@ -99,7 +103,8 @@ class LoopClient:
         outputs: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
 
         def sink(item: TokenOutput | Exception) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, item)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(outputs.put_nowait, item)
 
         self.submit(request, sink)
         ended = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import socket
@@ -16,6 +17,8 @@ from moe_lora.core.errors import EngineDeadError
 
 from .loop_client import LoopClient
 from .messages import Command, Reply, Stop
+
+logger = logging.getLogger(__name__)
 
 START_CALL_ID = 0
 STOP_TIMEOUT_S = 10.0
@@ -85,7 +88,9 @@ class ProcessClient(LoopClient):
         try:
             while True:
                 self.deliver(self._connection.recv())
-        except (EOFError, OSError, pickle.UnpicklingError):
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            logger.info("the engine's process is gone: %r", error)
+        finally:
             self.fail(EngineDeadError("the engine's process has ended"))
 
     def shut_down(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 
@@ -13,49 +12,18 @@ from moe_lora.cache.blocks import BlockManager
 from moe_lora.cache.pages import PageAllocator
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from moe_lora.core.request import AdapterInfo
 from moe_lora.execution.slots import write_slot
 from moe_lora.kernels.step import SlotTable
 from moe_lora.policies.eviction import least_recently_used
 
-
-@dataclass(eq=False)
-class AdapterVersion:
-    """One version of an adapter.  `uid` is its prefix-cache namespace; slot and extents while resident."""
-
-    uid: int
-    version: int
-    packed: PackedAdapter
-    path: str | None
-    num_running: int = 0
-    num_waiting: int = 0
-    last_used_s: float = 0.0
-    retired: bool = False
-    slot: int | None = None
-    extents: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.packed.name
-
-    def info(self) -> AdapterInfo:
-        return AdapterInfo(
-            name=self.name,
-            version=self.version,
-            lora_rank=self.packed.max_lora_rank,
-            nbytes=self.packed.nbytes,
-            targets=self.packed.targets,
-            path=self.path,
-            residency="host" if self.slot is None else "device",
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-        )
+from .adapter_version import AdapterVersion
 
 
 class Residency:
     """Keeps adapters in host memory, brings them into the arena, and evicts idle ones for others.
 
-    The adapter's data lie as one extent of whole pages per layer, at true rank.
+    The adapter's data lie as one extent of whole pages per layer, at true rank.  Extents take no more pages
+    than the arena has beyond those promised to KV: idle adapters would never give these back.
     """
 
     def __init__(
@@ -73,6 +41,7 @@ class Residency:
         self._slots = slots
         self._blocks = blocks
         self._clock = clock
+        self._max_pages = pages.num_pages - blocks.max_blocks
         self._current: dict[str, AdapterVersion] = {}
         self._resident: dict[int, AdapterVersion] = {}
         self._free_slots = list(range(slots.num_slots - 1, -1, -1))
@@ -92,11 +61,10 @@ class Residency:
                 f"adapter {name!r} is already loaded; unload it first or load it in place"
             )
         pages = sum(self._layer_pages(packed))
-        room = self._pages.num_pages - self._blocks.max_blocks
-        if pages > room:
+        if pages > self._max_pages:
             raise CapacityError(
                 f"adapter {name!r} needs {pages * self._page_bytes / 1e9:.3f} GB, the engine keeps "
-                f"{room * self._page_bytes / 1e9:.3f} GB for adapters; raise lora_memory_gb"
+                f"{self._max_pages * self._page_bytes / 1e9:.3f} GB for adapters; raise lora_memory_gb"
             )
         number = self._versions.get(name, 0) + 1
         adapter = AdapterVersion(next(self._uids), number, packed, path)
@@ -150,13 +118,15 @@ class Residency:
         adapter.retired = True
         self.settle(adapter)
 
+    @property
+    def _num_pages(self) -> int:
+        return sum(adapter.num_pages for adapter in self._resident.values())
+
     def _layer_pages(self, packed: PackedAdapter) -> list[int]:
         return [-(-layer.data.nbytes // self._page_bytes) for layer in packed.layers]
 
     def _bring_in(self, adapter: AdapterVersion) -> bool:
-        if not self._free_slots and not self._evict_idle():
-            return False
-        if not self._take_extents(adapter):
+        if not self._make_room(sum(self._layer_pages(adapter.packed))) or not self._take_extents(adapter):
             return False
         adapter.slot = self._free_slots.pop()
         offsets = [first * self._page_bytes for first, _ in adapter.extents]
@@ -164,6 +134,16 @@ class Residency:
         self._resident[adapter.uid] = adapter
         self.num_loads += 1
         self.loaded_bytes += adapter.packed.nbytes
+        return True
+
+    def _make_room(self, num_pages: int) -> bool:
+        """A free slot and `num_pages` within the adapters' share; nothing is evicted where it can't help."""
+        pinned = sum(adapter.num_pages for adapter in self._resident.values() if adapter.num_running)
+        if pinned + num_pages > self._max_pages:
+            return False
+        while not self._free_slots or self._num_pages + num_pages > self._max_pages:
+            if not self._evict_idle():
+                return False
         return True
 
     def _take_extents(self, adapter: AdapterVersion) -> bool:

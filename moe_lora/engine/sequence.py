@@ -9,7 +9,7 @@ import torch
 from moe_lora.cache.blocks import BlockTable
 from moe_lora.core.request import FinishReason, GenerateRequest, RequestTiming
 
-from .residency import AdapterVersion
+from .adapter_version import AdapterVersion
 
 
 @dataclass(eq=False)

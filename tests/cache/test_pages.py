@@ -47,3 +47,7 @@ def test_no_page_is_ever_owned_twice_or_lost(operations):
         assert len(owned) == len(set(owned))
         assert all(0 <= page < 16 for page in owned)
         assert pages.num_free == 16 - len(owned)
+        assert len(pages._from_top) <= 16
+    for first, count in held:
+        pages.free(first, count)
+    assert sorted(pages.alloc_page() for _ in range(16)) == list(range(16))

@@ -9,7 +9,8 @@ from moe_lora.cache.blocks import BlockManager
 from moe_lora.cache.pages import PageAllocator
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.engine.residency import AdapterVersion, Residency
+from moe_lora.engine.adapter_version import AdapterVersion
+from moe_lora.engine.residency import Residency
 from moe_lora.engine.scheduler import Scheduler
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.step import SlotTable

@@ -113,6 +113,51 @@ def test_adapters_come_and_go_while_requests_run(client):
     assert names == ["upper"]
 
 
+def test_caller_that_gives_up_on_an_answer_leaves_the_engine_alive(client):
+    async def give_up() -> list[str]:
+        call = asyncio.create_task(client.load_adapter("late", str(DEMO / "adapters" / "upper")))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        while "late" not in (names := [adapter.name for adapter in await client.list_adapters()]):
+            await asyncio.sleep(0.01)
+        await client.unload_adapter("late")
+        return names
+
+    assert sorted(asyncio.run(give_up())) == ["late", "upper"]
+
+
+def test_request_of_a_wrong_type_is_refused_and_the_engine_goes_on(client):
+    with pytest.raises(TypeError):
+        asyncio.run(collect(client, GenerateRequest(request_id="t", prompt_token_ids=("a",))))
+    assert asyncio.run(client.is_alive())
+
+
+def test_event_loop_closed_under_a_stream_leaves_the_engine_alive(client):
+    loop = asyncio.new_event_loop()
+    stream = client.generate(ask("orphan", max_tokens=60))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+
+    async def until_idle() -> None:
+        while (await client.stats()).num_running:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(until_idle())
+    assert asyncio.run(client.is_alive())
+
+
+def test_closed_engine_fails_what_waits_for_it_and_every_later_call():
+    client = InProcessClient(build_engine(CONFIG))
+    outputs: list[TokenOutput | Exception] = []
+    client.submit(ask("dropped", max_tokens=200), outputs.append)
+    client.shut_down()
+    assert isinstance(outputs[-1], EngineDeadError)
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        client.call("stats")
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

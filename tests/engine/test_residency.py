@@ -41,6 +41,45 @@ def test_several_idle_adapters_leave_for_a_large_one():
     assert [adapter.slot for adapter in small] == [None, None, None]
 
 
+def test_idle_adapters_leave_kv_the_pages_it_was_promised():
+    parts = Parts(kv_pages=4, lora_pages=2, max_loras=4)
+    for name in "abc":
+        adapter = parts.residency.add(packed(name, num_pages=2), None)
+        assert parts.residency.acquire(adapter)
+        parts.residency.release(adapter)
+    parts.add("base", range(14))
+    assert parts.step() == {"base": 14}
+
+
+def test_adapter_that_running_ones_leave_no_room_for_drives_nobody_out():
+    parts = Parts(kv_pages=4, lora_pages=4, max_loras=4)
+    idle, pinned, large = (
+        parts.residency.add(packed(name, num_pages), None)
+        for name, num_pages in (("idle", 1), ("pinned", 2), ("large", 3))
+    )
+    for adapter in (idle, pinned):
+        assert parts.residency.acquire(adapter)
+    parts.residency.release(idle)
+    assert not parts.residency.acquire(large)
+    assert idle.slot is not None
+
+
+def test_adapter_waits_for_a_run_of_pages_where_kv_and_running_ones_leave_gaps():
+    parts = Parts(kv_pages=4, lora_pages=4, max_loras=4)
+    table = BlockTable(0)
+    assert parts.blocks.grow(table, 16)
+    first, gap, last = (parts.residency.add(packed(name), None) for name in ("first", "gap", "last"))
+    for adapter in (first, gap, last):
+        assert parts.residency.acquire(adapter)
+    parts.residency.release(gap)
+    parts.residency.remove("gap")
+    wide = parts.residency.add(packed("wide", num_pages=2), None)
+    assert not parts.residency.acquire(wide)
+    assert parts.pages.num_free == 2
+    parts.blocks.release(table)
+    assert parts.residency.acquire(wide)
+
+
 def test_failed_attempt_leaves_no_page_taken():
     parts = Parts(kv_pages=1, lora_pages=3, max_loras=4)
     assert parts.blocks.grow(BlockTable(0), 1)
