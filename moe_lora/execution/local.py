@@ -23,10 +23,13 @@ class LocalBackend:
         self._tickets = itertools.count(1)
         self._pending: dict[int, tuple[int, int, torch.Tensor | None, torch.Tensor]] = {}
         self._step: StepTables | None = None
+        self._max_lora_rank = 0
 
     def begin_step(self, step: StepTables) -> None:
         assert not self._pending, "a ticket of the last step was never redeemed"
         self._step = step
+        if step.has_adapters and step.row_slot.is_cpu:
+            self._max_lora_rank = int(self._slots.lora_rank.max())
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
         step = self._step
@@ -55,5 +58,11 @@ class LocalBackend:
         self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None, step: StepTables
     ) -> torch.Tensor:
         """x @ A.T where expand follows in `add_to`; the whole delta where there is no kernel."""
-        compute = cpu.lora_shrink if x.is_cpu else reference.lora_delta
-        return compute(x, ids, self._sites[site], layer, step.row_slot, self._slots, self._arena)
+        operands = (x, ids, self._sites[site], layer, step.row_slot, self._slots, self._arena)
+        if not x.is_cpu:
+            return reference.lora_delta(*operands)
+        num_rows = x.shape[0] if ids is None else ids.numel()
+        floats = cpu.lora_workspace_floats(num_rows, self._sites[site], self._max_lora_rank)
+        workspace = torch.empty(floats, dtype=torch.float32)
+        cpu.lora_shrink(*operands, workspace)
+        return workspace

@@ -1,0 +1,186 @@
+"""Loads the C++ library and turns the project's objects into its arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch  # before the library: both then share one OpenMP thread pool
+
+from .step import KvLayout, SlotTable
+
+if TYPE_CHECKING:
+    from moe_lora.core.shape import Site
+
+_MAX_MODULES = 8
+_BAD_EXPERT, _BAD_SLOT, _WORKSPACE_TOO_SMALL, _BAD_PAGE = -2, -3, -4, -5
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Site(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_modules", "num_experts", "entry_base", "in_features")),
+        ("column", c_int64 * _MAX_MODULES),
+        ("out_features", c_int64 * _MAX_MODULES),
+    ]
+
+
+class _Slots(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("a_offset", "b_offset", "lora_rank", "scale")),
+        *((name, c_int64) for name in ("num_slots", "num_layers", "num_entries")),
+    ]
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = [
+        (name, c_int64) for name in ("num_kv_heads", "head_dim", "block_size", "page_bytes", "layer_bytes")
+    ]
+
+
+def _load() -> ctypes.CDLL:
+    spec = importlib.util.find_spec("moe_lora.kernels._cpu")
+    if spec is None or spec.origin is None:
+        raise ImportError(
+            "the CPU kernels are not built; install the package (pip install .), or in a checkout run "
+            "python -c 'from setuptools import setup; setup()' build_ext --inplace"
+        )
+    library = ctypes.CDLL(spec.origin)
+    p, n, i = c_void_p, c_int64, c_int32
+    site, slots, pages = POINTER(_Site), POINTER(_Slots), POINTER(_Pages)
+    library.moe_lora_isa.restype = c_char_p
+    library.moe_lora_set_isa.argtypes = [c_char_p]
+    lora = [n, n, site, n, p, slots, p]  # tokens, top_k, site, layer, row_slot, slots, arena
+    library.moe_lora_linear.argtypes = [i, i, p, n, p, p, p, n, n, n]
+    library.moe_lora_expert_linear.argtypes = [i, i, p, n, n, p, p, p, n, n, n, p, n, n]
+    library.moe_lora_shrink.argtypes = [i, i, p, n, n, p, *lora, p, n]
+    library.moe_lora_expand.argtypes = [i, i, p, n, p, *lora, p, n]
+    library.moe_lora_paged_attention.argtypes = [
+        *(i, i, p, n, p, n, p, n, p, c_float, n, n),
+        *(p, p, p, n, n, pages, p, n, n, n, p),
+    ]
+    return library
+
+
+def isa() -> str:
+    """Instruction set in use: avx512_bf16, avx512, avx2 or portable."""
+    return lib.moe_lora_isa().decode()
+
+
+def set_isa(name: str) -> None:
+    """Use a lower instruction set than the best one. Raises ValueError if this processor lacks it."""
+    if lib.moe_lora_set_isa(name.encode()) != 0:
+        raise ValueError(
+            f"MOE_LORA_ISA={name!r} is unknown or this processor lacks it; choose one of "
+            "avx512_bf16, avx512, avx2, portable, or unset it"
+        )
+
+
+def dtype_code(x: torch.Tensor) -> int:
+    """The library's code of a tensor's dtype. Raises ValueError if it has none."""
+    code = _DTYPE_CODES.get(x.dtype)
+    if code is None or x.is_cuda:
+        raise ValueError(
+            f"the CPU kernels take fp32 and bf16 tensors on the CPU, not {x.dtype} on {x.device}"
+        )
+    return code
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Elements from row to row. Raises ValueError unless each row is contiguous."""
+    stride = x.stride()
+    if (stride[-1] != 1 and x.shape[-1] > 1) or (len(stride) == 3 and stride[1] != x.shape[2] and x.shape[1] > 1):
+        raise ValueError(f"rows must be contiguous; shape {tuple(x.shape)} has strides {stride}")
+    return stride[0]
+
+
+def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int | None) -> int:
+    """Address of a contiguous tensor. Raises ValueError if dtype, element count or layout differ."""
+    if x.dtype != dtype or not x.is_contiguous() or (count is not None and x.numel() != count):
+        raise ValueError(
+            f"{name} must be contiguous {dtype}"
+            + ("" if count is None else f" of {count} elements")
+            + f", not "
+            f"{x.dtype} of shape {tuple(x.shape)} and strides {x.stride()}"
+        )
+    return x.data_ptr()
+
+
+_sites: dict[int, tuple[Site, _Site]] = {}
+_pages: dict[KvLayout, _Pages] = {}
+
+
+def lora_site(site: Site) -> _Site:
+    """The library's constants of a site; kept with the site, whose identity therefore stays its own."""
+    known = _sites.get(id(site))
+    if known is not None:
+        return known[1]
+    count = len(site.modules)
+    if count > _MAX_MODULES:
+        raise ValueError(f"site {site.name!r} has {count} modules; the CPU kernels take up to {_MAX_MODULES}")
+    numbers = _Site(count, site.num_experts, site.entry_base, site.in_features)
+    numbers.column[:count] = site.columns
+    numbers.out_features[:count] = site.out_features
+    _sites[id(site)] = (site, numbers)
+    return numbers
+
+
+def lora_slots(slots: SlotTable) -> _Slots:
+    """The library's view of a slot table, kept with the table."""
+    known = slots.__dict__.get("_cpu_view")
+    if known is None:
+        tables = (slots.a_offset, slots.b_offset, slots.lora_rank, slots.scale)
+        known = slots.__dict__["_cpu_view"] = _Slots(*(t.data_ptr() for t in tables), *slots.lora_rank.shape)
+    return known
+
+
+def kv_pages(layout: KvLayout) -> _Pages:
+    """The library's constants of a KV layout."""
+    known = _pages.get(layout)
+    if known is None:
+        known = _pages[layout] = _Pages(
+            layout.num_kv_heads, layout.head_dim, layout.block_size, layout.page_bytes, layout.layer_bytes
+        )
+    return known
+
+
+def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
+    """What is wrong with the operands of a linear layer."""
+    return (
+        f"weight must be contiguous {x.dtype} with rows of {x.shape[-1]}, not {weight.dtype} of shape "
+        f"{tuple(weight.shape)} and strides {weight.stride()}"
+    )
+
+
+def lora_error(refusal: int, site: Site, slots: SlotTable, workspace: torch.Tensor) -> str:
+    """What the library refused in shrink or expand."""
+    if refusal == _BAD_EXPERT:
+        return f"ids hold an expert outside -1 .. {max(1, site.num_experts) - 1}"
+    if refusal == _BAD_SLOT:
+        return f"row_slot holds a slot outside -1 .. {slots.num_slots - 1}"
+    assert refusal == _WORKSPACE_TOO_SMALL, refusal
+    return f"a workspace of {workspace.numel()} floats is too small; see lora_workspace_floats"
+
+
+def attention_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, layout: Any) -> str:
+    """What is wrong with the operands of attention."""
+    return (
+        f"q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)} and "
+        f"scale={scale} do not fit {layout}; need its dtype and head_dim, k and v with its num_kv_heads, heads a "
+        "multiple of these, and a positive scale"
+    )
+
+
+def step_error(refusal: int) -> str:
+    """What the library refused in the step tables."""
+    if refusal == _BAD_PAGE:
+        return "block_tables hold a page outside the arena"
+    return "query_start must ascend within the rows, and seq_lens cover the rows and fit the block table"
+
+
+lib = _load()
+if os.environ.get("MOE_LORA_ISA"):
+    set_isa(os.environ["MOE_LORA_ISA"])

@@ -1,0 +1,19 @@
+// Built for the instruction set of its name, whatever the compiler's default; used only where isa.cpp finds it.
+// Nothing of the standard library may be used below: the linker could hand its copy to other sources.
+#include "tiles.h"
+
+#ifdef MOE_LORA_X86
+#include "target.h"
+MOE_LORA_TARGET("avx2,fma")
+
+namespace {
+#include "tiles.inl"
+#include "vec_avx2.h"
+}  // namespace
+
+const IsaTable* avx2_table() {
+    static const IsaTable table = make_table<Avx2>("avx2");
+    return &table;
+}
+MOE_LORA_TARGET_END
+#endif

@@ -1,0 +1,37 @@
+// AVX-512 with bf16 dot products: vdpbf16ps multiplies 32 pairs and adds them into 16 fp32 lanes.
+// Nothing of the standard library may be used below: the linker could hand its copy to other sources.
+#include "tiles.h"
+
+#ifdef MOE_LORA_X86
+#include "target.h"
+MOE_LORA_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
+
+namespace {
+#include "tiles.inl"
+#include "vec_avx512.h"
+
+struct Avx512Bf16 : Avx512 {
+    using Avx512::store;
+    using Avx512::store_part;
+    static inline __m256i to_half(V value) { return (__m256i)_mm512_cvtneps_pbh(value); }
+    static inline void store(bf16* p, V value) { _mm256_storeu_si256((__m256i*)p, to_half(value)); }
+    static inline void store_part(bf16* p, V value, int count) {
+        _mm256_mask_storeu_epi16(p, mask(count), to_half(value));
+    }
+
+    template <class T, class Unused = void>
+    struct Dot : Avx512::Dot<T> {};
+    template <class Unused>
+    struct Dot<bf16, Unused> : Avx512::Dot<bf16> {
+        using Raw = __m512i;
+        static inline V dot(Raw x, Raw w, V acc) { return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)w); }
+    };
+};
+}  // namespace
+
+const IsaTable* avx512_bf16_table() {
+    static const IsaTable table = make_table<Avx512Bf16>("avx512_bf16");
+    return &table;
+}
+MOE_LORA_TARGET_END
+#endif

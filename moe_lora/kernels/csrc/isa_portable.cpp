@@ -1,0 +1,65 @@
+// Any processor: 4-lane vectors of the compiler's own extension (SSE2, NEON, or plain scalar code).
+#include "tiles.h"
+
+namespace {
+#include "tiles.inl"
+
+typedef int32_t QuadInt __attribute__((vector_size(16)));
+
+struct Portable {
+    using V = Quad;
+    static constexpr int kLanes = 4, kMaxRows = 2, kWideSums = 8;
+
+    static inline V zero() { return Quad{0, 0, 0, 0}; }
+    static inline V set1(float value) { return Quad{value, value, value, value}; }
+    static inline V add(V a, V b) { return a + b; }
+    static inline V sub(V a, V b) { return a - b; }
+    static inline V mul(V a, V b) { return a * b; }
+    static inline V fma(V a, V b, V c) { return a * b + c; }
+    static inline V select(QuadInt take, V a, V b) { return (V)((take & (QuadInt)a) | (~take & (QuadInt)b)); }
+    static inline V max(V a, V b) { return select(a > b, a, b); }
+    // Adding 1.5 * 2^23 leaves no fraction bits, in the rounding mode (to nearest) of the addition.
+    static inline V round(V a) { return (a + 12582912.0f) - 12582912.0f; }
+    static inline V power_of_two(V n) { return (V)((__builtin_convertvector(n, QuadInt) + 127) << 23); }
+    static inline V zero_below(V x, float limit, V value) { return select(x < limit, zero(), value); }
+
+    template <class T>
+    static inline V load(const T* p) {
+        return load_quad(p);
+    }
+    template <class T>
+    static inline V load_part(const T* p, int count) {
+        T padded[4] = {};
+        memcpy(padded, p, count * sizeof(T));
+        return load_quad(padded);
+    }
+    template <class T>
+    static inline void store(T* p, V value) {
+        store_quad(p, value);
+    }
+    template <class T>
+    static inline void store_part(T* p, V value, int count) {
+        T padded[4];
+        store_quad(padded, value);
+        memcpy(p, padded, count * sizeof(T));
+    }
+    static inline Quad sum4(V a, V b, V c, V d) {
+        return Quad{(a[0] + a[1]) + (a[2] + a[3]), (b[0] + b[1]) + (b[2] + b[3]), (c[0] + c[1]) + (c[2] + c[3]),
+                    (d[0] + d[1]) + (d[2] + d[3])};
+    }
+
+    template <class T>
+    struct Dot {
+        using Raw = V;
+        static constexpr int kStep = 4;
+        static inline Raw load(const T* p) { return load_quad(p); }
+        static inline Raw load_part(const T* p, int count) { return Portable::load_part(p, count); }
+        static inline V dot(Raw x, Raw w, V acc) { return x * w + acc; }
+    };
+};
+}  // namespace
+
+const IsaTable* portable_table() {
+    static const IsaTable table = make_table<Portable>("portable");
+    return &table;
+}

@@ -1,0 +1,66 @@
+// The C interface of the CPU kernels, as called by moe_lora/kernels/cpu.py; semantics in reference.py.
+//
+// Strides and widths are in elements unless named otherwise. `dtype`: 0 fp32, 1 bf16. `threads`: upper limit.
+// Functions that return int32_t: 0 = done, negative = refused (codes below), nothing written.
+#pragma once
+#include <cstdint>
+
+#define MOE_LORA_API extern "C" __attribute__((visibility("default")))
+
+enum Refusal : int32_t { kBadExpert = -2, kBadSlot = -3, kWorkspaceTooSmall = -4, kBadPage = -5, kBadSequence = -6 };
+
+constexpr int kMaxModules = 8;
+
+// Constants of a LoRA site.
+struct LoraSite {
+    int64_t num_modules, num_experts, entry_base, in_features;
+    int64_t column[kMaxModules], out_features[kMaxModules];
+};
+
+// The slot table (all [slots, layers, entries]) and the arena that it points into.
+struct LoraSlots {
+    const int64_t* a_offset;
+    const int64_t* b_offset;
+    const int32_t* lora_rank;
+    const float* scale;
+    int64_t num_slots, num_layers, num_entries;
+};
+
+// Constants of the KV pages.
+struct KvPages {
+    int64_t num_kv_heads, head_dim, block_size, page_bytes, layer_bytes;
+};
+
+MOE_LORA_API const char* moe_lora_isa();
+MOE_LORA_API int32_t moe_lora_set_isa(const char* name);
+
+MOE_LORA_API int32_t moe_lora_linear(int32_t dtype, int32_t threads, const void* x, int64_t x_stride,
+                                     const void* weight, const void* bias, void* out, int64_t rows, int64_t num_out,
+                                     int64_t width);
+
+// x has `x_rows` rows: one per token or one per output. ids: [tokens, top_k].
+MOE_LORA_API int32_t moe_lora_expert_linear(int32_t dtype, int32_t threads, const void* x, int64_t x_stride,
+                                            int64_t x_rows, const void* weight, const void* bias, const int32_t* ids,
+                                            int64_t tokens, int64_t top_k, int64_t num_experts, void* out,
+                                            int64_t num_out, int64_t width);
+
+// h = x A^T of every row that has an adapter, packed at true rank into the workspace.
+MOE_LORA_API int32_t moe_lora_shrink(int32_t dtype, int32_t threads, const void* x, int64_t x_stride, int64_t x_rows,
+                                     const int32_t* ids, int64_t tokens, int64_t top_k, const LoraSite* site,
+                                     int64_t layer, const int32_t* row_slot, const LoraSlots* slots,
+                                     const void* arena, float* workspace, int64_t workspace_floats);
+
+// y += scale * h B for the same rows, with `workspace` as moe_lora_shrink left it.
+MOE_LORA_API int32_t moe_lora_expand(int32_t dtype, int32_t threads, const float* workspace, int64_t workspace_floats,
+                                     const int32_t* ids, int64_t tokens, int64_t top_k, const LoraSite* site,
+                                     int64_t layer, const int32_t* row_slot, const LoraSlots* slots,
+                                     const void* arena, void* y, int64_t y_stride);
+
+// out: [rows, num_heads, head_dim] contiguous. sinks: fp32 or null.
+MOE_LORA_API int32_t moe_lora_paged_attention(int32_t dtype, int32_t threads, const void* q, int64_t q_stride,
+                                              const void* k, int64_t k_stride, const void* v, int64_t v_stride,
+                                              const float* sinks, float scale, int64_t window, int64_t layer,
+                                              const int32_t* query_start, const int32_t* seq_lens,
+                                              const int32_t* block_tables, int64_t num_seqs, int64_t table_stride,
+                                              const KvPages* pages, void* arena, int64_t arena_bytes, int64_t rows,
+                                              int64_t num_heads, void* out);

@@ -1,0 +1,65 @@
+// Shared by all sources: element types, the tiles that the vector code of each instruction set works on,
+// and the table of functions by which the drivers (linear, lora, attention) reach that code.
+//
+// Every result is bit-stable: the sum behind one output element runs in an order that depends on the
+// instruction set and the inner width alone, never on how rows, columns or threads are cut.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+struct bf16 {
+    uint16_t bits;
+};
+
+// A cut of a "dot" product: out[i][column + n] = dot(x[i], w[n]) (+ bias[n]) for i < rows, n < num_w.
+struct DotTile {
+    const void* const* x;  // row pointers
+    const void* w;         // num_w contiguous rows of `width`
+    const void* bias;      // num_w elements of the output type, or null
+    void* const* out;      // row pointers
+    int64_t rows, num_w, width, column;
+    const void* next;  // weights that this thread reads after this tile (prefetched), or null
+};
+
+// A cut of a "sum of rows": out[i][c] += scale * sum_r coef[i * coef_stride + r] * b[r * b_stride + c].
+struct SumTile {
+    const float* coef;
+    const void* b;
+    void* const* out;  // row pointers, already at the first column
+    int64_t rows, depth, columns, coef_stride, b_stride;
+    float scale;
+};
+
+// One row of logits in an online softmax; see softmax_row in tiles.inl.
+struct SoftmaxState {
+    float max, sum, rescale;
+};
+
+struct IsaTable {
+    const char* name;
+    void (*dot_f32)(const DotTile&);
+    void (*dot_bf16)(const DotTile&);
+    void (*dot_bf16_to_f32)(const DotTile&);
+    void (*sum_f32)(const SumTile&);
+    void (*sum_bf16)(const SumTile&);
+    void (*sum_bf16_to_f32)(const SumTile&);
+    void (*softmax_row)(float* logits, int64_t count, int64_t low, int64_t high, float scale, SoftmaxState& state);
+    void (*scale_row)(float* row, int64_t count, float scale);
+    void (*store_f32)(const float* row, int64_t count, float scale, void* out);
+    void (*store_bf16)(const float* row, int64_t count, float scale, void* out);
+};
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define MOE_LORA_X86 1
+const IsaTable* avx2_table();
+const IsaTable* avx512_table();
+const IsaTable* avx512_bf16_table();
+#endif
+const IsaTable* portable_table();
+
+// The table in use: the best that this processor has, or the one that MOE_LORA_ISA names.
+const IsaTable& isa();
+
+enum DataType : int32_t { kF32 = 0, kBf16 = 1 };
+
+inline int64_t item_size(int32_t dtype) { return dtype == kF32 ? 4 : 2; }

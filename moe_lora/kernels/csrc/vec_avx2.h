@@ -1,0 +1,87 @@
+// Vector operations of AVX2 with FMA (8 fp32 lanes).
+
+struct Avx2 {
+    using V = __m256;
+    static constexpr int kLanes = 8, kMaxRows = 3, kWideSums = 8;
+
+    static inline V zero() { return _mm256_setzero_ps(); }
+    static inline V set1(float value) { return _mm256_set1_ps(value); }
+    static inline V add(V a, V b) { return _mm256_add_ps(a, b); }
+    static inline V sub(V a, V b) { return _mm256_sub_ps(a, b); }
+    static inline V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+    static inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+    static inline V max(V a, V b) { return _mm256_max_ps(a, b); }
+    static inline V round(V a) { return _mm256_round_ps(a, 0); }
+    static inline V power_of_two(V n) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+    }
+    static inline V zero_below(V x, float limit, V value) {
+        return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLT_UQ), value);
+    }
+
+    static inline V from_half(__m128i half) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+    }
+    static inline __m128i to_half(V value) {
+        const __m256i bits = _mm256_castps_si256(value);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        up = _mm256_srli_epi32(up, 16);
+        const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+        up = _mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc0), is_nan);
+        const __m256i packed = _mm256_packus_epi32(up, up);
+        return _mm_unpacklo_epi64(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
+    }
+    template <class T>
+    static inline V load_part_of(const T* p, int count) {
+        T padded[kLanes] = {};
+        memcpy(padded, p, count * sizeof(T));
+        return load(padded);
+    }
+    template <class T>
+    static inline void store_part_of(T* p, V value, int count) {
+        T padded[kLanes];
+        store(padded, value);
+        memcpy(p, padded, count * sizeof(T));
+    }
+    static inline V load(const float* p) { return _mm256_loadu_ps(p); }
+    static inline V load(const bf16* p) { return from_half(_mm_loadu_si128((const __m128i*)p)); }
+    static inline V load_part(const float* p, int count) { return load_part_of(p, count); }
+    static inline V load_part(const bf16* p, int count) { return load_part_of(p, count); }
+    static inline void store(float* p, V value) { _mm256_storeu_ps(p, value); }
+    static inline void store(bf16* p, V value) { _mm_storeu_si128((__m128i*)p, to_half(value)); }
+    static inline void store_part(float* p, V value, int count) { store_part_of(p, value, count); }
+    static inline void store_part(bf16* p, V value, int count) { store_part_of(p, value, count); }
+
+    static inline Quad sum4(V a, V b, V c, V d) {
+        const V all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        return (Quad)_mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    }
+
+    template <class T, class Unused = void>
+    struct Dot {
+        using Raw = __m256;
+        static constexpr int kStep = 8;
+        static inline Raw load(const float* p) { return _mm256_loadu_ps(p); }
+        static inline Raw load_part(const float* p, int count) { return load_part_of(p, count); }
+        static inline V dot(Raw x, Raw w, V acc) { return _mm256_fmadd_ps(x, w, acc); }
+    };
+    template <class Unused>
+    struct Dot<bf16, Unused> {
+        using Raw = __m256i;
+        static constexpr int kStep = 16;
+        static inline Raw load(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
+        static inline Raw load_part(const bf16* p, int count) {
+            bf16 padded[kStep] = {};
+            memcpy(padded, p, count * sizeof(bf16));
+            return load(padded);
+        }
+        static inline V even(Raw a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+        static inline V odd(Raw a) {
+            return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(int(0xffff0000u))));
+        }
+        static inline V dot(Raw x, Raw w, V acc) {
+            return _mm256_fmadd_ps(odd(x), odd(w), _mm256_fmadd_ps(even(x), even(w), acc));
+        }
+    };
+};

@@ -1,0 +1,78 @@
+// Vector operations of AVX-512 (16 fp32 lanes). bf16 products: two fp32 multiply-adds, on even and odd elements.
+
+struct Avx512 {
+    using V = __m512;
+    static constexpr int kLanes = 16, kMaxRows = 6, kWideSums = 16;
+
+    static inline V zero() { return _mm512_setzero_ps(); }
+    static inline V set1(float value) { return _mm512_set1_ps(value); }
+    static inline V add(V a, V b) { return _mm512_add_ps(a, b); }
+    static inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+    static inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+    static inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+    static inline V max(V a, V b) { return _mm512_max_ps(a, b); }
+    static inline V round(V a) { return _mm512_roundscale_ps(a, 0); }
+    static inline V power_of_two(V n) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+    }
+    static inline V zero_below(V x, float limit, V value) {
+        return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_NLT_UQ), value);
+    }
+
+    static inline __mmask16 mask(int count) { return __mmask16((1u << count) - 1); }
+    static inline V from_half(__m256i half) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    }
+    static inline __m256i to_half(V value) {
+        const __m512i bits = _mm512_castps_si512(value);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+        return _mm512_cvtepi32_epi16(
+            _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
+    }
+    static inline V load(const float* p) { return _mm512_loadu_ps(p); }
+    static inline V load(const bf16* p) { return from_half(_mm256_loadu_si256((const __m256i*)p)); }
+    static inline V load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
+    static inline V load_part(const bf16* p, int count) { return from_half(_mm256_maskz_loadu_epi16(mask(count), p)); }
+    static inline void store(float* p, V value) { _mm512_storeu_ps(p, value); }
+    static inline void store(bf16* p, V value) { _mm256_storeu_si256((__m256i*)p, to_half(value)); }
+    static inline void store_part(float* p, V value, int count) { _mm512_mask_storeu_ps(p, mask(count), value); }
+    static inline void store_part(bf16* p, V value, int count) { _mm256_mask_storeu_epi16(p, mask(count), to_half(value)); }
+
+    static inline Quad sum4(V a, V b, V c, V d) {
+        const V ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        const V cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+        const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+        const V all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+        const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1));
+        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), upper);
+        return (Quad)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    }
+
+    template <class T, class Unused = void>
+    struct Dot {
+        using Raw = __m512;
+        static constexpr int kStep = 16;
+        static inline Raw load(const float* p) { return _mm512_loadu_ps(p); }
+        static inline Raw load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
+        static inline V dot(Raw x, Raw w, V acc) { return _mm512_fmadd_ps(x, w, acc); }
+    };
+    template <class Unused>
+    struct Dot<bf16, Unused> {
+        using Raw = __m512i;
+        static constexpr int kStep = 32;
+        static inline Raw load(const bf16* p) { return _mm512_loadu_si512(p); }
+        static inline Raw load_part(const bf16* p, int count) {
+            return _mm512_maskz_loadu_epi16(__mmask32((1ull << count) - 1), p);
+        }
+        static inline V even(Raw a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
+        static inline V odd(Raw a) {
+            return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int(0xffff0000u))));
+        }
+        static inline V dot(Raw x, Raw w, V acc) {
+            return _mm512_fmadd_ps(odd(x), odd(w), _mm512_fmadd_ps(even(x), even(w), acc));
+        }
+    };
+};

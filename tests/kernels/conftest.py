@@ -1,0 +1,32 @@
+"""Fixtures of the kernel tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_lora.kernels import cpu, cpu_library
+
+
+@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "portable"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this processor has, in turn."""
+    best = cpu.isa()
+    try:
+        cpu_library.set_isa(request.param)
+    except ValueError:
+        pytest.skip(f"this processor lacks {request.param}")
+    yield request.param
+    cpu_library.set_isa(best)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_lora.kernels import cpu, reference
+from moe_lora.kernels.step import KvLayout
+
+from .kernel_cases import paged_case, random, strided
+
+DECODE = [(1, 1), (1, 16), (1, 17), (0, 0), (1, 300)]
+MIXED = [(5, 5), (1, 33), (40, 40), (0, 0), (7, 150), (0, 0)]
+
+
+def operands(generator, layout, sequences, heads, dtype):
+    """Step, arena, and q, k, v as parts of one fused buffer."""
+    step, arena = paged_case(generator, layout, sequences, dtype)
+    rows, dim, kv_heads = step.row_slot.numel(), layout.head_dim, layout.num_kv_heads
+    fused = strided(random(generator, rows, (heads + 2 * kv_heads), dim, dtype=dtype))
+    return step, arena, fused.split([heads, kv_heads, kv_heads], dim=1)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("sequences", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (40, 16), (24, 5), (16, 128)])
+@pytest.mark.parametrize(("window", "with_sinks"), [(0, False), (0, True), (20, True)])
+def test_attention_agrees_with_reference(
+    isa, dtype, generator, group, sequences, head_dim, block_size, window, with_sinks
+):
+    layout = KvLayout(num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    step, arena, (q, k, v) = operands(generator, layout, sequences, 2 * group, dtype)
+    sinks = random(generator, 2 * group, dtype=dtype) if with_sinks else None
+    args = (q, k, v, sinks, head_dim**-0.5, window, 1, step, layout)
+    expected_arena = arena.clone()
+    expected = reference.paged_attention(*args, expected_arena)
+    actual = cpu.paged_attention(*args, arena)
+    assert torch.equal(arena, expected_arena)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_rows_after_the_last_sequence_are_zero(dtype, generator):
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=4, dtype=dtype)
+    step, arena, (q, k, v) = operands(generator, layout, [(1, 9), (2, 2)], 2, dtype)
+    step.seq_lens[1] = 0
+    out = cpu.paged_attention(q, k, v, None, 0.25, 0, 0, step, layout, arena)
+    assert (out[1:] == 0).all()
+    assert (out[0] != 0).any()
+
+
+def test_pages_that_left_the_window_are_not_read(dtype, generator):
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=16, dtype=dtype)
+    step, arena, (q, k, v) = operands(generator, layout, [(1, 100)], 2, dtype)
+    before = cpu.paged_attention(q, k, v, None, 0.25, 20, 0, step, layout, arena.clone())
+    step.block_tables[0, :5] = 10**6
+    assert torch.equal(cpu.paged_attention(q, k, v, None, 0.25, 20, 0, step, layout, arena), before)
+
+
+def test_a_row_is_bit_identical_decoded_or_in_a_prefill_chunk(isa, dtype, generator):
+    layout = KvLayout(num_layers=1, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype)
+    step, arena, (q, k, v) = operands(generator, layout, [(150, 150)], 8, dtype)
+    together = cpu.paged_attention(q, k, v, None, 0.2, 70, 0, step, layout, arena)
+    for row in (0, 1, 64, 127, 128, 149):
+        step.query_start[1], step.seq_lens[0] = 1, row + 1
+        one = slice(row, row + 1)
+        alone = cpu.paged_attention(q[one], k[one], v[one], None, 0.2, 70, 0, step, layout, arena)
+        assert torch.equal(alone, together[one])
+
+
+def test_operands_that_do_not_fit_are_refused(generator):
+    layout = KvLayout(num_layers=1, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
+    step, arena, (q, k, v) = operands(generator, layout, [(1, 9)], 4, torch.float32)
+
+    def attend(q=q, k=k, v=v, sinks=None, scale=0.25, **changed):
+        tables = type(step)(**{**step.__dict__, **changed})
+        cpu.paged_attention(q, k, v, sinks, scale, 0, 0, tables, layout, arena)
+
+    attend()
+    refused = [
+        lambda: attend(q=q.bfloat16()),
+        lambda: attend(q=q[:, :3]),
+        lambda: attend(k=k[:, :1]),
+        lambda: attend(k=k.transpose(1, 2).contiguous().transpose(1, 2)),
+        lambda: attend(scale=0.0),
+        lambda: attend(sinks=torch.zeros(3)),
+        lambda: attend(block_tables=step.block_tables + 1000),
+        lambda: attend(block_tables=step.block_tables[:, :2].contiguous()),
+        lambda: attend(seq_lens=step.seq_lens.long()),
+        lambda: attend(query_start=torch.tensor([0, 2], dtype=torch.int32)),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError):
+            call()
+
+
+def test_environment_chooses_the_instruction_set():
+    code = "import moe_lora.kernels.cpu as cpu; print(cpu.isa())"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={"MOE_LORA_ISA": "portable", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.strip() == "portable"
