@@ -13,6 +13,8 @@ import torch
 
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.core import EngineCore
+from moe_lora.execution.backend import LoraBackend
+from moe_lora.execution.local import LocalBackend
 from moe_lora.kernels.step import SlotTable, StepTables
 
 from .engine_runs import EngineRun
@@ -58,21 +60,21 @@ class StepBytes:
 class _Recorder:
     """A LoraBackend in front of another one, which notes which experts each site was asked for."""
 
-    inner: object
+    inner: LoraBackend
     step: StepTables | None = None
     expert_ids: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def begin_step(self, step: StepTables) -> None:
         self.step = step
-        self.inner.begin_step(step)  # type: ignore[attr-defined]
+        self.inner.begin_step(step)
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
         if ids is not None:
             self.expert_ids[layer, site] = ids.clone()
-        return self.inner.begin(layer, site, x, ids)  # type: ignore[attr-defined]
+        return self.inner.begin(layer, site, x, ids)
 
     def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        self.inner.add_to(ticket, y)  # type: ignore[attr-defined]
+        self.inner.add_to(ticket, y)
 
 
 def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
@@ -94,7 +96,9 @@ def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
 
 
 def _slots(core: EngineCore) -> SlotTable:
-    return core._runner._context.backend._slots
+    backend = core._runner._context.backend
+    assert isinstance(backend, LocalBackend)
+    return backend._slots
 
 
 def _weight_elements(shape: ModelShape, recorder: _Recorder) -> int:
@@ -110,9 +114,7 @@ def _weight_elements(shape: ModelShape, recorder: _Recorder) -> int:
     return total
 
 
-def _adapter_matrices(
-    shape: ModelShape, recorder: _Recorder, slots: SlotTable
-) -> dict[tuple[str, int], int]:
+def _adapter_matrices(shape: ModelShape, recorder: _Recorder, slots: SlotTable) -> dict[tuple[str, int], int]:
     """Elements of each distinct A and B that the step touches, by kind and byte offset in the arena."""
     assert recorder.step is not None
     row_slot = recorder.step.row_slot

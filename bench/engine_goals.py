@@ -29,7 +29,9 @@ def goals(records: Sequence[Record], headline: tuple[int, int]) -> list[Goal]:
     found: list[Goal] = []
     for dtype in dict.fromkeys(record["config"]["dtype"] for record in records):
         cells = {
-            (r["config"]["system"], r["config"]["num_requests"], r["config"]["cell_num_adapters"]): r["result"]
+            (r["config"]["system"], r["config"]["num_requests"], r["config"]["cell_num_adapters"]): r[
+                "result"
+            ]
             for r in records
             if r["config"]["dtype"] == dtype
         }
@@ -54,7 +56,7 @@ def _lora_goals(
     dtype: str, cells: dict[tuple[str, int, int], Any], headline: tuple[int, int]
 ) -> Iterator[Goal]:
     at = f"{headline[0]} requests, {headline[1]} adapters"
-    engine, attention = cells["engine", *headline], cells["engine attention", *headline]
+    engine, attention = cells[("engine", *headline)], cells[("engine attention", *headline)]
     overhead = 1 / engine["speedup_over"]["engine base"]["median"] - 1
     base_overhead_limit = max(0.25, 1.4 * engine["adapter_share"])
     values = (

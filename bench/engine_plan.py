@@ -27,7 +27,7 @@ class Plan:
     eager: bool = False
 
     def cells(self) -> list[tuple[int, int]]:
-        """(requests, adapters), 0 adapters = base model only; none that repeats another one's adapters in use."""
+        """(requests, adapters in use), each once; 0 adapters: base model only."""
         cells = []
         for requests in self.num_requests:
             in_use = [0, *(min(requests, adapters) for adapters in self.num_adapters)]

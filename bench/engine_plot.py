@@ -48,12 +48,12 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
                 "concurrent requests" if row == len(dtypes) - 1 else "",
                 "decode tokens/s" if column == 0 else "",
             )
-    handles = {}
+    handles: dict[str, Any] = {}
     for axis in axes.flat:
         for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(text, handle)
     figure.legend(
-        handles.values(), handles.keys(), loc="outside upper left", ncols=2, frameon=False, fontsize=9
+        list(handles.values()), list(handles), loc="outside upper left", ncols=2, frameon=False, fontsize=9
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -76,11 +76,15 @@ def _draw(axis: Any, records: Sequence[Record], count: int) -> None:
     for system, (text, number, line) in STYLES.items():
         points = _points(records, system, count, "tokens_per_s")
         if points:
-            axis.plot(*zip(*points, strict=True), line, marker="o", markersize=4, color=color(number), label=text)
+            axis.plot(
+                *zip(*points, strict=True), line, marker="o", markersize=4, color=color(number), label=text
+            )
     reference = "engine" if count else "engine base"
     points = _points(records, reference, count, "ceiling_tokens_per_s")
     if points:
-        axis.plot(*zip(*points, strict=True), ":", color=GRAY, label="ceiling: bytes touched / read bandwidth")
+        axis.plot(
+            *zip(*points, strict=True), ":", color=GRAY, label="ceiling: bytes touched / read bandwidth"
+        )
 
 
 def _points(records: Sequence[Record], system: str, count: int, key: str) -> list[tuple[int, float]]:

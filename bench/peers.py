@@ -35,7 +35,7 @@ def load_peft(base: Any, adapters: Sequence[tuple[str, str]]) -> Any:
     twin = copy.deepcopy(base, shared)
     (first, path), *rest = adapters
     # Adapters stay in the model's dtype: peft's default would compute bf16 adapters in fp32.
-    options = {"autocast_adapter_dtype": False, "low_cpu_mem_usage": True}
+    options: dict[str, Any] = {"autocast_adapter_dtype": False, "low_cpu_mem_usage": True}
     model = PeftModel.from_pretrained(twin, path, adapter_name=first, **options)
     for name, directory in rest:
         model.load_adapter(directory, adapter_name=name, **options)
@@ -50,7 +50,7 @@ class Decoder:
 
         self._model = model
         self._arguments = model_arguments
-        self._cache = DynamicCache()
+        self._cache: Any = DynamicCache()
         self._first = self._forward(torch.tensor(prompts))
         self._prefilled = [(layer.keys, layer.values) for layer in self._cache.layers]
 
@@ -75,7 +75,7 @@ class Decoder:
 
 @dataclass
 class GroupedDecoder:
-    """peft's only way with expert adapters: one adapter at a time, the requests of that adapter as a batch."""
+    """peft's only way with expert adapters: one adapter after the other, the requests of each as a batch."""
 
     model: Any
     groups: dict[str, Decoder]

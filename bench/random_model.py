@@ -134,7 +134,7 @@ def write_adapter(
     for prefix, rows, d_in, d_out in _lora_pairs(size, lora_rank, experts):
         tensors[f"{prefix}.lora_A.weight"] = _noise((rows, d_in), d_in**-0.5, generator)
         tensors[f"{prefix}.lora_B.weight"] = _noise((d_out, rows), 0.2 * lora_rank**-0.5, generator)
-    config.save_pretrained(path)
+    config.save_pretrained(str(path))
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -179,8 +179,17 @@ def _weights(size: ModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _attention_sizes(size: ModelSize) -> dict[str, tuple[int, int]]:
     """(in, out) of each attention projection."""
-    hidden, q_size, kv_size = size.hidden_size, size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    sizes: tuple[tuple[int, int], ...] = ((hidden, q_size), (hidden, kv_size), (hidden, kv_size), (q_size, hidden))
+    hidden, q_size, kv_size = (
+        size.hidden_size,
+        size.num_heads * size.head_dim,
+        size.num_kv_heads * size.head_dim,
+    )
+    sizes: tuple[tuple[int, int], ...] = (
+        (hidden, q_size),
+        (hidden, kv_size),
+        (hidden, kv_size),
+        (q_size, hidden),
+    )
     return dict(zip(_ATTENTION, sizes, strict=True))
 
 
