@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -31,6 +32,7 @@ class PlainProgress:
     def __init__(self) -> None:
         self._next_s = _LINE_PERIOD_S
         self._last: ReplayState | None = None
+        self._written = ""
 
     def __enter__(self) -> PlainProgress:
         return self
@@ -46,7 +48,10 @@ class PlainProgress:
             self._write(state)
 
     def _write(self, state: ReplayState) -> None:
-        click.echo(f"{state.elapsed_s:5.0f} s: {describe(state)}", err=True)
+        line = f"{state.elapsed_s:5.0f} s: {describe(state)}"
+        if line != self._written:
+            click.echo(line, err=True)
+        self._written = line
 
 
 class BarProgress:
@@ -83,4 +88,6 @@ class BarProgress:
 
 def progress() -> AbstractContextManager[Callable[[ReplayState], None]]:
     """The display that fits stderr; use as a context manager, call with each state."""
-    return BarProgress() if click.get_text_stream("stderr").isatty() else PlainProgress()
+    if sys.stderr.isatty():
+        return BarProgress()
+    return PlainProgress()

@@ -61,6 +61,7 @@ def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         label=options["label"] or sending.model,
         config=saved_config(options, sending, trace, plan),
         env=environment(),
+        stopped_early=outcome.interrupted,
     )
     return run, outcome.interrupted
 

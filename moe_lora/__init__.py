@@ -11,9 +11,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_EXPORTS: dict[str, str] = {}
+_EXPORTS = {
+    "LLM": "moe_lora.api",
+    "AsyncLLM": "moe_lora.api",
+    "Completion": "moe_lora.api",
+    "EngineConfig": "moe_lora.core.config",
+    "SamplingParams": "moe_lora.core.request",
+}
 
-__all__ = ["__version__"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

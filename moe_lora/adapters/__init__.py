@@ -10,10 +10,8 @@ from typing import Any
 
 _EXPORTS = {
     "AdapterConfig": "config",
-    "HostStore": "store",
     "PackedAdapter": "packed",
     "PackedLayer": "packed",
-    "StoredAdapter": "store",
     "pack_state_dict": "peft_format",
     "read_adapter": "peft_format",
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.peft_format import read_adapter
+from moe_lora.adapters.peft_format import pack_state_dict, read_adapter
 from moe_lora.cache.blocks import BlockManager
 from moe_lora.core.clock import Clock
 from moe_lora.core.request import (
@@ -79,7 +81,7 @@ class EngineCore:
         return [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
 
     def add_request(self, request: GenerateRequest) -> None:
-        """Queue a request.  Raises ValueError if it can't run, AdapterNotFoundError if its adapter is unknown."""
+        """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter."""
         prompt = request.prompt_token_ids
         limit = self.info.max_model_len
         if not prompt:
@@ -113,6 +115,12 @@ class EngineCore:
     def read_adapter(self, name: str, path: str) -> PackedAdapter:
         """Read an adapter's files into host memory; safe to call from another thread."""
         return read_adapter(Path(path), self._shape, self._dtype, name)
+
+    def pack_adapter(
+        self, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+    ) -> PackedAdapter:
+        """As `read_adapter`, from tensors in memory; safe to call from another thread."""
+        return pack_state_dict(tensors, config, self._shape, self._dtype, name)
 
     def add_adapter(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterInfo:
         """Serve an adapter from now on (see `Residency.add`)."""

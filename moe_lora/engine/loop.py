@@ -9,7 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.request import AdapterInfo
 
 from .core import EngineCore
 from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
@@ -29,7 +31,7 @@ class EngineLoop(threading.Thread):
         self._leaving: list[tuple[Call, int]] = []
         self.methods: dict[str, Callable[[Call], None]] = {
             "load_adapter": self._load_adapter,
-            "add_adapter": lambda call: self._reply(call, self._core.add_adapter, *call.args),
+            "publish_adapter": lambda call: self._reply(call, self._publish, *call.args),
             "unload_adapter": self._unload_adapter,
             "list_adapters": lambda call: self._reply(call, self._core.list_adapters),
             "stats": lambda call: self._reply(call, self._core.stats),
@@ -97,6 +99,9 @@ class EngineLoop(threading.Thread):
                 )
 
         self._files.submit(read)
+
+    def _publish(self, packed: PackedAdapter, path: str | None) -> AdapterInfo:
+        return self._core.add_adapter(packed, path, replace=True)
 
     def _unload_adapter(self, call: Call) -> None:
         try:

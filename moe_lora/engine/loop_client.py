@@ -12,7 +12,7 @@ from typing import Any
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
 
-from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply
+from .messages import Abort, Call, Command, Event, Generate, Outputs, Rejected, Reply
 
 Sink = Callable[[TokenOutput | Exception], None]
 """Gets a request's outputs; called from the thread that delivers events."""
@@ -43,7 +43,9 @@ class LoopClient:
                 if sink is not None:
                     sink(output)
         elif isinstance(event, Rejected):
-            self._sinks.pop(event.request_id)(event.error)
+            sink = self._sinks.pop(event.request_id, None)
+            if sink is not None:
+                sink(event.error)
         elif isinstance(event, Reply):
             future = self._calls.pop(event.call_id)
             if event.error is not None:
@@ -95,7 +97,11 @@ class LoopClient:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
-        self.submit(request, lambda item: loop.call_soon_threadsafe(outputs.put_nowait, item))
+
+        def sink(item: TokenOutput | Exception) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, item)
+
+        self.submit(request, sink)
         ended = False
         try:
             while not ended:
@@ -106,7 +112,13 @@ class LoopClient:
                 yield item
         finally:
             if not ended:
-                await self.abort(request.request_id)
+                self.abort_now(request.request_id)
+
+    def abort_now(self, request_id: str) -> None:
+        """As `abort`, from any thread; the request's outputs are no longer handed on."""
+        self._sinks.pop(request_id, None)
+        if self._dead is None:
+            self._dispatch(Abort(request_id))
 
     async def abort(self, request_id: str) -> None:
         if self._dead is None:

@@ -114,6 +114,7 @@ class ModelRunner:
             block_tables[index, : len(pages)] = pages
             seq_lens[index] = sequence.num_computed + item.num_tokens
             if sequence.adapter is not None:
+                assert sequence.adapter.slot is not None, "a running sequence's adapter is resident"
                 row_slot[query_start[index] : query_start[index + 1]] = sequence.adapter.slot
                 has_adapters = True
         return StepTables(

@@ -62,9 +62,9 @@ class Sequence:
         elif self.second_token_s is None:
             self.second_token_s = now_s
         sampling = self.request.sampling
-        if self.num_generated >= sampling.min_tokens:
-            if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
-                return "stop"
+        stops = token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos)
+        if stops and self.num_generated >= sampling.min_tokens:
+            return "stop"
         return "length" if len(self.tokens) >= self.limit_tokens else None
 
     def timing(self, now_s: float) -> RequestTiming:

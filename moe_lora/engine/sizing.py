@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def max_model_len(config: EngineConfig, shape: ModelShape) -> int:
         return shape.max_position
     if config.max_model_len > shape.max_position:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} exceeds the model's {shape.max_position} positions; lower it"
+            f"max_model_len={config.max_model_len} exceeds the model's {shape.max_position}; lower it"
         )
     return config.max_model_len
 
@@ -80,7 +81,6 @@ def _resolve(
         return max(least_pages, min(wanted_pages, int(free * FREE_SHARE) // page_bytes))
     pages = int(given_gb * GB) // page_bytes
     if pages < least_pages:
-        raise ConfigError(
-            f"{setting}={given_gb} is too small; this model needs at least {least_pages * page_bytes / GB:.4f}"
-        )
+        least_gb = math.ceil(least_pages * page_bytes / GB * 1e6) / 1e6
+        raise ConfigError(f"{setting}={given_gb} is too small; this model needs at least {least_gb:.6f}")
     return pages

@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from moe_lora.core.config import EngineConfig
@@ -39,7 +40,7 @@ def main(connection: Connection) -> None:
     loop.run()
 
 
-def _read(connection: Connection, put) -> None:  # type: ignore[no-untyped-def]
+def _read(connection: Connection, put: Callable[[Command], None]) -> None:
     command: Command
     while True:
         try:

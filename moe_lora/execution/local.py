@@ -23,21 +23,18 @@ class LocalBackend:
         self._tickets = itertools.count(1)
         self._pending: dict[int, tuple[int, int, torch.Tensor | None, torch.Tensor]] = {}
         self._step: StepTables | None = None
-        self._max_lora_rank = 0
 
     def begin_step(self, step: StepTables) -> None:
         assert not self._pending, "a ticket of the last step was never redeemed"
         self._step = step
-        if step.has_adapters and step.row_slot.is_cpu:
-            self._max_lora_rank = int(self._slots.lora_rank.max())
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
         step = self._step
         assert step is not None, "begin_step comes first"
         if not step.has_adapters:
             return _NO_DELTA
-        started = self._shrink(layer, site, x, ids, step)
         ticket = next(self._tickets)
+        started = self._shrink(layer, site, x, ids, step.row_slot)
         self._pending[ticket] = (layer, site, ids, started)
         return torch.tensor([ticket])
 
@@ -48,21 +45,20 @@ class LocalBackend:
         layer, site, ids, started = self._pending.pop(int(number))
         assert self._step is not None
         if y.is_cpu:
-            cpu.lora_expand(
-                started, ids, self._sites[site], layer, self._step.row_slot, self._slots, self._arena, y
-            )
+            row_slot = self._step.row_slot
+            cpu.lora_expand(started, ids, self._sites[site], layer, row_slot, self._slots, self._arena, y)
         else:
             y.add_(started.to(y.dtype))
 
     def _shrink(
-        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None, step: StepTables
+        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None, row_slot: torch.Tensor
     ) -> torch.Tensor:
-        """x @ A.T where expand follows in `add_to`; the whole delta where there is no kernel."""
-        operands = (x, ids, self._sites[site], layer, step.row_slot, self._slots, self._arena)
+        """x @ A.T, which `add_to` expands; the whole delta on devices that have no kernel."""
+        operands = (x, ids, self._sites[site], layer, row_slot, self._slots, self._arena)
         if not x.is_cpu:
             return reference.lora_delta(*operands)
         num_rows = x.shape[0] if ids is None else ids.numel()
-        floats = cpu.lora_workspace_floats(num_rows, self._sites[site], self._max_lora_rank)
-        workspace = torch.empty(floats, dtype=torch.float32)
+        max_lora_rank = max(self._slots.max_lora_ranks)
+        workspace = torch.empty(cpu.lora_workspace_floats(num_rows, self._sites[site], max_lora_rank))
         cpu.lora_shrink(*operands, workspace)
         return workspace

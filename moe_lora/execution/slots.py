@@ -1,4 +1,4 @@
-"""Putting an adapter into the arena."""
+"""Placing a packed adapter into the arena and its offsets into the slot table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 from moe_lora.kernels.step import SlotTable
 
 
@@ -17,16 +18,21 @@ def write_slot(
     packed: PackedAdapter,
     layer_offsets_bytes: Sequence[int],
 ) -> None:
-    """Copy each layer's data to its byte offset in the arena and point the slot's table rows there.
+    """Copy each layer's matrices into the arena and make `slot` mean this adapter.
 
-    layer_offsets_bytes: one per layer, multiples of 64.
+    arena: 1-D uint8, on the table's device.  layer_offsets_bytes: per layer where its `nbytes` bytes begin,
+    multiples of 64; bytes in use by any other slot must not be among them.
     """
-    for layer, (part, offset) in enumerate(zip(packed.layers, layer_offsets_bytes, strict=True)):
-        source = part.data.view(torch.uint8)
-        arena[offset : offset + source.numel()].copy_(source)
-        table = part.table.to(arena.device)
-        itemsize = part.data.element_size()
-        slots.a_offset[slot, layer] = offset + table[:, 0] * itemsize
-        slots.b_offset[slot, layer] = offset + table[:, 1] * itemsize
-        slots.lora_rank[slot, layer] = table[:, 2].int()
-        slots.scale[slot, layer] = part.scale.to(arena.device)
+    # Ranks go last and are zero until then: no row of the table points at bytes that are not there yet.
+    slots.clear(slot)
+    slots.max_lora_ranks[slot] = packed.max_lora_rank
+    for number, (layer, offset) in enumerate(zip(packed.layers, layer_offsets_bytes, strict=True)):
+        assert offset % MATRIX_ALIGN_BYTES == 0
+        assert offset + layer.nbytes <= arena.numel()
+        arena[offset : offset + layer.nbytes].copy_(layer.data.view(torch.uint8))
+        starts = layer.table[:, :2] * layer.data.element_size() + offset
+        slots.a_offset[slot, number].copy_(starts[:, 0])
+        slots.b_offset[slot, number].copy_(starts[:, 1])
+        slots.scale[slot, number].copy_(layer.scale)
+    for number, layer in enumerate(packed.layers):
+        slots.lora_rank[slot, number].copy_(layer.table[:, 2])

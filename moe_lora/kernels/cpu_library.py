@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from moe_lora.core.shape import Site
 
 _MAX_MODULES = 8
-_BAD_EXPERT, _BAD_SLOT, _WORKSPACE_TOO_SMALL, _BAD_PAGE = -2, -3, -4, -5
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -53,7 +52,7 @@ def _load() -> ctypes.CDLL:
     site, slots, pages = POINTER(_Site), POINTER(_Slots), POINTER(_Pages)
     library.moe_lora_isa.restype = c_char_p
     library.moe_lora_set_isa.argtypes = [c_char_p]
-    lora = [n, n, site, n, p, slots, p]  # tokens, top_k, site, layer, row_slot, slots, arena
+    lora: list[Any] = [n, n, site, n, p, slots, p]  # tokens, top_k, site, layer, row_slot, slots, arena
     library.moe_lora_linear.argtypes = [i, i, p, n, p, p, p, n, n, n]
     library.moe_lora_expert_linear.argtypes = [i, i, p, n, n, p, p, p, n, n, n, p, n, n]
     library.moe_lora_shrink.argtypes = [i, i, p, n, n, p, *lora, p, n]
@@ -92,7 +91,8 @@ def dtype_code(x: torch.Tensor) -> int:
 def row_stride(x: torch.Tensor) -> int:
     """Elements from row to row. Raises ValueError unless each row is contiguous."""
     stride = x.stride()
-    if (stride[-1] != 1 and x.shape[-1] > 1) or (len(stride) == 3 and stride[1] != x.shape[2] and x.shape[1] > 1):
+    inner = len(stride) == 3 and x.shape[1] > 1 and stride[1] != x.shape[2]
+    if inner or (stride[-1] != 1 and x.shape[-1] > 1):
         raise ValueError(f"rows must be contiguous; shape {tuple(x.shape)} has strides {stride}")
     return stride[0]
 
@@ -109,8 +109,16 @@ def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int | None) -
     return x.data_ptr()
 
 
+def check_rows(x: torch.Tensor, tokens: int, top_k: int) -> None:
+    """Raises ValueError unless x has a row per token or per output."""
+    if x.shape[0] != tokens and x.shape[0] != tokens * top_k:
+        raise ValueError(
+            f"x has {x.shape[0]} rows; {tokens} tokens x {top_k} experts need {tokens} or {tokens * top_k}"
+        )
+
+
 _sites: dict[int, tuple[Site, _Site]] = {}
-_pages: dict[KvLayout, _Pages] = {}
+_pages: dict[int, tuple[KvLayout, _Pages]] = {}
 
 
 def lora_site(site: Site) -> _Site:
@@ -138,47 +146,14 @@ def lora_slots(slots: SlotTable) -> _Slots:
 
 
 def kv_pages(layout: KvLayout) -> _Pages:
-    """The library's constants of a KV layout."""
-    known = _pages.get(layout)
+    """The library's constants of a KV layout, kept with the layout as those of a site are."""
+    known = _pages.get(id(layout))
     if known is None:
-        known = _pages[layout] = _Pages(
+        numbers = _Pages(
             layout.num_kv_heads, layout.head_dim, layout.block_size, layout.page_bytes, layout.layer_bytes
         )
-    return known
-
-
-def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """What is wrong with the operands of a linear layer."""
-    return (
-        f"weight must be contiguous {x.dtype} with rows of {x.shape[-1]}, not {weight.dtype} of shape "
-        f"{tuple(weight.shape)} and strides {weight.stride()}"
-    )
-
-
-def lora_error(refusal: int, site: Site, slots: SlotTable, workspace: torch.Tensor) -> str:
-    """What the library refused in shrink or expand."""
-    if refusal == _BAD_EXPERT:
-        return f"ids hold an expert outside -1 .. {max(1, site.num_experts) - 1}"
-    if refusal == _BAD_SLOT:
-        return f"row_slot holds a slot outside -1 .. {slots.num_slots - 1}"
-    assert refusal == _WORKSPACE_TOO_SMALL, refusal
-    return f"a workspace of {workspace.numel()} floats is too small; see lora_workspace_floats"
-
-
-def attention_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, layout: Any) -> str:
-    """What is wrong with the operands of attention."""
-    return (
-        f"q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)} and "
-        f"scale={scale} do not fit {layout}; need its dtype and head_dim, k and v with its num_kv_heads, heads a "
-        "multiple of these, and a positive scale"
-    )
-
-
-def step_error(refusal: int) -> str:
-    """What the library refused in the step tables."""
-    if refusal == _BAD_PAGE:
-        return "block_tables hold a page outside the arena"
-    return "query_start must ascend within the rows, and seq_lens cover the rows and fit the block table"
+        known = _pages[id(layout)] = (layout, numbers)
+    return known[1]
 
 
 lib = _load()

@@ -1,4 +1,4 @@
-"""The meaning of every operation in plain torch: oracle of the tests, and the path of devices without kernels.
+"""The meaning of every operation in plain torch: oracle of tests, and path of devices without kernels.
 
 Legend: T token rows, H input width, N output width, E experts, K experts per token, R LoRA rank, S sequences.
 """

@@ -31,7 +31,7 @@ def family_of(config: dict[str, Any]) -> Family:
     name = config.get("model_type")
     if name not in FAMILIES:
         raise ConfigError(f"model_type={name!r} is not supported; supported are {', '.join(FAMILIES)}")
-    return importlib.import_module(f".{name}", __package__)  # type: ignore[return-value]
+    return importlib.import_module(f".{name}", __package__)
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from moe_lora.core.errors import ConfigError
 
 from .causal_lm import CausalLM
 
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+RECOMPUTED = "rotary_emb.inv_freq"  # buffers that old checkpoints keep; config.json says the same
+NUM_NAMED = 5  # unexpected tensors that an error message names
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,18 @@ class Piece:
     """One checkpoint tensor and the part of a model parameter that it fills.
 
     `index` addresses the parameter (slices and expert numbers); `transform` maps the checkpoint's tensor
-    to that part's shape.
+    (and those of `extra_keys`) to that part's shape, as a view where it can.
     """
 
     key: str
     index: tuple[Any, ...] = ()
-    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+    transform: Callable[..., torch.Tensor] | None = None
+    extra_keys: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All checkpoint tensors that it reads."""
+        return self.key, *self.extra_keys
 
 
 WeightMap = dict[str, list[Piece]]
@@ -36,20 +45,23 @@ WeightMap = dict[str, list[Piece]]
 
 
 class Checkpoint:
-    """Memory-mapped tensors of a checkpoint: one safetensors file or several with an index."""
+    """Memory-mapped tensors of a checkpoint: one safetensors file or several with an index.
+
+    Raises ConfigError for a missing or damaged file.
+    """
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        self._files: dict[str, Any] = {}
+        self._files: dict[Path, Any] = {}
         index = model_dir / INDEX_NAME
         if index.exists():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            self._file_of = {key: model_dir / name for key, name in weight_map.items()}
+            self._file_of = {key: model_dir / name for key, name in _read_index(index).items()}
         else:
-            self._file_of = {key: path for path in self._single_file() for key in self._open(path).keys()}
+            self._file_of = {key: path for path in self._without_index() for key in _names(self._open(path))}
 
-    def _single_file(self) -> list[Path]:
-        paths = sorted(self.model_dir.glob("*.safetensors"))
+    def _without_index(self) -> list[Path]:
+        single = self.model_dir / SINGLE_NAME
+        paths = [single] if single.exists() else sorted(self.model_dir.glob("*.safetensors"))
         if not paths:
             raise ConfigError(
                 f"{self.model_dir} has no *.safetensors; convert the checkpoint with save_pretrained "
@@ -58,11 +70,14 @@ class Checkpoint:
         return paths
 
     def _open(self, path: Path) -> Any:
-        if path.name not in self._files:
+        if path not in self._files:
             if not path.exists():
                 raise ConfigError(f"{path} is named by {INDEX_NAME} but does not exist")
-            self._files[path.name] = safe_open(path, framework="pt")
-        return self._files[path.name]
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
+        return self._files[path]
 
     def __contains__(self, key: str) -> bool:
         return key in self._file_of
@@ -70,25 +85,59 @@ class Checkpoint:
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self._file_of:
             raise ConfigError(f"the checkpoint in {self.model_dir} has no tensor {key!r}")
-        return self._open(self._file_of[key]).get_tensor(key)
+        path = self._file_of[key]
+        try:
+            return self._open(path).get_tensor(key)
+        except SafetensorError as error:
+            raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
 
-    def keys(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[str]:
+        """Names of all tensors."""
         return iter(self._file_of)
+
+
+def _names(file: Any) -> list[str]:
+    return list(file.keys())
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        return json.loads(path.read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error
 
 
 def fill(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:
     """Copy the checkpoint into the model's parameters, converting to their dtype.
 
-    Raises ConfigError naming the tensor if one is missing or has another shape than the model needs.
+    Each value is copied once, from the mapped file into place.  Raises ConfigError naming the tensor if one
+    is missing, has another shape than the model needs, or has no place in the model.
     """
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == weights.keys(), parameters.keys() ^ weights.keys()
+    _refuse_unexpected(model, checkpoint, weights)
+    for name, parameter in parameters.items():
         for piece in weights[name]:
-            tensor = checkpoint[piece.key]
-            tensor = piece.transform(tensor) if piece.transform else tensor
+            tensors = [checkpoint[key] for key in piece.keys]
+            tensor = piece.transform(*tensors) if piece.transform else tensors[0]
             target = parameter.data[piece.index]
             if target.shape != tensor.shape:
                 raise ConfigError(
-                    f"{piece.key} in {checkpoint.model_dir} has shape {tuple(tensor.shape)}, "
-                    f"config.json asks for {tuple(target.shape)}"
+                    f"{piece.key} in {checkpoint.model_dir} has shape {tuple(tensors[0].shape)}, "
+                    f"giving {tuple(tensor.shape)} where config.json asks for {tuple(target.shape)}"
                 )
             target.copy_(tensor)
+
+
+def _refuse_unexpected(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:
+    used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
+    if model.spec.tie_word_embeddings:
+        used.add("lm_head.weight")
+    unexpected = sorted(k for k in checkpoint if k not in used and not k.endswith(RECOMPUTED))
+    if unexpected:
+        named = ", ".join(unexpected[:NUM_NAMED])
+        raise ConfigError(
+            f"the checkpoint in {checkpoint.model_dir} has {len(unexpected)} tensors that "
+            f"{model.spec.shape.family} as config.json describes it does not use: {named}"
+            f"{', ...' if len(unexpected) > NUM_NAMED else ''}; the model would compute something else"
+        )

@@ -40,7 +40,8 @@ An adapter is within the SLO if more than 90&nbsp;% of its requests are.</p>
 <section class="run" style="border-color: {{ colors[loop.index0] }}">
 <strong>{{ run.label }}</strong>
 <span class="sub">{{ run.kind }}, {{ run.date }}, {{ run.completed }} requests,
-{{ run.num_adapters }} adapters, {{ "%.0f"|format(run.duration) }} s</span>
+{{ run.num_adapters }} adapters, {{ "%.0f"|format(run.duration) }} s
+{%- if run.stopped_early %}, stopped by the user{% endif %}</span>
 <div class="cards">
 {% for name, value in cards[loop.index0] if value != "–" %}
 <div class="card"><b>{{ value }}</b><span>{{ name }}</span></div>

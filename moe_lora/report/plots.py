@@ -91,7 +91,7 @@ def load_over_time(runs: Sequence[Run]) -> Figure:
         name = f": {run['label']}" if len(runs) > 1 else ""
         label(axis, f"Arrivals and completions{name}", "", "requests / s")
         axis.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
-        axis.set_ylim(top=1.3 * max(arrivals.max(), ends.max()))  # room for the legend
+        axis.set_ylim(top=1.3 * (max(arrivals.max(), ends.max()) or 1))  # room for the legend
     flight, tokens = axes[-2, 0], axes[-1, 0]
     times = np.linspace(0, edges[-1], 800)
     for index, run in enumerate(runs):
@@ -101,7 +101,7 @@ def load_over_time(runs: Sequence[Run]) -> Figure:
     label(flight, "Requests in flight", "", "requests")
     label(tokens, "Output", "seconds after the start", "tokens / s")
     for axis in axes[:, 0]:
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, max(axis.get_ylim()[1], 1))
         axis.set_xlim(0, edges[-1])
     run_legend(figure, runs)
     return figure
@@ -110,27 +110,36 @@ def load_over_time(runs: Sequence[Run]) -> Figure:
 def latency_over_time(runs: Sequence[Run]) -> Figure:
     """TTFT and TPOT of each request at its arrival, log scale; crosses at the foot are failed requests."""
     figure, axes = new_figure(4.6, num_rows=2, sharex=True)
-    for index, run in enumerate(runs):
-        done = series.finished(run)
-        times = [run["arrival_times"][i] for i in done]
-        tpots = [(run["arrival_times"][i], series.tpot_s(run, i)) for i in done if run["output_lens"][i] > 1]
-        style: dict[str, Any] = {"s": 11, "alpha": 0.55, "color": color(index), "linewidths": 0}
-        axes[0, 0].scatter(times, [run["ttfts"][i] * 1e3 for i in done], **style)
-        axes[1, 0].scatter([time for time, _ in tpots], [(tpot or 0) * 1e3 for _, tpot in tpots], **style)
+    ttft, tpot = axes[:, 0]
+    _latency_dots(ttft, runs, "TTFT", runs[0]["slo_ttft_s"], lambda run, index: run["ttfts"][index])
+    _latency_dots(tpot, runs, "TPOT", runs[0]["slo_tpot_s"], series.tpot_s)
+    for run in runs:
         failed = [time for time, error in zip(run["arrival_times"], run["errors"], strict=True) if error]
-        foot = axes[0, 0].get_xaxis_transform()
-        axes[0, 0].scatter(failed, [0.03] * len(failed), marker="x", s=26, color=FAILED, transform=foot)
-    for axis, name, slo_s in (
-        (axes[0, 0], "TTFT", runs[0]["slo_ttft_s"]),
-        (axes[1, 0], "TPOT", runs[0]["slo_tpot_s"]),
-    ):
-        axis.axhline(slo_s * 1e3, **SLO_LINE)
-        axis.set_yscale("log")
-        log_ticks(axis.yaxis, *axis.get_ylim())
-        label(axis, f"{name} by arrival time (dotted: SLO)", "", "ms (log)")
-    axes[1, 0].set_xlabel("seconds after the start", fontsize=9.5)
+        foot = [0.03] * len(failed)
+        ttft.scatter(failed, foot, marker="x", s=26, color=FAILED, transform=ttft.get_xaxis_transform())
+    tpot.set_xlabel("seconds after the start", fontsize=9.5)
     run_legend(figure, runs)
     return figure
+
+
+def _latency_dots(
+    axis: Axes, runs: Sequence[Run], name: str, slo_s: float, value_s: Callable[[Run, int], float | None]
+) -> None:
+    low_ms, high_ms = slo_s * 400, slo_s * 2500  # the SLO stays in sight
+    for index, run in enumerate(runs):
+        found = [(run["arrival_times"][place], value_s(run, place)) for place in series.finished(run)]
+        dots = [
+            (time, value * 1e3) for time, value in found if value
+        ]  # no TPOT, or 0: no place on a log scale
+        times, values = np.reshape(dots, (-1, 2)).T
+        axis.scatter(times, values, s=11, alpha=0.55, color=color(index), linewidths=0)
+        low_ms = min([low_ms, *(value * 0.8 for _, value in dots)])
+        high_ms = max([high_ms, *(value * 1.25 for _, value in dots)])
+    axis.axhline(slo_s * 1e3, **SLO_LINE)
+    axis.set_ylim(low_ms, high_ms)
+    axis.set_yscale("log")
+    log_ticks(axis.yaxis, low_ms, high_ms)
+    label(axis, f"{name} by arrival time (dotted: SLO)", "", "ms (log)")
 
 
 def attainment_bars(runs: Sequence[Run]) -> Figure:

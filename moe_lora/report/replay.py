@@ -83,20 +83,20 @@ class _Run:
 
     async def run(self) -> ReplayOutcome:
         options = self._options
-        self._start_s = time.perf_counter()
         async with CompletionClient(
             options.url,
             timeout_s=options.timeout_s,
             max_connections=options.max_connections,
             api_key=options.api_key,
         ) as client:
+            self._start_s = time.perf_counter()  # after the client is set up, which takes tens of ms
             ticker = asyncio.create_task(self._tick())
             try:
                 with _signals_set(self._stop):
                     records = await self._send_all(client)
+                duration_s = self._now_s()
             finally:
                 ticker.cancel()
-        duration_s = self._now_s()
         self._report()
         return ReplayOutcome(records, duration_s, self._stop.is_set())
 

@@ -86,9 +86,11 @@ def test_leaving_a_stream_aborts_its_request(client):
 
 def test_abort_ends_the_stream(client):
     async def abort() -> TokenOutput:
-        async for output in client.generate(ask("aborted", max_tokens=200)):
-            await client.abort("aborted")
-        return output
+        stream = client.generate(ask("aborted", max_tokens=200))
+        outputs = [await anext(stream)]
+        await client.abort("aborted")
+        outputs += [output async for output in stream]
+        return outputs[-1]
 
     assert asyncio.run(abort()).finish_reason == "abort"
 

@@ -25,21 +25,18 @@ def operands(generator, layout, sequences, heads, dtype):
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 @pytest.mark.parametrize("sequences", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (40, 16), (24, 5), (16, 128)])
-@pytest.mark.parametrize(("window", "with_sinks"), [(0, False), (0, True), (20, True)])
-def test_attention_agrees_with_reference(
-    isa, dtype, generator, group, sequences, head_dim, block_size, window, with_sinks
-):
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (40, 5), (16, 128)])
+def test_attention_agrees_with_reference(isa, dtype, generator, group, sequences, head_dim, block_size):
     layout = KvLayout(num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=dtype)
     step, arena, (q, k, v) = operands(generator, layout, sequences, 2 * group, dtype)
-    sinks = random(generator, 2 * group, dtype=dtype) if with_sinks else None
-    args = (q, k, v, sinks, head_dim**-0.5, window, 1, step, layout)
-    expected_arena = arena.clone()
-    expected = reference.paged_attention(*args, expected_arena)
-    actual = cpu.paged_attention(*args, arena)
-    assert torch.equal(arena, expected_arena)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    for window, sinks in ((0, None), (20, random(generator, 2 * group, dtype=dtype))):
+        args = (q, k, v, sinks, head_dim**-0.5, window, 1, step, layout)
+        expected_arena, actual_arena = arena.clone(), arena.clone()
+        expected = reference.paged_attention(*args, expected_arena)
+        actual = cpu.paged_attention(*args, actual_arena)
+        assert torch.equal(actual_arena, expected_arena)
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 def test_rows_after_the_last_sequence_are_zero(dtype, generator):
@@ -63,6 +60,8 @@ def test_a_row_is_bit_identical_decoded_or_in_a_prefill_chunk(isa, dtype, genera
     layout = KvLayout(num_layers=1, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype)
     step, arena, (q, k, v) = operands(generator, layout, [(150, 150)], 8, dtype)
     together = cpu.paged_attention(q, k, v, None, 0.2, 70, 0, step, layout, arena)
+    torch.set_num_threads(2)
+    assert torch.equal(cpu.paged_attention(q, k, v, None, 0.2, 70, 0, step, layout, arena), together)
     for row in (0, 1, 64, 127, 128, 149):
         step.query_start[1], step.seq_lens[0] = 1, row + 1
         one = slice(row, row + 1)

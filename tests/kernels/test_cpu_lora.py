@@ -10,7 +10,7 @@ from moe_lora.kernels import cpu, reference
 from .kernel_cases import DOWN, GATE_UP, QKV, SiteCase, packed_adapters, popularity, random, strided
 
 RANKS = [8, 1, 130, 0, 3, 16, 64, 24]
-ROWS = [1, 2, 3, 5, 16, 17, 64, 200]
+ROWS = [1, 2, 3, 5, 16, 17, 200]
 LAYER = 1
 
 
@@ -35,15 +35,15 @@ def batch(generator, site: SiteCase, rows: int, kind: str, dtype, num_slots: int
 
 @pytest.mark.parametrize("kind", ["distinct", "uniform", "zipf", "identical"])
 @pytest.mark.parametrize("site", [QKV, GATE_UP, DOWN], ids=lambda site: site.name)
-@pytest.mark.parametrize("rows", ROWS)
-def test_delta_agrees_with_reference(isa, dtype, generator, rows, site, kind):
+def test_delta_agrees_with_reference(isa, dtype, generator, site, kind):
     slots, arena = packed_adapters(generator, site, RANKS, dtype)
-    x, ids, row_slot = batch(generator, site, rows, kind, dtype, len(RANKS))
-    y = random(generator, rows if ids is None else ids.numel(), sum(site.out_features), dtype=dtype)
-    expected = y.float() + reference.lora_delta(x, ids, site, LAYER, row_slot, slots, arena)
-    actual = add_delta(strided(x), ids, site, row_slot, slots, arena, strided(y))
-    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+    for rows in ROWS:
+        x, ids, row_slot = batch(generator, site, rows, kind, dtype, len(RANKS))
+        y = random(generator, rows if ids is None else ids.numel(), sum(site.out_features), dtype=dtype)
+        expected = y.float() + reference.lora_delta(x, ids, site, LAYER, row_slot, slots, arena)
+        actual = add_delta(strided(x), ids, site, row_slot, slots, arena, strided(y))
+        tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_row_without_adapter_gets_no_delta(dtype, generator):
@@ -98,6 +98,8 @@ def test_long_segments_are_bit_identical_to_single_rows(isa, dtype, generator):
     x, y = random(generator, 230, 1024, dtype=dtype), random(generator, 230, 1500, dtype=dtype)
     row_slot = torch.zeros(230, dtype=torch.int32)
     together = add_delta(x, None, site, row_slot, slots, arena, y.clone())
+    torch.set_num_threads(2)
+    assert torch.equal(add_delta(x, None, site, row_slot, slots, arena, y.clone()), together)
     for row in (0, 95, 96, 229):
         pick = slice(row, row + 1)
         assert torch.equal(

@@ -113,7 +113,8 @@ void attend_chunk(const Attention& a, const Task& t, int64_t low, int64_t begin,
     }
     for (int64_t at = first_page; at < end; at += block) {
         const char* values = a.keys(t.seq, t.kv_head, at) + a.pages.layer_bytes / 2;
-        sum({&s.logits[at - begin], values, s.sum_rows.data(), queries, std::min(block, end - at), dim, chunk, dim, 1.0f});
+        sum({&s.logits[at - begin], values, s.sum_rows.data(), queries, std::min(block, end - at), dim, chunk, dim, 1.0f,
+             nullptr, 0});
     }
 }
 
@@ -134,6 +135,23 @@ void attend(const Attention& a, const Task& t) {
     }
 }
 
+// Tasks of all sequences, and how many bytes of keys and values they read.
+std::vector<Task> cut(const Attention& a, int64_t& key_bytes) {
+    std::vector<Task> tasks;
+    const int64_t block_rows = std::max<int64_t>(1, kQueriesPerTask / a.group());
+    for (int64_t seq = 0; seq < a.num_seqs; seq++) {
+        if (a.is_padding(seq)) continue;
+        const int64_t query_len = a.query_start[seq + 1] - a.query_start[seq];
+        for (int64_t row = query_len; row > 0; row -= block_rows)  // the longest rows first
+            for (int64_t head = 0; head < a.pages.num_kv_heads; head++) {
+                const int64_t first = std::max<int64_t>(0, row - block_rows);
+                tasks.push_back({seq, head, first, row - first});
+                key_bytes += a.seq_lens[seq] * a.head_bytes() * 2;
+            }
+    }
+    return tasks;
+}
+
 }  // namespace
 
 int32_t moe_lora_paged_attention(int32_t dtype, int32_t threads, const void* q, int64_t q_stride, const void* k,
@@ -151,18 +169,7 @@ int32_t moe_lora_paged_attention(int32_t dtype, int32_t threads, const void* q, 
     const int64_t row_bytes = num_heads * a.head_bytes();
     memset(a.out, 0, rows * row_bytes);
     int64_t key_bytes = 0;
-    std::vector<Task> tasks;
-    const int64_t block_rows = std::max<int64_t>(1, kQueriesPerTask / a.group());
-    for (int64_t seq = 0; seq < num_seqs; seq++) {
-        if (a.is_padding(seq)) continue;
-        const int64_t query_len = query_start[seq + 1] - query_start[seq];
-        for (int64_t row = query_len; row > 0; row -= block_rows)  // the longest rows first
-            for (int64_t head = 0; head < pages->num_kv_heads; head++) {
-                const int64_t first = std::max<int64_t>(0, row - block_rows);
-                tasks.push_back({seq, head, first, row - first});
-                key_bytes += seq_lens[seq] * a.head_bytes() * 2;
-            }
-    }
+    const std::vector<Task> tasks = cut(a, key_bytes);
     threads = useful_threads(threads, key_bytes);
     run_tasks(num_seqs, rows * row_bytes > (256 << 10) ? threads : 1, [&](int64_t seq, int64_t) {
         if (!a.is_padding(seq)) write_pages(a, seq);

@@ -25,7 +25,7 @@ std::vector<Task> cut(const LoraPlan& plan, int& threads, int64_t multiple, cons
         for (int64_t m = s.first_matrix; m < s.end_matrix; m++)
             work += extent(plan.matrices[m]) * unit_bytes(plan.matrices[m]) * weight(s.end - s.begin);
     threads = useful_threads(threads, work);
-    const int64_t task_work = std::clamp<int64_t>(work / (threads * 8), 8 << 10, 256 << 10);
+    const int64_t task_work = std::clamp<int64_t>(work / (threads * 8), 8 << 10, 1 << 20);
     std::vector<Task> tasks;
     for (const LoraSegment& s : plan.segments)
         for (int64_t m = s.first_matrix; m < s.end_matrix; m++) {
@@ -87,16 +87,18 @@ int32_t moe_lora_expand(int32_t dtype, int32_t threads, const float* workspace, 
     const std::vector<Task> tasks = cut(plan, threads, 64, [](const LoraMatrix& m) { return m.out_features; },
                                         [&](const LoraMatrix& m) { return m.lora_rank * size; });
     const auto sum = dtype == kF32 ? isa().sum_f32 : isa().sum_bf16;
-    run_tasks(int64_t(tasks.size()), threads, [&](int64_t i, int64_t) {
+    const auto b_of = [&](const Task& t) { return t.matrix->b + t.at * size; };
+    run_tasks(int64_t(tasks.size()), threads, [&](int64_t i, int64_t following) {
         const Task& t = tasks[i];
+        const Task& after = tasks[following < 0 ? i : following];
         const LoraMatrix& matrix = *t.matrix;
         const LoraSegment& s = *t.segment;
         void* y_list[kRowsPerTask];
         for (int64_t r = 0; r < t.rows; r++)
             y_list[r] = static_cast<char*>(y) + (plan.rows[t.row + r] * y_stride + matrix.column + t.at) * size;
         const float* h = workspace + s.workspace + (t.row - s.begin) * s.stride + matrix.h;
-        sum({h, matrix.b + t.at * size, y_list, t.rows, matrix.lora_rank, t.num, s.stride, matrix.out_features,
-             matrix.scale});
+        sum({h, b_of(t), y_list, t.rows, matrix.lora_rank, t.num, s.stride, matrix.out_features, matrix.scale,
+             following < 0 ? nullptr : b_of(after), after.matrix->out_features});
     });
     return 0;
 }

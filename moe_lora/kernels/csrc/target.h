@@ -3,7 +3,8 @@
 #include <immintrin.h>
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // raised by the compiler's own header, for "undefined" vectors
+#pragma GCC diagnostic ignored "-Wuninitialized"  // both raised by the compiler's own header
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
 #define MOE_LORA_PRAGMA(text) _Pragma(#text)

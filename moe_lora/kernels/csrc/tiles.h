@@ -28,6 +28,8 @@ struct SumTile {
     void* const* out;  // row pointers, already at the first column
     int64_t rows, depth, columns, coef_stride, b_stride;
     float scale;
+    const void* next;  // the b that this thread reads after this tile, or null
+    int64_t next_stride;
 };
 
 // One row of logits in an online softmax; see softmax_row in tiles.inl.

@@ -1,6 +1,9 @@
 // The vector code, written once over a set of vector operations `I` (vec_*.h) and compiled once per
 // instruction set. Included inside an anonymous namespace, after the target is set.
 
+// Loops over registers must vanish before the arrays of accumulators are looked at, or these live in memory.
+#define MOE_LORA_UNROLL _Pragma("GCC unroll 16")
+
 typedef float Quad __attribute__((vector_size(16)));
 typedef uint32_t QuadBits __attribute__((vector_size(16)));
 typedef uint16_t QuadHalf __attribute__((vector_size(8)));
@@ -29,6 +32,9 @@ static inline void store_quad(bf16* p, Quad value) {
     memcpy(p, &half, 8);
 }
 
+// 48 KiB of data cache, slightly overdrawn (x is read more often than weights); a share of the second level.
+constexpr int64_t kFirstCacheBytes = 52 << 10, kBlockBytes = 128 << 10;
+
 // A walk through the weights that come after the current ones, a few lines per inner step.
 struct Prefetch {
     const char* at;
@@ -36,15 +42,30 @@ struct Prefetch {
     int lines;
 };
 
+template <int Bytes>
+static inline const char* fetch_ahead(const char* ahead, int lines) {
+    if (lines == 0) return ahead;
+    __builtin_prefetch(ahead, 0, 3);
+    if (lines > 1) __builtin_prefetch(ahead + Bytes, 0, 3);
+    if (lines > 2) {
+        __builtin_prefetch(ahead + 2 * Bytes, 0, 3);
+        __builtin_prefetch(ahead + 3 * Bytes, 0, 3);
+    }
+    return ahead + lines * Bytes;
+}
+
 // M rows of x against N (4 or 1) rows of w; the four sums of a row are reduced together.
 template <class I, class T, class Out, int M, int N>
 static inline void dot_block(const DotTile& t, int64_t row, int64_t n, Prefetch& prefetch) {
     using D = typename I::template Dot<T>;
     const T* w = static_cast<const T*>(t.w) + n * t.width;
     const T* x[M];
+    MOE_LORA_UNROLL
     for (int i = 0; i < M; i++) x[i] = static_cast<const T*>(t.x[row + i]);
     typename I::V acc[M][N];
+    MOE_LORA_UNROLL
     for (int i = 0; i < M; i++)
+        MOE_LORA_UNROLL
         for (int j = 0; j < N; j++) acc[i][j] = I::zero();
     const int64_t width = t.width;
     const int lines = prefetch.at < prefetch.end ? prefetch.lines : 0;
@@ -52,31 +73,38 @@ static inline void dot_block(const DotTile& t, int64_t row, int64_t n, Prefetch&
     int64_t k = 0;
     for (; k + D::kStep <= width; k += D::kStep) {
         typename D::Raw wv[N];
+        MOE_LORA_UNROLL
         for (int j = 0; j < N; j++) wv[j] = D::load(w + j * width + k);
-        for (int j = 0; j < lines; j++, ahead += sizeof(typename D::Raw)) __builtin_prefetch(ahead, 0, 3);
+        ahead = fetch_ahead<sizeof(typename D::Raw)>(ahead, lines);
+        MOE_LORA_UNROLL
         for (int i = 0; i < M; i++) {
             typename D::Raw xv = D::load(x[i] + k);
+            MOE_LORA_UNROLL
             for (int j = 0; j < N; j++) acc[i][j] = D::dot(xv, wv[j], acc[i][j]);
         }
     }
     if (k < width) {
         typename D::Raw wv[N];
+        MOE_LORA_UNROLL
         for (int j = 0; j < N; j++) wv[j] = D::load_part(w + j * width + k, int(width - k));
+        MOE_LORA_UNROLL
         for (int i = 0; i < M; i++) {
             typename D::Raw xv = D::load_part(x[i] + k, int(width - k));
+            MOE_LORA_UNROLL
             for (int j = 0; j < N; j++) acc[i][j] = D::dot(xv, wv[j], acc[i][j]);
         }
     }
     prefetch.at = ahead;
     const Out* bias = t.bias ? static_cast<const Out*>(t.bias) + n : nullptr;
+    MOE_LORA_UNROLL
     for (int i = 0; i < M; i++) {
         Out* out = static_cast<Out*>(t.out[row + i]) + t.column + n;
+        Quad sums = I::sum4(acc[i][0], acc[i][N > 1], acc[i][N > 2 ? 2 : 0], acc[i][N > 3 ? 3 : 0]);
         if constexpr (N == 4) {
-            Quad sums = I::sum4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
             if (bias) sums += load_quad(bias);
             store_quad(out, sums);
         } else {
-            Quad sums = I::sum4(acc[i][0], I::zero(), I::zero(), I::zero());
+            static_assert(N == 1, "one weight or four");
             if (bias) sums += widen(*bias);
             Out four[4];
             store_quad(four, sums);
@@ -92,13 +120,15 @@ static inline void dot_rows(const DotTile& t, int64_t row, int rows, int64_t n, 
     dot_block<I, T, Out, M, N>(t, row, n, prefetch);
 }
 
-// Rows in balanced groups that fit the registers. With much x, a block of weights stays in the second-level
-// cache while all groups pass over it, and the following block is fetched meanwhile.
+// Rows in balanced groups that fit the registers. If all of x, the current and the following weights fit the
+// first-level cache, weights come from memory four rows at a time; else a block of them stays in the second-level
+// cache while all groups pass over it. The following weights are fetched meanwhile.
 template <class I, class T, class Out>
 static void dot_tile(const DotTile& t) {
-    const int64_t row_bytes = t.width * int64_t(sizeof(T)), groups = (t.rows + I::kMaxRows - 1) / I::kMaxRows;
+    const int64_t row_bytes = t.width > 0 ? t.width * int64_t(sizeof(T)) : 1;
+    const int64_t groups = (t.rows + I::kMaxRows - 1) / I::kMaxRows;
     int64_t block = 4;
-    if (groups > 1 && t.rows * row_bytes > (24 << 10)) block = (128 << 10) / (row_bytes ? row_bytes : 1) / 4 * 4;
+    if (groups > 1 && (t.rows + 8) * row_bytes > kFirstCacheBytes) block = kBlockBytes / row_bytes / 4 * 4;
     if (block < 4) block = 4;
     const char* w = static_cast<const char*>(t.w);
     for (int64_t n0 = 0; n0 < t.num_w; n0 += block) {
@@ -115,66 +145,7 @@ static void dot_tile(const DotTile& t) {
     }
 }
 
-template <class I, class T, class Out, int M, int C>
-static inline void sum_block(const SumTile& t, int64_t row, int64_t column) {
-    const T* b = static_cast<const T*>(t.b) + column;
-    const float* coef = t.coef + row * t.coef_stride;
-    typename I::V acc[M][C];
-    for (int i = 0; i < M; i++)
-        for (int c = 0; c < C; c++) acc[i][c] = I::zero();
-    constexpr int kAhead = C * I::kLanes, kLine = 64 / int(sizeof(T));
-    for (int64_t r = 0; r < t.depth; r++, b += t.b_stride) {
-        typename I::V bv[C];
-        for (int c = 0; c < C; c++) bv[c] = I::load(b + c * I::kLanes);
-        for (int c = 0; c < kAhead; c += kLine) __builtin_prefetch(b + kAhead + c, 0, 3);
-        for (int i = 0; i < M; i++) {
-            typename I::V h = I::set1(coef[i * t.coef_stride + r]);
-            for (int c = 0; c < C; c++) acc[i][c] = I::fma(h, bv[c], acc[i][c]);
-        }
-    }
-    const typename I::V scale = I::set1(t.scale);
-    for (int i = 0; i < M; i++) {
-        Out* out = static_cast<Out*>(t.out[row + i]) + column;
-        for (int c = 0; c < C; c++, out += I::kLanes) I::store(out, I::fma(scale, acc[i][c], I::load(out)));
-    }
-}
-
-// The last columns, fewer than a vector.
-template <class I, class T, class Out>
-static inline void sum_tail(const SumTile& t, int64_t row, int64_t column, int count) {
-    const T* b = static_cast<const T*>(t.b) + column;
-    typename I::V acc = I::zero();
-    for (int64_t r = 0; r < t.depth; r++, b += t.b_stride)
-        acc = I::fma(I::set1(t.coef[row * t.coef_stride + r]), I::load_part(b, count), acc);
-    Out* out = static_cast<Out*>(t.out[row]) + column;
-    I::store_part(out, I::fma(I::set1(t.scale), acc, I::load_part(out, count)), count);
-}
-
-template <class I, class T, class Out, int C, int M>
-static inline void sum_rows(const SumTile& t, int64_t row, int rows, int64_t column) {
-    if constexpr (M > 1)
-        if (rows < M) return sum_rows<I, T, Out, C, M - 1>(t, row, rows, column);
-    sum_block<I, T, Out, M, C>(t, row, column);
-}
-
-template <class I, class T, class Out>
-static void sum_tile(const SumTile& t) {
-    constexpr int kWide = I::kWideSums;
-    const int64_t groups = (t.rows + I::kMaxRows - 1) / I::kMaxRows;
-    int64_t c = 0;
-    for (; t.rows == 1 && c + kWide * I::kLanes <= t.columns; c += kWide * I::kLanes)
-        sum_block<I, T, Out, 1, kWide>(t, 0, c);
-    for (; c + 4 * I::kLanes <= t.columns; c += 4 * I::kLanes)
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t row = t.rows * g / groups;
-            sum_rows<I, T, Out, 4, I::kMaxRows>(t, row, int(t.rows * (g + 1) / groups - row), c);
-        }
-    for (; c + I::kLanes <= t.columns; c += I::kLanes)
-        for (int64_t row = 0; row < t.rows; row++) sum_block<I, T, Out, 1, 1>(t, row, c);
-    if (c < t.columns)
-        for (int64_t row = 0; row < t.rows; row++) sum_tail<I, T, Out>(t, row, c, int(t.columns - c));
-}
-
+#include "sums.inl"
 #include "softmax.inl"
 
 template <class I>

@@ -1,0 +1,104 @@
+"""`moe-lora serve`: options in, `moe_lora.assemble.serve` run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .errors import user_errors
+from .variadic import VariadicCommand
+
+_FOLDER = click.Path(exists=True, file_okay=False)
+_AUTO = "[default: chosen from the model and the memory that is free]"
+
+_ADAPTERS = (
+    click.option(
+        "--lora-modules", multiple=True, metavar="NAME=PATH...", help="PEFT adapters and their names."
+    ),
+    click.option(
+        "--lora-dir", multiple=True, type=_FOLDER, help="Serve every PEFT adapter below, by folder name."
+    ),
+    click.option("--max-loras", type=int, help="Adapters resident on the device at once."),
+    click.option("--lora-memory-gb", type=float, help=f"Room for resident adapters, in 10^9 bytes.  {_AUTO}"),
+)
+_WHERE = (
+    click.option("--host", default="127.0.0.1", show_default=True),
+    click.option("--port", default=8000, show_default=True, help="0 takes a free one."),
+    click.option("--served-model-name", help="What requests call the base model.  [default: folder name]"),
+)
+_ENGINE = (
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"])),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"])),
+    click.option("--max-num-seqs", type=int, help="Sequences computed at once."),
+    click.option("--max-num-batched-tokens", type=int, help="Token rows per step."),
+    click.option("--max-model-len", type=int, help="Prompt and answer, in tokens.  [default: the model's]"),
+    click.option("--kv-cache-gb", type=float, help=f"Room for KV, in 10^9 bytes.  {_AUTO}"),
+    click.option("--block-size", type=int, help="Tokens per KV page."),
+    click.option("--eager", is_flag=True, default=None, help="Don't compile the model."),
+    click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt from its first token."),
+    click.option("--threads", "num_threads", type=int, help="CPU threads.  [default: all cores]"),
+)
+
+
+def _options(function: Any) -> Any:
+    for option in reversed(_ADAPTERS + _WHERE + _ENGINE):
+        function = option(function)
+    return function
+
+
+@click.command(cls=VariadicCommand, variadic=["--lora-modules", "--lora-dir"])
+@click.argument("model_dir", type=_FOLDER)
+@_options
+@user_errors
+def serve(
+    model_dir: str,
+    host: str,
+    port: int,
+    served_model_name: str | None,
+    lora_modules: tuple[str, ...],
+    lora_dir: tuple[str, ...],
+    no_prefix_caching: bool,
+    **settings: Any,
+) -> None:
+    """Serve the model in MODEL_DIR and its adapters over HTTP, the OpenAI way, until Ctrl-C.
+
+    Adapters can be added and removed while it runs (POST /v1/load_lora_adapter, /v1/unload_lora_adapter).
+    """
+    import logging
+
+    from moe_lora import assemble
+    from moe_lora.core.config import EngineConfig
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = EngineConfig(
+        model_dir=model_dir,
+        adapters=(*map(_named_path, lora_modules), *find_adapters(lora_dir)),
+        prefix_caching=not no_prefix_caching,
+        **{name: value for name, value in settings.items() if value is not None},
+    )
+    assemble.serve(config, host=host, port=port, served_model_name=served_model_name)
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (separator and name and path):
+        raise click.BadParameter(f"{text!r} is not NAME=PATH", param_hint="--lora-modules")
+    return name, path
+
+
+def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, directory) of every PEFT adapter in or below the folders, sorted by name.
+
+    Raises click.BadParameter for a folder without any; EngineConfig refuses names that come twice.
+    """
+    found: list[tuple[str, str]] = []
+    for folder in folders:
+        here = [place for place, _, files in os.walk(folder) if "adapter_config.json" in files]
+        if not here:
+            raise click.BadParameter(f"no adapter_config.json in or below {folder}", param_hint="--lora-dir")
+        found += [(Path(place).resolve().name, place) for place in here]
+    return sorted(found)

@@ -1,0 +1,9 @@
+"""The library's front door: `from moe_lora import LLM`."""
+
+from __future__ import annotations
+
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.request import SamplingParams
+from moe_lora.engine.llm import LLM, AsyncLLM, Completion
+
+__all__ = ["LLM", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams"]

@@ -1,0 +1,162 @@
+"""Text from tokens as they come: whole characters only, cut at stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 6
+LONG_WINDOW_TOKENS = 32
+
+
+class Decoder(Protocol):
+    """What streaming needs of a tokenizer."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """push(t1) + push(t2) + ... + flush() == decode([t1, t2, ...]), never splitting a character.
+
+    A token's text can depend on its left neighbour (a leading space, a character that spans tokens), so a
+    window of the last tokens is decoded and what is new in it is given out.  prompt_token_ids: what the
+    output continues; with it the first token keeps a leading space that decoders strip at a text's start.
+    """
+
+    def __init__(self, tokenizer: Decoder, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = tokenizer.special_ids
+        self._window = [t for t in prompt_token_ids[-CONTEXT_TOKENS:] if t not in self._special_ids]
+        self._given = tokenizer.decode(self._window)
+        if self._given.endswith(REPLACEMENT):
+            self._window, self._given = [], ""
+        self._num_given = len(self._window)
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now; "" while a character is incomplete."""
+        if token_id in self._special_ids:
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        if len(text) <= len(self._given) or text.endswith(REPLACEMENT):
+            return self._shorten(text) if len(self._window) > LONG_WINDOW_TOKENS else ""
+        return self._advance(text, len(self._window))
+
+    def flush(self) -> str:
+        """What was held back, complete or not."""
+        text = self._tokenizer.decode(self._window)
+        return self._advance(text, len(self._window)) if len(text) > len(self._given) else ""
+
+    def _advance(self, text: str, end: int) -> str:
+        """Give out `text`, which is the first `end` tokens of the window, and drop what was given before."""
+        new = text[len(self._given) :]
+        self._window = self._window[self._num_given :]
+        self._num_given = end - self._num_given
+        self._given = self._tokenizer.decode(self._window[: self._num_given])
+        return new
+
+    def _shorten(self, text: str) -> str:
+        """Give out the part of an endless run of invalid bytes that later tokens cannot change.
+
+        Where the texts of two halves add up to the text of the whole, no character spans the cut.
+        """
+        for end in range(len(self._window) - 1, self._num_given, -1):
+            head = self._tokenizer.decode(self._window[:end])
+            tail = self._tokenizer.decode(self._window[end:])
+            if len(head) > len(self._given) and tail and head + tail == text:
+                return self._advance(head, end)
+        return ""
+
+
+class StopMatcher:
+    """Cuts a stream of text before the stop string that is completed first.
+
+    A tail that could be the beginning of a stop string is held back.  The result does not depend on how
+    the text is cut into pieces.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text to give out, whether a stop string was met; nothing may be pushed after that)."""
+        text = self._held + text
+        self._held = ""
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            return text[: min(found)[1]], True
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        if held:
+            text, self._held = text[:-held], text[-held:]
+        return text, False
+
+    def flush(self) -> str:
+        """What was held back and turned out not to be a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """text: what may be given out.  num_tokens: pushed tokens up to the one that completed a stop string
+    (all of them otherwise).  stopped: a stop string was met; abort the request in the engine."""
+
+    text: str
+    num_tokens: int
+    stopped: bool = False
+
+
+class TextStream:
+    """Text of one request: tokens in, text out, ended by stop strings.
+
+    min_tokens: stop strings count only from this many tokens on, as in the engine for stop ids.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
+        self._matcher = StopMatcher(stop) if stop else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Text that these tokens make certain."""
+        pieces: list[str] = []
+        for used, token_id in enumerate(token_ids, 1):
+            self._num_tokens += 1
+            piece = self._detokenizer.push(token_id)
+            stopped = False
+            if self._matcher is not None and self._num_tokens >= self._min_tokens:
+                piece, stopped = self._matcher.push(piece)
+            pieces.append(piece)
+            if stopped:
+                return TextDelta("".join(pieces), used, stopped=True)
+        return TextDelta("".join(pieces), len(token_ids))
+
+    def flush(self) -> TextDelta:
+        """The rest, once no more tokens come."""
+        rest = self._detokenizer.flush()
+        if self._matcher is None:
+            return TextDelta(rest, 0)
+        rest, stopped = self._matcher.push(rest)
+        return TextDelta(rest if stopped else rest + self._matcher.flush(), 0, stopped)

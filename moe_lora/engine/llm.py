@@ -1,0 +1,264 @@
+"""The engine as a library: `LLM` for scripts, `AsyncLLM` for asyncio programs."""
+
+from __future__ import annotations
+
+import queue
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.request import (
+    AdapterInfo,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
+
+from .build import build_engine
+from .inprocess import InProcessClient
+from .text import TextDelta, TextStream, load_tokenizer
+
+Prompt = str | Sequence[int]
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One answer.  text is None where the model directory has no tokenizer."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    adapter: str | None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_cached_tokens: int = 0
+
+
+class _Answer:
+    """Collects one request's outputs; stop strings end it."""
+
+    def __init__(self, request: GenerateRequest, stream: TextStream | None) -> None:
+        self.request = request
+        self._stream = stream
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._text: list[str] = []
+        self._cached = 0
+        self.finish_reason: FinishReason | None = None
+
+    def take(self, output: TokenOutput) -> str:
+        """Add an output; the text that became certain.  Sets finish_reason once the answer is complete."""
+        self._cached = output.num_cached_tokens
+        delta = TextDelta("", len(output.token_ids))
+        if self._stream is not None:
+            delta = self._stream.push(output.token_ids)
+        self._tokens += output.token_ids[: delta.num_tokens]
+        self._logprobs += (output.logprobs or ())[: delta.num_tokens]
+        text = delta.text
+        self.finish_reason = "stop" if delta.stopped else output.finish_reason
+        if self.finish_reason is not None and not delta.stopped and self._stream is not None:
+            rest = self._stream.flush()
+            text += rest.text
+            if rest.stopped:
+                self.finish_reason = "stop"
+        self._text.append(text)
+        return text
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=tuple(self._tokens),
+            text=None if self._stream is None else "".join(self._text),
+            finish_reason=self.finish_reason,
+            adapter=self.request.adapter,
+            logprobs=None if self.request.sampling.logprobs is None else tuple(self._logprobs),
+            num_cached_tokens=self._cached,
+        )
+
+
+_Outputs = queue.SimpleQueue[tuple[_Answer, TokenOutput | Exception]]
+
+
+class _Engine:
+    """What the two faces share: the model, its adapters, and requests made from prompts."""
+
+    def __init__(self, model_dir: str, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
+        config = EngineConfig(
+            model_dir=str(model_dir),
+            adapters=tuple((name, str(path)) for name, path in (adapters or {}).items()),
+            **settings,
+        )
+        self.tokenizer = load_tokenizer(config.model_dir)
+        self.client = InProcessClient(build_engine(config))
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the engine runs."""
+        return self.client.core.info
+
+    def publish_adapter(
+        self,
+        name: str,
+        source: str | Mapping[str, torch.Tensor],
+        config: Mapping[str, Any] | None = None,
+    ) -> AdapterInfo:
+        """Serve a new version of `name` (or a new name) from now on, while requests run.
+
+        source: a PEFT directory, or LoRA tensors by their PEFT keys with the fields of adapter_config.json
+        as `config`; tensors are copied, so training may go on.  Requests under way finish on the version
+        they started with.  Returns once new requests use the new version.  Raises AdapterError.
+        """
+        if isinstance(source, Mapping):
+            if config is None:
+                raise ValueError(
+                    "config is missing; give the fields of adapter_config.json (r, lora_alpha, …)"
+                )
+            packed = self.client.core.pack_adapter(name, source, config)
+            return self.client.call("publish_adapter", packed, None).result()
+        return self.client.call("load_adapter", name, str(source), True).result()
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for `name`, wait for its running ones, free its memory."""
+        self.client.call("unload_adapter", name).result()
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        return self.client.call("list_adapters").result()
+
+    def stats(self) -> EngineStats:
+        return self.client.call("stats").result()
+
+    def close(self) -> None:
+        """End the engine; requests under way are dropped."""
+        self.client.shut_down()
+
+    def _answer(self, prompt: Prompt, adapter: str | None, sampling: SamplingParams) -> _Answer:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the model directory has no tokenizer; give the prompt as token ids")
+            prompt = self.tokenizer.encode(prompt)
+        if self.tokenizer is None and sampling.stop:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        request = GenerateRequest(
+            request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=sampling, adapter=adapter
+        )
+        if self.tokenizer is None:
+            return _Answer(request, None)
+        stream = TextStream(
+            self.tokenizer,
+            stop=sampling.stop,
+            min_tokens=sampling.min_tokens,
+            prompt_token_ids=request.prompt_token_ids,
+        )
+        return _Answer(request, stream)
+
+
+class LLM(_Engine):
+    """A model and its adapters; `generate` answers a batch.
+
+    LLM(model_dir, adapters={name: directory}, **settings); settings are those of `EngineConfig`.
+    Use it as a context manager, or call `close`.
+    """
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapter: str | Sequence[str | None] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answer each prompt (text or token ids), in order.
+
+        adapter and sampling: one for all, or one per prompt; adapter None is the base model.  Raises
+        ValueError for a prompt that can't run and AdapterNotFoundError for an unknown adapter; then no
+        prompt of the call goes on.
+        """
+        batch = _as_prompts(prompts)
+        adapters = _one_each("adapter", adapter, len(batch), str)
+        params = _one_each("sampling", sampling or SamplingParams(), len(batch), SamplingParams)
+        answers = [self._answer(*row) for row in zip(batch, adapters, params, strict=True)]
+        outputs: _Outputs = queue.SimpleQueue()
+        open_answers: set[_Answer] = set()
+        try:
+            for answer in answers:
+                open_answers.add(answer)
+                self.client.submit(answer.request, partial(_put, outputs, answer))
+            while open_answers:
+                answer, item = outputs.get()
+                if isinstance(item, Exception):
+                    raise item
+                if answer not in open_answers:
+                    continue
+                answer.take(item)
+                if answer.finish_reason is not None:
+                    open_answers.remove(answer)
+                    if item.finish_reason is None:
+                        self.client.abort_now(answer.request.request_id)
+        finally:
+            for answer in open_answers:
+                self.client.abort_now(answer.request.request_id)
+        return [answer.completion() for answer in answers]
+
+
+class AsyncLLM(_Engine):
+    """As `LLM`, for one asyncio program: many tasks may stream at once."""
+
+    async def generate(
+        self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
+    ) -> Completion:
+        """The whole answer."""
+        answer = self._answer(prompt, adapter, sampling or SamplingParams())
+        async for _ in self._pieces(answer):
+            pass
+        return answer.completion()
+
+    async def stream(
+        self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
+    ) -> AsyncIterator[str]:
+        """The answer's text as it comes.  Closing the iterator aborts the request."""
+        async for text in self._pieces(self._answer(prompt, adapter, sampling or SamplingParams())):
+            if text:
+                yield text
+
+    async def _pieces(self, answer: _Answer) -> AsyncIterator[str]:
+        async for output in self.client.generate(answer.request):
+            yield answer.take(output)
+            if answer.finish_reason is not None:
+                return
+
+
+def _put(outputs: _Outputs, answer: _Answer, item: TokenOutput | Exception) -> None:
+    outputs.put((answer, item))
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single text, a single list of token ids, or a list of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(name: str, value: Any, count: int, kind: type[Item]) -> list[Any]:
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts; give one, or one per prompt")
+    return values

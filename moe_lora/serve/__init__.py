@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP front end.  Talks to engines through `EngineClient` only; imports no torch."""

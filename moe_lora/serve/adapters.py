@@ -1,0 +1,66 @@
+"""Loading and unloading adapters while serving, as vLLM's endpoints do."""
+
+from __future__ import annotations
+
+import os
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
+
+from .errors import ApiError, bad_request, to_api_error
+from .frontend import Frontend
+from .protocol import LoadAdapterRequest, UnloadAdapterRequest
+
+MAX_NAME_CHARS = 256
+CONFIG_FILE = "adapter_config.json"
+
+
+def check_name(name: str) -> None:
+    """Raises ApiError for names that metrics (which join names by commas) and logs can't carry."""
+    if not name:
+        raise bad_request("lora_name is empty; give the name that requests will use as model", "lora_name")
+    if len(name) > MAX_NAME_CHARS or not name.isprintable() or "," in name:
+        raise bad_request(
+            f"lora_name must be at most {MAX_NAME_CHARS} printable characters without commas", "lora_name"
+        )
+
+
+def check_files(path: str) -> None:
+    """Raises ApiError 400 for an empty path, 404 where no adapter lies."""
+    if not path:
+        raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
+    if not os.path.isfile(os.path.join(path, CONFIG_FILE)):
+        problem = f"has no {CONFIG_FILE}" if os.path.isdir(path) else "is not a directory on the server"
+        raise ApiError(404, f"no LoRA adapter found: {path!r} {problem}", "lora_path")
+
+
+def adapters_router(frontend: Frontend) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["adapters"])
+
+    @router.post("/load_lora_adapter", response_class=PlainTextResponse, response_model=None)
+    async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
+        """Serve the PEFT adapter in `lora_path` as `lora_name`; with `load_inplace`, as its new version."""
+        check_name(body.lora_name)
+        if body.lora_name == frontend.model_name:
+            raise bad_request(
+                f"lora_name {body.lora_name!r} is the base model's name; choose another", "lora_name"
+            )
+        check_files(body.lora_path)
+        try:
+            await frontend.client.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
+        except FileNotFoundError as error:
+            raise ApiError(404, f"no LoRA adapter found: {error}", "lora_path") from error
+        except OSError as error:
+            raise bad_request(f"the files in {body.lora_path!r} can't be read: {error}") from error
+        except Exception as error:
+            raise to_api_error(error) from error
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post("/unload_lora_adapter", response_class=PlainTextResponse, response_model=None)
+    async def unload_lora_adapter(body: UnloadAdapterRequest) -> Response:
+        """Refuse new requests for `lora_name`, let running ones end, free its memory."""
+        check_name(body.lora_name)
+        await frontend.client.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return router

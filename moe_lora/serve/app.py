@@ -1,0 +1,42 @@
+"""The HTTP application over one engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+import moe_lora
+from moe_lora.engine.client import EngineClient
+
+from .adapters import adapters_router
+from .chat import chat_router
+from .completions import completions_router
+from .errors import install_error_handlers
+from .frontend import Frontend
+from .metrics import Metrics
+from .models import models_router
+from .status import status_router
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text import Tokenizer
+
+
+def create_app(client: EngineClient, tokenizer: Tokenizer | None, model_name: str) -> FastAPI:
+    """OpenAI-compatible endpoints over `client`.
+
+    tokenizer None: prompts are token ids only.  model_name: what requests call the base model; every other
+    name is an adapter's.  The app does not close the client.
+    """
+    frontend = Frontend(
+        client=client, tokenizer=tokenizer, model_name=model_name, metrics=Metrics(model_name)
+    )
+    app = FastAPI(
+        title="moe_lora",
+        version=moe_lora.__version__,
+        description="Many LoRA adapters over one model, through the OpenAI interface.",
+    )
+    install_error_handlers(app)
+    for make_router in (completions_router, chat_router, models_router, adapters_router, status_router):
+        app.include_router(make_router(frontend))
+    return app

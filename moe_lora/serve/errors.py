@@ -1,0 +1,125 @@
+"""Every error as an OpenAI error body; what a client caused is 4xx, never 500."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CapacityError,
+    EngineDeadError,
+    MoeLoraError,
+)
+
+logger = logging.getLogger(__name__)
+
+ERROR_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
+    (AdapterNotFoundError, 404),
+    (AdapterExistsError, 400),
+    (AdapterError, 400),
+    (CapacityError, 400),
+    (EngineDeadError, 503),
+    (ValueError, 400),
+)
+MAX_REPORTED_PROBLEMS = 3
+
+
+class ApiError(Exception):
+    """An answer other than 200.  param: the request's field that caused it."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = ERROR_TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        return {"error": error}
+
+
+class JsonResponse(Response):
+    """JSON in plain ASCII: encoding it can't fail, whatever characters a client sent."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param)
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What to answer for an error that an engine raised (see `EngineClient`)."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, status in STATUS_OF_ERROR:
+        if isinstance(error, kind):
+            return ApiError(status, str(error))
+    logger.error("request failed", exc_info=error)
+    return ApiError(500, f"the server failed: {type(error).__name__}; see its log")
+
+
+def describe_validation(error: RequestValidationError) -> ApiError:
+    """One line for the first few problems, without the values given, which may be huge or no text."""
+    problems = []
+    param = None
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"] if part != "body"]
+        if problem["type"] == "json_invalid":
+            return bad_request(f"the body is not valid JSON: {problem.get('ctx', {}).get('error', '')}")
+        param = param or (path[0] if path else None)
+        problems.append(f"{'.'.join(path) or 'body'}: {problem['msg']}")
+    if len(problems) > MAX_REPORTED_PROBLEMS:
+        problems[MAX_REPORTED_PROBLEMS:] = [f"and {len(problems) - MAX_REPORTED_PROBLEMS} more problems"]
+    return bad_request("; ".join(problems), param)
+
+
+def respond(error: ApiError, headers: dict[str, str] | None = None) -> JsonResponse:
+    return JsonResponse(error.body, status_code=error.status, headers=headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every exception with an OpenAI error body."""
+
+    async def known(_: Request, error: Exception) -> Response:
+        return respond(to_api_error(error))
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return respond(describe_validation(error))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        place = f"{request.method} {request.url.path}"
+        headers = dict(error.headers or {})
+        return respond(ApiError(error.status_code, f"{error.detail} ({place})"), headers)
+
+    async def unforeseen(_: Request, error: Exception) -> Response:
+        return respond(ApiError(500, f"the server failed: {type(error).__name__}; see its log"))
+
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(MoeLoraError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unforeseen)

@@ -1,0 +1,91 @@
+"""What every endpoint needs: the engine, the tokenizer, names, metrics, and the checks of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from moe_lora.core.request import ModelInfo, SamplingParams
+from moe_lora.engine.client import EngineClient
+
+from .errors import bad_request
+from .metrics import Metrics
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text import Tokenizer
+
+LONG_TEXT_CHARS = 10_000
+"""Texts from here on are tokenized in a thread, so that they don't hold up everyone's tokens."""
+
+
+@dataclass
+class Frontend:
+    """One engine as one HTTP application sees it.  tokenizer None: prompts are token ids only."""
+
+    client: EngineClient
+    tokenizer: Tokenizer | None
+    model_name: str
+    metrics: Metrics
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    _info: ModelInfo | None = None
+
+    async def info(self) -> ModelInfo:
+        if self._info is None:
+            self._info = await self.client.model_info()
+            self.metrics.engine.max_loras = self._info.max_loras
+        return self._info
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request's `model` names; None for the base.  The engine knows which exist."""
+        return None if model is None or model == self.model_name else model
+
+    def need_tokenizer(self, purpose: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise bad_request(
+                f"{purpose} needs a tokenizer, but the model's directory has none; "
+                "send prompts as token ids to /v1/completions",
+            )
+        return self.tokenizer
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokenizer = self.need_tokenizer("a text prompt")
+        if len(text) < LONG_TEXT_CHARS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def check_prompt(self, token_ids: list[int], sampling: SamplingParams) -> None:
+        """Raises ApiError unless the model can take this prompt and give that many tokens."""
+        info = await self.info()
+        limit = info.max_model_len
+        if not token_ids:
+            raise bad_request("the prompt has no tokens; give at least one", "prompt")
+        if len(token_ids) >= limit:
+            raise bad_request(
+                f"the prompt has {len(token_ids)} tokens, but this model's context is {limit} tokens, "
+                "one of which the answer needs; shorten the prompt",
+                "prompt",
+            )
+        if sampling.max_tokens is not None and len(token_ids) + sampling.max_tokens > limit:
+            raise bad_request(
+                f"the prompt's {len(token_ids)} tokens and max_tokens={sampling.max_tokens} exceed this "
+                f"model's context of {limit} tokens; shorten the prompt or lower max_tokens",
+                "max_tokens",
+            )
+        check_vocabulary("prompt", token_ids, info.vocab_size)
+        check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+
+    async def with_end_tokens(self, sampling: SamplingParams) -> SamplingParams:
+        """Add the tokenizer's end tokens that the engine doesn't know of, unless they are to be ignored."""
+        if self.tokenizer is None or sampling.ignore_eos:
+            return sampling
+        known = {*(await self.info()).eos_token_ids, *sampling.stop_token_ids}
+        more = tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id not in known)
+        return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
+
+
+def check_vocabulary(name: str, token_ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise bad_request(f"{name}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", name)

@@ -1,0 +1,170 @@
+"""Prometheus metrics: vLLM's names where they exist, our own under moe_lora: (definitions: docs/metrics.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from moe_lora.core.request import EngineStats, RequestTiming
+
+TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
+REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
+WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
+
+GAUGES = (
+    ("vllm:num_requests_running", "Requests being computed.", "num_running"),
+    ("vllm:num_requests_waiting", "Requests that wait for room or for their adapter.", "num_waiting"),
+    ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", "kv_usage"),
+)
+COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens processed.", "prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+    ("vllm:num_preemptions", "Times a running request gave its KV pages back.", "num_preemptions"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_query_tokens"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
+    ("moe_lora:engine_steps", "Steps of the engine.", "num_steps"),
+    ("moe_lora:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
+    ("moe_lora:adapter_evictions", "Adapters that had to leave the device.", "adapter_evictions"),
+    ("moe_lora:adapter_load_bytes", "Bytes of adapters brought to the device.", "adapter_load_bytes"),
+)
+
+
+class EngineCollector:
+    """The last known `EngineStats` as metric families; stats None: the engine is gone."""
+
+    def __init__(self, model_name: str) -> None:
+        self.stats: EngineStats | None = None
+        self.max_loras = 0
+        self._label = [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("moe_lora:engine_up", "1 while the engine answers.", labels=["model_name"])
+        up.add_metric(self._label, self.stats is not None)
+        yield up
+        if self.stats is None:
+            return
+        for name, text, field in GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric(self._label, getattr(self.stats, field))
+            yield gauge
+        for name, text, field in COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric(self._label, getattr(self.stats, field))
+            yield counter
+        yield from self._adapters(self.stats)
+
+    def _adapters(self, stats: EngineStats) -> Iterator[Metric]:
+        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info", "Adapters of current requests; the value is the time.", labels=labels
+        )
+        running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+        info.add_metric([str(self.max_loras), running, waiting], time.time())
+        yield info
+        resident = GaugeMetricFamily(
+            "moe_lora:adapter_resident", "1 for each adapter on the device.", labels=["adapter"]
+        )
+        for name in stats.resident_adapters:
+            resident.add_metric([name], 1)
+        yield resident
+
+
+class Metrics:
+    """All metrics of one app, in a registry of its own."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.engine = EngineCollector(model_name)
+        self.registry.register(self.engine)
+        self._model_name = model_name
+        self._success = Counter(
+            "vllm:request_success",
+            "Finished requests.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.ttft = self._histogram("vllm:time_to_first_token_seconds", "TTFT.", WAIT_BUCKETS_S)
+        # One measure under the name in use and under the one that older dashboards read.
+        gap = "Time from one token to the next."
+        self.itl = (
+            self._histogram("vllm:inter_token_latency_seconds", gap, TOKEN_BUCKETS_S),
+            self._histogram("vllm:time_per_output_token_seconds", gap, TOKEN_BUCKETS_S),
+        )
+        self.e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S
+        )
+        self.tpot = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "TPOT: mean of a request.", TOKEN_BUCKETS_S
+        )
+        self.queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Arrival in the engine until admitted.", WAIT_BUCKETS_S
+        )
+        self.prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Admitted until the first token.", WAIT_BUCKETS_S
+        )
+        self.adapter_load = self._histogram(
+            "moe_lora:adapter_load_time_seconds", "Wait for the adapter to come in.", WAIT_BUCKETS_S
+        )
+        self.decode_ttft = self._histogram(
+            "moe_lora:decode_ttft_seconds",
+            "Queueing, adapter load and first decode step; prefill excluded.",
+            WAIT_BUCKETS_S,
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._model_name)
+
+    def watch(self) -> RequestWatch:
+        """A stopwatch for a request that arrives now."""
+        return RequestWatch(self)
+
+    def count(self, reason: str) -> None:
+        self._success.labels(self._model_name, reason).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class RequestWatch:
+    """Stamps the tokens of one choice as they leave the engine."""
+
+    __slots__ = ("_arrival_s", "_first_s", "_last_s", "_metrics", "_num_tokens")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._arrival_s = time.perf_counter()
+        self._first_s = self._last_s = self._arrival_s
+        self._num_tokens = 0
+
+    def tokens(self, num_tokens: int) -> None:
+        """Tokens that came just now; of several at once each took an equal share of the time."""
+        if not num_tokens:
+            return
+        now_s = time.perf_counter()
+        if self._num_tokens == 0:
+            self._first_s = now_s
+            self._metrics.ttft.observe(now_s - self._arrival_s)
+        else:
+            gap_s = (now_s - self._last_s) / num_tokens
+            for _ in range(num_tokens):
+                for histogram in self._metrics.itl:
+                    histogram.observe(gap_s)
+        self._last_s = now_s
+        self._num_tokens += num_tokens
+
+    def end(self, reason: str, timing: RequestTiming | None) -> None:
+        metrics = self._metrics
+        metrics.count(reason)
+        if reason in ("stop", "length"):
+            metrics.e2e.observe(self._last_s - self._arrival_s)
+            if self._num_tokens > 1:
+                metrics.tpot.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+        if timing is not None:
+            metrics.queue.observe(timing.queue_s)
+            metrics.prefill.observe(timing.prefill_s)
+            metrics.adapter_load.observe(timing.adapter_load_s)
+            metrics.decode_ttft.observe(timing.decode_ttft_s)

@@ -1,0 +1,112 @@
+"""Running the application on a socket until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from moe_lora.engine.client import EngineClient
+
+from .app import create_app
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 5.0
+"""Requests under way at shutdown get this long to finish, in seconds; then they are aborted."""
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server that says where it listens and leaves signals to `serve_forever`."""
+
+    on_ready: Callable[[str], None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens; only after the start."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def startup(self, sockets: list | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self.on_ready is not None:
+            self.on_ready(self.url)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """Drain and end; at once if called again."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+async def serve_forever(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    model_name: str,
+    *,
+    host: str,
+    port: int,
+    drain_s: float = DRAIN_S,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then abort it).
+
+    port 0 takes a free one; on_ready gets the URL once the server accepts connections.  The client stays
+    open.  Raises SystemExit if the address can't be bound.
+    """
+    config = uvicorn.Config(
+        create_app(client, tokenizer, model_name),
+        host=host,
+        port=port,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=max(1, round(drain_s)),
+    )
+    server = HttpServer(config)
+
+    def ready(url: str) -> None:
+        logger.info("Serving %s at %s", model_name, url)
+        if on_ready is not None:
+            on_ready(url)
+
+    server.on_ready = ready
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.stop)
+    try:
+        await server.serve()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def run_server(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    model_name: str,
+    *,
+    host: str,
+    port: int,
+    drain_s: float = DRAIN_S,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """`serve_forever` in an event loop of its own."""
+    asyncio.run(
+        serve_forever(
+            client, tokenizer, model_name, host=host, port=port, drain_s=drain_s, on_ready=on_ready
+        )
+    )

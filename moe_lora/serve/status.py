@@ -1,0 +1,41 @@
+"""GET /health, /version and /metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+import moe_lora
+from moe_lora.core.errors import EngineDeadError
+
+from .errors import ApiError, JsonResponse
+from .frontend import Frontend
+
+
+def status_router(frontend: Frontend) -> APIRouter:
+    router = APIRouter(tags=["status"])
+
+    @router.get("/health", response_model=None)
+    async def health() -> Response:
+        """200 while the engine works, else 503."""
+        if not await frontend.client.is_alive():
+            raise ApiError(503, "the engine has ended; restart the server")
+        return Response()
+
+    @router.get("/version", response_model=None)
+    async def version() -> Response:
+        return JsonResponse({"version": moe_lora.__version__})
+
+    @router.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Prometheus text; without the engine's part once the engine has ended."""
+        collector = frontend.metrics.engine
+        try:
+            await frontend.info()
+            collector.stats = await frontend.client.stats()
+        except EngineDeadError:
+            collector.stats = None
+        return Response(frontend.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return router

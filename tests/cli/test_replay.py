@@ -1,0 +1,143 @@
+"""`moe-lora replay` as a user types it, against a server that speaks the protocol."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moe_lora.cli.main import main
+from moe_lora.report import read_results
+from tests.sse_server import Served, running_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with running_server() as served:
+        yield served
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "t.jsonl"
+    rows = [{"arrival_s": i * 0.01, "prompt_tokens": 4 + i, "output_tokens": 3} for i in range(10)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def run(server: Served, trace: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["replay", "--url", server.url, "--trace", str(trace), *arguments])
+
+
+def test_replay_shows_a_table_and_writes_all_files(server: Served, trace: Path, tmp_path: Path) -> None:
+    out = {name: tmp_path / name for name in ("r.json", "r.jsonl", "r.html")}
+    result = run(
+        server,
+        trace,
+        *("--lora-modules", "reverse", "other", "--zipf", "1.0", "--label", "ours"),
+        *("--save-result", str(out["r.json"])),
+        *("--append-result", str(out["r.jsonl"]), "--report", str(out["r.html"])),
+    )
+    assert result.exit_code == 0, result.output
+    assert "TTFT P95" in result.output
+    saved = json.loads(out["r.json"].read_text())
+    assert saved["completed"] == 10
+    assert set(saved["adapters"]) == {"reverse", "other"}
+    assert saved["config"]["zipf"] == 1.0
+    assert saved["config"]["format"] == "own"
+    assert {
+        "mean_ttft_ms",
+        "p95_ttft_ms",
+        "mean_tpot_ms",
+        "output_throughput",
+        "slo_attainment_adapters",
+    } <= set(saved)
+    (record,) = read_results(out["r.jsonl"])
+    assert record["kind"] == "measured"
+    assert record["result"]["completed"] == 10
+    assert "ours" in out["r.html"].read_text()
+    again = CliRunner().invoke(
+        main, ["report", str(out["r.json"]), str(out["r.json"]), "--out", str(out["r.html"])]
+    )
+    assert again.exit_code == 0, again.output
+
+
+def test_num_adapters_takes_the_first_the_server_lists(server: Served, trace: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "r.json"
+    assert run(server, trace, "--num-adapters", "1", "--save-result", str(saved)).exit_code == 0
+    assert set(json.loads(saved.read_text())["adapters"]) == {"reverse"}
+    result = run(server, trace, "--num-adapters", "3")
+    assert result.exit_code == 1
+    assert "lists 2 adapters; choose 1 to 2" in result.output
+
+
+def test_data_set_with_answers_gives_the_share_of_exact_ones(
+    server: Served, trace: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"adapter": "reverse", "prompt": "abc", "answer": "cba"},
+        {"adapter": "reverse", "prompt": "abcd", "answer": "?"},
+    ]
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    saved = tmp_path / "r.json"
+    result = run(
+        server, trace, "--lora-modules", "reverse", "--prompts", str(prompts), "--save-result", str(saved)
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(saved.read_text())["exact_answers"] == 0.5
+    assert "Exact answers" in result.output
+
+
+def test_rate_draws_arrivals_and_duration_cuts_them(server: Served, trace: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "r.json"
+    arguments = [
+        "--request-rate",
+        "100",
+        "--burstiness",
+        "0.5",
+        "--duration-s",
+        "0.3",
+        "--save-result",
+        str(saved),
+    ]
+    assert run(server, trace, *arguments).exit_code == 0
+    arrivals = json.loads(saved.read_text())["arrival_times"]
+    assert len(arrivals) > 10
+    assert max(arrivals) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lora-modules", "absent"], "does not serve absent; it serves reverse, other, base"),
+        (["--lora-modules", "reverse", "--num-adapters", "1"], "exclude each other"),
+        (["--slo-ttft-s", "0"], "slo ttft_s=0.0"),
+        (["--format", "azure"], "no column 'TIMESTAMP'"),
+        (["--burstiness", "0.5"], "--arrivals gamma"),
+        (["--prompts", "TRACE", "--random-prompts"], "exclude each other"),
+    ],
+)
+def test_mistake_is_told_in_one_line(server: Served, trace: Path, arguments: list[str], said: str) -> None:
+    result = run(server, trace, *[str(trace) if word == "TRACE" else word for word in arguments])
+    assert result.exit_code == 1
+    assert said in result.output
+    assert "Traceback" not in result.output
+
+
+def test_no_server_is_told_in_one_line(trace: Path) -> None:
+    result = CliRunner().invoke(main, ["replay", "--url", "http://127.0.0.1:1", "--trace", str(trace)])
+    assert result.exit_code == 1
+    assert "no server at http://127.0.0.1:1" in result.output
+
+
+def test_run_with_no_completed_request_fails_and_says_why(server: Served, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"arrival_s": 0, "prompt": "error", "output_tokens": 3}')
+    result = run(server, trace)
+    assert result.exit_code == 1
+    assert "1 requests failed: HTTP 503: overloaded" in result.output
+    assert "no request was completed" in result.output

@@ -1,0 +1,131 @@
+"""The library on the demo model: answers anyone can check."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
+from moe_lora import LLM, AsyncLLM, SamplingParams
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError
+
+DEMO = Path(__file__).parents[2] / "demo"
+ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+SETTINGS = {"eager": True, "num_threads": 1, "max_num_seqs": 32}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    paths = {name: str(DEMO / "adapters" / name) for name in ADAPTERS}
+    with LLM(str(DEMO / "model"), adapters=paths, **SETTINGS) as engine:
+        yield engine
+
+
+def questions(names: list[str], seed: int = 0) -> tuple[list[str], list[str]]:
+    rng = random.Random(seed)
+    texts = [sample_text(rng, rng.randint(MIN_CHARS, MAX_CHARS)) for _ in names]
+    answers = [TASKS[ADAPTERS[name]["task"]](text) for name, text in zip(names, texts, strict=True)]
+    return [prompt_for(text) for text in texts], answers
+
+
+def test_every_adapter_does_its_task_in_one_mixed_batch(llm):
+    names = list(ADAPTERS) * 4
+    random.Random(1).shuffle(names)
+    prompts, answers = questions(names)
+    found = [completion.text for completion in llm.generate(prompts, names, GREEDY)]
+    exact = sum(a == b for a, b in zip(found, answers, strict=True)) / len(names)
+    assert exact >= 0.95
+
+
+def test_base_model_answers_beside_adapters(llm):
+    completions = llm.generate([prompt_for("abcd")] * 2, [None, "upper"], GREEDY)
+    assert [completion.text for completion in completions] == ["abcd", "ABCD"]
+    assert completions[0].finish_reason == "stop"
+
+
+def test_stop_string_ends_the_text_before_it(llm):
+    sampling = SamplingParams(temperature=0.0, stop=("CD",))
+    [completion] = llm.generate(prompt_for("abcdef"), "upper", sampling)
+    assert (completion.text, completion.finish_reason) == ("AB", "stop")
+
+
+def test_token_ids_are_a_prompt_too(llm):
+    ids = llm.tokenizer.encode(prompt_for("abc"))
+    [completion] = llm.generate(ids, "upper", GREEDY)
+    assert completion.text == "ABC"
+    assert completion.prompt_token_ids == tuple(ids)
+
+
+def test_logprobs_come_one_per_token(llm):
+    sampling = SamplingParams(temperature=0.0, logprobs=3)
+    [completion] = llm.generate(prompt_for("abc"), "upper", sampling)
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert all(report.position == 1 and len(report.top) == 3 for report in completion.logprobs)
+
+
+def test_one_bad_prompt_refuses_the_call_and_the_engine_goes_on(llm):
+    with pytest.raises(AdapterNotFoundError, match="'nobody' is not loaded"):
+        llm.generate([prompt_for("abc")] * 3, ["upper", "nobody", "upper"], GREEDY)
+    with pytest.raises(ValueError, match="adapter has 1 entries for 2 prompts"):
+        llm.generate(["a=", "b="], ["upper"], GREEDY)
+    assert llm.generate(prompt_for("abc"), "upper", GREEDY)[0].text == "ABC"
+
+
+def test_published_version_serves_later_requests_and_no_stale_kv(llm):
+    prompt = prompt_for("abcdefgh")
+    upper, rot13 = (str(DEMO / "adapters" / name) for name in ("upper", "rot13"))
+    assert llm.publish_adapter("changing", upper).version == 1
+    assert llm.generate(prompt, "changing", GREEDY)[0].text == "ABCDEFGH"
+    weights = load_file(Path(rot13) / "adapter_model.safetensors")
+    config = json.loads((Path(rot13) / "adapter_config.json").read_text())
+    assert llm.publish_adapter("changing", weights, config).version == 2
+    assert llm.generate(prompt, "changing", GREEDY)[0].text == "nopqrstu"
+    llm.unload_adapter("changing")
+    assert "changing" not in {adapter.name for adapter in llm.list_adapters()}
+
+
+def test_request_under_way_finishes_on_its_version(llm):
+    upper, rot13 = (str(DEMO / "adapters" / name) for name in ("upper", "rot13"))
+    long = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    llm.publish_adapter("swapped", upper)
+    expected = llm.generate(prompt_for("abcdefgh"), "upper", long)[0].token_ids
+    found: list[tuple[int, ...]] = []
+    thread = threading.Thread(
+        target=lambda: found.append(llm.generate(prompt_for("abcdefgh"), "swapped", long)[0].token_ids)
+    )
+    thread.start()
+    while not llm.stats().num_running:
+        pass
+    llm.publish_adapter("swapped", rot13)
+    thread.join()
+    assert found == [expected]
+    llm.unload_adapter("swapped")
+
+
+def test_adapter_that_cannot_be_served_is_refused(llm, tmp_path):
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        llm.publish_adapter("broken", str(tmp_path))
+    with pytest.raises(ValueError, match="config is missing"):
+        llm.publish_adapter("broken", {})
+
+
+def test_async_engine_streams_many_requests_at_once():
+    paths = {name: str(DEMO / "adapters" / name) for name in ("upper", "rot13")}
+    engine = AsyncLLM(str(DEMO / "model"), adapters=paths, **SETTINGS)
+
+    async def stream(adapter: str | None) -> str:
+        return "".join([text async for text in engine.stream(prompt_for("abcd"), adapter, GREEDY)])
+
+    async def run() -> list[str]:
+        return await asyncio.gather(*(stream(name) for name in (None, "upper", "rot13", None)))
+
+    assert asyncio.run(run()) == ["abcd", "ABCD", "nopq", "abcd"]
+    engine.close()

@@ -1,0 +1,58 @@
+"""The whole engine against transformers and peft, token for token, however the work is batched."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moe_lora import LLM, SamplingParams
+from tests.families import FAMILIES
+from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.models.test_oracle import LENGTHS, SLOTS, make_prompts
+from tests.oracle import greedy_reference
+
+NUM_TOKENS = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+WAYS = {
+    "all_at_once": {},
+    "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
+    "one_adapter_resident": {"max_loras": 1},
+    "few_pages": {"kv_cache_gb": "just_enough", "max_model_len": 128},
+}
+
+
+def smallest_kv_gb(served_model) -> float:
+    """KV memory in which one request of 128 tokens fits and two do not."""
+    from moe_lora.core.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="at least") as refusal:
+        LLM(served_model.model_dir, dtype="float32", eager=True, kv_cache_gb=1e-9, max_model_len=128)
+    return float(str(refusal.value).split("at least ")[1].split()[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batch_continues_as_peft_does(family, way, served):  # noqa: F811
+    model, prompts = served(family), make_prompts()
+    settings = dict(WAYS[way])
+    if settings.get("kv_cache_gb") == "just_enough":
+        settings["kv_cache_gb"] = smallest_kv_gb(model)
+    adapters = {path.name: str(path) for path in model.adapters}
+    names = [None if slot < 0 else model.adapters[slot].name for slot in SLOTS]
+    with LLM(model.model_dir, adapters=adapters, dtype="float32", eager=True, **settings) as llm:
+        order = list(range(len(LENGTHS)))
+        for round_ in range(2):  # the second time every prompt's full blocks are cached
+            random.Random(round_).shuffle(order)
+            found = llm.generate([prompts[i] for i in order], [names[i] for i in order], GREEDY)
+            for i, completion in zip(order, found, strict=True):
+                adapter = None if SLOTS[i] < 0 else model.adapters[SLOTS[i]]
+                expected = greedy_reference(model.model_dir, adapter, [prompts[i]], NUM_TOKENS)
+                expected.check_margins()
+                assert completion.token_ids == expected.tokens[0], (names[i], len(prompts[i]))
+        stats = llm.stats()
+    assert stats.prefix_hit_tokens > 0
+    if way == "one_adapter_resident":
+        assert stats.adapter_evictions > 0
+    if way == "few_pages":
+        assert stats.num_preemptions > 0

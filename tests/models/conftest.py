@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.families import ALL_TARGETS, PER_EXPERT_FAMILIES, make_adapter, make_checkpoint
+
+RANKS = (4, 8, 16, 64)
+SEEDS = {"llama": 0, "mixtral": 1, "qwen3_moe": 1, "gpt_oss": 0, "dbrx": 0}
+"""Checkpoint seeds for which no decision of the oracle tests is close (the tests assert it)."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A checkpoint and its adapters, one of each rank."""
+
+    family: str
+    model_dir: Path
+    adapters: tuple[Path, ...]
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """family → its tiny checkpoint with adapters of ranks 4, 8, 16 and 64 on attention and experts."""
+    made: dict[str, Served] = {}
+
+    def make(family: str) -> Served:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            base = make_checkpoint(family, folder / "base", seed=SEEDS[family])
+            made[family] = Served(family, base, tuple(_adapter(family, base, folder, r) for r in RANKS))
+        return made[family]
+
+    return make
+
+
+def _adapter(family: str, base: Path, folder: Path, lora_rank: int) -> Path:
+    """A delta about as large as the base at every rank.
+
+    Rank 8 is on the gate too; rank 16 in the per-expert form where there is one.
+    """
+    targets = (*ALL_TARGETS, "router") if lora_rank == 8 and family != "llama" else ALL_TARGETS
+    form = "per_expert" if lora_rank == 16 and family in PER_EXPERT_FAMILIES else "fused"
+    return make_adapter(
+        family,
+        base,
+        folder / f"rank{lora_rank}",
+        lora_rank,
+        targets,
+        seed=lora_rank,
+        form=form,
+        scale=2 / lora_rank**0.5,
+    )

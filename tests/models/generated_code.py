@@ -1,0 +1,65 @@
+"""Reads the code that inductor generated for a layer: which operation runs when, on which buffers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+_CALL = re.compile(r"^\s+(?:(\w+) = )?torch\.ops\.moe_lora\.(\w+)\.default\((.*)\)$")
+_ALIAS = re.compile(r"^\s+(\w+) = (?:reinterpret_tensor\()?(\w+)(?:[,;]|$)")
+_BUFFER = re.compile(r"\b(?:buf\d+|arg\d+_\d+)\b")
+_ALLOCATION = re.compile(r"empty_strided\w*\(\(([^()]*)\)")
+_SYMBOL = re.compile(r"\bs\d+\b")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation: when it runs, what it returns, and the storage of each buffer it is given."""
+
+    position: int
+    name: str
+    result: str
+    operands: tuple[str, ...]
+    arguments: str
+
+
+def operations(code: str) -> list[Call]:
+    """Calls of our operations in executed order, with views and renamings followed to the first name."""
+    root: dict[str, str] = {}
+    calls: list[Call] = []
+    for position, line in enumerate(code.splitlines()):
+        if call := _CALL.match(line):
+            result, name, arguments = call.groups()
+            root.pop(result, None)
+            operands = tuple(root.get(buffer, buffer) for buffer in _BUFFER.findall(arguments))
+            # A name that is used again for other content is another buffer.
+            root[result] = f"{result}@{position}"
+            calls.append(Call(position, name, root[result], operands, arguments))
+        elif alias := _ALIAS.match(line):
+            name, source = alias.groups()
+            if _BUFFER.fullmatch(source):
+                root[name] = root.get(source, source)
+            elif _BUFFER.fullmatch(name):
+                root[name] = f"{name}@{position}"
+    return calls
+
+
+def largest_allocation(code: str, rows: int) -> int:
+    """Elements of the largest buffer that the code allocates; a symbolic size counts as `rows`."""
+    sizes = [_SYMBOL.sub(str(rows), size) for size in _ALLOCATION.findall(code)]
+    return max(prod(int(factor) for factor in re.findall(r"\d+", size)) for size in sizes)
+
+
+def assert_sites_in_order(code: str, num_sites: int) -> None:
+    """begin < base GEMM < add_to at every LoRA site, on one x and one y, KV written once."""
+    calls = operations(code)
+    begins = [call for call in calls if call.name == "lora_begin"]
+    sites = sorted(int(call.arguments.rsplit(",", 1)[1]) for call in begins)
+    assert sites == list(range(num_sites))
+    assert [call.name for call in calls].count("paged_attention") == 1
+    for begin in begins:
+        (add,) = [call for call in calls if call.name == "lora_add_to" and call.operands[1] == begin.result]
+        (gemm,) = [call for call in calls if call.name.endswith("linear") and call.result == add.operands[2]]
+        assert gemm.operands[0] == begin.operands[1], "the base GEMM reads another x than begin"
+        assert begin.position < gemm.position < add.position

@@ -1,0 +1,127 @@
+"""Runs a model step by step without an engine: paged KV, adapters in slots, batches put together by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_lora.adapters import read_adapter
+from moe_lora.execution.context import ExecutionContext
+from moe_lora.execution.local import LocalBackend
+from moe_lora.execution.slots import write_slot
+from moe_lora.kernels.step import KvLayout, SlotTable, StepTables
+from moe_lora.models.families import load_model
+from moe_lora.models.layers import DecoderLayer
+
+BLOCK_SIZE = 4
+MAX_TOKENS = 160
+BLOCKS_PER_SEQUENCE = MAX_TOKENS // BLOCK_SIZE
+
+
+@dataclass
+class Stream:
+    """One sequence: its slot (-1 = base), its pages, and how many of its tokens are in the KV cache."""
+
+    slot: int
+    pages: list[int]
+    length: int = 0
+
+
+class Harness:
+    """A checkpoint with its adapters (slot i = adapters[i]) and room for a number of sequences."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        adapters: Sequence[Path] = (),
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_sequences: int = 16,
+        layer_forward=DecoderLayer.__call__,
+    ) -> None:
+        self.model = load_model(model_dir, dtype, torch.device("cpu"))
+        self.layer_forward = layer_forward
+        shape = self.model.spec.shape
+        self.layout = KvLayout(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
+        )
+        packed = [read_adapter(path, shape, dtype) for path in adapters]
+        num_pages = max_sequences * BLOCKS_PER_SEQUENCE
+        offset = num_pages * self.layout.page_bytes
+        self.arena = torch.zeros(offset + sum(p.nbytes for p in packed), dtype=torch.uint8)
+        self.slots = SlotTable(len(packed), shape.num_layers, shape.num_entries, self.arena.device)
+        for slot, adapter in enumerate(packed):
+            offsets = []
+            for layer in adapter.layers:
+                offsets.append(offset)
+                offset += layer.nbytes
+            write_slot(self.slots, slot, self.arena, adapter, offsets)
+        self.context = ExecutionContext(self.arena, self.layout, LocalBackend(shape, self.arena, self.slots))
+        # Pages in a scattered order: a sequence whose pages lie side by side would hide addressing errors.
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).tolist()
+        self._free_pages = order
+
+    def add(self, slot: int = -1) -> Stream:
+        """A new, empty sequence of this slot's adapter."""
+        pages = [self._free_pages.pop() for _ in range(BLOCKS_PER_SEQUENCE)]
+        return Stream(slot, pages)
+
+    @torch.inference_mode()
+    def step(self, batch: Sequence[tuple[Stream, Sequence[int]]], num_padding: int = 0) -> list[torch.Tensor]:
+        """Run these tokens of these sequences in one batch; logits [rows, vocab] per sequence.
+
+        num_padding: rows without a sequence at the end of the batch.
+        """
+        tokens, positions, row_slot, starts, lengths = [], [], [], [0], []
+        for sequence, new in batch:
+            tokens += list(new)
+            positions += range(sequence.length, sequence.length + len(new))
+            row_slot += [sequence.slot] * len(new)
+            sequence.length += len(new)
+            starts.append(starts[-1] + len(new))
+            lengths.append(sequence.length)
+        num_rows = len(tokens)
+        tables = StepTables(
+            row_slot=torch.tensor(row_slot + [-1] * num_padding, dtype=torch.int32),
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            block_tables=torch.tensor([s.pages for s, _ in batch], dtype=torch.int32),
+            max_query_len=max(len(new) for _, new in batch),
+            has_adapters=any(slot >= 0 for slot in row_slot),
+        )
+        self.context.begin_step(tables)
+        logits = self.model(
+            torch.tensor(tokens + [0] * num_padding),
+            torch.tensor(positions + [0] * num_padding),
+            torch.arange(num_rows + num_padding) < num_rows,
+            torch.arange(num_rows),
+            self.context.channels,
+            self.layer_forward,
+        )
+        return list(logits.split([len(new) for _, new in batch]))
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int]
+    ) -> tuple[list[Stream], list[torch.Tensor]]:
+        """All prompts as one batch."""
+        sequences = [self.add(slot) for slot in slots]
+        return sequences, self.step(list(zip(sequences, prompts, strict=True)))
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], num_tokens: int
+    ) -> list[list[int]]:
+        """Greedy continuations of all prompts, decoded in one batch, one token of each per step."""
+        sequences, logits = self.prefill(prompts, slots)
+        out = [[int(rows[-1].argmax())] for rows in logits]
+        while len(out[0]) < num_tokens:
+            logits = self.step([(s, done[-1:]) for s, done in zip(sequences, out, strict=True)])
+            for done, rows in zip(out, logits, strict=True):
+                done.append(int(rows[-1].argmax()))
+        return out

@@ -1,0 +1,149 @@
+"""Options of config.json: those that are supported compute what transformers does, others are refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.models.causal_lm import CausalLM
+from moe_lora.models.families import family_of, read_config
+from tests.families import FAMILIES, make_checkpoint, tiny_config
+from tests.models.harness import Harness
+from tests.oracle import reference_logits
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+DBRX_FFN = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
+DBRX_ATTENTION = {"kv_n_heads": 2, "rope_theta": 10000.0}
+VARIANTS = {
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-linear-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    ),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn-truncated": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
+    "llama-yarn-attention-factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "mixtral-window": ("mixtral", {"sliding_window": 8}),
+    "mixtral-top-3": ("mixtral", {"num_experts_per_tok": 3}),
+    "qwen3-gate-not-normalised": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    "qwen3-biases": ("qwen3_moe", {"attention_bias": True}),
+    "gpt-oss-without-biases": ("gpt_oss", {"attention_bias": False}),
+    "gpt-oss-layer-types": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "gpt-oss-tight-limit": ("gpt_oss", {"swiglu_limit": 0.5}),
+    "dbrx-tight-clip": ("dbrx", {"attn_config": {**DBRX_ATTENTION, "clip_qkv": 0.5}}),
+    "dbrx-2-norm": ("dbrx", {"ffn_config": {**DBRX_FFN, "moe_normalize_expert_weights": 2.0}}),
+    "dbrx-gate-not-normalised": ("dbrx", {"ffn_config": {**DBRX_FFN, "moe_normalize_expert_weights": None}}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_option_computes_what_transformers_does(name, tmp_path):
+    family, changes = VARIANTS[name]
+    path = make_checkpoint(family, tmp_path, seed=1, **changes)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (80, 5)]
+    _, found = Harness(path, max_sequences=2).prefill(prompts, (-1, -1))
+    for prompt, logits in zip(prompts, found, strict=True):
+        assert (logits - reference_logits(path, None, prompt)).abs().max() < 1e-4
+
+
+def config_of(family, **changes):
+    return {**tiny_config(family).to_dict(), **changes}
+
+
+REFUSED = [
+    *((family, {"hidden_act": "gelu"}, "hidden_act='gelu'") for family in FAMILIES),
+    *((family, {"quantization_config": {"quant_method": "gptq"}}, "gptq") for family in FAMILIES),
+    ("mixtral", {"attention_bias": True}, "attention_bias=True"),
+    ("llama", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "rope_type='dynamic'"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor=None"),
+    ("llama", {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+    ("dbrx", {"ffn_config": {**DBRX_FFN, "ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn"),
+    ("dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+    ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED)
+def test_option_that_is_not_supported_is_refused_by_name(family, changes, message):
+    config = config_of(family, **changes)
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        family_of(config).spec(config)
+
+
+def test_unknown_model_type_names_the_supported_ones():
+    with pytest.raises(ConfigError, match=r"'gpt2'.*llama, mixtral, qwen3_moe, gpt_oss, dbrx"):
+        family_of({"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("{", "not valid JSON")])
+def test_config_that_cannot_be_read_is_refused(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path)
+
+
+def test_rope_in_the_old_spelling_is_read_alike():
+    new = config_of("llama", rope_parameters=LLAMA3)
+    old = {
+        **new,
+        "rope_theta": 10000.0,
+        "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
+    }
+    del old["rope_parameters"]
+    assert family_of(old).spec(old).rope == family_of(new).spec(new).rope
+
+
+def test_dbrx_base_is_read_from_its_attention_section():
+    new = config_of("dbrx", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    old = {**new, "attn_config": {**DBRX_ATTENTION, "rope_theta": 500000.0}}
+    del old["rope_parameters"]
+    assert family_of(old).spec(old).rope == family_of(new).spec(new).rope
+
+
+def test_dbrx_without_clip_is_as_one_that_never_clips(tmp_path):
+    """transformers itself fails without a clip, so it can't be the oracle here."""
+    path = make_checkpoint("dbrx", tmp_path, attn_config={**DBRX_ATTENTION, "clip_qkv": 1e6})
+    _, never = Harness(path, max_sequences=1).prefill([[5, 9, 70]], [-1])
+    config = json.loads((path / "config.json").read_text())
+    config["attn_config"]["clip_qkv"] = None
+    (path / "config.json").write_text(json.dumps(config))
+    harness = Harness(path, max_sequences=1)
+    assert harness.model.spec.clip_qkv is None
+    assert torch.equal(harness.prefill([[5, 9, 70]], [-1])[1][0], never[0])
+
+
+def test_gpt_oss_without_layer_types_alternates_from_a_sliding_layer():
+    config = config_of("gpt_oss", layer_types=None, num_hidden_layers=4)
+    assert family_of(config).spec(config).window == (16, 0, 16, 0)
+
+
+def test_scaled_moe_is_a_mixtral_config():
+    mixtral = {"model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 32768}
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    depth = {"num_hidden_layers": 18, "num_local_experts": 32, "num_experts_per_tok": 4}
+    config = {**mixtral, **sizes, **depth, "num_key_value_heads": 8, "rope_theta": 1e6}
+    with torch.device("meta"):
+        model = CausalLM(family_of(config).spec(config))
+    assert len(model.layers) == 18
+    assert model.layers[0].mlp.gate_up.weight.shape == (32, 2 * 14336, 4096)
+    assert model.layers[0].mlp.top_k == 4

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.models.families import load_model
+from moe_lora.models.loader import INDEX_NAME, SINGLE_NAME, Checkpoint
+from tests.families import FAMILIES, make_checkpoint
+from tests.families import load_model as load_transformers
+
+CPU = torch.device("cpu")
+
+
+def load(path, dtype=torch.float32):
+    return load_model(path, dtype, CPU)
+
+
+def assert_same_parameters(found, expected):
+    expected = dict(expected.named_parameters())
+    for name, parameter in found.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def edit(path, change):
+    """Rewrite the checkpoint's tensors after `change(tensors)`."""
+    tensors = {key: tensor.clone() for key, tensor in load_file(path / SINGLE_NAME).items()}
+    change(tensors)
+    save_file(tensors, path / SINGLE_NAME)
+
+
+def read_all(path):
+    checkpoint = Checkpoint(path)
+    return {key: checkpoint[key] for key in checkpoint}
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return make_checkpoint("llama", tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_checkpoint_loads_the_same_weights(family, served, tmp_path):
+    single = served(family).model_dir
+    load_transformers(single).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_same_parameters(load(tmp_path), load(single))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_fused_experts_on_disk_load_the_same_weights(family, served, tmp_path):
+    model_dir = served(family).model_dir
+    load_transformers(model_dir).save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in Checkpoint(tmp_path)
+    assert_same_parameters(load(tmp_path), load(model_dir))
+
+
+def test_weights_are_converted_to_the_asked_dtype(llama):
+    model = load(llama, torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.embedding, load(llama).embedding.bfloat16())
+
+
+def test_tied_head_is_the_embedding_and_its_stored_copy_is_tolerated(tmp_path):
+    path = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    edit(path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] * 1}))
+    model = load(path)
+    assert model.head is model.embedding
+
+
+def test_recomputed_rotary_buffers_of_old_checkpoints_are_tolerated(llama):
+    edit(
+        llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
+    load(llama)
+
+
+def test_unexpected_tensors_are_named(llama):
+    edit(llama, lambda tensors: tensors.update({f"model.layers.{i}.extra": torch.ones(1) for i in range(9)}))
+    with pytest.raises(ConfigError, match=r"9 tensors .*: model\.layers\.0\.extra, .*\.\.\."):
+        load(llama)
+
+
+def test_layers_beyond_those_of_the_config_are_an_error(llama):
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.input_layernorm\.weight"):
+        load(llama)
+
+
+def test_missing_tensor_is_named(llama):
+    edit(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ConfigError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load(llama)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_of_another_shape_is_named(family, tmp_path):
+    path = make_checkpoint(family, tmp_path)
+    key = next(k for k in sorted(load_file(path / SINGLE_NAME)) if "down_proj" in k or "w2" in k)
+    edit(path, lambda tensors: tensors.update({key: torch.ones(3, 5)}))
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        load(path)
+
+
+def test_damaged_file_is_an_error_that_names_it(llama):
+    (llama / SINGLE_NAME).write_bytes(b"not safetensors")
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        load(llama)
+
+
+def test_directory_without_weights_is_an_error(llama):
+    (llama / SINGLE_NAME).unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        load(llama)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "not an index"),
+        ('{"metadata": {}}', "not an index"),
+        ('{"weight_map": {"model.norm.weight": "gone.safetensors"}}', "does not exist"),
+        (f'{{"weight_map": {{"model.other": "{SINGLE_NAME}"}}}}', "does not hold"),
+    ],
+)
+def test_index_that_lies_is_an_error(llama, index, message):
+    (llama / INDEX_NAME).write_text(index)
+    with pytest.raises(ConfigError, match=message):
+        read_all(llama)
+
+
+def test_tensors_are_mapped_not_read(llama):
+    """Two reads of a tensor share the mapped file's memory."""
+    checkpoint = Checkpoint(llama)
+    first, second = (checkpoint["model.embed_tokens.weight"] for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()

@@ -1,0 +1,116 @@
+"""What transformers and peft compute: the tokens and logits that every path of the engine is held to.
+
+Each adapter is applied alone to a fresh model. Results are cached for the session, so that tests that share
+(checkpoint, adapter, prompts) pay once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.families import load_model
+
+MIN_MARGIN = 1e-4
+"""Tokens may only be compared where the winner leads by more than this; else a test is a coin toss."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Greedy continuations, with how clearly they were decided.
+
+    margin: smallest lead of a chosen token's logit over the next. gate_margin: smallest lead of a chosen
+    expert's score over the best one not chosen, over all layers and tokens (infinite for a dense model).
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    margin: float
+    gate_margin: float
+
+    def check_margins(self) -> None:
+        """Fail if a decision on the way was too close to compare; another seed is needed then."""
+        assert self.margin > MIN_MARGIN, f"top-2 margin {self.margin}: choose another seed"
+        assert self.gate_margin > MIN_MARGIN, f"gate margin {self.gate_margin}: choose another seed"
+
+
+def greedy_reference(
+    model_dir: Path | str, adapter_dir: Path | str | None, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> Reference:
+    """Greedy continuation of each prompt in fp32, num_tokens each; end-of-sequence tokens do not end it."""
+    adapter = None if adapter_dir is None else str(adapter_dir)
+    return _greedy(str(model_dir), adapter, tuple(tuple(p) for p in prompts), num_tokens)
+
+
+@torch.inference_mode()
+def reference_logits(
+    model_dir: Path | str,
+    adapter_dir: Path | str | None,
+    sequence: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Logits [len(sequence), vocab] fp32 of one forward pass over the sequence."""
+    adapter = None if adapter_dir is None else str(adapter_dir)
+    model, _ = _oracle(str(model_dir), adapter, dtype)
+    return model(torch.tensor([list(sequence)])).logits[0].float()
+
+
+@cache
+@torch.inference_mode()
+def _greedy(
+    model_dir: str, adapter_dir: str | None, prompts: tuple[tuple[int, ...], ...], num_tokens: int
+) -> Reference:
+    model, gates = _oracle(model_dir, adapter_dir, torch.float32)
+    gates.smallest = float("inf")
+    margin, tokens = float("inf"), []
+    for prompt in prompts:
+        done: list[int] = []
+        step, past = torch.tensor([prompt]), None
+        while len(done) < num_tokens:
+            out = model(step, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            best = out.logits[0, -1].topk(2)
+            margin = min(margin, float(best.values[0] - best.values[1]))
+            done.append(int(best.indices[0]))
+            step = torch.tensor([done[-1:]])
+        tokens.append(tuple(done))
+    return Reference(tuple(tokens), margin, gates.smallest)
+
+
+class _GateMargins:
+    """Watches the expert gates of a model for close decisions."""
+
+    def __init__(self, model: Any) -> None:
+        self.smallest = float("inf")
+        config = model.config
+        ffn = getattr(config, "ffn_config", None)
+        self._top_k = ffn.moe_top_k if ffn else getattr(config, "num_experts_per_tok", 0)
+        gates = [m for m in model.modules() if type(m).__name__.endswith(("TopKRouter", "DbrxRouter"))]
+        assert bool(gates) == bool(self._top_k), "the gates of this model are not known by name"
+        for gate in gates:
+            gate.register_forward_hook(self._see)
+
+    def _see(self, module: Any, args: Any, output: Any) -> None:
+        scores = output[0] if isinstance(output, tuple) else output
+        assert scores.shape[-1] > self._top_k, "these are not scores of all experts"
+        top = scores.float().topk(self._top_k + 1, dim=-1).values
+        self.smallest = min(self.smallest, float((top[..., -2] - top[..., -1]).min()))
+
+
+@lru_cache(maxsize=8)
+def _oracle(model_dir: str, adapter_dir: str | None, dtype: torch.dtype) -> tuple[Any, _GateMargins]:
+    """A model of its own for the adapter: peft can't hold two with different target_parameters."""
+    model = load_model(model_dir, dtype)
+    gates = _GateMargins(model)
+    if adapter_dir is None:
+        return model, gates
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(model, adapter_dir)
+    if model.config.model_type == "dbrx":
+        model = model.merge_and_unload()  # peft's unmerged forward fails on DBRX's experts
+    return model.eval(), gates

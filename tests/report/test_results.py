@@ -1,0 +1,84 @@
+"""Result files and the environment they record."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from moe_lora.report import append_result, environment, read_results, write_json
+from moe_lora.report.environment import git_state
+
+
+def append(path: Path, number: int) -> None:
+    append_result(path, config={"number": number}, result={"x": 1.5}, env={}, kind="measured")
+
+
+def test_appended_records_are_read_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "r.jsonl"
+    append(path, 1)
+    append(path, 2)
+    assert [record["config"]["number"] for record in read_results(path)] == [1, 2]
+    assert set(read_results(path)[0]) == {"config", "result", "env", "kind"}
+    assert [item.name for item in path.parent.iterdir()] == ["r.jsonl"]
+
+
+def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    threads = [threading.Thread(target=append, args=(path, number)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {record["config"]["number"] for record in read_results(path)} == set(range(12))
+
+
+def test_file_stays_as_it_was_if_writing_fails(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match=r"JSON compliant|not JSON"):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_kind_must_say_measured_or_simulated(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="measured, simulated"):
+        append_result(tmp_path / "r", config={}, result={}, env={}, kind="guessed")
+
+
+def test_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    append(path, 1)
+    path.write_text(path.read_text() + '{"config": 1}\n')
+    with pytest.raises(ValueError, match="line 2: needed keys"):
+        read_results(path)
+
+
+def test_environment_names_versions_but_not_the_machine() -> None:
+    found = environment()
+    assert found["python"] == platform.python_version()
+    assert found["cpu_cores"] >= 1
+    assert found["packages"]["numpy"]
+    assert socket.gethostname() not in json.dumps(found).split('"')
+
+
+def test_git_commit_is_recorded_and_changes_are_noticed(tmp_path: Path) -> None:
+    assert git_state(tmp_path) == {"git_commit": None, "git_dirty": None}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    assert git_state(tmp_path) == {"git_commit": git("rev-parse", "HEAD"), "git_dirty": False}
+    (tmp_path / "file").write_text("2")
+    assert git_state(tmp_path)["git_dirty"] is True
