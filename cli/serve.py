@@ -70,17 +70,23 @@ def serve(
     """
     import logging
 
-    from moe_lora import assemble
+    from moe_lora.assemble import serve as serve_until_stopped
     from moe_lora.core.config import EngineConfig
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    base_name = served_model_name or Path(model_dir).resolve().name
+    adapters = (*map(_named_path, lora_modules), *find_adapters(lora_dir))
+    if base_name in dict(adapters):
+        raise click.UsageError(
+            f"{base_name!r} names the base model and an adapter; give another --served-model-name"
+        )
     config = EngineConfig(
         model_dir=model_dir,
-        adapters=(*map(_named_path, lora_modules), *find_adapters(lora_dir)),
+        adapters=adapters,
         prefix_caching=not no_prefix_caching,
         **{name: value for name, value in settings.items() if value is not None},
     )
-    assemble.serve(config, host=host, port=port, served_model_name=served_model_name)
+    serve_until_stopped(config, host=host, port=port, served_model_name=base_name)
 
 
 def _named_path(text: str) -> tuple[str, str]:

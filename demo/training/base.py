@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from demo.tasks import TASKS
 from demo.training.data import make_batch
 from demo.training.model import Weights, forward, initial_weights
-from demo.training.optimizer import BaseOptimizer
+from demo.training.optimizer import MuonAdamW
 
 NUM_STEPS = 2400
 _BATCH_QUESTIONS = 192
@@ -47,7 +47,7 @@ def share_exact(
 def train_base(checkpoint: Path, seed: int, num_steps: int = NUM_STEPS) -> Weights:
     """fp32 weights after `num_steps`; a stopped run goes on from the state saved in `checkpoint`."""
     weights = {name: weight.requires_grad_() for name, weight in initial_weights(seed).items()}
-    optimizer = BaseOptimizer(weights)
+    optimizer = MuonAdamW(weights)
     first_step = 0
     if checkpoint.exists():
         saved = torch.load(checkpoint)
@@ -79,7 +79,7 @@ def train_base(checkpoint: Path, seed: int, num_steps: int = NUM_STEPS) -> Weigh
     return {name: weight.detach() for name, weight in weights.items()}
 
 
-def _save(checkpoint: Path, weights: Weights, optimizer: BaseOptimizer, step: int) -> None:
+def _save(checkpoint: Path, weights: Weights, optimizer: MuonAdamW, step: int) -> None:
     """Write beside and rename, so that a stop during the write costs nothing."""
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     partial = checkpoint.with_suffix(".partial")

@@ -25,7 +25,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return x.float()
 
 
-class BaseOptimizer:
+class MuonAdamW:
     """Steps `weights` in place; `scale` of a step multiplies both learning rates (the schedule)."""
 
     def __init__(self, weights: Weights, muon_lr: float = 0.02, adam_lr: float = 3e-3) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from demo.tasks import TASKS
 from demo.training.lora import AdapterPlan
 
-_HARD_STEPS = 400
-_STEPS = 250
-_HARD_TASKS = ("reverse", "rotate", "swap_pairs", "every_second", "no_vowels", "squeeze")
+_HARDEST_STEPS = 800
+_HARD_STEPS = 300
+_STEPS = 150
+_HARD_TASKS = ("reverse", "rotate", "swap_pairs", "every_second", "no_vowels", "squeeze", "mark_caps")
+_HARDEST = ("reverse", "double-r6", "swap_pairs-r4", "mark_caps", "mark_caps-r2", "squeeze", "squeeze-r4")
 _RANKS = {"upper": 4, "lower": 4, "leet": 4, "dashes": 4, "mark_caps": 4}
 _DEFAULT_RANK = 8
 _VARIANT_RANKS = {
@@ -37,12 +39,18 @@ _VARIANT_RANKS = {
 _PER_EXPERT = ("rot13", "caesar", "atbash", "leet", "dashes", "no_vowels", "star_vowels-r2", "upper-r2")
 
 
+def _num_steps(name: str, task: str) -> int:
+    if name in _HARDEST:
+        return _HARDEST_STEPS
+    return _HARD_STEPS if task in _HARD_TASKS else _STEPS
+
+
 def _plan(name: str, task: str, lora_rank: int) -> AdapterPlan:
     return AdapterPlan(
         name=name,
         task=task,
         lora_rank=lora_rank,
-        num_steps=_HARD_STEPS if task in _HARD_TASKS else _STEPS,
+        num_steps=_num_steps(name, task),
         form="per_expert" if name in _PER_EXPERT else "fused",
     )
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing logits by them would overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
 
 @dataclass(frozen=True, kw_only=True)

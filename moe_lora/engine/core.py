@@ -91,9 +91,12 @@ class EngineCore:
                 f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {limit}; "
                 "shorten it or raise max_model_len"
             )
-        bad = next((t for t in prompt if not 0 <= t < self.info.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is outside the vocabulary of {self.info.vocab_size}")
+        for name, ids in (("prompt", prompt), ("stop_token_ids", request.sampling.stop_token_ids)):
+            bad = next((t for t in ids if not 0 <= t < self.info.vocab_size), None)
+            if bad is not None:
+                raise ValueError(
+                    f"{name} has token id {bad}, outside the vocabulary of {self.info.vocab_size}"
+                )
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is already running")
         adapter = None if request.adapter is None else self._residency.current(request.adapter)

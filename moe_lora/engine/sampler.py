@@ -14,6 +14,7 @@ from moe_lora.core.request import SamplingParams, TokenLogprobs
 from .sequence import Sequence
 
 
+@torch.inference_mode()
 def sample(
     logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from .answers import answer
 from .errors import bad_request
+from .fields import whole_characters
 from .frontend import Frontend
 from .generation import Delta, Generation, Plan, new_request_id
 from .logprobs import chat_logprobs
@@ -59,10 +60,13 @@ def chat_router(frontend: Frontend) -> APIRouter:
     async def prompt_of(body: ChatRequest) -> list[int]:
         tokenizer = frontend.need_tokenizer("/v1/chat/completions")
         try:
-            text = tokenizer.render_chat(
-                [message.for_template() for message in body.messages],
-                add_generation_prompt=body.add_generation_prompt,
-                variables=body.chat_template_kwargs,
+            messages = [message.for_template() for message in body.messages]
+            text = whole_characters(
+                tokenizer.render_chat(
+                    messages,
+                    add_generation_prompt=body.add_generation_prompt,
+                    variables=body.chat_template_kwargs,
+                )
             )
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
@@ -80,7 +84,7 @@ def chat_router(frontend: Frontend) -> APIRouter:
             adapter=frontend.adapter_of(body.model),
             prompts=(tuple(prompt),),
             num_choices=body.num_choices,
-            sampling=await frontend.with_end_tokens(sampling),
+            sampling=await frontend.for_engine(sampling),
             continues_prompt=False,
         )
         return await answer(

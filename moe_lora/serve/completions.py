@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,6 +13,9 @@ from .frontend import Frontend
 from .generation import Delta, Generation, Plan, new_request_id
 from .logprobs import CompletionLogprobs
 from .protocol import CompletionRequest
+
+DEFAULT_MAX_TOKENS = 16
+"""As in the OpenAI interface; less where the context has less room."""
 
 
 class CompletionFormat:
@@ -59,12 +63,16 @@ def completions_router(frontend: Frontend) -> APIRouter:
                 prompt = await frontend.encode(prompt, add_special_tokens=body.add_special_tokens)
             await frontend.check_prompt(prompt, sampling)
             prompts.append(tuple(prompt))
+        if sampling.max_tokens is None:
+            room = (await frontend.info()).max_model_len - max(map(len, prompts))
+            default = max(DEFAULT_MAX_TOKENS, sampling.min_tokens)
+            sampling = replace(sampling, max_tokens=min(default, room))
         plan = Plan(
             request_id=new_request_id("cmpl"),
             adapter=frontend.adapter_of(body.model),
             prompts=tuple(prompts),
             num_choices=body.num_choices,
-            sampling=await frontend.with_end_tokens(sampling),
+            sampling=await frontend.for_engine(sampling),
             continues_prompt=True,
         )
         # Without a tokenizer the ids are all there is to give.

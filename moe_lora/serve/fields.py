@@ -7,9 +7,9 @@ asks for nothing.  Fields that never change the result are dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 IGNORED = frozenset(
     {
@@ -96,6 +96,18 @@ def _same(value: Any, allowed: Any) -> bool:
     if isinstance(value, bool) or isinstance(allowed, bool):
         return value is allowed or (allowed is False and value == 0 and isinstance(value, (int, float)))
     return value == allowed
+
+
+def whole_characters(text: str) -> str:
+    """The text itself.  Raises ValueError for halves of surrogate pairs, which JSON can say."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a surrogate pair at character {error.start} is no text") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(whole_characters)]
 
 
 class Message(BaseModel):

@@ -50,13 +50,14 @@ class Frontend:
         return self.tokenizer
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.  Raises ApiError without a tokenizer."""
         tokenizer = self.need_tokenizer("a text prompt")
         if len(text) < LONG_TEXT_CHARS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def check_prompt(self, token_ids: list[int], sampling: SamplingParams) -> None:
-        """Raises ApiError unless the model can take this prompt and give that many tokens."""
+        """Raises ApiError unless the model can take this prompt and give as many tokens as are asked for."""
         info = await self.info()
         limit = info.max_model_len
         if not token_ids:
@@ -67,20 +68,27 @@ class Frontend:
                 "one of which the answer needs; shorten the prompt",
                 "prompt",
             )
-        if sampling.max_tokens is not None and len(token_ids) + sampling.max_tokens > limit:
-            raise bad_request(
-                f"the prompt's {len(token_ids)} tokens and max_tokens={sampling.max_tokens} exceed this "
-                f"model's context of {limit} tokens; shorten the prompt or lower max_tokens",
-                "max_tokens",
-            )
+        for name in ("max_tokens", "min_tokens"):
+            if len(token_ids) + (getattr(sampling, name) or 0) > limit:
+                raise bad_request(
+                    f"the prompt's {len(token_ids)} tokens and {name}={getattr(sampling, name)} exceed this "
+                    f"model's context of {limit} tokens; shorten the prompt or lower {name}",
+                    name,
+                )
         check_vocabulary("prompt", token_ids, info.vocab_size)
         check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
 
-    async def with_end_tokens(self, sampling: SamplingParams) -> SamplingParams:
-        """Add the tokenizer's end tokens that the engine doesn't know of, unless they are to be ignored."""
+    async def for_engine(self, sampling: SamplingParams) -> SamplingParams:
+        """Add the tokenizer's end tokens that the engine doesn't know of, unless they are to be ignored.
+
+        top_k beyond the vocabulary means all of it, and is not passed on as a number that may be huge.
+        """
+        info = await self.info()
+        if sampling.top_k >= info.vocab_size:
+            sampling = replace(sampling, top_k=0)
         if self.tokenizer is None or sampling.ignore_eos:
             return sampling
-        known = {*(await self.info()).eos_token_ids, *sampling.stop_token_ids}
+        known = {*info.eos_token_ids, *sampling.stop_token_ids}
         more = tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id not in known)
         return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
 

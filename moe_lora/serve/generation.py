@@ -8,12 +8,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from moe_lora.core.errors import AdapterNotFoundError
 from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenLogprobs, TokenOutput
 from moe_lora.engine.detokenize import TextStream
 
-from .errors import ApiError
+from .errors import ApiError, to_api_error
 from .frontend import Frontend
 from .streaming import merge
+
+REFUSED = "refused"
+"""Why a request ended that the engine never took; such requests are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,7 @@ class Plan:
 
     def requests(self) -> list[GenerateRequest]:
         """One per choice.  Choices of a seeded request get seeds of their own, or they would be equal."""
-        requests = []
+        requests: list[GenerateRequest] = []
         for prompt in self.prompts:
             for choice in range(self.num_choices):
                 sampling = self.sampling
@@ -75,32 +79,44 @@ class Generation:
         return merge([self._choice(index, request) for index, request in enumerate(self.plan.requests())])
 
     async def _choice(self, index: int, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        frontend = self._frontend
-        watch = frontend.metrics.watch()
+        watch = self._frontend.metrics.watch()
         text = self._text(request)
         reason, timing = "abort", None
-        outputs = cast("AsyncGenerator[TokenOutput, None]", frontend.client.generate(request))
         try:
-            async with aclosing(outputs):
+            async with aclosing(self._outputs(request)) as outputs:
                 async for output in outputs:
                     watch.tokens(len(output.token_ids))
                     delta = self._delta(index, output, text)
+                    reason = delta.finish_reason or reason
+                    timing = output.timing
                     if delta.finish_reason is not None and output.finish_reason is None:
-                        await frontend.client.abort(request.request_id)
-                        reason = delta.finish_reason
+                        await self._frontend.client.abort(request.request_id)
                         yield delta
                         timing = await _timing_of_rest(outputs)
-                        break
-                    timing = output.timing
-                    reason = delta.finish_reason or reason
-                    yield delta
-        except Exception:
-            reason = "error"
+                    else:
+                        yield delta
+        except ApiError as error:
+            reason = REFUSED if error.status < 500 else "error"
             raise
         finally:
-            watch.end(reason, timing)
+            if reason != REFUSED:
+                watch.end(reason, timing)
             if timing is not None:
                 self._timings.append(timing)
+
+    async def _outputs(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
+        """The engine's outputs, its errors as ApiError; closing it aborts the request."""
+        outputs = cast("AsyncGenerator[TokenOutput, None]", self._frontend.client.generate(request))
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        except AdapterNotFoundError as error:
+            raise ApiError(
+                404, f"the model {request.adapter!r} does not exist; GET /v1/models lists what does", "model"
+            ) from error
+        except Exception as error:
+            raise to_api_error(error) from error
 
     def _text(self, request: GenerateRequest) -> TextStream | None:
         if self._frontend.tokenizer is None:
@@ -138,7 +154,7 @@ class Generation:
         return Delta(index, piece, token_ids, logprobs, reason)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage, and `timing`: where the time went in the engine (of several choices: the longest)."""
+        """OpenAI's usage, and `timing`: where the time went in the engine (the longest of all choices)."""
         prompt_tokens = sum(map(len, self.plan.prompts))
         usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from moe_lora.core.request import SamplingParams
 
 from .errors import bad_request
-from .fields import NEUTRAL_IN_MESSAGE, ApiRequest, Message, drop_neutral
+from .fields import NEUTRAL_IN_MESSAGE, ApiRequest, Message, Text, drop_neutral
 
 MAX_CHOICES = 1024
 MAX_STOP_STRINGS = 32
@@ -18,7 +18,7 @@ MAX_STOP_CHARS = 1024
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -31,7 +31,7 @@ class StreamOptions(Message):
 class SamplingFields(ApiRequest):
     """What both generating endpoints share.  null means the default everywhere."""
 
-    model: str | None = None
+    model: Text | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     best_of: int | None = None
     stream: bool | None = None
@@ -96,15 +96,12 @@ class SamplingFields(ApiRequest):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | list[int] | list[list[int]]
     logprobs: int | None = None
     add_special_tokens: bool = True
 
     def to_sampling(self) -> SamplingParams:
-        default = SamplingParams.max_tokens
-        return self.sampling(
-            logprobs=self.logprobs, max_tokens=default if self.max_tokens is None else self.max_tokens
-        )
+        return self.sampling(logprobs=self.logprobs, max_tokens=self.max_tokens)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -125,13 +122,13 @@ class CompletionRequest(SamplingFields):
 
 class TextPart(Message):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(Message):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -167,13 +164,13 @@ class ChatRequest(SamplingFields):
 class LoadAdapterRequest(Message):
     """POST /v1/load_lora_adapter."""
 
-    lora_name: str
-    lora_path: str
+    lora_name: Text
+    lora_path: Text
     load_inplace: bool = False
 
 
 class UnloadAdapterRequest(Message):
     """POST /v1/unload_lora_adapter.  lora_int_id: another server's internal number, not needed here."""
 
-    lora_name: str
+    lora_name: Text
     lora_int_id: int | None = None

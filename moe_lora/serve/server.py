@@ -106,7 +106,5 @@ def run_server(
 ) -> None:
     """`serve_forever` in an event loop of its own."""
     asyncio.run(
-        serve_forever(
-            client, tokenizer, model_name, host=host, port=port, drain_s=drain_s, on_ready=on_ready
-        )
+        serve_forever(client, tokenizer, model_name, host=host, port=port, drain_s=drain_s, on_ready=on_ready)
     )

@@ -41,8 +41,8 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T,
     """Items of all streams as they come.  The first error ends all; closing this closes them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
-            async for item in stream:
-                yield item
+            async for only in stream:
+                yield only
         return
     items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(stream, items)) for stream in streams]

@@ -118,7 +118,7 @@ def test_adapters_come_and_go_while_requests_run(client):
     [
         (GenerateRequest(request_id="e", prompt_token_ids=()), "prompt is empty"),
         (GenerateRequest(request_id="l", prompt_token_ids=(1,) * 256), "raise max_model_len"),
-        (GenerateRequest(request_id="v", prompt_token_ids=(1, 128)), "token id 128 is outside"),
+        (GenerateRequest(request_id="v", prompt_token_ids=(1, 128)), "token id 128, outside"),
     ],
 )
 def test_request_that_cannot_run_is_refused(client, request_, message):

@@ -129,3 +129,25 @@ def test_async_engine_streams_many_requests_at_once():
 
     assert asyncio.run(run()) == ["abcd", "ABCD", "nopq", "abcd"]
     engine.close()
+
+
+def test_min_tokens_keeps_an_answer_going(llm):
+    sampling = SamplingParams(temperature=0.0, min_tokens=8, max_tokens=12)
+    [completion] = llm.generate(prompt_for("abc"), "upper", sampling)
+    assert len(completion.token_ids) >= 8
+    assert not set(llm.info.eos_token_ids) & set(completion.token_ids[:7])
+
+
+def test_sampling_mixes_with_greedy_requests(llm):
+    sampled = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, seed=3, max_tokens=20)
+    cold = SamplingParams(temperature=1e-30, max_tokens=20)
+    prompts = [prompt_for("abcdef")] * 4
+    first = llm.generate(prompts, "upper", [sampled, GREEDY, sampled, cold])
+    alone = llm.generate(prompts[0], "upper", sampled)
+    assert first[0].token_ids == first[2].token_ids == alone[0].token_ids
+    assert first[1].text == first[3].text == "ABCDEF"
+
+
+def test_stop_token_outside_the_vocabulary_is_refused(llm):
+    with pytest.raises(ValueError, match="stop_token_ids has token id 999"):
+        llm.generate(prompt_for("abc"), "upper", SamplingParams(stop_token_ids=(999,)))

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from moe_lora.serve.app import create_app
+from tests.serve.demo_server import DEMO, DemoServer, demo_server
+from tests.serve.live_server import Served, ServerThread, Switch
+from tests.serve.scripted_engine import EOS, ScriptedEngine
+from tests.small_tokenizers import characters, wrapped
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """One token per character; "</s>" is id 2."""
+    return wrapped(characters())
+
+
+def scripted(tokenizer, **settings) -> ScriptedEngine:
+    """The base says "hello world" and ends, the adapter "shout" says "fox"."""
+    words = {None: "hello world", "shout": "fox"}
+    answers = {name: [*tokenizer.encode(text, add_special_tokens=False), EOS] for name, text in words.items()}
+    return ScriptedEngine(answers, vocab_size=tokenizer.vocab_size, **settings)
+
+
+@pytest.fixture
+def engine(tokenizer) -> ScriptedEngine:
+    return scripted(tokenizer)
+
+
+def as_served(url: str, engine: ScriptedEngine) -> contextlib.AbstractContextManager[Served]:
+    limits = {"max_model_len": engine.max_model_len, "vocab_size": engine.vocab_size}
+    return Served.at(url, "base", "shout", **limits)
+
+
+@contextlib.contextmanager
+def serving(engine, tokenizer) -> Iterator[Served]:
+    """A server of its own over `engine`."""
+    with (
+        ServerThread(create_app(engine, tokenizer, "base")) as thread,
+        as_served(thread.url, engine) as served,
+    ):
+        yield served
+
+
+@pytest.fixture(scope="session")
+def shared_thread() -> Iterator[tuple[Switch, str]]:
+    switch = Switch()
+    with ServerThread(switch) as thread:
+        yield switch, thread.url
+
+
+@pytest.fixture
+def server(engine, tokenizer, shared_thread) -> Iterator[Served]:
+    """A server over `engine`."""
+    switch, url = shared_thread
+    switch.app = create_app(engine, tokenizer, "base")
+    with as_served(url, engine) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> Iterator[DemoServer]:
+    """The real thing: `moe-lora serve` with all adapters of the demo."""
+    log = tmp_path_factory.mktemp("demo") / "log"
+    with demo_server(log, "--lora-dir", str(DEMO / "adapters"), "--eager") as server:
+        yield server
+
+
+@pytest.fixture(scope="session", params=["scripted", "demo"])
+def any_server(request, tokenizer) -> Iterator[Served]:
+    """Servers that must all keep to the interface, whatever model is behind them."""
+    if request.param == "scripted":
+        with serving(scripted(tokenizer), tokenizer) as served:
+            yield served
+        return
+    url = request.getfixturevalue("demo").url
+    with Served.at(url, "demo", "upper", max_model_len=256, vocab_size=128) as served:
+        yield served

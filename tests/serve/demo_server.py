@@ -1,0 +1,65 @@
+"""`moe-lora serve` on the demo model, as a user starts it: a process of its own, its engine in another."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+DEMO = Path(__file__).parents[2] / "demo"
+START_TIMEOUT_S = 120.0
+
+
+class DemoServer:
+    """A running server.  `log` holds what it wrote to stderr."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.url = self._wait_for_url()
+
+    def _wait_for_url(self) -> str:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            found = re.search(r"Serving \S+ at (http://\S+)", self.log.read_text())
+            if found:
+                return found.group(1)
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
+
+    def engine_pid(self) -> int:
+        """Process id of the engine that the server started."""
+        for status in Path("/proc").glob("[0-9]*/status"):
+            with contextlib.suppress(OSError):
+                if f"PPid:\t{self.process.pid}\n" in status.read_text():
+                    return int(status.parent.name)
+        raise AssertionError("the server has no engine process")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+@contextlib.contextmanager
+def demo_server(log: Path, *options: str) -> Iterator[DemoServer]:
+    """Serve demo/model; options go to `moe-lora serve`."""
+    command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(DEMO / "model"), "--port", "0"]
+    command += ["--served-model-name", "demo", "--threads", "1", *options]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stderr=file, text=True)
+    try:
+        yield DemoServer(process, log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

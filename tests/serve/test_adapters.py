@@ -1,0 +1,90 @@
+"""Loading and unloading adapters over HTTP."""
+
+from __future__ import annotations
+
+import pytest
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture
+def adapter_dir(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    return str(folder)
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["code"] == status
+    return response.json()["error"]["message"]
+
+
+def names(server):
+    return [card["id"] for card in server.get("/v1/models").json()["data"]]
+
+
+def test_load_use_and_unload(server, adapter_dir):
+    response = server.post(LOAD, {"lora_name": "new", "lora_path": adapter_dir})
+    assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'new' added successfully.")
+    cards = {card["id"]: card for card in server.get("/v1/models").json()["data"]}
+    assert (cards["new"]["parent"], cards["new"]["root"]) == ("base", adapter_dir)
+    assert server.post("/v1/completions", {"prompt": "hello", "model": "new"}).status_code == 200
+    response = server.post(UNLOAD, {"lora_name": "new"})
+    assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'new' removed successfully.")
+    assert names(server) == ["base", "shout"]
+    assert server.post("/v1/completions", {"prompt": "hello", "model": "new"}).status_code == 404
+
+
+def test_a_name_taken_is_400_unless_loaded_in_place(server, engine, adapter_dir):
+    body = {"lora_name": "shout", "lora_path": adapter_dir}
+    assert "already" in error_of(server.post(LOAD, body), 400)
+    assert engine.adapters["shout"].version == 1
+    assert server.post(LOAD, {**body, "load_inplace": True}).status_code == 200
+    assert engine.adapters["shout"].version == 2
+
+
+def test_the_base_models_name_is_taken(server, adapter_dir):
+    body = {"lora_name": "base", "lora_path": adapter_dir, "load_inplace": True}
+    assert "base model" in error_of(server.post(LOAD, body), 400)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"lora_name": "", "lora_path": "x"},
+        {"lora_name": "x", "lora_path": ""},
+        {"lora_name": "x"},
+        {"lora_path": "x"},
+        {},
+        {"lora_name": "a,b", "lora_path": "x"},
+        {"lora_name": "a\n", "lora_path": "x"},
+        {"lora_name": "a" * 300, "lora_path": "x"},
+        {"lora_name": 5, "lora_path": "x"},
+        {"lora_name": "x", "lora_path": "x", "load_inplace": "yes"},
+        {"lora_name": "x", "lora_path": "x", "rank": 5},
+    ],
+)
+def test_bad_fields_are_400(server, body):
+    error_of(server.post(LOAD, body), 400)
+
+
+@pytest.mark.parametrize("path", ["no/such/dir", "a\0b", "x" * 5000, "/"])
+def test_missing_files_are_404(server, path):
+    assert "adapter" in error_of(server.post(LOAD, {"lora_name": "new", "lora_path": path}), 404)
+
+
+def test_an_invalid_adapter_is_400_with_the_reason(server, tmp_path):
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    message = error_of(server.post(LOAD, {"lora_name": "new", "lora_path": str(folder)}), 400)
+    assert "key 'x'" in message
+    assert names(server) == ["base", "shout"]
+
+
+def test_unloading_what_is_not_there_is_404(server):
+    assert "nobody" in error_of(server.post(UNLOAD, {"lora_name": "nobody"}), 404)
+    error_of(server.post(UNLOAD, {"lora_name": "base"}), 404)
+    error_of(server.post(UNLOAD, {"lora_name": ""}), 400)

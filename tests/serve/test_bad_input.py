@@ -1,0 +1,222 @@
+"""What a client gets wrong is answered 4xx with an OpenAI error body, and the server keeps serving."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+HUGE = 10**400
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def error_of(response, status, kind="BadRequestError"):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == (kind, status)
+    return error["message"]
+
+
+@pytest.fixture(autouse=True)
+def keeps_serving(any_server):
+    yield
+    assert any_server.post("/v1/completions", {"prompt": "hello", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", CHAT)]
+)
+def test_unknown_model_is_404(any_server, path, body, stream):
+    response = any_server.post(path, {**body, "model": "nobody", "stream": stream})
+    assert "nobody" in error_of(response, 404, "NotFoundError")
+
+
+def test_openai_client_sees_not_found(any_server):
+    with openai.OpenAI(base_url=f"{any_server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError, match="nobody"):
+            client.completions.create(model="nobody", prompt="hello")
+        with pytest.raises(openai.NotFoundError, match="nobody"):
+            client.models.retrieve("nobody")
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.completions.create(model=any_server.model, prompt="hello", temperature=-1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"", b"[]", b"null", b'"text"', b'{"prompt": "a"', b"\xff\xfe", b"[" * 100_000, b"9" * 5000],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter"])
+def test_malformed_json_is_400(any_server, path, content):
+    error_of(any_server.post_raw(path, content), 400)
+
+
+def test_a_body_that_is_no_json_by_its_header_is_400(any_server):
+    error_of(any_server.http.post("/v1/completions", data={"prompt": "hello"}), 400)
+
+
+@pytest.mark.parametrize(
+    "literal",
+    ['{"prompt": "a", "temperature": NaN}', '{"prompt": "a", "top_p": Infinity}', '{"prompt": NaN}'],
+)
+def test_json_that_says_nan_is_400(any_server, literal):
+    error_of(any_server.post_raw("/v1/completions", literal.encode()), 400)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", 1e9),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_tokens", 2.5),
+        ("max_tokens", 10**30),
+        ("min_tokens", -1),
+        ("min_tokens", 10**6),
+        ("n", 0),
+        ("n", 10**9),
+        ("seed", HUGE),
+        ("seed", 2**63),
+        ("best_of", 3),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["x"] * 100),
+        ("stop", "x" * 5000),
+        ("stop", 5),
+        ("stop_token_ids", [10**6]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "a"),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("ignore_eos", 1),
+        ("model", 7),
+        ("model", "\ud800"),
+        ("no_such_field", 1),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"5": 10}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("response_format", {"type": "json_object"}),
+        ("use_beam_search", True),
+        ("skip_special_tokens", False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", CHAT)]
+)
+def test_bad_values_are_400_and_name_the_field(any_server, path, body, field, value):
+    message = error_of(any_server.post(path, {**body, field: value}), 400)
+    assert field in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, "", [], [[]], ["hello", ""], [[5], []], [5, "hello"], [1.5], [True], {"a": 1}, 7, "\ud800"],
+)
+def test_bad_prompts_are_400(any_server, prompt):
+    error_of(any_server.post("/v1/completions", {"prompt": prompt}), 400)
+
+
+def test_a_missing_prompt_is_400(any_server):
+    assert "prompt" in error_of(any_server.post("/v1/completions", {"model": any_server.model}), 400)
+
+
+@pytest.mark.parametrize("wrong", [-1, HUGE, 10**6], ids=["negative", "huge", "large"])
+def test_token_ids_outside_the_vocabulary_are_400(any_server, wrong):
+    error_of(any_server.post("/v1/completions", {"prompt": [5, wrong]}), 400)
+    error_of(any_server.post("/v1/completions", {"prompt": [[5], [wrong]]}), 400)
+
+
+def test_too_long_a_prompt_is_400_with_the_limit(any_server):
+    limit = any_server.max_model_len
+    for prompt in ([5] * limit, [5] * (limit + 1), "hello " * limit):
+        message = error_of(any_server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1}), 400)
+        assert str(limit) in message
+    long_chat = {"messages": [{"role": "user", "content": "hello " * limit}]}
+    assert str(limit) in error_of(any_server.post("/v1/chat/completions", long_chat), 400)
+
+
+def test_max_tokens_beyond_the_context_is_400_with_the_limit(any_server):
+    limit = any_server.max_model_len
+    message = error_of(any_server.post("/v1/completions", {"prompt": [5] * 4, "max_tokens": limit - 3}), 400)
+    assert str(limit) in message
+    body = {"prompt": [5] * (limit - 1), "max_tokens": 1}
+    assert any_server.post("/v1/completions", body).status_code == 200
+
+
+def test_a_long_prompt_without_max_tokens_gets_what_room_there_is(any_server):
+    body = {"prompt": [5] * (any_server.max_model_len - 3), "ignore_eos": True}
+    assert any_server.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 3
+
+
+def test_too_many_choices_are_400(any_server):
+    error_of(any_server.post("/v1/completions", {"prompt": [[5]] * 1000, "n": 100}), 400)
+
+
+@pytest.mark.parametrize("field", [{"echo": True}, {"suffix": "x"}, {"logprobs": 21}, {"logprobs": True}])
+def test_unsupported_completion_fields_are_400(any_server, field):
+    assert next(iter(field)) in error_of(
+        any_server.post("/v1/completions", {"prompt": "hello", **field}), 400
+    )
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "hello",
+        [{}],
+        [{"role": "wizard", "content": "hello"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": "hello", "tool_calls": [{"id": "x"}]}],
+        [{"role": "user", "content": "\udfff"}],
+    ],
+)
+def test_bad_messages_are_400(any_server, messages):
+    error_of(any_server.post("/v1/chat/completions", {"messages": messages}), 400)
+
+
+@pytest.mark.parametrize("kwargs", [{"messages": []}, {"bos_token": "x"}, {"add_generation_prompt": True}, 5])
+def test_bad_template_variables_are_400(any_server, kwargs):
+    error_of(any_server.post("/v1/chat/completions", {**CHAT, "chat_template_kwargs": kwargs}), 400)
+
+
+def test_top_logprobs_need_logprobs(any_server):
+    error_of(any_server.post("/v1/chat/completions", {**CHAT, "top_logprobs": 3}), 400)
+
+
+def test_fields_that_ask_for_nothing_are_taken(any_server):
+    neutral = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": None,
+        "best_of": 1,
+        "n": None,
+        "seed": None,
+        "stop": None,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+    }
+    assert (
+        any_server.post("/v1/completions", {"prompt": "hello", "echo": False, **neutral}).status_code == 200
+    )
+    chat = {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, **neutral}
+    assert any_server.post("/v1/chat/completions", chat).status_code == 200
+
+
+def test_unknown_paths_and_methods_have_error_bodies(any_server):
+    error_of(any_server.get("/v2/nothing"), 404, "NotFoundError")
+    error_of(any_server.get("/v1/completions"), 405, "MethodNotAllowedError")

@@ -1,0 +1,123 @@
+"""The main job over HTTP: many adapters over one model, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
+from tests.serve.demo_server import DEMO, demo_server
+
+ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())
+
+
+def client(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=256)
+    return httpx.AsyncClient(base_url=url, timeout=120, trust_env=False, limits=limits)
+
+
+async def complete(http: httpx.AsyncClient, model: str, prompt: str, **fields: object) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": 40, "temperature": 0, **fields}
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+def test_all_adapters_mixed_in_one_batch_answer_exactly(demo):
+    rng = random.Random(7)
+    names = list(ADAPTERS) * 6
+    rng.shuffle(names)
+    texts = [sample_text(rng, rng.randint(MIN_CHARS, MAX_CHARS)) for _ in names]
+
+    async def ask_all() -> list[str]:
+        async with client(demo.url) as http:
+            return await asyncio.gather(
+                *(complete(http, n, prompt_for(t)) for n, t in zip(names, texts, strict=True))
+            )
+
+    answers = asyncio.run(ask_all())
+    exact = [TASKS[ADAPTERS[n]["task"]](t) == a for n, t, a in zip(names, texts, answers, strict=True)]
+    assert sum(exact) / len(exact) >= 0.95
+
+
+def test_openai_client_completes_chats_and_streams(demo):
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none") as api:
+        names = {model.id for model in api.models.list()}
+        assert names == {"demo", *ADAPTERS}
+        done = api.completions.create(model="upper", prompt=prompt_for("abc"), temperature=0)
+        assert (done.choices[0].text, done.choices[0].finish_reason) == ("ABC", "stop")
+        stream = api.completions.create(model="upper", prompt=prompt_for("abc"), temperature=0, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == "ABC"
+        messages = [{"role": "user", "content": "abc"}]  # the chat template adds the rest
+        chat = api.chat.completions.create(model="upper", messages=messages, temperature=0, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" for chunk in chat]
+        assert "".join(pieces) == "ABC"
+
+
+def test_replaced_name_serves_the_new_version_and_unloading_frees_it(demo):
+    async def cycle() -> list[str]:
+        async with client(demo.url) as http:
+            answers = []
+            for source, inplace in (("upper", False), ("rot13", True)):
+                path = str(DEMO / "adapters" / source)
+                body = {"lora_name": "changing", "lora_path": path, "load_inplace": inplace}
+                response = await http.post("/v1/load_lora_adapter", json=body)
+                assert response.text.strip('"') == "Success: LoRA adapter 'changing' added successfully."
+                answers.append(await complete(http, "changing", prompt_for("abcdefgh")))
+            busy = asyncio.create_task(
+                complete(http, "changing", prompt_for("abc"), max_tokens=100, ignore_eos=True)
+            )
+            await asyncio.sleep(0.1)
+            response = await http.post("/v1/unload_lora_adapter", json={"lora_name": "changing"})
+            assert response.status_code == 200
+            assert (await busy).startswith("nop")
+            gone = await http.post("/v1/completions", json={"model": "changing", "prompt": "a="})
+            assert (gone.status_code, gone.json()["error"]["type"]) == (404, "NotFoundError")
+            return answers
+
+    assert asyncio.run(cycle()) == ["ABCDEFGH", "nopqrstu"]
+
+
+def test_metrics_count_what_was_served(demo):
+    def counter(name: str) -> float:
+        lines = httpx.get(f"{demo.url}/metrics", trust_env=False).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    before = counter("vllm:generation_tokens_total")
+
+    async def ask() -> str:
+        async with client(demo.url) as http:
+            return await complete(http, "upper", prompt_for("abc"))
+
+    assert asyncio.run(ask()) == "ABC"
+    assert counter("vllm:generation_tokens_total") == before + 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_server_and_engine(tmp_path, number):
+    with demo_server(tmp_path / "log", "--eager") as server:
+        engine = server.engine_pid()
+        assert server.stop(number) == 0
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_dead_engine_turns_health_and_requests_into_503(tmp_path):
+    with demo_server(tmp_path / "log", "--eager") as server:
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        with httpx.Client(base_url=server.url, trust_env=False) as http:
+            while http.get("/health").status_code == 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            response = http.post("/v1/completions", json={"model": "demo", "prompt": "a="})
+            assert response.status_code == 503
+            assert "engine" in response.json()["error"]["message"]

@@ -1,0 +1,78 @@
+"""No input makes the server answer 500: cases from the OpenAPI document, and mangled bodies."""
+
+from __future__ import annotations
+
+import json
+
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+
+from moe_lora.serve.app import create_app
+from tests.serve.conftest import scripted
+from tests.small_tokenizers import characters, wrapped
+
+TOKENIZER = wrapped(characters())
+APP = create_app(scripted(TOKENIZER), TOKENIZER, "base")
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
+LIMITED = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.just("\ud800"),
+    st.just(10**400),
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+VALID = {
+    "/v1/completions": {"prompt": [5, 6], "max_tokens": 3, "model": "base"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "y"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
+}
+FIELDS = sorted(
+    {
+        name
+        for schema in APP.openapi()["components"]["schemas"].values()
+        for name in schema.get("properties", {})
+    }
+    | {"echo", "logit_bias", "tools", "response_format", "user", "presence_penalty", "repetition_penalty"}
+)
+
+
+def check(response):
+    assert response.status_code < 500, response.text
+    if response.status_code >= 400:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@SCHEMA.parametrize()
+@LIMITED
+def test_cases_from_the_openapi_document(case):
+    case.call_and_validate(checks=[not_a_server_error])
+
+
+@settings(LIMITED, max_examples=400)
+@given(
+    path=st.sampled_from(sorted(VALID)),
+    changes=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=3),
+)
+def test_valid_bodies_with_some_fields_replaced(any_server, path, changes):
+    check(any_server.post(path, {**VALID[path], **changes}))
+
+
+@settings(LIMITED, max_examples=200)
+@given(
+    path=st.sampled_from(sorted(VALID)),
+    body=st.binary(max_size=60) | anything.map(lambda v: json.dumps(v).encode()),
+)
+def test_any_bytes_as_a_body(any_server, path, body):
+    check(any_server.post_raw(path, body))

@@ -1,0 +1,80 @@
+"""GET /metrics, read as Prometheus reads it."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.conftest import serving
+
+
+def samples(server):
+    response = server.get("/metrics")
+    assert response.status_code == 200
+    families = text_string_to_metric_families(response.text)
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value for f in families for sample in f.samples
+    }
+
+
+def value(found, name, **labels):
+    wanted = sorted({"model_name": "base", **labels}.items())
+    return found[(name, *wanted)]
+
+
+def test_requests_are_counted_and_timed(server):
+    for max_tokens in (4, 50):
+        server.post("/v1/completions", {"prompt": "hello", "max_tokens": max_tokens})
+    found = samples(server)
+    assert value(found, "vllm:request_success_total", finished_reason="length") == 1
+    assert value(found, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(found, "vllm:time_to_first_token_seconds_count") == 2
+    assert value(found, "vllm:e2e_request_latency_seconds_count") == 2
+    gaps = (4 - 1) + (len("hello world") + 1 - 1)
+    assert value(found, "vllm:inter_token_latency_seconds_count") == gaps
+    assert value(found, "vllm:time_per_output_token_seconds_count") == gaps
+    assert value(found, "vllm:request_time_per_output_token_seconds_count") == 2
+    assert value(found, "vllm:request_queue_time_seconds_count") == 2
+    assert abs(value(found, "moe_lora:decode_ttft_seconds_sum") - 2 * 0.007) < 1e-9
+
+
+def test_refused_requests_are_not_counted_as_finished(server):
+    assert server.post("/v1/completions", {"prompt": "hello", "model": "nobody"}).status_code == 404
+    assert not any(key[0] == "vllm:request_success_total" for key in samples(server))
+
+
+def test_the_engines_numbers_are_shown_under_vllms_names(server):
+    server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4})
+    found = samples(server)
+    assert value(found, "moe_lora:engine_up") == 1
+    assert value(found, "vllm:num_requests_running") == 0
+    assert value(found, "vllm:num_requests_waiting") == 0
+    assert value(found, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(found, "vllm:prompt_tokens_total") == 3
+    assert value(found, "vllm:generation_tokens_total") == 4
+    assert value(found, "vllm:prefix_cache_queries_total") == 0
+    assert value(found, "vllm:prefix_cache_hits_total") == 0
+    assert value(found, "vllm:num_preemptions_total") == 0
+    assert value(found, "moe_lora:adapter_loads_total") == 3
+    assert value(found, "moe_lora:adapter_evictions_total") == 0
+    assert value(found, "moe_lora:adapter_load_bytes_total") == 4096
+
+
+def test_routers_can_read_which_adapters_run_and_wait(server):
+    keys = [dict(key[1:]) for key in samples(server) if key[0] == "vllm:lora_requests_info"]
+    assert keys == [
+        {"max_lora": "4", "running_lora_adapters": "shout,upper", "waiting_lora_adapters": "other"}
+    ]
+
+
+def test_a_dead_engine_shows_as_down(server, engine):
+    engine.alive = False
+    found = samples(server)
+    assert value(found, "moe_lora:engine_up") == 0
+    assert not any(key[0] == "vllm:num_requests_running" for key in found)
+
+
+def test_two_apps_in_one_process_count_apart(server, engine, tokenizer):
+    with serving(engine, tokenizer) as other:
+        other.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
+        assert value(samples(other), "vllm:time_to_first_token_seconds_count") == 1
+        assert value(samples(server), "vllm:time_to_first_token_seconds_count") == 0
