@@ -77,11 +77,21 @@ def _line(record: dict[str, Any]) -> str:
 @click.option("--tiny", "plan", flag_value="tiny", help="A tiny model, seconds: does it run at all?")
 @click.option("--full", "plan", flag_value="full", default=True, hidden=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Only this dtype.")
+@click.option("--num-requests", type=int, multiple=True, help="Only this concurrency; repeatable.")
 @click.option("--num-threads", type=int, default=os.cpu_count(), show_default="all cores")
-def main(out: Path, plot: Path | None, plan: str, dtype: str | None, num_threads: int) -> None:
+def main(
+    out: Path,
+    plot: Path | None,
+    plan: str,
+    dtype: str | None,
+    num_requests: tuple[int, ...],
+    num_threads: int,
+) -> None:
     """Measure decode speed; --out is replaced."""
     out.unlink(missing_ok=True)
     chosen = PLANS[plan] if dtype is None else replace(PLANS[plan], dtypes=(dtype,))
+    if num_requests:
+        chosen = replace(chosen, num_requests=num_requests)
     run(chosen, out, num_threads)
     records = read_results(out)
     click.echo(goals_table(goals(records, chosen.headline)))

@@ -55,8 +55,9 @@ def _base_goals(dtype: str, cells: dict[tuple[str, int, int], Any]) -> Iterator[
 def _lora_goals(
     dtype: str, cells: dict[tuple[str, int, int], Any], headline: tuple[int, int]
 ) -> Iterator[Goal]:
-    at = f"{headline[0]} requests, {headline[1]} adapters"
-    engine, attention = cells[("engine", *headline)], cells[("engine attention", *headline)]
+    requests, adapters = headline
+    at = f"{requests} requests, {adapters} adapters"
+    engine, attention = cells["engine", requests, adapters], cells["engine attention", requests, adapters]
     overhead = 1 / engine["speedup_over"]["engine base"]["median"] - 1
     base_overhead_limit = max(0.25, 1.4 * engine["adapter_share"])
     values = (

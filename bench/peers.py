@@ -52,7 +52,8 @@ class Decoder:
         self._arguments = model_arguments
         self._cache: Any = DynamicCache()
         self._first = self._forward(torch.tensor(prompts))
-        self._prefilled = [(layer.keys, layer.values) for layer in self._cache.layers]
+        layers: list[Any] = self._cache.layers
+        self._prefilled = [(layer.keys, layer.values) for layer in layers]
 
     def decode(self, num_steps: int) -> float:
         """Seconds of `num_steps` steps."""
