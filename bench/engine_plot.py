@@ -12,6 +12,7 @@ from moe_lora.report.plot_style import GRAY, color, label, new_figure
 
 Record = dict[str, Any]
 
+SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
 # System -> (legend, colour number, line style).
 STYLES = {
     "engine base": ("engine, base only", 5, "-"),
@@ -41,7 +42,8 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             noun = "adapter" if count == 1 else "adapters"
-            title = f"{dtype}, base" if count == 0 else f"{dtype}, up to {count} {noun}"
+            kind = SHORT_NAMES.get(dtype, dtype)
+            title = f"{kind}, base" if count == 0 else f"{kind}, {count} {noun}"
             label(
                 axis,
                 title,
