@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import queue
 import signal
 import sys
 import threading
@@ -27,6 +29,9 @@ def main(connection: Connection) -> None:
             except OSError:
                 logging.getLogger(__name__).info("the client is gone")
 
+    inbox: queue.SimpleQueue[Command | Callable[[], None]] = queue.SimpleQueue()
+    ready = threading.Event()
+    threading.Thread(target=_read, args=(connection, inbox.put, ready), daemon=True).start()
     try:
         from .build import build_engine
         from .loop import EngineLoop
@@ -35,18 +40,22 @@ def main(connection: Connection) -> None:
     except Exception as error:
         emit(Reply(START_CALL_ID, error=error))
         return
+    loop.inbox = inbox
+    ready.set()
     emit(Reply(START_CALL_ID))
-    threading.Thread(target=_read, args=(connection, loop.inbox.put), daemon=True).start()
     loop.run()
 
 
-def _read(connection: Connection, put: Callable[[Command], None]) -> None:
+def _read(connection: Connection, put: Callable[[Command], None], ready: threading.Event) -> None:
+    """Hand commands on until the client leaves; if it leaves while the engine is being built, end at once."""
     command: Command
     while True:
         try:
             command = connection.recv()
         except (EOFError, OSError):
             command = Stop()
+        if isinstance(command, Stop) and not ready.is_set():
+            os._exit(0)  # compiling can't be interrupted otherwise, and nobody waits for its result
         put(command)
         if isinstance(command, Stop):
             return
