@@ -14,12 +14,13 @@ def serve(config: EngineConfig, *, host: str, port: int, served_model_name: str 
     """
     from moe_lora.engine.process import ProcessClient
     from moe_lora.engine.text import load_tokenizer
-    from moe_lora.serve.server import run_server
+    from moe_lora.serve.server import bind, run_server
 
     tokenizer = load_tokenizer(config.model_dir)
-    client = ProcessClient(config)
-    try:
-        name = served_model_name or Path(config.model_dir).resolve().name
-        run_server(client, tokenizer, name, host=host, port=port)
-    finally:
-        client.shut_down()
+    with bind(host, port) as sock:
+        client = ProcessClient(config)
+        try:
+            name = served_model_name or Path(config.model_dir).resolve().name
+            run_server(client, tokenizer, name, sock=sock)
+        finally:
+            client.shut_down()

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import uvicorn
 
+from moe_lora.core.errors import ConfigError
 from moe_lora.engine.client import EngineClient
 
 from .app import create_app
@@ -50,25 +52,45 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds the address before the engine starts, which takes long; port 0 takes a free one.
+
+    It refuses connections until the server listens.  Raises ConfigError if the address can't be had.
+    """
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = min(places, key=lambda place: place[0] != socket.AF_INET)
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"can't listen at host={host} port={port}: {reason}; choose another (port 0 takes a free one)"
+        ) from error
+    return sock
+
+
 async def serve_forever(
     client: EngineClient,
     tokenizer: Tokenizer | None,
     model_name: str,
     *,
-    host: str,
-    port: int,
+    sock: socket.socket,
     drain_s: float = DRAIN_S,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then abort it).
 
-    port 0 takes a free one; on_ready gets the URL once the server accepts connections.  The client stays
-    open.  Raises SystemExit if the address can't be bound.
+    sock: from `bind`; closed at the end.  on_ready gets the URL once the server accepts connections.  The
+    client stays open.
     """
     config = uvicorn.Config(
         create_app(client, tokenizer, model_name),
-        host=host,
-        port=port,
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -88,7 +110,7 @@ async def serve_forever(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.stop)
     try:
-        await server.serve()
+        await server.serve(sockets=[sock])
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -99,12 +121,9 @@ def run_server(
     tokenizer: Tokenizer | None,
     model_name: str,
     *,
-    host: str,
-    port: int,
+    sock: socket.socket,
     drain_s: float = DRAIN_S,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """`serve_forever` in an event loop of its own."""
-    asyncio.run(
-        serve_forever(client, tokenizer, model_name, host=host, port=port, drain_s=drain_s, on_ready=on_ready)
-    )
+    asyncio.run(serve_forever(client, tokenizer, model_name, sock=sock, drain_s=drain_s, on_ready=on_ready))

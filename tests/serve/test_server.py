@@ -10,16 +10,19 @@ import textwrap
 import httpx
 import pytest
 
+from moe_lora.core.errors import ConfigError
+from moe_lora.serve.server import bind
+
 PROGRAM = """
     import logging
-    from moe_lora.serve.server import run_server
+    from moe_lora.serve.server import bind, run_server
     from tests.serve.conftest import scripted
     from tests.small_tokenizers import characters, wrapped
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     tokenizer = wrapped(characters())
     engine = scripted(tokenizer, step_s=STEP_S)
-    run_server(engine, tokenizer, "base", host="127.0.0.1", port=0, drain_s=1)
+    run_server(engine, tokenizer, "base", sock=bind("127.0.0.1", 0), drain_s=1)
     print("aborted", len(engine.aborted), flush=True)
 """
 LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 100, "stream": True}
@@ -67,18 +70,17 @@ def test_what_runs_after_the_drain_is_aborted():
     assert output.endswith("aborted 1\n")
 
 
-def test_a_port_in_use_is_an_exit_with_an_error():
-    process, url = start(step_s=0)
-    try:
-        program = (
-            textwrap.dedent(PROGRAM).replace("STEP_S", "0").replace("port=0", f"port={url.split(':')[-1]}")
-        )
-        second = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    finally:
-        process.kill()
-        process.communicate()
-    assert second.returncode != 0
-    assert "in use" in second.stderr
+def test_a_port_in_use_is_refused_before_an_engine_starts():
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port={port}: .*in use; choose another"):
+            bind("127.0.0.1", port)
+
+
+def test_a_host_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"host=no\.such\.host\.invalid port=80"):
+        bind("no.such.host.invalid", 80)
 
 
 def test_the_front_end_imports_no_torch():
