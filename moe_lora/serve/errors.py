@@ -38,6 +38,16 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (ValueError, 400),
 )
 MAX_REPORTED_PROBLEMS = 3
+WRONG_TYPE = frozenset(
+    {"bool_type", "dict_type", "float_type", "int_type", "list_type", "model_attributes_type", "model_type"}
+    | {"missing", "string_type"}
+)
+FORMS = {
+    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "a text or a list of texts",
+    "messages": "role and content, the content a text or a list of parts {type: text, text: ...}",
+}
+"""What fields that may have several forms accept."""
 
 
 class ApiError(Exception):
@@ -82,17 +92,55 @@ def to_api_error(error: Exception) -> ApiError:
 
 def describe_validation(error: RequestValidationError) -> ApiError:
     """One line for the first few problems, without the values given, which may be huge or no text."""
-    problems = []
+    lines: dict[str, None] = {}
     param = None
+    for field, problems in _by_field(error).items():
+        kinds = {problem["type"] for problem in problems}
+        if "json_invalid" in kinds:
+            return bad_request(f"the body is not valid JSON: {problems[0].get('ctx', {}).get('error', '')}")
+        if not field and kinds & WRONG_TYPE:
+            return bad_request("the body must be a JSON object, sent with Content-Type: application/json")
+        param = param or field or getattr(_cause(problems[0]), "param", None)
+        lines.update(dict.fromkeys(_lines(field, problems)))
+    shown = list(lines)
+    if len(shown) > MAX_REPORTED_PROBLEMS:
+        shown[MAX_REPORTED_PROBLEMS:] = [f"and {len(shown) - MAX_REPORTED_PROBLEMS} more problems"]
+    return bad_request("; ".join(shown), param)
+
+
+def _by_field(error: RequestValidationError) -> dict[str, list[dict[str, Any]]]:
+    """The problems of each field of the body; "" for those of the body itself."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for problem in error.errors():
-        path = [str(part) for part in problem["loc"] if part != "body"]
-        if problem["type"] == "json_invalid":
-            return bad_request(f"the body is not valid JSON: {problem.get('ctx', {}).get('error', '')}")
-        param = param or (path[0] if path else None)
-        problems.append(f"{'.'.join(path) or 'body'}: {problem['msg']}")
-    if len(problems) > MAX_REPORTED_PROBLEMS:
-        problems[MAX_REPORTED_PROBLEMS:] = [f"and {len(problems) - MAX_REPORTED_PROBLEMS} more problems"]
-    return bad_request("; ".join(problems), param)
+        place = [part for part in problem["loc"] if part != "body"]
+        found.setdefault(str(place[0]) if place else "", []).append(problem)
+    return found
+
+
+def _lines(field: str, problems: list[dict[str, Any]]) -> list[str]:
+    """One line per problem.  A field of several forms was held against each: only what is not about the
+    form matters, or else the list of forms."""
+    if not any(_names_form(part) for problem in problems for part in problem["loc"]):
+        return [_line(problem) for problem in problems]
+    telling = [problem for problem in problems if problem["type"] not in WRONG_TYPE]
+    return [_line(problem) for problem in telling] or [f"{field}: allowed are {FORMS[field]}"]
+
+
+def _line(problem: dict[str, Any]) -> str:
+    place = ".".join(str(part) for part in problem["loc"] if part != "body" and not _names_form(part))
+    what = str(_cause(problem) or problem["msg"])
+    return f"{place}: {what}" if place else what
+
+
+def _names_form(part: str | int) -> bool:
+    """Whether a part of a problem's place is pydantic's name of a union's branch."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "int"))
+
+
+def _cause(problem: dict[str, Any]) -> Exception | None:
+    """The ValueError that one of our own checks raised."""
+    cause = problem.get("ctx", {}).get("error")
+    return cause if isinstance(cause, Exception) else None
 
 
 def respond(error: ApiError, headers: dict[str, str] | None = None) -> JsonResponse:

@@ -6,6 +6,7 @@ asks for nothing.  Fields that never change the result are dropped.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -76,6 +77,15 @@ NEUTRAL_IN_MESSAGE = dict.fromkeys(
 )
 
 
+class UnsupportedFieldError(ValueError):
+    """A field that asks for what this server can't do.  param: its name."""
+
+    def __init__(self, name: str, neutral: tuple[Any, ...]) -> None:
+        choices = ", ".join(dict.fromkeys(json.dumps(allowed) for allowed in neutral))
+        super().__init__(f"{name} is not supported; leave it out (accepted values: {choices})")
+        self.param = name
+
+
 def drop_neutral(data: Any, ignored: frozenset[str], neutral: Mapping[str, tuple[Any, ...]]) -> Any:
     """`data` without fields that ask for nothing.  Raises ValueError for those that ask for something."""
     if not isinstance(data, dict):
@@ -84,8 +94,7 @@ def drop_neutral(data: Any, ignored: frozenset[str], neutral: Mapping[str, tuple
     for name, value in data.items():
         if name in neutral:
             if not any(_same(value, allowed) for allowed in neutral[name]):
-                choices = ", ".join(dict.fromkeys(repr(allowed) for allowed in neutral[name]))
-                raise ValueError(f"{name} is not supported; leave it out (accepted values: {choices})")
+                raise UnsupportedFieldError(name, neutral[name])
         elif name not in ignored:
             kept[name] = value
     return kept

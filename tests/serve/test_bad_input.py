@@ -220,3 +220,33 @@ def test_fields_that_ask_for_nothing_are_taken(any_server):
 def test_unknown_paths_and_methods_have_error_bodies(any_server):
     error_of(any_server.get("/v2/nothing"), 404, "NotFoundError")
     error_of(any_server.get("/v1/completions"), 405, "MethodNotAllowedError")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt", "prompt: allowed are a text, a list of texts"),
+        ("/v1/completions", {"prompt": "\ud800"}, "prompt", "prompt: half a surrogate pair"),
+        ("/v1/completions", {"prompt": "a", "stop": [1]}, "stop", "stop: allowed are a text or a list"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 99}, "stop", "stop: List should have at most"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "echo is not supported; leave it out"),
+        ("/v1/completions", [], None, "the body must be a JSON object, sent with Content-Type"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages",
+            "messages: allowed",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "messages.0.content.0.type: Input should be 'text'",
+        ),
+    ],
+)
+def test_messages_name_the_field_and_what_it_takes(any_server, path, body, param, message):
+    response = any_server.post(path, body)
+    assert error_of(response, 400).startswith(message)
+    assert response.json()["error"]["param"] == param
+    assert "function-" not in response.text
