@@ -38,7 +38,7 @@ _LOAD = (
     ),
     click.option("--duration-s", type=float, help="Send what arrives before this."),
     click.option("--num-requests", type=int, help="Send at most so many."),
-    click.option("--seed", default=0, show_default=True),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
 )
 _ADAPTERS = (
     click.option("--lora-modules", multiple=True, metavar="NAMES...", help="Adapters to ask for."),
@@ -59,7 +59,7 @@ _PROMPTS = (
         show_default=True,
         help="How a server is made to give the trace's output length (not where an answer is known).",
     ),
-    click.option("--temperature", default=0.0, show_default=True),
+    click.option("--temperature", default=0.0, show_default=True, help="0: greedy."),
 )
 _RESULT = (
     click.option("--slo-ttft-s", default=0.25, show_default=True),

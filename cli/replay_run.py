@@ -124,6 +124,7 @@ def replay_options(options: dict[str, Any], served: ServedModels) -> ReplayOptio
     model = options["model"] or next(iter(served.base), None)
     if model is None:
         raise ValueError(f"{options['url']} lists no base model; give --model")
+    check_served({model}, served, options["url"])
     names = ("url", "timeout_s", "max_connections", "temperature", "force_length", "vocab_size", "seed")
     return ReplayOptions(model=model, api_key=options["api_key"], **{name: options[name] for name in names})
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from moe_lora.core.request import name_problem
+
 from .errors import user_errors
 from .variadic import VariadicCommand
 
@@ -27,7 +29,9 @@ _ADAPTERS = (
 )
 _WHERE = (
     click.option("--host", default="127.0.0.1", show_default=True),
-    click.option("--port", default=8000, show_default=True, help="0 takes a free one."),
+    click.option(
+        "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one."
+    ),
     click.option("--served-model-name", help="What requests call the base model.  [default: folder name]"),
 )
 _ENGINE = (
@@ -93,18 +97,25 @@ def _named_path(text: str) -> tuple[str, str]:
     name, separator, path = text.partition("=")
     if not (separator and name and path):
         raise click.BadParameter(f"{text!r} is not NAME=PATH", param_hint="--lora-modules")
+    if problem := name_problem(name):
+        raise click.BadParameter(f"the name {name!r} {problem}", param_hint="--lora-modules")
     return name, path
 
 
 def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
     """(name, directory) of every PEFT adapter in or below the folders, sorted by name.
 
-    Raises click.BadParameter for a folder without any; EngineConfig refuses names that come twice.
+    Raises click.BadParameter for a folder without any and for unfit names; EngineConfig refuses names that
+    come twice.
     """
     found: list[tuple[str, str]] = []
     for folder in folders:
         here = [place for place, _, files in os.walk(folder) if "adapter_config.json" in files]
         if not here:
             raise click.BadParameter(f"no adapter_config.json in or below {folder}", param_hint="--lora-dir")
-        found += [(Path(place).resolve().name, place) for place in here]
+        for place in here:
+            name = Path(place).resolve().name
+            if problem := name_problem(name):
+                raise click.BadParameter(f"the folder name {name!r} {problem}", param_hint="--lora-dir")
+            found.append((name, place))
     return sorted(found)

@@ -8,6 +8,7 @@ from .errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,3 +79,5 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(f"{name}={value} must be {least} or more")
+    if value > MAX_COUNT:
+        raise ConfigError(f"{name}={value} is more than any machine holds; choose at most {MAX_COUNT}")

@@ -11,6 +11,17 @@ MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow."""
 
+MAX_ADAPTER_NAME_CHARS = 256
+
+
+def name_problem(name: str) -> str | None:
+    """What makes a name unfit for an adapter: metrics join names by commas, logs hold one a line; or None."""
+    if not name:
+        return "is empty; give the name that requests will use as model"
+    if len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable() or "," in name:
+        return f"must be at most {MAX_ADAPTER_NAME_CHARS} printable characters without commas"
+    return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:

@@ -15,6 +15,7 @@ from moe_lora.core.clock import WallClock
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import ModelInfo
+from moe_lora.core.shape import ModelShape
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.local import LocalBackend
 from moe_lora.kernels.huge_pages import advise_huge_pages
@@ -54,10 +55,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         dtype=dtype,
     )
     size = arena_size(config, shape, layout, [packed.nbytes for packed, _ in adapters], free_bytes(device))
-    arena = torch.empty(size.num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
-    advise_huge_pages(arena)
-    arena.zero_()
-    slots = SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
+    arena, slots = allocate(config, size.num_pages * layout.page_bytes, shape, device)
     clock = WallClock()
     pages = PageAllocator(size.num_pages)
     blocks = BlockManager(pages, config.block_size, size.kv_pages, prefix_caching=config.prefix_caching)
@@ -95,6 +93,23 @@ def build_engine(config: EngineConfig) -> EngineCore:
         device,
     )
     return EngineCore(info, shape, dtype, scheduler, runner, residency, blocks, clock, config.seed)
+
+
+def allocate(
+    config: EngineConfig, arena_bytes: int, shape: ModelShape, device: torch.device
+) -> tuple[torch.Tensor, SlotTable]:
+    """The arena, zeroed, and the slot table.  Raises ConfigError if the memory for them can't be had."""
+    try:
+        arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+        advise_huge_pages(arena)
+        arena.zero_()
+        return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"no memory on {device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table of "
+            f"{config.max_loras:.3g} adapters; lower kv_cache_gb={config.kv_cache_gb}, "
+            f"lora_memory_gb={config.lora_memory_gb} or max_loras={config.max_loras}"
+        ) from error
 
 
 def choose_device(name: str) -> torch.device:

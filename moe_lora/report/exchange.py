@@ -14,6 +14,7 @@ from .latency import RequestTiming
 from .records import RequestRecord
 
 FORCE_LENGTH = ("ignore-eos", "min-tokens", "off")
+MAX_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,10 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.force_length not in FORCE_LENGTH:
             raise ValueError(f"force_length={self.force_length!r}; choose one of {', '.join(FORCE_LENGTH)}")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature} is not allowed; choose 0 (greedy) to {MAX_TEMPERATURE}"
+            )
         for name in ("timeout_s", "max_connections", "vocab_size"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -7,22 +7,20 @@ import os
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
+from moe_lora.core.errors import AdapterExistsError
+from moe_lora.core.request import name_problem
+
 from .errors import ApiError, bad_request, to_api_error
 from .frontend import Frontend
 from .protocol import LoadAdapterRequest, UnloadAdapterRequest
 
-MAX_NAME_CHARS = 256
 CONFIG_FILE = "adapter_config.json"
 
 
 def check_name(name: str) -> None:
-    """Raises ApiError for names that metrics (which join names by commas) and logs can't carry."""
-    if not name:
-        raise bad_request("lora_name is empty; give the name that requests will use as model", "lora_name")
-    if len(name) > MAX_NAME_CHARS or not name.isprintable() or "," in name:
-        raise bad_request(
-            f"lora_name must be at most {MAX_NAME_CHARS} printable characters without commas", "lora_name"
-        )
+    """Raises ApiError for names that can't be served."""
+    if problem := name_problem(name):
+        raise bad_request(f"lora_name {problem}", "lora_name")
 
 
 def check_files(path: str) -> None:
@@ -50,6 +48,9 @@ def adapters_router(frontend: Frontend) -> APIRouter:
             await frontend.client.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
         except FileNotFoundError as error:
             raise ApiError(404, f"no LoRA adapter found: {error}", "lora_path") from error
+        except AdapterExistsError as error:
+            how = "unload it first, or send load_inplace=true to replace it"
+            raise bad_request(f"adapter {body.lora_name!r} is already loaded; {how}", "lora_name") from error
         except OSError as error:
             raise bad_request(f"the files in {body.lora_path!r} can't be read: {error}") from error
         except Exception as error:

@@ -4,6 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
+from moe_lora.core.errors import CapacityError, EngineDeadError
 
 
 @pytest.fixture
@@ -84,7 +85,10 @@ def test_adapters_by_name_and_by_folder(served, model_dir, tmp_path):
         (["--lora-modules", "x=p", "x=q"], "unique"),
         (["--lora-modules", "base=p"], "--served-model-name"),
         (["--lora-dir", "."], "no adapter_config.json"),
+        (["--lora-modules", "x,y=p"], "without commas"),
+        (["--port", "99999"], "0<=x<=65535"),
         (["--max-loras", "0"], "max_loras=0"),
+        (["--max-loras", "9" * 20], "choose at most"),
         (["--kv-cache-gb", "-1"], "kv_cache_gb"),
         (["--dtype", "int8"], "int8"),
     ],
@@ -96,3 +100,13 @@ def test_bad_options_are_one_line_errors(served, model_dir, tmp_path, monkeypatc
     assert reason in result.output
     assert "Traceback" not in result.output
     assert not served
+
+
+@pytest.mark.parametrize("error", [EngineDeadError("the engine ended"), CapacityError("too big")])
+def test_a_start_that_fails_is_a_one_line_error(monkeypatch, model_dir, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("moe_lora.assemble.serve", fail)
+    result = run(model_dir)
+    assert (result.exit_code, result.output) == (1, f"Error: {error}\n")
