@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .records import RowReader
+from .records import RowReader, open_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,8 @@ def read_counts(path: str | Path) -> Popularity:
     Raises ValueError naming file, line and column for a bad count, and if all counts are 0.
     """
     reader = RowReader(str(path))
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"adapter counts {path}: {error.strerror}; give a readable file") from error
+    with open_text(path, "adapter counts") as file:
+        text = file.read()
     counts: dict[str, int] = {}
     for name, value in _count_rows(text, reader):
         if name in counts:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .records import RowReader
+from .records import RowReader, open_text
 from .trace_json import estimate_tokens
 
 HASH_BLOCK_TOKENS = 512  # Mooncake: one hash id per 512-token block of the prompt
@@ -63,10 +63,8 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
     Further keys are ignored. Raises ValueError naming file, line and key.
     """
     reader = RowReader(str(path))
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise ValueError(f"prompts {path}: {error.strerror}; give a readable JSON-lines file") from error
+    with open_text(path, "prompts") as file:
+        lines = file.read().splitlines()
     rows = []
     for reader.line, line in enumerate(lines, start=1):
         if not line.strip():

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@contextmanager
+def open_text(path: str | Path, what: str) -> Iterator[TextIO]:
+    """The file, open for reading.  Raises ValueError, naming `what`, if it can't be read or is not UTF-8."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as lines:
+            yield lines
+    except OSError as error:
+        raise ValueError(f"{what} {path}: {error.strerror}; give the path of a readable file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} {path}: not UTF-8 text ({error.reason}); is it compressed?") from error
 
 
 @dataclass(frozen=True, slots=True)

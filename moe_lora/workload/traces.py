@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from .records import RowReader, Trace, TraceRequest
+from .records import RowReader, Trace, TraceRequest, open_text
 from .trace_csv import AZURE_COLUMNS, BURSTGPT_COLUMNS, iter_azure, iter_burstgpt, normalise
 from .trace_json import iter_mooncake, iter_own, iter_sharegpt
 
@@ -22,13 +22,6 @@ FORMATS: dict[str, Callable[[TextIO, RowReader], Iterator[TraceRequest]]] = {
 }
 _WITHOUT_ARRIVAL_TIMES = frozenset({"sharegpt"})
 _HEAD_CHARS = 1 << 16
-
-
-def _open(path: str | Path) -> TextIO:
-    try:
-        return open(path, encoding="utf-8-sig", newline="")
-    except OSError as error:
-        raise ValueError(f"trace {path}: {error.strerror}; give the path of a readable file") from error
 
 
 def _json_format(line: str, head: str) -> str | None:
@@ -46,7 +39,7 @@ def _json_format(line: str, head: str) -> str | None:
 
 def detect_format(path: str | Path) -> str:
     """The format's name, from the first line. Raises ValueError if it fits none."""
-    with _open(path) as lines:
+    with open_text(path, "trace") as lines:
         head = lines.read(_HEAD_CHARS)
     text = head.lstrip()
     if not text:
@@ -80,7 +73,7 @@ def iter_trace(
     if name not in FORMATS:
         raise ValueError(f"--format {name} is unknown; choose one of {', '.join(FORMATS)}")
     reader = RowReader(str(path), dropped=Counter() if dropped is None else dropped)
-    with _open(path) as lines:
+    with open_text(path, "trace") as lines:
         first_s = last_s = None
         for request in FORMATS[name](lines, reader):
             first_s = request.arrival_s if first_s is None else first_s

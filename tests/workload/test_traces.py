@@ -183,6 +183,13 @@ def test_missing_file_and_unknown_format_are_refused(tmp_path: Path) -> None:
         read_trace(write(tmp_path, AZURE), "vllm")
 
 
+@pytest.mark.parametrize("format", [None, "azure"])
+def test_compressed_trace_is_refused_by_its_name(tmp_path: Path, format: str | None) -> None:
+    (tmp_path / "t.csv").write_bytes(b"\x1f\x8b\x08\xff\xfe")
+    with pytest.raises(ValueError, match=r"t\.csv: not UTF-8 text"):
+        read_trace(tmp_path / "t.csv", format)
+
+
 def test_wrong_format_names_the_missing_column(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no column 'Request tokens'"):
         read_trace(write(tmp_path, AZURE), "burstgpt")
