@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from moe_lora.core.shape import Site
 
+from moe_lora.core.shape import Site
 from moe_lora.kernels import cpu, reference
 from moe_lora.kernels.step import SlotTable
 

@@ -52,10 +52,8 @@ def main() -> None:
             info = llm.publish_adapter(NAME, adapter_tensors(factors, plan), peft_config(plan))
             publish_ms = (time.perf_counter() - started) * 1e3
             exact = share_exact(llm, plan.task, options.questions, seed=epoch)
-            print(
-                f"{epoch:5} {loss:8.4f} {info.version:8} {publish_ms:6.0f} ms {traffic.num_answered:19} {exact:7.0%}",
-                flush=True,
-            )
+            row = f"{epoch:5} {loss:8.4f} {info.version:8} {publish_ms:6.0f} ms"
+            print(f"{row} {traffic.num_answered:19} {exact:7.0%}", flush=True)
 
 
 def epochs(plan: AdapterPlan, num_epochs: int):

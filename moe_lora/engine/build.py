@@ -16,6 +16,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import ModelInfo
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.local import LocalBackend
+from moe_lora.kernels.huge_pages import advise_huge_pages
 from moe_lora.kernels.step import KvLayout, SlotTable
 from moe_lora.models.families import load_model, read_config
 
@@ -53,7 +54,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
         dtype=dtype,
     )
     size = arena_size(config, shape, layout, [packed.nbytes for packed, _ in adapters], free_bytes(device))
-    arena = torch.zeros(size.num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
+    arena = torch.empty(size.num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
+    advise_huge_pages(arena)
+    arena.zero_()
     slots = SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
     clock = WallClock()
     pages = PageAllocator(size.num_pages)

@@ -61,7 +61,10 @@ class _Answer:
         self._cached = output.num_cached_tokens
         delta = TextDelta("", len(output.token_ids))
         if self._stream is not None:
-            delta = self._stream.push(output.token_ids)
+            ended = output.finish_reason == "stop"
+            delta = self._stream.push(output.token_ids[:-1] if ended else output.token_ids)
+            if ended and not delta.stopped:
+                delta = TextDelta(delta.text, len(output.token_ids))
         self._tokens += output.token_ids[: delta.num_tokens]
         self._logprobs += (output.logprobs or ())[: delta.num_tokens]
         text = delta.text

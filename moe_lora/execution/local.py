@@ -23,15 +23,20 @@ class LocalBackend:
         self._tickets = itertools.count(1)
         self._pending: dict[int, tuple[int, int, torch.Tensor | None, torch.Tensor]] = {}
         self._step: StepTables | None = None
+        self._site_ranks: list[int] = []
+        self._slot_site_ranks: dict[int, tuple[tuple[int, ...], list[int]]] = {}
 
     def begin_step(self, step: StepTables) -> None:
         assert not self._pending, "a ticket of the last step was never redeemed"
         self._step = step
+        live = set(step.row_slot.tolist()) - {-1} if step.has_adapters else ()
+        ranks = [self._ranks_by_site(slot) for slot in live]
+        self._site_ranks = [max(site) for site in zip(*ranks, strict=True)] or [0] * len(self._sites)
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
         step = self._step
         assert step is not None, "begin_step comes first"
-        if not step.has_adapters:
+        if not self._site_ranks[site]:
             return _NO_DELTA
         ticket = next(self._tickets)
         started = self._shrink(layer, site, x, ids, step.row_slot)
@@ -58,7 +63,19 @@ class LocalBackend:
         if not x.is_cpu:
             return reference.lora_delta(*operands)
         num_rows = x.shape[0] if ids is None else ids.numel()
-        max_lora_rank = max(self._slots.max_lora_ranks)
-        workspace = torch.empty(cpu.lora_workspace_floats(num_rows, self._sites[site], max_lora_rank))
+        floats = cpu.lora_workspace_floats(num_rows, self._sites[site], self._site_ranks[site])
+        workspace = torch.empty(floats)
         cpu.lora_shrink(*operands, workspace)
         return workspace
+
+    def _ranks_by_site(self, slot: int) -> list[int]:
+        """The largest rank that the slot's adapter has at each site; 0 where it has none."""
+        ranks = self._slots.max_lora_ranks[slot]
+        known = self._slot_site_ranks.get(slot)
+        if known is None or known[0] is not ranks:
+            by_site = [
+                max(ranks[site.entry_base : site.entry_base + site.num_entries], default=0)
+                for site in self._sites
+            ]
+            known = self._slot_site_ranks[slot] = (ranks, by_site)
+        return known[1]

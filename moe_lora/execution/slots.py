@@ -25,7 +25,8 @@ def write_slot(
     """
     # Ranks go last and are zero until then: no row of the table points at bytes that are not there yet.
     slots.clear(slot)
-    slots.max_lora_ranks[slot] = packed.max_lora_rank
+    ranks = torch.stack([layer.table[:, 2] for layer in packed.layers])
+    slots.max_lora_ranks[slot] = tuple(ranks.amax(0).tolist())
     for number, (layer, offset) in enumerate(zip(packed.layers, layer_offsets_bytes, strict=True)):
         assert offset % MATRIX_ALIGN_BYTES == 0
         assert offset + layer.nbytes <= arena.numel()

@@ -43,7 +43,8 @@ class SlotTable:
 
     a_offset, b_offset: [N, L, X] int64, bytes from the start of the arena (A: `lora_rank` rows of d_in,
     B transposed: `lora_rank` rows of d_out, in the model's dtype).  lora_rank: [N, L, X] int32, 0 = no delta.
-    scale: [N, L, X] fp32.  All on the arena's device.  max_lora_ranks: each slot's largest rank, on the host.
+    scale: [N, L, X] fp32.  All on the arena's device.  max_lora_ranks: per slot, the largest rank
+    of each entry over the layers (empty = no adapter), on the host.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_entries: int, device: torch.device) -> None:
@@ -52,7 +53,7 @@ class SlotTable:
         self.b_offset = torch.zeros(shape, dtype=torch.int64, device=device)
         self.lora_rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.max_lora_ranks = [0] * num_slots
+        self.max_lora_ranks: list[tuple[int, ...]] = [()] * num_slots
 
     @property
     def num_slots(self) -> int:
@@ -61,7 +62,7 @@ class SlotTable:
     def clear(self, slot: int) -> None:
         """Make `slot` mean "no delta anywhere"."""
         self.lora_rank[slot].zero_()
-        self.max_lora_ranks[slot] = 0
+        self.max_lora_ranks[slot] = ()
 
 
 @dataclass(kw_only=True)

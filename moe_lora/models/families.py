@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.kernels.huge_pages import advise_huge_pages
 
 from .causal_lm import CausalLM
 from .loader import Checkpoint, WeightMap, fill
@@ -50,6 +51,8 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Ca
     with torch.device("meta"):
         model = CausalLM(spec).to(dtype)
     model = model.to_empty(device=device)
+    for weight in model.parameters():
+        advise_huge_pages(weight)
     frequencies = torch.tensor(spec.rope.inverse_frequencies, dtype=torch.float32, device=device)
     model.register_buffer("inverse_frequencies", frequencies, persistent=False)
     if spec.tie_word_embeddings:

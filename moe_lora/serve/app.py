@@ -31,7 +31,10 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, model_name: st
     frontend = Frontend(
         client=client, tokenizer=tokenizer, model_name=model_name, metrics=Metrics(model_name)
     )
+    # FastAPI's pages at /docs and /redoc load scripts from elsewhere, which a server without a network can't.
     app = FastAPI(
+        docs_url=None,
+        redoc_url=None,
         title="moe_lora",
         version=moe_lora.__version__,
         description="Many LoRA adapters over one model, through the OpenAI interface.",

@@ -151,3 +151,11 @@ def test_sampling_mixes_with_greedy_requests(llm):
 def test_stop_token_outside_the_vocabulary_is_refused(llm):
     with pytest.raises(ValueError, match="stop_token_ids has token id 999"):
         llm.generate(prompt_for("abc"), "upper", SamplingParams(stop_token_ids=(999,)))
+
+
+def test_stop_token_ends_the_answer_and_stays_out_of_its_text(llm):
+    [c] = llm.tokenizer.encode("C", add_special_tokens=False)
+    sampling = SamplingParams(temperature=0.0, stop_token_ids=(c,))
+    [completion] = llm.generate(prompt_for("abcd"), "upper", sampling)
+    assert (completion.text, completion.finish_reason) == ("AB", "stop")
+    assert completion.token_ids[-1] == c

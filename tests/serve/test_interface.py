@@ -5,6 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
+from tests.serve.live_server import wait_until
+
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -102,6 +104,21 @@ def test_events_are_framed_and_closed_by_done(any_server):
         events = response.read().decode().split("\n\n")
     assert all(event.startswith("data: {") for event in events[:-2])
     assert events[-2:] == ["data: [DONE]", ""]
+
+
+def test_leaving_a_stream_aborts_it_in_the_engine(any_server):
+    body = {
+        "prompt": "hello",
+        "ignore_eos": True,
+        "max_tokens": any_server.max_model_len - 20,
+        "stream": True,
+    }
+    with any_server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+    wait_until(lambda: 'finished_reason="abort"' in any_server.get("/metrics").text, "the abort is counted")
+    running = f'vllm:num_requests_running{{model_name="{any_server.model}"}} 0.0'
+    wait_until(lambda: running in any_server.get("/metrics").text, "no request runs")
 
 
 def test_health_version_and_openapi(any_server):

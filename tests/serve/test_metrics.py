@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.conftest import serving
@@ -78,3 +81,14 @@ def test_two_apps_in_one_process_count_apart(server, engine, tokenizer):
         other.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
         assert value(samples(other), "vllm:time_to_first_token_seconds_count") == 1
         assert value(samples(server), "vllm:time_to_first_token_seconds_count") == 0
+
+
+def test_the_document_names_every_metric_and_no_other(server):
+    server.post("/v1/completions", {"prompt": "hello"})
+    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    named = set(re.findall(r"`((?:vllm|moe_lora):\w+)`", page))
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    exported = {
+        f.name + ("_total" if f.type == "counter" else "") for f in families if "_created" not in f.name
+    }
+    assert named == exported

@@ -1,0 +1,1 @@
+"""Benchmarks: each writes JSON lines {config, result, env} and is described in README.md."""

@@ -1,0 +1,42 @@
+"""Contestants in turn, so that what the machine does meanwhile falls on all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class Contestant(Protocol):
+    def decode(self, num_steps: int) -> float: ...
+
+
+def interleave(
+    contestants: Mapping[str, tuple[Contestant, int, int]], num_rounds: int
+) -> dict[str, list[float]]:
+    """Seconds per step of each contestant in each round that it takes part in.
+
+    contestants: name -> (contestant, steps per round, rounds: it sits out later ones).  Order is reversed in
+    every second round.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(num_rounds):
+        order = list(contestants.items())
+        for name, (contestant, num_steps, rounds) in order if number % 2 == 0 else reversed(order):
+            if number < rounds:
+                times[name].append(contestant.decode(num_steps) / num_steps)
+    return times
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Median and spread (quartiles, extremes) of the ratio in the rounds that both have."""
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=False))
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return {
+        "median": quartiles[1],
+        "p25": quartiles[0],
+        "p75": quartiles[2],
+        "min": ratios[0],
+        "max": ratios[-1],
+        "num_pairs": len(ratios),
+    }

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from moe_lora.cli.main import main
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `moe-lora serve` would start: a list that gets (config, keywords)."""
+    calls = []
+    monkeypatch.setattr(
+        "moe_lora.assemble.serve", lambda config, **keywords: calls.append((config, keywords))
+    )
+    return calls
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    return str(folder)
+
+
+def adapter(folder, name):
+    place = folder / name
+    place.mkdir(parents=True)
+    (place / "adapter_config.json").write_text("{}")
+    return str(place)
+
+
+def run(*words):
+    return CliRunner().invoke(main, ["serve", *words])
+
+
+def test_defaults_are_those_of_the_engine(served, model_dir):
+    assert run(model_dir).exit_code == 0
+    [(config, keywords)] = served
+    assert config == type(config)(model_dir=model_dir)
+    assert keywords == {"host": "127.0.0.1", "port": 8000, "served_model_name": "base"}
+
+
+def test_options_reach_the_engine(served, model_dir):
+    numbers = [
+        "--max-loras",
+        "3",
+        "--max-num-seqs",
+        "5",
+        "--max-num-batched-tokens",
+        "99",
+        "--block-size",
+        "8",
+    ]
+    words = ["--dtype", "float32", "--device", "cpu", "--eager", "--no-prefix-caching", "--threads", "1"]
+    room = ["--max-model-len", "77", "--kv-cache-gb", "0.5", "--lora-memory-gb", "0.25"]
+    assert run(model_dir, *numbers, *words, *room, "--port", "0", "--served-model-name", "m").exit_code == 0
+    [(config, keywords)] = served
+    assert (config.max_loras, config.max_num_seqs, config.max_num_batched_tokens) == (3, 5, 99)
+    assert (config.block_size, config.max_model_len, config.kv_cache_gb) == (8, 77, 0.5)
+    assert (config.dtype, config.device, config.eager, config.prefix_caching) == (
+        "float32",
+        "cpu",
+        True,
+        False,
+    )
+    assert (config.num_threads, config.lora_memory_gb) == (1, 0.25)
+    assert (keywords["port"], keywords["served_model_name"]) == (0, "m")
+
+
+def test_adapters_by_name_and_by_folder(served, model_dir, tmp_path):
+    below = [adapter(tmp_path / "all", name) for name in ("b", "deep/a")]
+    given = adapter(tmp_path, "given")
+    result = run(model_dir, "--lora-modules", f"x={given}", f"y={given}", "--lora-dir", str(tmp_path / "all"))
+    assert result.exit_code == 0, result.output
+    assert served[0][0].adapters == (("x", given), ("y", given), ("a", below[1]), ("b", below[0]))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--lora-modules", "x"], "NAME=PATH"),
+        (["--lora-modules", "=p"], "NAME=PATH"),
+        (["--lora-modules", "x=p", "x=q"], "unique"),
+        (["--lora-modules", "base=p"], "--served-model-name"),
+        (["--lora-dir", "."], "no adapter_config.json"),
+        (["--max-loras", "0"], "max_loras=0"),
+        (["--kv-cache-gb", "-1"], "kv_cache_gb"),
+        (["--dtype", "int8"], "int8"),
+    ],
+)
+def test_bad_options_are_one_line_errors(served, model_dir, tmp_path, monkeypatch, words, reason):
+    monkeypatch.chdir(model_dir)
+    result = run(model_dir, *words)
+    assert result.exit_code != 0
+    assert reason in result.output
+    assert "Traceback" not in result.output
+    assert not served
