@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from .residency import Residency
 from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sizing import arena_size, free_bytes, max_model_len
+from .text import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_model_len=max_model_len(config, shape),
         vocab_size=shape.vocab_size,
         max_loras=config.max_loras,
-        eos_token_ids=eos_token_ids(model_dir, hf_config),
+        eos_token_ids=tuple(i for i in read_eos_token_ids(model_dir) if i < shape.vocab_size),
     )
     logger.info(
         "engine ready: %s, %d adapters, %.3f GB arena on %s",
@@ -139,13 +139,3 @@ def decode_buckets(config: EngineConfig, device: torch.device) -> tuple[int, ...
         return ()
     powers = [2**i for i in range(config.max_num_seqs.bit_length()) if 2**i < config.max_num_seqs]
     return (*powers, config.max_num_seqs)
-
-
-def eos_token_ids(model_dir: Path, hf_config: dict) -> tuple[int, ...]:
-    """Ids that end an answer: generation_config.json's, else config.json's."""
-    path = model_dir / "generation_config.json"
-    generation = json.loads(path.read_text()) if path.exists() else {}
-    ids = generation.get("eos_token_id", hf_config.get("eos_token_id"))
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)

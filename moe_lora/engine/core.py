@@ -137,14 +137,16 @@ class EngineCore:
         )
         return adapter.info()
 
-    def remove_adapter(self, name: str) -> int:
-        """Refuse new requests for an adapter; `adapter_in_use` tells when its last one is done."""
-        adapter = self._residency.remove(name)
+    def remove_adapter(self, name: str) -> frozenset[int]:
+        """Refuse new requests for an adapter; uids of its versions, replaced ones too, still in use."""
+        self._residency.remove(name)
         logger.info("adapter %s removed", name)
-        return adapter.uid
+        adapters = (sequence.adapter for sequence in self._sequences.values())
+        return frozenset(a.uid for a in adapters if a is not None and a.name == name)
 
-    def adapter_in_use(self, uid: int) -> bool:
-        return any(sequence.adapter_uid == uid for sequence in self._sequences.values())
+    def adapters_in_use(self, uids: frozenset[int]) -> bool:
+        """Whether a request of one of these versions is not done yet."""
+        return any(sequence.adapter_uid in uids for sequence in self._sequences.values())
 
     def list_adapters(self) -> list[AdapterInfo]:
         return [adapter.info() for adapter in self._residency.known()]

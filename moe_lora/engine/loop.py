@@ -28,7 +28,7 @@ class EngineLoop(threading.Thread):
         self._core = core
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
-        self._leaving: list[tuple[Call, int]] = []
+        self._leaving: list[tuple[Call, frozenset[int]]] = []
         self.methods: dict[str, Callable[[Call], None]] = {
             "load_adapter": self._load_adapter,
             "publish_adapter": lambda call: self._reply(call, self._publish, *call.args),
@@ -112,7 +112,7 @@ class EngineLoop(threading.Thread):
     def _settle_leaving(self) -> None:
         """Answer unload calls whose adapter's last request is done."""
         for entry in list(self._leaving):
-            call, uid = entry
-            if not self._core.adapter_in_use(uid):
+            call, uids = entry
+            if not self._core.adapters_in_use(uids):
                 self._leaving.remove(entry)
                 self._emit(Reply(call.call_id))

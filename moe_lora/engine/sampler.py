@@ -5,6 +5,7 @@ Legend: S sequences that sample, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 
 import torch
@@ -70,10 +71,11 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
         return probs_SV
     ordered, order = probs_SV.sort(dim=-1, descending=True, stable=True)
     place = torch.arange(ordered.shape[-1], device=ordered.device)
-    keep = place < column([p.top_k or ordered.shape[-1] for p in params])
+    keep = place < column([min(p.top_k or ordered.shape[-1], ordered.shape[-1]) for p in params])
     kept = torch.where(keep, ordered, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
-    keep &= kept.cumsum(dim=-1) - kept < column([p.top_p for p in params])
+    # 1 keeps all, whatever the sum is rounded to: a row's tokens must not depend on its neighbours' settings.
+    keep &= kept.cumsum(dim=-1) - kept < column([math.inf if p.top_p == 1.0 else p.top_p for p in params])
     keep &= ordered >= ordered[:, :1] * column([p.min_p for p in params])
     keep[:, 0] = True
     return torch.zeros_like(probs_SV).scatter(-1, order, torch.where(keep, ordered, 0.0))
@@ -81,7 +83,7 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
 
 def _report(logprobs_V: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
     chosen = logprobs_V[token]
-    top = logprobs_V.topk(num_top)
+    top = logprobs_V.topk(min(num_top, logprobs_V.shape[-1]))
     return TokenLogprobs(
         logprob=chosen.item(),
         position=int((logprobs_V > chosen).sum()) + 1,

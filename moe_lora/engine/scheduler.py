@@ -106,7 +106,8 @@ class Scheduler:
         start_s = self._clock.now_s()
         if not self._residency.acquire(sequence.adapter):
             return False
-        sequence.adapter_load_s += self._clock.now_s() - start_s
+        if sequence.admitted_s is None:  # later loads, after a preemption, are no part of the first wait
+            sequence.adapter_load_s += self._clock.now_s() - start_s
         return True
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ FREE_SHARE = 0.25
 """Part of the free memory that an automatic size may take, for KV and for adapters each."""
 DEFAULT_LORA_RANK = 16
 GB = 1e9
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free on the device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    # Not MemFree (SC_AVPHYS_PAGES): the page cache, checkpoint files above all, gives way when asked.
+    if MEMINFO.exists():
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -10,7 +10,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.kernels import cpu, reference
 from moe_lora.kernels.step import SlotTable, StepTables
 
-_NO_DELTA = torch.zeros(1, dtype=torch.int64)
+_NO_DELTA = 0
 
 
 class LocalBackend:
@@ -37,7 +37,7 @@ class LocalBackend:
         step = self._step
         assert step is not None, "begin_step comes first"
         if not self._site_ranks[site]:
-            return _NO_DELTA
+            return torch.tensor([_NO_DELTA])
         ticket = next(self._tickets)
         started = self._shrink(layer, site, x, ids, step.row_slot)
         self._pending[ticket] = (layer, site, ids, started)
@@ -45,7 +45,7 @@ class LocalBackend:
 
     def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
         number = ticket.item()
-        if number == 0:
+        if number == _NO_DELTA:
             return
         layer, site, ids, started = self._pending.pop(int(number))
         assert self._step is not None

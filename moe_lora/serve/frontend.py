@@ -89,7 +89,7 @@ class Frontend:
         if self.tokenizer is None or sampling.ignore_eos:
             return sampling
         known = {*info.eos_token_ids, *sampling.stop_token_ids}
-        more = tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id not in known)
+        more = tuple(i for i in self.tokenizer.eos_token_ids if i not in known and i < info.vocab_size)
         return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
 
 

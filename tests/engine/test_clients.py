@@ -158,6 +158,21 @@ def test_closed_engine_fails_what_waits_for_it_and_every_later_call():
         client.call("stats")
 
 
+def test_unload_waits_for_requests_of_replaced_versions_too(client):
+    async def replace_and_unload() -> TokenOutput:
+        upper = str(DEMO / "adapters" / "upper")
+        await client.load_adapter("replaced", upper)
+        stream = client.generate(ask("old-version", "replaced", max_tokens=150))
+        outputs = [await anext(stream)]
+        await client.load_adapter("replaced", upper, replace=True)
+        unload = asyncio.create_task(client.unload_adapter("replaced"))
+        outputs += [output async for output in stream if not unload.done()]
+        await unload
+        return outputs[-1]
+
+    assert asyncio.run(replace_and_unload()).finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

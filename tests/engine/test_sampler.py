@@ -32,6 +32,22 @@ def test_truncation_keeps_only_allowed_tokens(params, kept):
     assert {i for i, p in enumerate(probs[0].tolist()) if p > 0} == kept
 
 
+def test_settings_beyond_the_vocabulary_mean_all_of_it():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    probs = truncated_probabilities(logits, [SamplingParams(top_k=10**40)])
+    assert (probs > 0).all()
+    _, [report] = sample(logits, [sequence(temperature=0.0, logprobs=20)], EOS)
+    assert len(report.top) == 4
+
+
+def test_row_without_truncation_keeps_its_tail_beside_truncated_rows():
+    logits = torch.zeros(1, 30000)
+    logits[0, 0] = 30.0
+    free, cut = SamplingParams(), SamplingParams(top_k=1)
+    alone = truncated_probabilities(logits, [free])
+    assert truncated_probabilities(logits.repeat(2, 1), [cut, free])[1].equal(alone[0])
+
+
 def test_sampling_follows_the_probabilities():
     wanted = torch.tensor([0.5, 0.3, 0.2, 0.0])
     one = sequence(temperature=1.0, seed=1)

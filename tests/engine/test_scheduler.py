@@ -92,3 +92,24 @@ def test_waiting_request_that_leaves_frees_its_retired_adapter():
     parts.scheduler.finish(waiting)
     assert adapter.slot is None
     assert list(parts.residency.resident()) == []
+
+
+def test_adapter_load_after_a_preemption_is_no_part_of_the_first_wait(monkeypatch):
+    parts = Parts(kv_pages=4, max_num_batched_tokens=32)
+    adapter = parts.residency.add(packed("a"), None)
+    acquire = parts.residency.acquire
+
+    def slow_acquire(wanted):
+        parts.clock.advance(2.0)
+        return acquire(wanted)
+
+    monkeypatch.setattr(parts.residency, "acquire", slow_acquire)
+    old = parts.add("old", range(8))
+    young = parts.add("young", range(50, 58), adapter)
+    parts.step()
+    parts.step()
+    assert parts.scheduler.num_preemptions == 1
+    parts.scheduler.finish(old)
+    parts.step()
+    timing = young.timing(parts.clock.now_s())
+    assert (timing.adapter_load_s, timing.queue_s) == (2.0, 0.0)

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine import sizing
+from moe_lora.engine.build import build_engine
+
+MODEL = Path(__file__).parents[2] / "demo" / "model"
+
+
+def test_end_token_outside_the_vocabulary_is_left_out(tmp_path):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 50_000]}))
+    core = build_engine(EngineConfig(model_dir=str(folder), eager=True, num_threads=1))
+    assert core.info.eos_token_ids == (2,)
+    sampling = SamplingParams(min_tokens=2, max_tokens=2)
+    core.add_request(GenerateRequest(request_id="r", prompt_token_ids=(1, 40), sampling=sampling))
+    assert core.step()[0].finish_reason is None
+
+
+def test_memory_that_files_occupy_counts_as_free(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\n")
+    monkeypatch.setattr(sizing, "MEMINFO", meminfo)
+    assert sizing.free_bytes(torch.device("cpu")) == 5000 * 1024

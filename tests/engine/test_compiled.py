@@ -1,0 +1,33 @@
+"""Compiled steps, of any size and padded to buckets, answer as eager ones do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from demo.tasks import prompt_for
+from moe_lora import LLM, SamplingParams
+
+DEMO = Path(__file__).parents[2] / "demo"
+NAMES = [None, *list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:6]]
+PROMPTS = [prompt_for("abcdefgh"[: 3 + i]) for i in range(len(NAMES))]
+SAMPLING = [SamplingParams(temperature=0.0, max_tokens=8 + 3 * i, ignore_eos=True) for i in range(len(NAMES))]
+
+
+def answers(**settings) -> list[tuple[int, ...]]:
+    """Requests of different lengths leave one by one, so that every batch size down to one occurs."""
+    adapters = {name: str(DEMO / "adapters" / name) for name in NAMES if name}
+    with LLM(str(DEMO / "model"), adapters=adapters, dtype="float32", num_threads=1, **settings) as llm:
+        return [completion.token_ids for completion in llm.generate(PROMPTS, NAMES, SAMPLING)]
+
+
+@pytest.fixture(scope="module")
+def eager() -> list[tuple[int, ...]]:
+    return answers(eager=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"decode_buckets": (4,)}], ids=["any_size", "bucket_of_4"])
+def test_compiled_steps_give_the_tokens_of_eager_ones(eager, settings):
+    assert answers(**settings) == eager
