@@ -1,0 +1,103 @@
+"""What an install holds, what starts without torch, and that no file speaks of one machine."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TORCH_FREE = (
+    *("core", "policies", "cache", "workload", "report", "serve"),
+    *("cli.main", "engine.process", "engine.client"),
+)
+HOME = re.compile(rb"/(?:root|home|work|Users)/[\w.-]+|[A-Z]:\\Users\\")
+MAX_SEARCHED_BYTES = 1_000_000
+
+
+def tracked_files() -> list[Path]:
+    try:
+        done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in done.stdout.decode().split("\0") if name]
+
+
+def run_python(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def metadata() -> configparser.ConfigParser:
+    found = configparser.ConfigParser()
+    found.read(ROOT / "setup.cfg", encoding="utf-8")
+    return found
+
+
+def test_listed_packages_are_those_on_disk() -> None:
+    folders = {path.parent.relative_to(ROOT).parts for path in ROOT.glob("moe_lora/**/__init__.py")}
+    on_disk = {".".join(parts) for parts in folders} | {"moe_lora.cli"}
+    assert (ROOT / "cli" / "__init__.py").is_file()
+    assert set(metadata()["options"]["packages"].split()) == on_disk
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    bare = {
+        path.parent for path in ROOT.glob("moe_lora/**/*.py") if not (path.parent / "__init__.py").is_file()
+    }
+    assert not bare
+
+
+def test_entry_point_is_the_command() -> None:
+    assert metadata()["options.entry_points"]["console_scripts"].split() == [
+        "moe-lora",
+        "=",
+        "moe_lora.cli.main:main",
+    ]
+    assert run_python("from moe_lora.cli.main import main; print(main.name)") == "main"
+
+
+@pytest.mark.parametrize("room", TORCH_FREE)
+def test_room_starts_without_torch(room: str) -> None:
+    program = f"""
+import importlib, pkgutil, sys
+room = importlib.import_module("moe_lora.{room}")
+for module in pkgutil.iter_modules(getattr(room, "__path__", [])):
+    importlib.import_module(f"moe_lora.{room}.{{module.name}}")
+print("torch" in sys.modules)
+"""
+    assert run_python(program) == "False"
+
+
+def test_the_package_imports_its_names_on_first_use() -> None:
+    program = """
+import sys, moe_lora
+print(sorted(name for name in sys.modules if name.startswith("moe_lora.")), "torch" in sys.modules)
+assert set(moe_lora.__all__) == set(moe_lora._EXPORTS) | {"__version__"}
+moe_lora.SamplingParams, moe_lora.EngineConfig
+print("torch" in sys.modules)
+moe_lora.LLM, moe_lora.AsyncLLM
+"""
+    assert run_python(program).splitlines() == ["[] False", "False"]
+
+
+def test_no_tracked_file_names_a_place_on_one_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group().decode()}"
+        for path in tracked_files()
+        if path.is_file() and path.suffix != ".safetensors" and path.stat().st_size < MAX_SEARCHED_BYTES
+        for match in [HOME.search(path.read_bytes())]
+        if match
+    ]
+    assert not found
+
+
+def test_what_ships_fits_the_repository() -> None:
+    """Model and adapters of the demo stay within 16 MB."""
+    shipped = [path for part in ("model", "adapters") for path in (ROOT / "demo" / part).rglob("*")]
+    assert 0 < sum(path.stat().st_size for path in shipped if path.is_file()) <= 16e6
