@@ -55,6 +55,7 @@ class ProcessClient(LoopClient):
             )
         self._connection = Connection(ours.detach())
         self._send_lock = threading.Lock()
+        self._stopping = False
         super().__init__(self._send_command)
         self._connection.send(config)
         self._await_start()
@@ -89,12 +90,14 @@ class ProcessClient(LoopClient):
             while True:
                 self.deliver(self._connection.recv())
         except (EOFError, OSError, pickle.UnpicklingError) as error:
-            logger.info("the engine's process is gone: %r", error)
+            if not self._stopping:
+                logger.error("the engine's process is gone: %r", error)
         finally:
             self.fail(EngineDeadError("the engine's process has ended"))
 
     def shut_down(self) -> None:
         """Ask the process to end, then end it."""
+        self._stopping = True
         if self._process.poll() is None:
             try:
                 self._send_command(Stop())
