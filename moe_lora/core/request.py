@@ -47,6 +47,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1")
+        for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs"):
+            value = getattr(self, name)
+            self._check(name, value is None or isinstance(value, int), "a whole number")
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._check("min_tokens", 0 <= self.min_tokens <= limit, "between 0 and max_tokens")
         self._check("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100")

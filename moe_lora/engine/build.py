@@ -102,8 +102,7 @@ def allocate(
     try:
         arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         advise_huge_pages(arena)
-        arena.zero_()
-        return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
+            return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
     except (RuntimeError, MemoryError, OverflowError) as error:
         raise ConfigError(
             f"no memory on {device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table of "

@@ -181,7 +181,8 @@ class EngineCore:
         """Note what has been computed, and make full blocks findable."""
         for item in plan:
             sequence = item.sequence
-            if sequence.num_generated == 0 and sequence.num_computed == sequence.num_cached:
+            if not sequence.counted:
+                sequence.counted = True
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
                 self._counters["prompt_tokens"] += len(sequence.tokens)

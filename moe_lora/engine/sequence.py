@@ -16,7 +16,7 @@ from .adapter_version import AdapterVersion
 class Sequence:
     """Prompt and generated tokens, what of them is computed, and the pages that hold it.
 
-    tokens[:num_computed] have their KV in `table`.  limit_tokens: total length at which it must end.
+    tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.  limit_tokens: total length at which it must end.
     """
 
     request: GenerateRequest
@@ -27,6 +27,7 @@ class Sequence:
     tokens: list[int] = field(init=False)
     num_computed: int = 0
     num_cached: int = 0
+    counted: bool = False
     table: BlockTable = field(init=False)
     admitted_s: float | None = None
     adapter_load_s: float = 0.0

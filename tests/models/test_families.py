@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
 import torch
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.models.causal_lm import CausalLM
@@ -53,6 +55,8 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_option_computes_what_transformers_does(name, tmp_path):
     family, changes = VARIANTS[name]
+    if "swiglu_limit" in changes and "swiglu_limit" not in inspect.getsource(modeling_gpt_oss):
+        pytest.skip("this transformers always clamps at 7")
     path = make_checkpoint(family, tmp_path, seed=1, **changes)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (80, 5)]
