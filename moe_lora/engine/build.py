@@ -98,11 +98,11 @@ def build_engine(config: EngineConfig) -> EngineCore:
 def allocate(
     config: EngineConfig, arena_bytes: int, shape: ModelShape, device: torch.device
 ) -> tuple[torch.Tensor, SlotTable]:
-    """The arena, zeroed, and the slot table.  Raises ConfigError if the memory for them can't be had."""
+    """The arena and the slot table.  Raises ConfigError if the memory for them can't be had."""
     try:
         arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         advise_huge_pages(arena)
-            return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
+        return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
     except (RuntimeError, MemoryError, OverflowError) as error:
         raise ConfigError(
             f"no memory on {device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table of "

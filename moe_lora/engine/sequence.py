@@ -16,7 +16,8 @@ from .adapter_version import AdapterVersion
 class Sequence:
     """Prompt and generated tokens, what of them is computed, and the pages that hold it.
 
-    tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.  limit_tokens: total length at which it must end.
+    tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
+    limit_tokens: total length at which it must end.
     """
 
     request: GenerateRequest
