@@ -101,7 +101,7 @@ def replay(url: str, prompts: Path, options: argparse.Namespace) -> int:
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server (it ends its engine), by force if it does not listen; a second Ctrl-C changes nothing."""
+    """End the server (it ends its engine), by force if it does not listen; a second Ctrl-C is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.terminate()
     try:
