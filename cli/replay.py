@@ -37,6 +37,9 @@ _LOAD = (
         "--burstiness", default=1.0, show_default=True, help="1: Poisson; less is burstier (Gamma)."
     ),
     click.option("--duration-s", type=float, help="Send what arrives before this."),
+    click.option(
+        "--busiest", is_flag=True, help="With --duration-s: the trace's busiest stretch, not its start."
+    ),
     click.option("--num-requests", type=int, help="Send at most so many."),
     click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
 )

@@ -77,6 +77,7 @@ def workload_options(options: dict[str, Any], trace: Trace) -> WorkloadOptions:
         request_rate_per_s=options["request_rate"],
         burstiness=options["burstiness"],
         duration_s=options["duration_s"],
+        busiest=options["busiest"],
         num_requests=options["num_requests"],
         max_prompt_tokens=options["max_prompt_tokens"],
         max_output_tokens=options["max_output_tokens"],

@@ -87,7 +87,15 @@ def replay(url: str, prompts: Path, options: argparse.Namespace) -> int:
     output = Path(options.output_dir)
     adapters = json.loads((HERE / "adapters" / "index.json").read_text())
     command = [*MOE_LORA, "replay", "--url", url, "--trace", options.trace, "--prompts", str(prompts)]
-    command += ["--duration-s", options.duration_s, "--seed", str(options.seed), "--label", "demo"]
+    command += [
+        "--duration-s",
+        options.duration_s,
+        "--busiest",
+        "--seed",
+        str(options.seed),
+        "--label",
+        "demo",
+    ]
     command += ["--append-result", str(output / "results.jsonl"), "--report", str(output / "report.html")]
     client = subprocess.Popen([*command, "--num-adapters", str(len(adapters))])
     try:

@@ -69,3 +69,11 @@ def gamma_arrivals_until(
 def cut_duration(arrivals_s: FloatArray, duration_s: float) -> FloatArray:
     """Arrivals before duration_s."""
     return arrivals_s[arrivals_s < _positive("duration_s", duration_s)]
+
+
+def busiest_stretch(arrivals_s: Sequence[float], duration_s: float) -> slice:
+    """Indices of the most arrivals that fall within duration_s of each other; the first such stretch."""
+    times = np.asarray(arrivals_s, dtype=np.float64)
+    ends = np.searchsorted(times, times + _positive("duration_s", duration_s), side="left")
+    first = int(np.argmax(ends - np.arange(len(times))))
+    return slice(first, int(ends[first]))

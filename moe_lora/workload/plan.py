@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .arrivals import FloatArray, cut_duration, gamma_arrivals, gamma_arrivals_until, original_arrivals
+from .arrivals import (
+    FloatArray,
+    busiest_stretch,
+    cut_duration,
+    gamma_arrivals,
+    gamma_arrivals_until,
+    original_arrivals,
+)
 from .popularity import Popularity
 from .prompts import PromptRow, choose_rows, cut_text
 from .records import Trace, TraceRequest
@@ -40,6 +47,7 @@ class WorkloadOptions:
         Poisson).
     num_requests, duration_s: recorded arrivals are cut; drawn ones go round the trace's rows as often as
         needed.
+    busiest: begin where the most recorded arrivals fall within duration_s, instead of at the trace's start.
     prompts: "text" sends the trace's texts, "random" random token ids of the trace's lengths.
     """
 
@@ -47,6 +55,7 @@ class WorkloadOptions:
     request_rate_per_s: float | None = None
     burstiness: float = 1.0
     duration_s: float | None = None
+    busiest: bool = False
     num_requests: int | None = None
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -64,6 +73,8 @@ class WorkloadOptions:
             raise ValueError(
                 "burstiness applies to drawn arrivals only; use --arrivals gamma with --request-rate"
             )
+        if self.busiest and (self.arrivals != "trace" or self.duration_s is None):
+            raise ValueError("--busiest picks a stretch of recorded arrivals; give --duration-s, draw none")
         for name in ("num_requests", "max_prompt_tokens", "max_output_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -82,6 +93,9 @@ def make_plan(
     rows: a data set of prompts to send instead (`prompts.choose_rows`).
     Raises ValueError if the trace has no times and no rate is given, or nothing falls within the duration.
     """
+    if options.busiest and options.duration_s is not None and trace.has_arrival_times:
+        stretch = busiest_stretch([request.arrival_s for request in trace.requests], options.duration_s)
+        trace = replace(trace, requests=trace.requests[stretch])
     arrival_rng, adapter_rng = (np.random.default_rng((options.seed, stream)) for stream in (0, 1))
     arrivals = _arrivals(trace, options, arrival_rng)
     if len(arrivals) == 0:

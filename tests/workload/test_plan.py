@@ -153,3 +153,14 @@ def test_prompt_rows_are_read_and_bad_ones_refused(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ValueError, match="no prompt"):
         read_prompts(path)
+
+
+def test_busiest_stretch_begins_where_most_arrivals_fall_within_the_duration() -> None:
+    times = [0.0, 1.0, 50.0, 50.5, 51.0, 51.9, 90.0]
+    requests = tuple(TraceRequest(t, 10 + i, 5) for i, t in enumerate(times))
+    trace = Trace("t", "own", requests)
+    plan = make_plan(trace, WorkloadOptions(duration_s=2.0, busiest=True))
+    assert [request.prompt_tokens for request in plan] == [12, 13, 14, 15]
+    assert plan[0].arrival_s == 0.0
+    with pytest.raises(ValueError, match="give --duration-s"):
+        WorkloadOptions(busiest=True)
