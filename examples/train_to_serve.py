@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--task", choices=sorted(TASKS), default="rotate")
     parser.add_argument("--lora-rank", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--steps-per-epoch", type=int, default=25)
+    parser.add_argument("--steps-per-epoch", type=int, default=12)
     parser.add_argument("--questions", type=int, default=100, help="asked after each epoch")
     options = parser.parse_args()
     plan = AdapterPlan(
