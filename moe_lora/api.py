@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import SamplingParams
-from moe_lora.engine.llm import LLM, AsyncLLM, Completion
+from moe_lora.engine.answer import Completion
+from moe_lora.engine.llm import LLM, AsyncLLM
 
 __all__ = ["LLM", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams"]

@@ -47,13 +47,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     model = load_model(model_dir, dtype, device)
     shape = model.spec.shape
     adapters = [(read_adapter(Path(path), shape, dtype, name), path) for name, path in config.adapters]
-    layout = KvLayout(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=config.block_size,
-        dtype=dtype,
-    )
+    layout = kv_layout(config, shape, dtype)
     size = arena_size(config, shape, layout, [packed.nbytes for packed, _ in adapters], free_bytes(device))
     arena, slots = allocate(config, size.num_pages * layout.page_bytes, shape, device)
     clock = WallClock()
@@ -75,8 +69,30 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_num_batched_tokens=config.max_num_batched_tokens,
         starvation_s=config.starvation_s,
     )
-    info = ModelInfo(
-        name=model_dir.name,
+    info = model_info(config, shape, dtype)
+    gigabytes = arena.numel() / 1e9
+    logger.info(
+        "engine ready: %s, %d adapters, %.3f GB arena on %s", info.name, len(adapters), gigabytes, device
+    )
+    return EngineCore(info, shape, dtype, scheduler, runner, residency, blocks, clock, config.seed)
+
+
+def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
+    """How this model's KV lies in pages."""
+    return KvLayout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=config.block_size,
+        dtype=dtype,
+    )
+
+
+def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:
+    """What front ends are told of the engine; end tokens outside the vocabulary can't be met."""
+    model_dir = Path(config.model_dir)
+    return ModelInfo(
+        name=model_dir.resolve().name,
         model_dir=str(model_dir),
         family=shape.family,
         dtype=str(dtype).removeprefix("torch."),
@@ -85,14 +101,6 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_loras=config.max_loras,
         eos_token_ids=tuple(i for i in read_eos_token_ids(model_dir) if i < shape.vocab_size),
     )
-    logger.info(
-        "engine ready: %s, %d adapters, %.3f GB arena on %s",
-        info.name,
-        len(adapters),
-        arena.numel() / 1e9,
-        device,
-    )
-    return EngineCore(info, shape, dtype, scheduler, runner, residency, blocks, clock, config.seed)
 
 
 def allocate(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,82 +14,22 @@ from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
-    FinishReason,
     GenerateRequest,
     ModelInfo,
     SamplingParams,
-    TokenLogprobs,
     TokenOutput,
 )
 
+from .answer import Answer, Completion
 from .build import build_engine
 from .inprocess import InProcessClient
-from .text import TextDelta, TextStream, load_tokenizer
+from .text import TextStream, load_tokenizer
 
 Prompt = str | Sequence[int]
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One answer.  text is None where the model directory has no tokenizer."""
-
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str | None
-    finish_reason: FinishReason
-    adapter: str | None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    num_cached_tokens: int = 0
-
-
-class _Answer:
-    """Collects one request's outputs; stop strings end it."""
-
-    def __init__(self, request: GenerateRequest, stream: TextStream | None) -> None:
-        self.request = request
-        self._stream = stream
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._text: list[str] = []
-        self._cached = 0
-        self.finish_reason: FinishReason | None = None
-
-    def take(self, output: TokenOutput) -> str:
-        """Add an output; the text that became certain.  Sets finish_reason once the answer is complete."""
-        self._cached = output.num_cached_tokens
-        delta = TextDelta("", len(output.token_ids))
-        if self._stream is not None:
-            ended = output.finish_reason == "stop"
-            delta = self._stream.push(output.token_ids[:-1] if ended else output.token_ids)
-            if ended and not delta.stopped:
-                delta = TextDelta(delta.text, len(output.token_ids))
-        self._tokens += output.token_ids[: delta.num_tokens]
-        self._logprobs += (output.logprobs or ())[: delta.num_tokens]
-        text = delta.text
-        self.finish_reason = "stop" if delta.stopped else output.finish_reason
-        if self.finish_reason is not None and not delta.stopped and self._stream is not None:
-            rest = self._stream.flush()
-            text += rest.text
-            if rest.stopped:
-                self.finish_reason = "stop"
-        self._text.append(text)
-        return text
-
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        return Completion(
-            prompt_token_ids=self.request.prompt_token_ids,
-            token_ids=tuple(self._tokens),
-            text=None if self._stream is None else "".join(self._text),
-            finish_reason=self.finish_reason,
-            adapter=self.request.adapter,
-            logprobs=None if self.request.sampling.logprobs is None else tuple(self._logprobs),
-            num_cached_tokens=self._cached,
-        )
-
-
-_Outputs = queue.SimpleQueue[tuple[_Answer, TokenOutput | Exception]]
+_Outputs = queue.SimpleQueue[tuple[Answer, TokenOutput | Exception]]
 
 
 class _Engine:
@@ -145,7 +84,7 @@ class _Engine:
         """End the engine; requests under way are dropped."""
         self.client.shut_down()
 
-    def _answer(self, prompt: Prompt, adapter: str | None, sampling: SamplingParams) -> _Answer:
+    def _answer(self, prompt: Prompt, adapter: str | None, sampling: SamplingParams) -> Answer:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the model directory has no tokenizer; give the prompt as token ids")
@@ -156,14 +95,14 @@ class _Engine:
             request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=sampling, adapter=adapter
         )
         if self.tokenizer is None:
-            return _Answer(request, None)
+            return Answer(request, None)
         stream = TextStream(
             self.tokenizer,
             stop=sampling.stop,
             min_tokens=sampling.min_tokens,
             prompt_token_ids=request.prompt_token_ids,
         )
-        return _Answer(request, stream)
+        return Answer(request, stream)
 
 
 class LLM(_Engine):
@@ -196,7 +135,7 @@ class LLM(_Engine):
         params = _one_each("sampling", sampling or SamplingParams(), len(batch), SamplingParams)
         answers = [self._answer(*row) for row in zip(batch, adapters, params, strict=True)]
         outputs: _Outputs = queue.SimpleQueue()
-        open_answers: set[_Answer] = set()
+        open_answers: set[Answer] = set()
         try:
             for answer in answers:
                 open_answers.add(answer)
@@ -238,14 +177,14 @@ class AsyncLLM(_Engine):
             if text:
                 yield text
 
-    async def _pieces(self, answer: _Answer) -> AsyncIterator[str]:
+    async def _pieces(self, answer: Answer) -> AsyncIterator[str]:
         async for output in self.client.generate(answer.request):
             yield answer.take(output)
             if answer.finish_reason is not None:
                 return
 
 
-def _put(outputs: _Outputs, answer: _Answer, item: TokenOutput | Exception) -> None:
+def _put(outputs: _Outputs, answer: Answer, item: TokenOutput | Exception) -> None:
     outputs.put((answer, item))
 
 
