@@ -33,19 +33,19 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as scratch:
         prompts = Path(scratch) / "prompts.jsonl"
-        write_prompts(prompts, random.Random(options.seed))
+        num_adapters = write_prompts(prompts, random.Random(options.seed))
         server, url = start_server()
         try:
             wait_until_ready(server, url)
-            return replay(url, prompts, options)
+            return replay(url, prompts, num_adapters, options)
         except KeyboardInterrupt:
             return 130
         finally:
             stop(server)
 
 
-def write_prompts(path: Path, rng: random.Random) -> None:
-    """Demo questions with their answers, for every adapter and length."""
+def write_prompts(path: Path, rng: random.Random) -> int:
+    """Demo questions with their answers, for every adapter and length; the number of adapters."""
     adapters = json.loads((HERE / "adapters" / "index.json").read_text())
     with path.open("w") as file:
         for name, about in adapters.items():
@@ -54,6 +54,7 @@ def write_prompts(path: Path, rng: random.Random) -> None:
                     text = sample_text(rng, num_chars)
                     row = {"adapter": name, "prompt": prompt_for(text), "answer": TASKS[about["task"]](text)}
                     file.write(json.dumps(row) + "\n")
+    return len(adapters)
 
 
 def start_server() -> tuple[subprocess.Popen[bytes], str]:
@@ -82,10 +83,9 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
     sys.exit(f"the server did not answer within {START_TIMEOUT_S:.0f} s")
 
 
-def replay(url: str, prompts: Path, options: argparse.Namespace) -> int:
+def replay(url: str, prompts: Path, num_adapters: int, options: argparse.Namespace) -> int:
     """Run the load client; it prints the table and writes report and results."""
     output = Path(options.output_dir)
-    adapters = json.loads((HERE / "adapters" / "index.json").read_text())
     command = [*MOE_LORA, "replay", "--url", url, "--trace", options.trace, "--prompts", str(prompts)]
     command += [
         "--duration-s",
@@ -97,7 +97,7 @@ def replay(url: str, prompts: Path, options: argparse.Namespace) -> int:
         "demo",
     ]
     command += ["--append-result", str(output / "results.jsonl"), "--report", str(output / "report.html")]
-    client = subprocess.Popen([*command, "--num-adapters", str(len(adapters))])
+    client = subprocess.Popen([*command, "--num-adapters", str(num_adapters)])
     try:
         return client.wait()
     except KeyboardInterrupt:

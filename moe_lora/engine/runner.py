@@ -122,7 +122,6 @@ class ModelRunner:
             query_start=self._tensor(query_start),
             seq_lens=self._tensor(seq_lens),
             block_tables=self._tensor(block_tables),
-            max_query_len=max(counts, default=1),
             has_adapters=has_adapters,
         )
 

@@ -112,7 +112,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
         """Move a waiting sequence (whose adapter is pinned) to the running ones if its pages can be had."""
-        table = self._blocks.match(sequence.namespace, sequence.tokens)
+        table = self._blocks.match(sequence.adapter_uid, sequence.tokens)
         num_cached = len(table.blocks) * self._blocks.block_size
         num_tokens = min(len(sequence.tokens) - num_cached, budget)
         if not self._blocks.grow(table, num_cached + num_tokens):

@@ -37,15 +37,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
-        self.table = BlockTable(self.namespace)
-
-    @property
-    def namespace(self) -> int:
-        """Prefix-cache namespace: the adapter's version, 0 for the base."""
-        return 0 if self.adapter is None else self.adapter.uid
+        self.table = BlockTable(self.adapter_uid)
 
     @property
     def adapter_uid(self) -> int | None:
+        """The adapter's version, None for the base; also the prefix-cache namespace."""
         return None if self.adapter is None else self.adapter.uid
 
     @property

@@ -79,5 +79,4 @@ class StepTables:
     query_start: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
-    max_query_len: int
     has_adapters: bool

@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import FAMILIES
 from moe_lora.kernels.huge_pages import advise_huge_pages
 
 from .causal_lm import CausalLM
 from .loader import Checkpoint, WeightMap, fill
 from .spec import ModelSpec
-
-FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 
 
 class Family(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from .records import RowReader, open_text
-from .trace_json import estimate_tokens
+from .trace_json import estimate_tokens, json_lines
 
 HASH_BLOCK_TOKENS = 512  # Mooncake: one hash id per 512-token block of the prompt
 
@@ -66,14 +65,8 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
     with open_text(path, "prompts") as file:
         lines = file.read().splitlines()
     rows = []
-    for reader.line, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise reader.error("-", f"not JSON ({error})", "one JSON object a line") from None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
+    for row in json_lines(lines, reader):
+        if not isinstance(row.get("prompt"), str) or not row["prompt"]:
             raise reader.error("prompt", "missing or no text", "non-empty text in every row")
         for key in ("adapter", "answer"):
             if not isinstance(row.get(key), (str, type(None))):

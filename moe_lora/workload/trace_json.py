@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from .records import RowReader, TraceRequest
@@ -22,7 +22,8 @@ def estimate_tokens(text: str) -> int:
     return max(len(text.split()), math.ceil(len(text) / CHARS_PER_TOKEN))
 
 
-def _json_lines(lines: TextIO, reader: RowReader) -> Iterator[dict[str, Any]]:
+def json_lines(lines: Iterable[str], reader: RowReader) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, blank lines left out; `reader` stands at the line of each."""
     for reader.line, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -50,7 +51,7 @@ def _hash_ids(row: dict[str, Any], reader: RowReader) -> tuple[int, ...]:
 
 def iter_mooncake(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
     """{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} a line."""
-    for row in _json_lines(lines, reader):
+    for row in json_lines(lines, reader):
         request = reader.request(
             reader.number("timestamp", _need(row, "timestamp", reader), "milliseconds") / 1e3,
             reader.count("input_length", _need(row, "input_length", reader)),
@@ -73,7 +74,7 @@ def iter_own(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
 
     With "prompt" given, "prompt_tokens" may be left out and is then estimated. Unknown keys are errors.
     """
-    for row in _json_lines(lines, reader):
+    for row in json_lines(lines, reader):
         unknown = [key for key in row if key not in _OWN_KEYS]
         if unknown:
             raise reader.error(unknown[0], "unknown key", ", ".join(_OWN_KEYS))

@@ -112,7 +112,6 @@ def paged_case(
         query_start=torch.tensor(starts, dtype=torch.int32),
         seq_lens=torch.tensor(lens, dtype=torch.int32),
         block_tables=tables,
-        max_query_len=max(rows for rows, _ in sequences),
         has_adapters=False,
     )
     return step, arena

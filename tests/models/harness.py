@@ -93,7 +93,6 @@ class Harness:
             query_start=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             block_tables=torch.tensor([s.pages for s, _ in batch], dtype=torch.int32),
-            max_query_len=max(len(new) for _, new in batch),
             has_adapters=any(slot >= 0 for slot in row_slot),
         )
         self.context.begin_step(tables)
