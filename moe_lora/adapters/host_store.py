@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -38,7 +39,7 @@ class HostStore:
         path = self.path(packed.content_hash)
         if path.exists():
             return
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for number, layer in enumerate(packed.layers):
             tensors |= {
                 f"{number}.data": layer.data,

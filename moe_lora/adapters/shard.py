@@ -48,7 +48,7 @@ def _entry_widths(shape: ModelShape) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shard_layer(layer: PackedLayer, shape: ModelShape, kept: np.ndarray) -> LayerShard:
-    """The part of `layer` that holds the entries `kept` ([X] bool); matrices that entries share stay shared."""
+    """The part of `layer` that holds the entries `kept` ([X] bool); shared matrices stay shared."""
     table = layer.table.numpy()
     rows = np.flatnonzero(kept & (table[:, 2] > 0))
     lora_rank = table[rows, 2]
