@@ -59,6 +59,20 @@ class SlotTable:
     def num_slots(self) -> int:
         return self.lora_rank.shape[0]
 
+    def write_layer(
+        self, slot: int, layer: int, table: torch.Tensor, scale: torch.Tensor, itemsize: int, start_bytes: int
+    ) -> None:
+        """Point the slot's entries of one layer at matrices that lie from start_bytes on in the arena.
+
+        table: [X, 3] int64 (offset of A, offset of B, rank), offsets in elements of itemsize bytes.
+        scale: [X] fp32.  The matrices must be there: ranks are written last, and a rank of 0 hides the rest.
+        """
+        starts = table[:, :2] * itemsize + start_bytes
+        self.a_offset[slot, layer].copy_(starts[:, 0])
+        self.b_offset[slot, layer].copy_(starts[:, 1])
+        self.scale[slot, layer].copy_(scale)
+        self.lora_rank[slot, layer].copy_(table[:, 2])
+
     def clear(self, slot: int) -> None:
         """Make `slot` mean "no delta anywhere"."""
         self.lora_rank[slot].zero_()
