@@ -1,0 +1,378 @@
+"""Which adapters lie on the LoRA Server, and which instances may use them.
+
+The leader keeps one `LeaseTable` for all instances.  It decides only: what is to be done comes out as events
+(`take_events`), and times come in as arguments.  An adapter is served in one slot; the slot's generation
+grows with every new content, so that a put of an instance whose lease has ended is told apart.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from moe_lora.core.errors import AdapterNotFoundError, ConfigError
+from moe_lora.policies.admission import admissible
+from moe_lora.policies.eviction import least_recently_used
+
+from .lease_events import Event, Evict, Grant, Load, Runs
+from .server_pages import ServerPages, ShardPages
+
+
+@dataclass(eq=False)
+class ServedAdapter:
+    """A registered adapter: what it takes, where it lies (slot None: nowhere), who uses it.
+
+    num_running: instances that hold a lease.  num_waiting: instances that wait for one.  retired: no
+    longer registered, but still held or waited for.
+    """
+
+    uid: int
+    adapter_id: str
+    shard_pages: ShardPages
+    slot: int | None = None
+    generation: int = 0
+    runs: Runs = field(default_factory=dict)
+    num_running: int = 0
+    num_waiting: int = 0
+    last_used_s: float = -math.inf
+    retired: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages over all ranks and layers."""
+        return sum(sum(layers.values()) for layers in self.shard_pages.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Waiter:
+    """An instance that waits for an adapter since arrival_s."""
+
+    instance: str
+    adapter: ServedAdapter
+    arrival_s: float
+
+    @property
+    def adapter_uid(self) -> int:
+        return self.adapter.uid
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseStats:
+    """Now: adapters resident, leases held, acquires waiting, bytes of whole pages taken.  Since the start:
+    adapters loaded and evicted, bytes of whole pages loaded.
+    """
+
+    num_resident: int
+    num_leases: int
+    num_waiting: int
+    num_loads: int
+    num_evictions: int
+    resident_bytes: int
+    loaded_bytes: int
+
+
+class LeaseTable:
+    """Shares `capacity` slots and the ranks' pages among all instances.
+
+    Leases are given first come first served over all instances; an acquire whose adapter finds no place is
+    passed over until it has waited longer than starvation_s, from when on it stops younger ones.  Idle
+    adapters stay until their place is needed and leave least recently used first.
+
+    capacity: adapters resident at once.  pages_per_rank: pages of each server rank's arena.  page_bytes:
+    bytes of a page.  lease_timeout_s: an instance silent for longer loses its leases.
+    Raises ConfigError for a capacity below 1.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        pages_per_rank: Sequence[int],
+        page_bytes: int,
+        *,
+        lease_timeout_s: float,
+        starvation_s: float,
+    ) -> None:
+        _check_capacity(capacity)
+        self.capacity = capacity
+        self._pages = ServerPages(pages_per_rank)
+        self._page_bytes = page_bytes
+        self._lease_timeout_s = lease_timeout_s
+        self._starvation_s = starvation_s
+        self._uids = itertools.count(1)
+        self._adapters: dict[str, ServedAdapter] = {}
+        self._resident: dict[int, ServedAdapter] = {}
+        self._generations = [0] * capacity
+        self._free_slots = list(range(capacity))
+        self._leases: dict[str, dict[str, Grant]] = {}
+        self._last_seen_s: dict[str, float] = {}
+        self._queue: dict[tuple[str, str], Waiter] = {}
+        self._events: list[Event] = []
+        self._num_loads = self._num_evictions = self._loaded_bytes = 0
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call, to be carried out in this order."""
+        events, self._events = self._events, []
+        return events
+
+    def register(self, adapter_id: str, shard_pages: ShardPages) -> None:
+        """Make the adapter (content hash) known; once more changes nothing.
+
+        shard_pages: pages per server rank and layer; layers of no pages may be left out.
+        Raises ConfigError if a rank could never hold its shard, ValueError if the adapter is known with
+        other shards.
+        """
+        wanted = {
+            rank: {layer: num_pages for layer, num_pages in layers.items() if num_pages}
+            for rank, layers in shard_pages.items()
+            if any(layers.values())
+        }
+        known = self._adapters.get(adapter_id)
+        if known is None:
+            self._check_fits(adapter_id, wanted)
+            self._adapters[adapter_id] = ServedAdapter(next(self._uids), adapter_id, wanted)
+        elif known.shard_pages != wanted:
+            raise ValueError(
+                f"adapter {adapter_id!r} is known with other shard sizes; an id stands for one content"
+            )
+        else:
+            known.retired = False
+
+    def unregister(self, adapter_id: str, now_s: float) -> None:
+        """Refuse new acquires; instances that hold a lease or wait for one are served to the end.
+
+        Raises AdapterNotFoundError.
+        """
+        adapter = self._registered(adapter_id)
+        adapter.retired = True
+        self._settle(adapter)
+        self._grant_waiting(now_s)
+
+    def acquire(self, instance: str, adapter_id: str, now_s: float) -> Grant | None:
+        """The instance's lease, if it can have one now; else it waits and a Grant comes later.
+
+        A lease given by this call is among the events too.  An instance that already holds the lease gets
+        the same one back and no event; one that already waits keeps its place.  Counts as a heartbeat.
+        Raises AdapterNotFoundError.
+        """
+        lease = self._leases.get(instance, {}).get(adapter_id)
+        if lease is None and (instance, adapter_id) not in self._queue:
+            waiter = Waiter(instance, self._registered(adapter_id), now_s)
+            self._queue[instance, adapter_id] = waiter
+            waiter.adapter.num_waiting += 1
+            self._grant_new(waiter, now_s)
+            lease = self._leases.get(instance, {}).get(adapter_id)
+        self._last_seen_s[instance] = now_s
+        return lease
+
+    def release(self, instance: str, adapter_id: str, now_s: float) -> bool:
+        """End the instance's lease; False if it holds none (it may have expired)."""
+        if adapter_id not in self._leases.get(instance, {}):
+            return False
+        self._end_lease(instance, adapter_id, now_s)
+        self._grant_waiting(now_s)
+        return True
+
+    def cancel(self, instance: str, adapter_id: str, now_s: float) -> bool:
+        """Stop waiting; False if the instance does not wait.
+
+        A lease that was granted meanwhile stands: the instance releases it when the Grant reaches it.
+        """
+        if (instance, adapter_id) not in self._queue:
+            return False
+        self._end_wait(instance, adapter_id)
+        self._grant_waiting(now_s)
+        return True
+
+    def prefetch(self, adapter_id: str, now_s: float) -> bool:
+        """Load the adapter without a lease; False if that would take more than evicting idle adapters.
+
+        Raises AdapterNotFoundError.
+        """
+        adapter = self._registered(adapter_id)
+        if self._overfull or not self._bring_in(adapter):
+            return False
+        adapter.last_used_s = now_s
+        return True
+
+    def renew(self, instance: str, now_s: float) -> bool:
+        """Heartbeat.  False if the instance is not known: its leases, if it had any, have ended."""
+        if instance not in self._last_seen_s:
+            return False
+        self._last_seen_s[instance] = now_s
+        return True
+
+    def expire(self, now_s: float) -> list[str]:
+        """Drop the instances silent for longer than lease_timeout_s and name them."""
+        silent = [
+            instance
+            for instance, seen_s in self._last_seen_s.items()
+            if now_s - seen_s > self._lease_timeout_s
+        ]
+        self._drop(silent, now_s)
+        return silent
+
+    def drop_instance(self, instance: str, now_s: float) -> None:
+        """End all leases and waits of an instance that is gone."""
+        self._drop([instance], now_s)
+
+    def resize(self, capacity: int, now_s: float) -> None:
+        """Change the number of adapters resident at once.
+
+        Shrinking evicts idle adapters; while leases keep more than `capacity` resident, none is given.
+        Slot numbers stay below the largest capacity there ever was.  Raises ConfigError below 1.
+        """
+        _check_capacity(capacity)
+        for slot in range(len(self._generations), capacity):
+            self._generations.append(0)
+            heapq.heappush(self._free_slots, slot)
+        self.capacity = capacity
+        self._grant_waiting(now_s)
+
+    def residents(self) -> Iterable[ServedAdapter]:
+        """The resident adapters, to be read only."""
+        return self._resident.values()
+
+    def stats(self) -> LeaseStats:
+        """Counts and bytes for metrics."""
+        return LeaseStats(
+            num_resident=len(self._resident),
+            num_leases=sum(len(leases) for leases in self._leases.values()),
+            num_waiting=len(self._queue),
+            num_loads=self._num_loads,
+            num_evictions=self._num_evictions,
+            resident_bytes=sum(a.num_pages for a in self._resident.values()) * self._page_bytes,
+            loaded_bytes=self._loaded_bytes,
+        )
+
+    # Waiting
+
+    @property
+    def _overfull(self) -> bool:
+        return len(self._resident) > self.capacity
+
+    def _grant_new(self, waiter: Waiter, now_s: float) -> None:
+        """Grant the youngest; older ones can't have become admissible by its coming."""
+        oldest = next(iter(self._queue.values()))
+        starving = oldest is not waiter and now_s - oldest.arrival_s > self._starvation_s
+        if not self._overfull and not starving and self._bring_in(waiter.adapter):
+            self._grant(waiter, now_s)
+
+    def _grant_waiting(self, now_s: float) -> None:
+        """Give what fell free to those that wait."""
+        while self._overfull and self._evict_idle():
+            pass
+        if self._overfull:
+            return
+        queue = list(self._queue.values())
+        for waiter in admissible(queue, lambda w: self._bring_in(w.adapter), now_s, self._starvation_s):
+            self._grant(waiter, now_s)
+
+    def _grant(self, waiter: Waiter, now_s: float) -> None:
+        adapter = waiter.adapter
+        assert adapter.slot is not None
+        lease = Grant(waiter.instance, adapter.adapter_id, adapter.slot, adapter.generation)
+        adapter.num_running += 1
+        adapter.last_used_s = now_s
+        self._leases.setdefault(waiter.instance, {})[adapter.adapter_id] = lease
+        self._end_wait(waiter.instance, adapter.adapter_id)
+        self._events.append(lease)
+
+    def _end_wait(self, instance: str, adapter_id: str) -> None:
+        adapter = self._queue.pop((instance, adapter_id)).adapter
+        adapter.num_waiting -= 1
+        self._settle(adapter)
+
+    def _end_lease(self, instance: str, adapter_id: str, now_s: float) -> None:
+        del self._leases[instance][adapter_id]
+        adapter = self._adapters[adapter_id]
+        adapter.num_running -= 1
+        adapter.last_used_s = now_s
+        self._settle(adapter)
+
+    def _drop(self, instances: Iterable[str], now_s: float) -> None:
+        for instance in instances:
+            for waiting, adapter_id in list(self._queue):
+                if waiting == instance:
+                    self._end_wait(instance, adapter_id)
+            for adapter_id in list(self._leases.get(instance, {})):
+                self._end_lease(instance, adapter_id, now_s)
+            self._leases.pop(instance, None)
+            self._last_seen_s.pop(instance, None)
+        self._grant_waiting(now_s)
+
+    # Residency
+
+    def _registered(self, adapter_id: str) -> ServedAdapter:
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None or adapter.retired:
+            raise AdapterNotFoundError(f"adapter {adapter_id!r} is not registered with the LoRA Server")
+        return adapter
+
+    def _check_fits(self, adapter_id: str, shard_pages: ShardPages) -> None:
+        for rank, layers in shard_pages.items():
+            needed, given = sum(layers.values()), self._pages.pages_per_rank[rank]
+            if needed > given:
+                least_gb = math.ceil(needed * self._page_bytes / 1e6) / 1e3
+                raise ConfigError(
+                    f"adapter {adapter_id!r} needs {needed} pages on LoRA Server rank {rank}, which has "
+                    f"{given} (lora_server_memory_gb={given * self._page_bytes / 1e9:g}); "
+                    f"choose lora_server_memory_gb={least_gb:g} or more"
+                )
+
+    def _settle(self, adapter: ServedAdapter) -> None:
+        """Forget a retired adapter that nobody holds or waits for."""
+        if adapter.retired and adapter.num_running == 0 and adapter.num_waiting == 0:
+            if adapter.slot is not None:
+                self._evict(adapter)
+            del self._adapters[adapter.adapter_id]
+
+    def _bring_in(self, adapter: ServedAdapter) -> bool:
+        """Make the adapter resident; if that can't be, nothing is evicted."""
+        if adapter.slot is not None:
+            return True
+        runs = self._alloc(adapter)
+        if runs is None and self._could_fit(adapter):
+            while runs is None and self._evict_idle():
+                runs = self._alloc(adapter)
+        if runs is None:
+            return False
+        slot = heapq.heappop(self._free_slots)
+        self._generations[slot] += 1
+        adapter.slot, adapter.generation, adapter.runs = slot, self._generations[slot], runs
+        self._resident[adapter.uid] = adapter
+        self._num_loads += 1
+        self._loaded_bytes += adapter.num_pages * self._page_bytes
+        self._events.append(Load(adapter.adapter_id, slot, adapter.generation, runs))
+        return True
+
+    def _alloc(self, adapter: ServedAdapter) -> Runs | None:
+        return self._pages.alloc(adapter.shard_pages) if len(self._resident) < self.capacity else None
+
+    def _could_fit(self, adapter: ServedAdapter) -> bool:
+        leased = [other.runs for other in self._resident.values() if other.num_running]
+        return len(leased) < self.capacity and self._pages.could_alloc(adapter.shard_pages, leased)
+
+    def _evict_idle(self) -> bool:
+        victim = least_recently_used(self._resident.values())
+        if victim is None:
+            return False
+        self._evict(victim)
+        return True
+
+    def _evict(self, adapter: ServedAdapter) -> None:
+        assert adapter.slot is not None
+        assert adapter.num_running == 0
+        self._events.append(Evict(adapter.adapter_id, adapter.slot, adapter.generation))
+        self._pages.free(adapter.runs)
+        heapq.heappush(self._free_slots, adapter.slot)
+        del self._resident[adapter.uid]
+        adapter.slot, adapter.runs = None, {}
+        self._num_evictions += 1
+
+
+def _check_capacity(capacity: int) -> None:
+    if capacity < 1:
+        raise ConfigError(f"lora_capacity={capacity} leaves no place for an adapter; choose 1 or more")
