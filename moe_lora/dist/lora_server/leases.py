@@ -1,4 +1,4 @@
-"""Which adapters lie on the LoRA Server, and which instances may use them.
+"""Which instances may use which adapters of the LoRA Server.
 
 The leader keeps one `LeaseTable` for all instances.  It decides only: what is to be done comes out as events
 (`take_events`), and times come in as arguments.  An adapter is served in one slot; the slot's generation
@@ -7,43 +7,14 @@ grows with every new content, so that a put of an instance whose lease has ended
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from moe_lora.core.errors import AdapterNotFoundError, ConfigError
 from moe_lora.policies.admission import admissible
-from moe_lora.policies.eviction import least_recently_used
 
-from .lease_events import Event, Evict, Grant, Load, Runs
-from .server_pages import ServerPages, ShardPages
-
-
-@dataclass(eq=False)
-class ServedAdapter:
-    """A registered adapter: what it takes, where it lies (slot None: nowhere), who uses it.
-
-    num_running: instances that hold a lease.  num_waiting: instances that wait for one.  retired: no
-    longer registered, but still held or waited for.
-    """
-
-    uid: int
-    adapter_id: str
-    shard_pages: ShardPages
-    slot: int | None = None
-    generation: int = 0
-    runs: Runs = field(default_factory=dict)
-    num_running: int = 0
-    num_waiting: int = 0
-    last_used_s: float = -math.inf
-    retired: bool = False
-
-    @property
-    def num_pages(self) -> int:
-        """Pages over all ranks and layers."""
-        return sum(sum(layers.values()) for layers in self.shard_pages.values())
+from .lease_events import Event, Grant
+from .residency import ServedAdapter, ServerResidency
+from .server_pages import ShardPages
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +32,8 @@ class Waiter:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseStats:
-    """Now: adapters resident, leases held, acquires waiting, bytes of whole pages taken.  Since the start:
-    adapters loaded and evicted, bytes of whole pages loaded.
+    """Now: adapters resident, leases held, acquires waiting, bytes of the pages taken.  Since the start:
+    adapters loaded and evicted, bytes of the pages loaded.
     """
 
     num_resident: int
@@ -95,26 +66,18 @@ class LeaseTable:
         lease_timeout_s: float,
         starvation_s: float,
     ) -> None:
-        _check_capacity(capacity)
-        self.capacity = capacity
-        self._pages = ServerPages(pages_per_rank)
-        self._page_bytes = page_bytes
+        self._events: list[Event] = []
+        self._residency = ServerResidency(capacity, pages_per_rank, page_bytes, self._events)
         self._lease_timeout_s = lease_timeout_s
         self._starvation_s = starvation_s
-        self._uids = itertools.count(1)
-        self._adapters: dict[str, ServedAdapter] = {}
-        self._resident: dict[int, ServedAdapter] = {}
-        self._generations = [0] * capacity
-        self._free_slots = list(range(capacity))
         self._leases: dict[str, dict[str, Grant]] = {}
         self._last_seen_s: dict[str, float] = {}
         self._queue: dict[tuple[str, str], Waiter] = {}
-        self._events: list[Event] = []
-        self._num_loads = self._num_evictions = self._loaded_bytes = 0
 
     def take_events(self) -> list[Event]:
         """The events since the last call, to be carried out in this order."""
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def register(self, adapter_id: str, shard_pages: ShardPages) -> None:
@@ -124,30 +87,16 @@ class LeaseTable:
         Raises ConfigError if a rank could never hold its shard, ValueError if the adapter is known with
         other shards.
         """
-        wanted = {
-            rank: {layer: num_pages for layer, num_pages in layers.items() if num_pages}
-            for rank, layers in shard_pages.items()
-            if any(layers.values())
-        }
-        known = self._adapters.get(adapter_id)
-        if known is None:
-            self._check_fits(adapter_id, wanted)
-            self._adapters[adapter_id] = ServedAdapter(next(self._uids), adapter_id, wanted)
-        elif known.shard_pages != wanted:
-            raise ValueError(
-                f"adapter {adapter_id!r} is known with other shard sizes; an id stands for one content"
-            )
-        else:
-            known.retired = False
+        self._residency.add(adapter_id, shard_pages)
 
     def unregister(self, adapter_id: str, now_s: float) -> None:
         """Refuse new acquires; instances that hold a lease or wait for one are served to the end.
 
         Raises AdapterNotFoundError.
         """
-        adapter = self._registered(adapter_id)
+        adapter = self._residency.registered(adapter_id)
         adapter.retired = True
-        self._settle(adapter)
+        self._residency.settle(adapter)
         self._grant_waiting(now_s)
 
     def acquire(self, instance: str, adapter_id: str, now_s: float) -> Grant | None:
@@ -159,11 +108,10 @@ class LeaseTable:
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
         if lease is None and (instance, adapter_id) not in self._queue:
-            waiter = Waiter(instance, self._registered(adapter_id), now_s)
+            waiter = Waiter(instance, self._residency.registered(adapter_id), now_s)
             self._queue[instance, adapter_id] = waiter
             waiter.adapter.num_waiting += 1
-            self._grant_new(waiter, now_s)
-            lease = self._leases.get(instance, {}).get(adapter_id)
+            lease = self._grant_youngest(waiter, now_s)
         self._last_seen_s[instance] = now_s
         return lease
 
@@ -187,12 +135,12 @@ class LeaseTable:
         return True
 
     def prefetch(self, adapter_id: str, now_s: float) -> bool:
-        """Load the adapter without a lease; False if that would take more than evicting idle adapters.
+        """Make the adapter resident without a lease; False if evicting idle adapters would not do.
 
         Raises AdapterNotFoundError.
         """
-        adapter = self._registered(adapter_id)
-        if self._overfull or not self._bring_in(adapter):
+        adapter = self._residency.registered(adapter_id)
+        if self._residency.overfull or not self._residency.bring_in(adapter):
             return False
         adapter.last_used_s = now_s
         return True
@@ -206,11 +154,7 @@ class LeaseTable:
 
     def expire(self, now_s: float) -> list[str]:
         """Drop the instances silent for longer than lease_timeout_s and name them."""
-        silent = [
-            instance
-            for instance, seen_s in self._last_seen_s.items()
-            if now_s - seen_s > self._lease_timeout_s
-        ]
+        silent = [i for i, seen_s in self._last_seen_s.items() if now_s - seen_s > self._lease_timeout_s]
         self._drop(silent, now_s)
         return silent
 
@@ -224,53 +168,45 @@ class LeaseTable:
         Shrinking evicts idle adapters; while leases keep more than `capacity` resident, none is given.
         Slot numbers stay below the largest capacity there ever was.  Raises ConfigError below 1.
         """
-        _check_capacity(capacity)
-        for slot in range(len(self._generations), capacity):
-            self._generations.append(0)
-            heapq.heappush(self._free_slots, slot)
-        self.capacity = capacity
+        self._residency.set_capacity(capacity)
         self._grant_waiting(now_s)
 
     def residents(self) -> Iterable[ServedAdapter]:
         """The resident adapters, to be read only."""
-        return self._resident.values()
+        return self._residency.resident.values()
 
     def stats(self) -> LeaseStats:
         """Counts and bytes for metrics."""
+        residency = self._residency
         return LeaseStats(
-            num_resident=len(self._resident),
+            num_resident=len(residency.resident),
             num_leases=sum(len(leases) for leases in self._leases.values()),
             num_waiting=len(self._queue),
-            num_loads=self._num_loads,
-            num_evictions=self._num_evictions,
-            resident_bytes=sum(a.num_pages for a in self._resident.values()) * self._page_bytes,
-            loaded_bytes=self._loaded_bytes,
+            num_loads=residency.num_loads,
+            num_evictions=residency.num_evictions,
+            resident_bytes=residency.resident_bytes,
+            loaded_bytes=residency.loaded_bytes,
         )
 
-    # Waiting
-
-    @property
-    def _overfull(self) -> bool:
-        return len(self._resident) > self.capacity
-
-    def _grant_new(self, waiter: Waiter, now_s: float) -> None:
-        """Grant the youngest; older ones can't have become admissible by its coming."""
+    def _grant_youngest(self, waiter: Waiter, now_s: float) -> Grant | None:
+        """The lease of an acquire just queued; older ones can't have become admissible by its coming."""
         oldest = next(iter(self._queue.values()))
-        starving = oldest is not waiter and now_s - oldest.arrival_s > self._starvation_s
-        if not self._overfull and not starving and self._bring_in(waiter.adapter):
-            self._grant(waiter, now_s)
+        stopped = oldest is not waiter and now_s - oldest.arrival_s > self._starvation_s
+        if stopped or self._residency.overfull or not self._residency.bring_in(waiter.adapter):
+            return None
+        return self._grant(waiter, now_s)
 
     def _grant_waiting(self, now_s: float) -> None:
         """Give what fell free to those that wait."""
-        while self._overfull and self._evict_idle():
-            pass
-        if self._overfull:
-            return
+        residency = self._residency
+        while residency.overfull:
+            if not residency.evict_idle():
+                return
         queue = list(self._queue.values())
-        for waiter in admissible(queue, lambda w: self._bring_in(w.adapter), now_s, self._starvation_s):
+        for waiter in admissible(queue, lambda w: residency.bring_in(w.adapter), now_s, self._starvation_s):
             self._grant(waiter, now_s)
 
-    def _grant(self, waiter: Waiter, now_s: float) -> None:
+    def _grant(self, waiter: Waiter, now_s: float) -> Grant:
         adapter = waiter.adapter
         assert adapter.slot is not None
         lease = Grant(waiter.instance, adapter.adapter_id, adapter.slot, adapter.generation)
@@ -279,100 +215,26 @@ class LeaseTable:
         self._leases.setdefault(waiter.instance, {})[adapter.adapter_id] = lease
         self._end_wait(waiter.instance, adapter.adapter_id)
         self._events.append(lease)
+        return lease
 
     def _end_wait(self, instance: str, adapter_id: str) -> None:
         adapter = self._queue.pop((instance, adapter_id)).adapter
         adapter.num_waiting -= 1
-        self._settle(adapter)
+        self._residency.settle(adapter)
 
     def _end_lease(self, instance: str, adapter_id: str, now_s: float) -> None:
         del self._leases[instance][adapter_id]
-        adapter = self._adapters[adapter_id]
+        adapter = self._residency.in_use(adapter_id)
         adapter.num_running -= 1
         adapter.last_used_s = now_s
-        self._settle(adapter)
+        self._residency.settle(adapter)
 
     def _drop(self, instances: Iterable[str], now_s: float) -> None:
         for instance in instances:
-            for waiting, adapter_id in list(self._queue):
-                if waiting == instance:
-                    self._end_wait(instance, adapter_id)
+            for adapter_id in [adapter_id for waiting, adapter_id in self._queue if waiting == instance]:
+                self._end_wait(instance, adapter_id)
             for adapter_id in list(self._leases.get(instance, {})):
                 self._end_lease(instance, adapter_id, now_s)
             self._leases.pop(instance, None)
             self._last_seen_s.pop(instance, None)
         self._grant_waiting(now_s)
-
-    # Residency
-
-    def _registered(self, adapter_id: str) -> ServedAdapter:
-        adapter = self._adapters.get(adapter_id)
-        if adapter is None or adapter.retired:
-            raise AdapterNotFoundError(f"adapter {adapter_id!r} is not registered with the LoRA Server")
-        return adapter
-
-    def _check_fits(self, adapter_id: str, shard_pages: ShardPages) -> None:
-        for rank, layers in shard_pages.items():
-            needed, given = sum(layers.values()), self._pages.pages_per_rank[rank]
-            if needed > given:
-                least_gb = math.ceil(needed * self._page_bytes / 1e6) / 1e3
-                raise ConfigError(
-                    f"adapter {adapter_id!r} needs {needed} pages on LoRA Server rank {rank}, which has "
-                    f"{given} (lora_server_memory_gb={given * self._page_bytes / 1e9:g}); "
-                    f"choose lora_server_memory_gb={least_gb:g} or more"
-                )
-
-    def _settle(self, adapter: ServedAdapter) -> None:
-        """Forget a retired adapter that nobody holds or waits for."""
-        if adapter.retired and adapter.num_running == 0 and adapter.num_waiting == 0:
-            if adapter.slot is not None:
-                self._evict(adapter)
-            del self._adapters[adapter.adapter_id]
-
-    def _bring_in(self, adapter: ServedAdapter) -> bool:
-        """Make the adapter resident; if that can't be, nothing is evicted."""
-        if adapter.slot is not None:
-            return True
-        runs = self._alloc(adapter)
-        if runs is None and self._could_fit(adapter):
-            while runs is None and self._evict_idle():
-                runs = self._alloc(adapter)
-        if runs is None:
-            return False
-        slot = heapq.heappop(self._free_slots)
-        self._generations[slot] += 1
-        adapter.slot, adapter.generation, adapter.runs = slot, self._generations[slot], runs
-        self._resident[adapter.uid] = adapter
-        self._num_loads += 1
-        self._loaded_bytes += adapter.num_pages * self._page_bytes
-        self._events.append(Load(adapter.adapter_id, slot, adapter.generation, runs))
-        return True
-
-    def _alloc(self, adapter: ServedAdapter) -> Runs | None:
-        return self._pages.alloc(adapter.shard_pages) if len(self._resident) < self.capacity else None
-
-    def _could_fit(self, adapter: ServedAdapter) -> bool:
-        leased = [other.runs for other in self._resident.values() if other.num_running]
-        return len(leased) < self.capacity and self._pages.could_alloc(adapter.shard_pages, leased)
-
-    def _evict_idle(self) -> bool:
-        victim = least_recently_used(self._resident.values())
-        if victim is None:
-            return False
-        self._evict(victim)
-        return True
-
-    def _evict(self, adapter: ServedAdapter) -> None:
-        assert adapter.slot is not None
-        assert adapter.num_running == 0
-        self._events.append(Evict(adapter.adapter_id, adapter.slot, adapter.generation))
-        self._pages.free(adapter.runs)
-        heapq.heappush(self._free_slots, adapter.slot)
-        del self._resident[adapter.uid]
-        adapter.slot, adapter.runs = None, {}
-        self._num_evictions += 1
-
-
-def _check_capacity(capacity: int) -> None:
-    if capacity < 1:
-        raise ConfigError(f"lora_capacity={capacity} leaves no place for an adapter; choose 1 or more")
