@@ -1,0 +1,1 @@
+"""Processes that work together: transport, the LoRA Server and its clients."""

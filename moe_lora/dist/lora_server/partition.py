@@ -1,0 +1,197 @@
+"""Which LoRA Server rank holds what, and which ranks of an instance talk to it.
+
+The adapters form a block of adapters x layers x experts (InfiniLoRA section 4.1, figure 8).  EPx-PPy cuts it
+by experts into x parts and by layers into y stages, DPm by adapters.  Server rank = stage * x + ep_rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+
+_FORMS = "EPx-PPy (such as EP2-PP1), EPx, PPy or DPm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """EPx-PPy: `ep` ranks share the experts of each of `pp` stages.  DPm: `dp` ranks share the adapters.
+
+    Data parallelism does not combine with the others; it is there for comparison (table 1).
+    Raises ConfigError for a count below 1 and for a mixed layout.
+    """
+
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.ep, self.pp, self.dp) < 1 or (self.dp > 1 and self.ep * self.pp > 1):
+            raise ConfigError(
+                f"lora_server: ep={self.ep}, pp={self.pp}, dp={self.dp} is no layout; choose {_FORMS} "
+                "with counts of 1 or more"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The layout written as EPx-PPy, EPx (one stage), PPy (one rank a stage) or DPm.
+
+        Raises ConfigError for anything else.
+        """
+        found = re.fullmatch(r"(?:EP(?P<ep>[0-9]+))?(?:(?(ep)-)PP(?P<pp>[0-9]+))?|DP(?P<dp>[0-9]+)", text)
+        counts = {name: int(count) for name, count in found.groupdict().items() if count} if found else {}
+        if not counts or min(counts.values()) < 1:
+            raise ConfigError(f"lora_server={text!r} is no layout; choose {_FORMS} with counts of 1 or more")
+        return cls(**counts)
+
+    def __str__(self) -> str:
+        return f"DP{self.dp}" if self.dp > 1 else f"EP{self.ep}-PP{self.pp}"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole server: m = x * y."""
+        return self.ranks_per_stage * self.pp
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that share the work of one layer: x, or m under data parallelism."""
+        return self.ep * self.dp
+
+
+class Partition:
+    """The owner of every (layer, site, expert) of one model, and its peers in an instance of p ranks.
+
+    Layer l belongs to stage l mod y, interleaved so that the first layers of an adapter are loaded by
+    several stages at once (section 5.3).  Rank i of x holds the experts [i*E/x, (i+1)*E/x); rank c of an
+    instance holds [c*E/p, (c+1)*E/p).  As x divides p or p divides x, a rank on one side meets either one
+    rank of the other side or whole ones ("aligned expert partitioning", section 4.1).  A site without
+    experts belongs to EP rank (site index mod x) of the layer's stage; every rank of the instance sends
+    it the rows it has.
+
+    client_ranks: p, the instance's expert parallelism.  Raises ConfigError if x or p does not divide the
+    number of experts, neither divides the other, or there are more stages than layers.
+    """
+
+    def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int) -> None:
+        self.shape = shape
+        self.layout = layout
+        self.client_ranks = client_ranks
+        self._check_layout()
+        self._check_clients()
+
+    def stage_of(self, layer: int) -> int:
+        """Pipeline stage that holds this layer."""
+        return layer % self.layout.pp
+
+    def stage_leader(self, stage: int) -> int:
+        """The stage's first server rank, which tells the others whose turn it is (section 5.1)."""
+        return stage * self.layout.ranks_per_stage
+
+    def ranks_of_stage(self, stage: int) -> range:
+        """Server ranks that work together on each layer of the stage."""
+        first = self.stage_leader(stage)
+        return range(first, first + self.layout.ranks_per_stage)
+
+    def layers_of(self, server_rank: int) -> range:
+        """Layers of which this server rank holds a part."""
+        return range(server_rank // self.layout.ranks_per_stage, self.shape.num_layers, self.layout.pp)
+
+    def experts_of(self, server_rank: int) -> range:
+        """Experts this server rank holds in each of its layers; empty for a model without experts."""
+        ep_rank = server_rank % self.layout.ranks_per_stage // self.layout.dp
+        return _part(self.shape.num_experts, ep_rank, self.layout.ep)
+
+    def local_experts(self, client_rank: int) -> range:
+        """Experts whose base weights this rank of the instance holds."""
+        return _part(self.shape.num_experts, client_rank, self.client_ranks)
+
+    def owner(
+        self, layer: int, site_index: int, expert: int | None = None, *, slot: int | None = None
+    ) -> int:
+        """Server rank that holds the LoRA matrices of this place.
+
+        site_index: position in `shape.sites`.  expert: None at a site without experts.  slot: the
+        adapter's slot, needed under data parallelism only (rank slot mod m holds the whole adapter).
+        """
+        leader = self.stage_leader(self.stage_of(layer))
+        num_experts = self.shape.sites[site_index].num_experts
+        assert (expert is None) == (num_experts == 0), "an expert is named at expert sites, and only there"
+        if self.layout.dp > 1:
+            assert slot is not None, "under data parallelism the owner depends on the adapter's slot"
+            return leader + slot % self.layout.dp
+        if expert is None:
+            return leader + site_index % self.layout.ep
+        return leader + expert * self.layout.ep // num_experts
+
+    def servers_of_client(self, client_rank: int, layer: int, site_index: int) -> tuple[int, ...]:
+        """Server ranks that this rank of an instance sends activations of the site to, ascending."""
+        ranks = self.ranks_of_stage(self.stage_of(layer))
+        if self.layout.dp > 1:
+            return tuple(ranks)
+        if self.shape.sites[site_index].num_experts == 0:
+            return (self.owner(layer, site_index),)
+        local = self.local_experts(client_rank)
+        return tuple(rank for rank in ranks if _overlap(self.experts_of(rank), local))
+
+    def clients_of_server(self, server_rank: int, site_index: int | None = None) -> tuple[int, ...]:
+        """Ranks of an instance that send to this server rank at one site (None: at any), ascending."""
+        layer = self.layers_of(server_rank)[0]
+        sites = range(len(self.shape.sites)) if site_index is None else (site_index,)
+        return tuple(
+            client
+            for client in range(self.client_ranks)
+            if any(server_rank in self.servers_of_client(client, layer, site) for site in sites)
+        )
+
+    def _check_layout(self) -> None:
+        setting, shape, layout = f"lora_server='{self.layout}'", self.shape, self.layout
+        if shape.num_experts and shape.num_experts % layout.ep:
+            raise ConfigError(f"{setting}: {_not_a_divisor(layout.ep, shape.num_experts)}")
+        if not shape.num_experts and layout.ep > len(shape.sites):
+            raise ConfigError(
+                f"{setting}: a model without experts has {len(shape.sites)} LoRA sites a layer to share "
+                f"among EP ranks; choose 1 to {len(shape.sites)}"
+            )
+        if layout.pp > shape.num_layers:
+            raise ConfigError(
+                f"{setting}: {layout.pp} stages are more than num_layers={shape.num_layers}; "
+                f"choose 1 to {shape.num_layers}"
+            )
+
+    def _check_clients(self) -> None:
+        clients, num_experts, ep = self.client_ranks, self.shape.num_experts, self.layout.ep
+        if clients < 1:
+            raise ConfigError(f"expert_parallel={clients} must be 1 or more")
+        if num_experts % clients:
+            raise ConfigError(f"expert_parallel={clients}: {_not_a_divisor(clients, num_experts)}")
+        if num_experts and clients % ep and ep % clients:
+            fitting = [n for n in _divisors(num_experts) if n % clients == 0 or clients % n == 0]
+            raise ConfigError(
+                f"lora_server='{self.layout}': expert ranges of 1/{ep} and of 1/{clients} "
+                f"(expert_parallel={clients}) overlap in part, so that ranks would share experts; "
+                f"choose EP {_either(fitting)}"
+            )
+
+
+def _part(total: int, index: int, parts: int) -> range:
+    size = total // parts
+    return range(index * size, (index + 1) * size)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _not_a_divisor(given: int, num_experts: int) -> str:
+    return f"{given} does not divide num_experts={num_experts}; choose {_either(_divisors(num_experts))}"
+
+
+def _either(numbers: list[int]) -> str:
+    head = ", ".join(str(n) for n in numbers[:-1])
+    return f"{head} or {numbers[-1]}" if head else str(numbers[-1])

@@ -1,0 +1,179 @@
+"""Which adapters lie on the LoRA Server, in which slot and on which pages of each rank."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moe_lora.core.errors import AdapterNotFoundError, ConfigError
+from moe_lora.policies.eviction import least_recently_used
+
+from .lease_events import Event, Evict, Load, Runs
+from .server_pages import ServerPages, ShardPages
+
+
+@dataclass(eq=False)
+class ServedAdapter:
+    """A registered adapter: what it takes, where it lies (slot None: nowhere), who uses it.
+
+    num_running: instances that hold a lease.  num_waiting: instances that wait for one.  retired: no
+    longer registered, but still held or waited for.
+    """
+
+    uid: int
+    adapter_id: str
+    shard_pages: ShardPages
+    slot: int | None = None
+    generation: int = 0
+    runs: Runs = field(default_factory=dict)
+    num_running: int = 0
+    num_waiting: int = 0
+    last_used_s: float = -math.inf
+    retired: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages over all ranks and layers."""
+        return sum(sum(layers.values()) for layers in self.shard_pages.values())
+
+
+class ServerResidency:
+    """The known adapters and the places of the resident ones; who may use them is the lease table's matter.
+
+    capacity: adapters resident at once.  pages_per_rank: pages of each server rank's arena.  page_bytes:
+    bytes of a page.  events: Load and Evict are appended here.  Raises ConfigError for a capacity below 1.
+    """
+
+    def __init__(
+        self, capacity: int, pages_per_rank: Sequence[int], page_bytes: int, events: list[Event]
+    ) -> None:
+        self.capacity = 0
+        self.resident: dict[int, ServedAdapter] = {}
+        self.num_loads = self.num_evictions = self.loaded_bytes = 0
+        self._pages = ServerPages(pages_per_rank)
+        self._page_bytes = page_bytes
+        self._events = events
+        self._uids = itertools.count(1)
+        self._adapters: dict[str, ServedAdapter] = {}
+        self._generations: list[int] = []
+        self._free_slots: list[int] = []
+        self.set_capacity(capacity)
+
+    def set_capacity(self, capacity: int) -> None:
+        """Change the number of adapters resident at once; evicts nothing.
+
+        Slot numbers stay below the largest capacity there ever was.  Raises ConfigError below 1.
+        """
+        if capacity < 1:
+            raise ConfigError(f"lora_capacity={capacity} leaves no place for an adapter; choose 1 or more")
+        for slot in range(len(self._generations), capacity):
+            self._generations.append(0)
+            heapq.heappush(self._free_slots, slot)
+        self.capacity = capacity
+
+    @property
+    def overfull(self) -> bool:
+        """Whether more adapters are resident than should be, since the capacity was lowered."""
+        return len(self.resident) > self.capacity
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the whole pages that resident adapters take."""
+        return sum(adapter.num_pages for adapter in self.resident.values()) * self._page_bytes
+
+    def add(self, adapter_id: str, shard_pages: ShardPages) -> None:
+        """Make the adapter known.  Raises ConfigError if a rank could never hold its shard, ValueError if
+        it is known with other shards.
+        """
+        wanted = {
+            rank: {layer: num_pages for layer, num_pages in layers.items() if num_pages}
+            for rank, layers in shard_pages.items()
+            if any(layers.values())
+        }
+        known = self._adapters.get(adapter_id)
+        if known is None:
+            self._check_fits(adapter_id, wanted)
+            self._adapters[adapter_id] = ServedAdapter(next(self._uids), adapter_id, wanted)
+        elif known.shard_pages != wanted:
+            raise ValueError(
+                f"adapter {adapter_id!r} is known with other shard sizes; an id stands for one content, "
+                "register other content under an id of its own"
+            )
+        else:
+            known.retired = False
+
+    def registered(self, adapter_id: str) -> ServedAdapter:
+        """The adapter that new acquires for this id get.  Raises AdapterNotFoundError."""
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None or adapter.retired:
+            raise AdapterNotFoundError(f"adapter {adapter_id!r} is not registered with the LoRA Server")
+        return adapter
+
+    def in_use(self, adapter_id: str) -> ServedAdapter:
+        """The adapter of this id that is held or waited for, be it retired."""
+        return self._adapters[adapter_id]
+
+    def settle(self, adapter: ServedAdapter) -> None:
+        """Forget a retired adapter that nobody holds or waits for."""
+        if adapter.retired and adapter.num_running == 0 and adapter.num_waiting == 0:
+            if adapter.slot is not None:
+                self._evict(adapter)
+            del self._adapters[adapter.adapter_id]
+
+    def bring_in(self, adapter: ServedAdapter) -> bool:
+        """Make the adapter resident, evicting idle ones; if that can't be, nothing is evicted."""
+        if adapter.slot is not None:
+            return True
+        runs = self._alloc(adapter)
+        if runs is None and self._could_fit(adapter):
+            while runs is None and self.evict_idle():
+                runs = self._alloc(adapter)
+        if runs is None:
+            return False
+        slot = heapq.heappop(self._free_slots)
+        self._generations[slot] += 1
+        adapter.slot, adapter.generation, adapter.runs = slot, self._generations[slot], runs
+        self.resident[adapter.uid] = adapter
+        self.num_loads += 1
+        self.loaded_bytes += adapter.num_pages * self._page_bytes
+        self._events.append(Load(adapter.adapter_id, slot, adapter.generation, runs))
+        return True
+
+    def evict_idle(self) -> bool:
+        """Evict the least recently used adapter without a lease; False if there is none."""
+        victim = least_recently_used(self.resident.values())
+        if victim is None:
+            return False
+        self._evict(victim)
+        return True
+
+    def _alloc(self, adapter: ServedAdapter) -> Runs | None:
+        return self._pages.alloc(adapter.shard_pages) if len(self.resident) < self.capacity else None
+
+    def _could_fit(self, adapter: ServedAdapter) -> bool:
+        leased = [other.runs for other in self.resident.values() if other.num_running]
+        return len(leased) < self.capacity and self._pages.could_alloc(adapter.shard_pages, leased)
+
+    def _evict(self, adapter: ServedAdapter) -> None:
+        assert adapter.slot is not None
+        assert adapter.num_running == 0, "a leased adapter stays"
+        self._events.append(Evict(adapter.adapter_id, adapter.slot, adapter.generation))
+        self._pages.free(adapter.runs)
+        heapq.heappush(self._free_slots, adapter.slot)
+        del self.resident[adapter.uid]
+        adapter.slot, adapter.runs = None, {}
+        self.num_evictions += 1
+
+    def _check_fits(self, adapter_id: str, shard_pages: ShardPages) -> None:
+        for rank, layers in shard_pages.items():
+            needed, given = sum(layers.values()), self._pages.pages_per_rank[rank]
+            if needed > given:
+                least_gb = math.ceil(needed * self._page_bytes / 1e6) / 1e3
+                raise ConfigError(
+                    f"adapter {adapter_id!r} needs {needed} pages on LoRA Server rank {rank}, which has "
+                    f"{given} (lora_server_memory_gb={given * self._page_bytes / 1e9:g} a rank); "
+                    f"choose lora_server_memory_gb={least_gb:g} or more"
+                )
