@@ -6,7 +6,7 @@ import ctypes
 import importlib.util
 import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch  # before the library: both then share one OpenMP thread pool
 

@@ -7,8 +7,11 @@ These tensors never enter a compiled graph: operations reach them through a chan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 
@@ -79,6 +82,38 @@ class SlotTable:
         self.max_lora_ranks[slot] = ()
 
 
+@dataclass(frozen=True)
+class Lease:
+    """Where the LoRA Server serves an adapter; the generation tells one content of the slot from the next."""
+
+    slot: int
+    generation: int
+
+
+class LeasedAdapter(Protocol):
+    """An adapter whose deltas come from the LoRA Server.
+
+    packed: the `adapters.PackedAdapter` in host memory.  lease: None while there is none.
+    """
+
+    @property
+    def packed(self) -> Any: ...
+
+    @property
+    def lease(self) -> Lease | None: ...
+
+
+@dataclass(frozen=True)
+class LeasedRows:
+    """Which rows of a step want deltas from the LoRA Server.
+
+    row_adapter: [T] int32 index into `adapters`, -1 = none.
+    """
+
+    adapters: Sequence[LeasedAdapter]
+    row_adapter: np.ndarray
+
+
 @dataclass(kw_only=True)
 class StepTables:
     """One step's batch, all int32 on the arena's device.
@@ -87,6 +122,8 @@ class StepTables:
     query_start: [S + 1] first row of each sequence; rows of a sequence are consecutive tokens.
     seq_lens: [S] tokens of the sequence including this step's rows; 0 marks a padding sequence.
     block_tables: [S, B] page of each block.
+    has_adapters: some row has a slot.  leased: rows for the LoRA Server, None if there are none.
+    decode: every sequence computes one token.
     """
 
     row_slot: torch.Tensor
@@ -94,3 +131,5 @@ class StepTables:
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     has_adapters: bool
+    leased: LeasedRows | None = None
+    decode: bool = False

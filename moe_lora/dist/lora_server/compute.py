@@ -5,8 +5,7 @@ Legend: T token rows, K experts per token, R rows of the answer, N output width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,16 +13,9 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.lora import lora_delta
-from moe_lora.kernels.step import SlotTable
+from moe_lora.kernels.step import LeasedAdapter, SlotTable
 
 from .frames import Request
-
-
-class Leased(Protocol):
-    """An adapter as the data path sees it."""
-
-    @property
-    def packed(self) -> PackedAdapter: ...
 
 
 def request_deltas(
@@ -55,7 +47,7 @@ def request_deltas(
     _into(lambda target: torch.index_select(full, 0, rows, out=target), out, arena.device)
 
 
-def _into(compute, out: torch.Tensor, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: torch.device) -> None:
     """Run `compute(target)` on out itself, or on device memory that is then copied there."""
     if out.device == device:
         compute(out)
@@ -73,7 +65,7 @@ class HostDeltas:
         self._tables: dict[tuple[str, int], SlotTable] = {}
 
     def compute(
-        self, request: Request, adapters: Sequence[Leased], row_adapter: np.ndarray, out: torch.Tensor
+        self, request: Request, adapters: Sequence[LeasedAdapter], row_adapter: np.ndarray, out: torch.Tensor
     ) -> None:
         """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x."""
         out.zero_()

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
@@ -54,10 +54,13 @@ class ControlConnection:
         with self._send_lock:
             self._connection.send_bytes(data)
 
-    def send_block(self, data: bytes) -> None:
-        """A block of raw bytes, to be taken with `receive_block`."""
+    def send_with_blocks(self, blocks: Iterable[bytes], kind: str, **fields: Any) -> None:
+        """As `send`, with blocks of raw bytes after the message, to be taken with `receive_block`."""
+        data = json.dumps({"kind": kind, **fields}).encode()
         with self._send_lock:
             self._connection.send_bytes(data)
+            for block in blocks:
+                self._connection.send_bytes(block)
 
     def receive_block(self) -> bytes:
         return self._connection.recv_bytes()

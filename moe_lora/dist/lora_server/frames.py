@@ -66,7 +66,13 @@ class Request:
 
 
 def lay_out_request(
-    frame: torch.Tensor, layout: FrameLayout, layer: int, site: int, num_tokens: int, top_k: int, num_rows: int
+    frame: torch.Tensor,
+    layout: FrameLayout,
+    layer: int,
+    site: int,
+    num_tokens: int,
+    top_k: int,
+    num_rows: int,
 ) -> Request:
     """Write the header and give the request's arrays as views of `frame`, to be filled.
 
@@ -119,8 +125,13 @@ def read_answer_header(frame: torch.Tensor) -> tuple[int, int]:
     return state, finished_ns
 
 
+def answer_size(layout: FrameLayout, site: int, num_rows: int) -> int:
+    """Bytes of an answer of this many rows, header included."""
+    return HEADER_BYTES + num_rows * layout.shape.sites[site].total_out_features * layout.dtype.itemsize
+
+
 def answer_rows(frame: torch.Tensor, layout: FrameLayout, site: int, num_rows: int) -> torch.Tensor:
     """The delta array of an answer: [num_rows, N] in the model's dtype, a view of `frame`."""
     width = layout.shape.sites[site].total_out_features
-    end = HEADER_BYTES + num_rows * width * layout.dtype.itemsize
+    end = answer_size(layout, site, num_rows)
     return frame[HEADER_BYTES:end].view(layout.dtype).view(num_rows, width)
