@@ -1,0 +1,1 @@
+"""What runs across processes: one-sided transports below, the LoRA Server above."""
