@@ -64,7 +64,7 @@ def lora_delta(
     slots: SlotTable,
     arena: torch.Tensor,
 ) -> torch.Tensor:
-    """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B)  for the adapter of row i (and its expert).
+    """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), of the adapter of row i (and its expert).
 
     A delta is a value of the model's dtype: computed in fp32, then rounded to x's dtype. Adding it to a site's
     output rounds once more, `y = round(y + delta)`, so that a delta computed elsewhere gives the same y.
