@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -47,12 +49,23 @@ class HostStore:
                 f"{number}.scale": layer.scale,
             }
         facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
+        metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
+        with self._appearing(path) as partial:
+            save_file(tensors, partial, metadata=metadata)
+
+    def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
+        """Write the file of this hash from the bytes of another store's."""
+        with self._appearing(self.path(content_hash)) as partial, partial.open("wb") as file:
+            for block in blocks:
+                file.write(block)
+
+    @contextmanager
+    def _appearing(self, path: Path) -> Iterator[Path]:
+        """A file to write that takes the name `path` when it is whole."""
         handle, name = tempfile.mkstemp(dir=self.directory, suffix=".partial")
         os.close(handle)
         try:
-            save_file(
-                tensors, name, metadata={"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
-            )
+            yield Path(name)
             os.replace(name, path)
         finally:
             Path(name).unlink(missing_ok=True)

@@ -12,6 +12,47 @@ MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraServerConfig:
+    """The LoRA Server of a cluster, as its ranks and its clients know it.
+
+    layout: EPx-PPy, also EPx, PPy or DPm.  capacity: adapters resident at once.  memory_gb: each rank's room
+    for them, in 10^9 bytes; None = capacity times the largest adapter known at the start (or one of rank
+    16).  address: the first rank's control address, host:port or the path of a socket.  key: shared secret
+    of the cluster.  store_dir: where packed adapters lie as files; ranks and instances of one host share
+    it.  sites: "all" LoRA sites are computed by the server, or only the "experts", the rest locally.
+    max_rows: rows in one message.  depth: messages on their way between one client and one server rank.
+    answer_timeout_s: an answer that takes longer is computed by the instance itself.  load_gb_per_s: upper
+    bound on the rate at which a rank loads adapters; None = none.
+    """
+
+    layout: str = "EP1-PP1"
+    capacity: int = 64
+    memory_gb: float | None = None
+    address: str
+    key: str
+    store_dir: str
+    transport: str = "shm"
+    sites: str = "all"
+    max_rows: int = 512
+    depth: int = 4
+    answer_timeout_s: float = 30.0
+    lease_timeout_s: float = 5.0
+    load_gb_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _choice("lora_sites", self.sites, ("all", "experts"))
+        _at_least("lora_capacity", self.capacity, 1)
+        _at_least("lora_message_rows", self.max_rows, 1)
+        _at_least("lora_message_depth", self.depth, 1)
+        for name in ("memory_gb", "answer_timeout_s", "lease_timeout_s", "load_gb_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"lora_server {name}={value} must be positive")
+        if not self.key:
+            raise ConfigError("lora_server key='' is empty; every role of a cluster needs the same secret")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How one engine runs one model.
 
@@ -23,7 +64,8 @@ class EngineConfig:
     decode_buckets: batch sizes that decode steps are padded to, one compiled graph each; None = on CPU one
     graph for any size (and one for size 1), on CUDA powers of two.  num_threads: CPU threads of the
     engine; None = all cores.  starvation_s: a request that waits longer than this for its adapter stops
-    younger ones from being admitted before it.
+    younger ones from being admitted before it.  lora_server: where deltas are computed; None = here.
+    instance: this engine's name in a cluster.
     """
 
     model_dir: str
@@ -43,6 +85,8 @@ class EngineConfig:
     num_threads: int | None = None
     starvation_s: float = 5.0
     seed: int = 0
+    lora_server: LoraServerConfig | None = None
+    instance: str = "instance-0"
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)

@@ -44,3 +44,7 @@ class PeerGoneError(MoeLoraError):
 
 class SignalTimeoutError(MoeLoraError, TimeoutError):
     """A signal that did not reach the awaited value in time."""
+
+
+class LoraServerError(MoeLoraError):
+    """The LoRA Server can't be reached, or refuses this process."""

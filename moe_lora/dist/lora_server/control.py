@@ -86,6 +86,13 @@ class ControlConnection:
             if time.monotonic() >= deadline_s:
                 return None
 
+    def reachable(self, address: str) -> str:
+        """The peer's own listening address, as seen from here: 0.0.0.0 becomes where it connected from."""
+        if not address.startswith("0.0.0.0:"):
+            return address
+        with socket.socket(fileno=socket.dup(self._connection.fileno())) as sock:
+            return f"{sock.getpeername()[0]}:{address.rpartition(':')[2]}"
+
     def close(self) -> None:
         """Also ends a `receive` of another thread."""
         if not self.closed.is_set():
@@ -118,13 +125,13 @@ def dial(address: str, key: bytes, hello: Message, timeout_s: float) -> tuple[Co
             break
         except AuthenticationError as error:
             raise LoraServerError(
-                f"the LoRA Server at {address} does not accept the cluster key; use the same key in all roles"
+                f"the LoRA Server at {address} does not accept the cluster key; give all roles the same key"
             ) from error
         except (OSError, EOFError) as error:
             if time.monotonic() >= deadline_s:
                 raise LoraServerError(
-                    f"no LoRA Server answers at lora_server_address={address} ({error}); start it, or correct "
-                    "the address"
+                    f"no LoRA Server answers at lora_server_address={address} ({error}); start it, or "
+                    "correct the address"
                 ) from error
             time.sleep(0.05)
     _without_delay(raw)

@@ -95,9 +95,9 @@ def read_request(frame: torch.Tensor, layout: FrameLayout) -> Request:
         and 0 <= top_k <= max(1, layout.shape.num_experts_per_token)
     ):
         raise ValueError(
-            f"a frame claims layer {layer}, site {site}, {num_tokens} tokens of {top_k} experts and {num_rows} "
-            f"rows; the model has {layout.shape.num_layers} layers, {len(sites)} sites, and frames hold "
-            f"{layout.max_rows} rows"
+            f"a frame claims layer {layer}, site {site}, {num_tokens} tokens of {top_k} experts and "
+            f"{num_rows} rows; the model has {layout.shape.num_layers} layers and {len(sites)} sites, and "
+            f"frames hold {layout.max_rows} rows"
         )
     at = HEADER_BYTES
     slot = raw[at : at + 4 * num_tokens].view(np.int32)

@@ -20,19 +20,20 @@ from .control import ControlConnection, Message
 from .kept import shard_pages
 from .lease_events import Grant, Load
 from .leases import LeaseTable
+from .membership import SILENCE_S
 from .partition import Partition
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 3.0
 _LEADER = 0
 
 
 class Leader:
     """Serves the roles "leases" (first rank of each instance), "rank" (other server ranks) and "find".
 
-    carry_out: does a load or an eviction on the leader's own rank.  first_generation: the leader's
-    incarnation; generations on the wire are above it, so that those of an earlier leader are stale.
+    facts: what a rank that joins is told; its first_generation is the leader's incarnation, and generations
+    on the wire are above it, so that those of an earlier leader are stale.  carry_out: does a load or an
+    eviction on the leader's own rank.
     """
 
     def __init__(
@@ -41,16 +42,15 @@ class Leader:
         store: HostStore,
         partition: Partition,
         page_bytes: int,
-        first_generation: int,
-        rank_facts: Message,
+        facts: Message,
         carry_out: Callable[[Message], None],
     ) -> None:
         self._table = table
         self._store = store
         self._partition = partition
         self._page_bytes = page_bytes
-        self._first_generation = first_generation
-        self._rank_facts = rank_facts
+        self._first_generation: int = facts["first_generation"]
+        self._facts = facts
         self._carry_out = carry_out
         self._lock = threading.RLock()
         self._instances: dict[str, ControlConnection] = {}
@@ -76,14 +76,14 @@ class Leader:
         """A rank joins, or comes back: it is told what is resident, then what changes."""
         server_rank = hello["server_rank"]
         with self._lock:
-            connection.send("welcome", first_generation=self._first_generation, **self._rank_facts)
+            connection.send("welcome", **self._facts)
             self._ranks[server_rank] = connection
-            self._addresses[server_rank] = hello["address"]
+            self._addresses[server_rank] = connection.reachable(hello["address"])
             for adapter in self._table.residents():
                 assert adapter.slot is not None
                 load = Load(adapter.adapter_id, adapter.slot, adapter.generation, adapter.runs)
                 self._tell_rank(server_rank, self._load_command(load, server_rank))
-        logger.info("server rank %d joined from %s", server_rank, hello["address"])
+        logger.info("server rank %d joined from %s", server_rank, self._addresses[server_rank])
         try:
             while True:
                 message = connection.receive(1.0, SILENCE_S)

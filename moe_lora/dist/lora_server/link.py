@@ -13,11 +13,11 @@ from moe_lora.dist.transport.contract import Transport
 
 from .control import ControlConnection, Message, dial
 from .frames import FrameLayout
+from .membership import SILENCE_S
 from .session import ClientSession
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 3.0
 _RETRY_S = 0.3
 
 

@@ -1,4 +1,4 @@
-"""The adapters of one server rank: its arena, which slot holds what, and the thread that loads layer by layer.
+"""The adapters of one server rank: its arena, what each slot holds, the thread that loads layer by layer.
 
 Legend: M slots, L layers.
 """
@@ -101,6 +101,14 @@ class Shelf:
                     self._loading.remove(loading)
             self.generation[slot] = generation + 1
             self.slots.clear(slot)
+
+    def start_over(self, first_generation: int) -> None:
+        """Forget everything: generations begin above first_generation."""
+        with self._changed:
+            self._loading.clear()
+            self.generation[:] = first_generation
+            for slot in range(len(self.generation)):
+                self.slots.clear(slot)
 
     def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
         """Whether some row's content has left."""

@@ -1,0 +1,55 @@
+"""Carries out on one rank what the leader decided: loads and evictions, fetching content that is not here."""
+
+from __future__ import annotations
+
+import logging
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.core.errors import AdapterError
+
+from .content import receive_content
+from .control import ControlConnection, Message
+from .shelf import Shelf
+
+logger = logging.getLogger(__name__)
+
+
+class Orders:
+    """The leader's messages, turned into work of the shelf."""
+
+    def __init__(self, shelf: Shelf, store: HostStore) -> None:
+        self._shelf = shelf
+        self._store = store
+        self._awaiting: dict[str, list[Message]] = {}
+
+    def start_over(self, first_generation: int) -> None:
+        """A leader that knows nothing of what is here: all slots are empty from now on."""
+        self._awaiting.clear()
+        self._shelf.start_over(first_generation)
+
+    def hear(self, connection: ControlConnection, message: Message) -> None:
+        """One message of the leader to another rank."""
+        adapter_id = message.get("adapter_id", "")
+        if message["kind"] == "content":
+            receive_content(connection, self._store, message)
+            for order in self._awaiting.pop(adapter_id, []):
+                self.carry_out(order)
+        elif message["kind"] == "load" and adapter_id not in self._store:
+            self._awaiting.setdefault(adapter_id, []).append(message)
+            connection.send("need", adapter_id=adapter_id)
+        else:
+            self.carry_out(message)
+
+    def carry_out(self, order: Message) -> None:
+        """Begin a load whose content is in the store, or evict."""
+        if order["kind"] == "evict":
+            self._shelf.evict(order["slot"], order["generation"])
+            return
+        adapter_id = order["adapter_id"]
+        try:
+            packed = self._store.get(adapter_id, adapter_id)
+        except AdapterError:
+            logger.exception("adapter %s can't be loaded", adapter_id)
+            return
+        runs = {layer: (first, num_pages) for layer, first, num_pages in order["runs"]}
+        self._shelf.load(order["slot"], order["generation"], packed, runs)

@@ -1,0 +1,239 @@
+"""One rank of the LoRA Server: control connections beside the data loop.
+
+Rank 0 is the leader: it owns the leases, and its address is the one that all others are told.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.peft_format import read_adapter
+from moe_lora.core.config import LoraServerConfig
+from moe_lora.core.errors import PeerUnreachableError
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.transport.make import make_transport
+
+from .control import ControlConnection, ControlServer, Handler, Message
+from .frames import PROTOCOL_VERSION, FrameLayout
+from .leader import Leader
+from .leases import LeaseTable
+from .membership import SILENCE_S, Membership, TurnsListener, find_rank
+from .memory import Memory, plan_memory
+from .orders import Orders
+from .partition import Layout, Partition
+from .serving import DataLoop, ServerSession
+from .shelf import Shelf
+
+logger = logging.getLogger(__name__)
+
+LEADER = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankConfig:
+    """What a server rank is started with.
+
+    expert_parallel: ranks of each instance.  adapters: (name, directory) pairs that the leader puts into the
+    store at the start and sizes the arenas by.
+    """
+
+    server: LoraServerConfig
+    shape: ModelShape
+    dtype: torch.dtype
+    device: torch.device
+    server_rank: int
+    expert_parallel: int = 1
+    starvation_s: float = 5.0
+    adapters: tuple[tuple[str, str], ...] = ()
+
+
+def agreed_facts(
+    shape: ModelShape, dtype: torch.dtype, server: LoraServerConfig, expert_parallel: int
+) -> Message:
+    """What all processes around one LoRA Server must agree on."""
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "dtype": str(dtype),
+        "layout": str(Layout.parse(server.layout)),
+        "transport": server.transport,
+        "expert_parallel": expert_parallel,
+        **asdict(shape),
+    }
+
+
+class ServerRank:
+    """One rank, built and ready to `run`.
+
+    Raises ConfigError for settings that can't work, LoraServerError if the leader refuses or is not there.
+    """
+
+    def __init__(self, config: RankConfig) -> None:
+        self._config = config
+        server = config.server
+        self._partition = Partition(config.shape, Layout.parse(server.layout), config.expert_parallel)
+        self._agreed = agreed_facts(config.shape, config.dtype, server, config.expert_parallel)
+        self._key = server.key.encode()
+        self._store = HostStore(server.store_dir)
+        self._name = f"lora-server-{config.server_rank}"
+        self._transport = make_transport(server.transport, name=self._name)
+        self._session_numbers = itertools.count()
+        self._threads: list[Membership | TurnsListener] = []
+        if config.server_rank == LEADER:
+            self._lead()
+        else:
+            self._follow()
+        self._hear_turns()
+        arena_gb = self.loop.shelf.arena.numel() / 1e9
+        logger.info("LoRA Server %s, %s ready: %.3f GB", server.layout, self._name, arena_gb)
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        try:
+            self.loop.run()
+        finally:
+            for thread in self._threads:
+                thread.stop()
+            self._control.close()
+            self.loop.shelf.stop()
+            self._transport.close()
+
+    def stop(self) -> None:
+        self.loop.stop()
+
+    def _lead(self) -> None:
+        config = self._config
+        packed = [
+            read_adapter(Path(path), config.shape, config.dtype, name) for name, path in config.adapters
+        ]
+        for adapter in packed:
+            self._store.put(adapter)
+        memory = plan_memory(config.server, self._partition, config.dtype, packed)
+        self.loop = DataLoop(config.shape, self._shelf_maker(memory), self._transport)
+        orders = Orders(self.loop.shelf, self._store)
+        # Later incarnations count from later: a generation of an earlier leader is always lower.
+        first_generation = time.time_ns() // 1_000_000 << 20
+        orders.start_over(first_generation)
+        table = LeaseTable(
+            memory.capacity,
+            memory.num_pages,
+            memory.page_bytes,
+            lease_timeout_s=config.server.lease_timeout_s,
+            starvation_s=config.starvation_s,
+        )
+        facts = asdict(memory) | {"first_generation": first_generation}
+        leader = Leader(table, self._store, self._partition, memory.page_bytes, facts, orders.carry_out)
+        roles = {"find": leader.serve_find, "rank": leader.serve_rank, "leases": leader.serve_leases}
+        self._control = ControlServer(
+            config.server.address,
+            self._key,
+            self._agreed,
+            roles | {"data": self._serve_data, "turns": self._serve_turns},
+        )
+        leader.set_address(LEADER, self._control.address)
+
+    def _follow(self) -> None:
+        config = self._config
+        address = config.server.address
+        own = f"{address}.{config.server_rank}" if address.startswith("/") else "0.0.0.0:0"
+        built = threading.Event()
+
+        def once_built(serve: Callable[[ControlConnection, Message], None]) -> Handler:
+            def run(connection: ControlConnection, hello: Message) -> None:
+                built.wait()
+                serve(connection, hello)
+
+            return run
+
+        roles = {"data": once_built(self._serve_data), "turns": once_built(self._serve_turns)}
+        self._control = ControlServer(own, self._key, self._agreed, roles)
+        membership = Membership(address, self._key, self._hello("rank") | {"address": self._control.address})
+        facts = membership.welcome
+        memory = Memory(facts["capacity"], tuple(facts["num_pages"]), facts["page_bytes"])
+        self.loop = DataLoop(config.shape, self._shelf_maker(memory), self._transport)
+        built.set()
+        membership.begin(Orders(self.loop.shelf, self._store))
+        self._threads.append(membership)
+
+    def _hello(self, role: str) -> Message:
+        facts = {"server_rank": self._config.server_rank, "agreed": self._agreed}
+        return {"role": role, "name": self._name, **facts}
+
+    def _shelf_maker(self, memory: Memory) -> Callable[[Callable[[], None]], Shelf]:
+        config = self._config
+        rate = config.server.load_gb_per_s
+
+        def make(wake: Callable[[], None]) -> Shelf:
+            return Shelf(
+                config.shape,
+                self._partition,
+                config.server_rank,
+                capacity=memory.capacity,
+                num_pages=memory.num_pages[config.server_rank],
+                page_bytes=memory.page_bytes,
+                device=config.device,
+                on_progress=wake,
+                load_bytes_per_s=None if rate is None else rate * 1e9,
+            )
+
+        return make
+
+    # Clients
+
+    def _serve_data(self, connection: ControlConnection, hello: Message) -> None:
+        """A client rank's session, as long as its connection lasts."""
+        layout = FrameLayout(self._config.shape, self._config.dtype, hello["max_rows"])
+        depth = hello["depth"]
+        label = f"requests-{next(self._session_numbers)}"
+        requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
+        try:
+            answers = self._transport.attach(base64.b64decode(hello["answers"]))
+        except (PeerUnreachableError, ValueError) as error:
+            requests.free()
+            connection.send("refused", error=f"its answer buffers can't be reached: {error}")
+            return
+        session = ServerSession(
+            hello["name"], hello["instance"], self._transport, requests, answers, layout, depth
+        )
+        self.loop.add(session)
+        try:
+            connection.send("welcome", requests=base64.b64encode(requests.descriptor()).decode())
+            while not session.closed:
+                connection.receive(1.0, SILENCE_S)
+        finally:
+            self.loop.remove(session)
+            self._transport.detach(answers)
+            requests.free()
+
+    # Turns within a stage
+
+    def _serve_turns(self, connection: ControlConnection, hello: Message) -> None:
+        turns = self._transport.attach(base64.b64decode(hello["turns"]))
+        connection.send("welcome")
+        self.loop.tell(turns, hello["seen"])
+        while turns.alive():
+            connection.receive(1.0, SILENCE_S)
+
+    def _hear_turns(self) -> None:
+        config = self._config
+        leader = self._partition.stage_leader(config.server_rank // self._partition.layout.ranks_per_stage)
+        if config.server_rank == leader:
+            return
+
+        def find() -> str:
+            return find_rank(config.server.address, self._key, self._agreed, leader)
+
+        listener = TurnsListener(
+            find, self._key, self._hello("turns"), self.loop.turns.descriptor(), lambda: self.loop.turns_seen
+        )
+        listener.start()
+        self._threads.append(listener)
