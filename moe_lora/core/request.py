@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+AdapterResidency = Literal["device", "host", "remote"]
 MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow."""
@@ -126,7 +127,8 @@ class TokenOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterInfo:
-    """An adapter the engine knows.  residency: where its bytes are now ("device" or "host")."""
+    """An adapter the engine knows.  residency: where its bytes are now ("remote": on the
+    LoRA Server)."""
 
     name: str
     version: int
@@ -134,7 +136,7 @@ class AdapterInfo:
     nbytes: int
     targets: tuple[str, ...]
     path: str | None
-    residency: Literal["device", "host"]
+    residency: AdapterResidency
     num_running: int = 0
     num_waiting: int = 0
 

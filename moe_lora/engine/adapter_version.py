@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.request import AdapterInfo
+from moe_lora.core.request import AdapterInfo, AdapterResidency
+from moe_lora.kernels.step import Lease
 
 
 @dataclass(eq=False)
 class AdapterVersion:
-    """One version of an adapter.  `uid` is its prefix-cache namespace; slot and extents while resident."""
+    """One version of an adapter.
+
+    uid: its prefix-cache namespace.  slot, extents: while it is resident on this device.  lease: while the
+    LoRA Server holds it for this engine.
+    """
 
     uid: int
     version: int
@@ -22,6 +27,7 @@ class AdapterVersion:
     retired: bool = False
     slot: int | None = None
     extents: list[tuple[int, int]] = field(default_factory=list)
+    lease: Lease | None = None
 
     @property
     def name(self) -> str:
@@ -32,6 +38,13 @@ class AdapterVersion:
         """Pages of its extents, 0 while it is not resident."""
         return sum(num_pages for _, num_pages in self.extents)
 
+    @property
+    def residency(self) -> AdapterResidency:
+        """Where its bytes are ready for computing; "host" where they are not."""
+        if self.lease is not None:
+            return "remote"
+        return "host" if self.slot is None else "device"
+
     def info(self) -> AdapterInfo:
         return AdapterInfo(
             name=self.name,
@@ -40,7 +53,7 @@ class AdapterVersion:
             nbytes=self.packed.nbytes,
             targets=self.packed.targets,
             path=self.path,
-            residency="host" if self.slot is None else "device",
+            residency=self.residency,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
         )

@@ -64,11 +64,7 @@ class Leader:
     # Clients that look for a rank
 
     def serve_find(self, connection: ControlConnection, hello: Message) -> None:
-        address = self._addresses.get(hello["server_rank"])
-        if address is None:
-            connection.send("refused", error=f"server rank {hello['server_rank']} has not joined yet")
-        else:
-            connection.send("welcome", address=address)
+        connection.send("welcome", address=self._addresses.get(hello["server_rank"]))
 
     # The other ranks of the server
 

@@ -24,14 +24,14 @@ _RETRY_S = 0.3
 class ServerLink(threading.Thread):
     """Keeps a `ClientSession` with one server rank.
 
-    find: the server rank's control address now; raises LoraServerError while it can't be known.
+    find: the server rank's control address, looked for up to a timeout; raises LoraServerError.
     hello: what to say on connecting (see `control.dial`).  `session` is None while there is none: deltas are
     then computed here.
     """
 
     def __init__(
         self,
-        find: Callable[[], str],
+        find: Callable[[float], str],
         key: bytes,
         hello: Message,
         transport: Transport,
@@ -66,7 +66,7 @@ class ServerLink(threading.Thread):
                 "max_rows": self._layout.max_rows,
                 "depth": self._depth,
             }
-            connection, welcome = dial(self._find(), self._key, hello, timeout_s)
+            connection, welcome = dial(self._find(timeout_s), self._key, hello, timeout_s)
             try:
                 requests = self._transport.attach(base64.b64decode(welcome["requests"]))
             except (PeerUnreachableError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from moe_lora.core.errors import LoraServerError
@@ -64,12 +65,21 @@ class Membership(threading.Thread):
 
 
 def find_rank(address: str, key: bytes, agreed: Message, server_rank: int, timeout_s: float = 1.0) -> str:
-    """Where the leader at `address` says that a server rank listens.  Raises LoraServerError."""
+    """Where the leader at `address` says that a server rank listens.
+
+    Raises LoraServerError if the leader does not answer, or the rank has not joined, within timeout_s.
+    """
     hello = {"role": "find", "name": "find", "server_rank": server_rank, "agreed": agreed}
-    connection, answer = dial(address, key, hello, timeout_s)
-    connection.close()
-    found: str = answer["address"]
-    return found
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        connection, answer = dial(address, key, hello, timeout_s)
+        connection.close()
+        found: str | None = answer["address"]
+        if found is not None:
+            return found
+        if time.monotonic() > deadline_s:
+            raise LoraServerError(f"rank {server_rank} of the LoRA Server has not joined; start it")
+        time.sleep(0.1)
 
 
 class TurnsListener(threading.Thread):

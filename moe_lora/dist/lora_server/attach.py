@@ -1,0 +1,92 @@
+"""Joins one rank of an LLM instance to the LoRA Server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.core.config import LoraServerConfig
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.transport.make import make_transport
+from moe_lora.kernels.step import Lease
+
+from .client import RemoteBackend
+from .frames import FrameLayout
+from .lease_client import LeaseClient
+from .link import ServerLink
+from .membership import find_rank
+from .partition import Layout, Partition
+from .rank import agreed_facts
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 120.0
+
+
+class LoraServerClient:
+    """One client rank's connections: links to all server ranks it sends to, and the backend over them.
+
+    Raises ConfigError for a layout that does not fit the model, LoraServerError if the server can't be reached.
+    """
+
+    def __init__(
+        self,
+        server: LoraServerConfig,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        instance: str,
+        *,
+        client_rank: int = 0,
+        client_ranks: int = 1,
+    ) -> None:
+        self._server = server
+        self._key = server.key.encode()
+        self._instance = instance
+        self._client_rank = client_rank
+        self._agreed = agreed_facts(shape, dtype, server, client_ranks)
+        self.store = HostStore(server.store_dir)
+        partition = Partition(shape, Layout.parse(server.layout), client_ranks)
+        self._transport = make_transport(server.transport, name=f"{instance}/{client_rank}")
+        layout = FrameLayout(shape, dtype, max(server.max_rows, shape.num_experts_per_token))
+        self.links: dict[int, ServerLink] = {}
+        for server_rank in range(partition.layout.num_ranks):
+            if client_rank in partition.clients_of_server(server_rank):
+                self.links[server_rank] = self._link(server_rank, layout)
+        for link in self.links.values():
+            link.begin(link.connect(CONNECT_TIMEOUT_S))
+        self.backend = RemoteBackend(shape, partition, client_rank, self.links, layout)
+
+    def leases(self, on_change: Callable[[str, Lease | None], None]) -> LeaseClient:
+        """The instance's leases; its first rank has them."""
+        hello = self._hello("leases")
+        return LeaseClient(self._server.address, self._key, hello, self.store, on_change, CONNECT_TIMEOUT_S)
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.stop()
+        self._transport.close()
+
+    def _hello(self, role: str) -> dict:
+        return {
+            "role": role,
+            "name": f"{self._instance}/{self._client_rank}",
+            "instance": self._instance,
+            "agreed": self._agreed,
+        }
+
+    def _link(self, server_rank: int, layout: FrameLayout) -> ServerLink:
+        def find(timeout_s: float) -> str:
+            return find_rank(self._server.address, self._key, self._agreed, server_rank, timeout_s)
+
+        return ServerLink(
+            find,
+            self._key,
+            self._hello("data") | {"server_rank": server_rank},
+            self._transport,
+            layout,
+            depth=self._server.depth,
+            answer_timeout_s=self._server.answer_timeout_s,
+        )
