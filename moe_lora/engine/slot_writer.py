@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,8 @@ from moe_lora.core.expert_parallel import experts_of_rank
 from moe_lora.core.shape import ModelShape
 from moe_lora.execution.slots import write_slot
 from moe_lora.kernels.step import SlotTable
+
+from .followers import Followers
 
 
 class SlotWriter(Protocol):
@@ -99,26 +101,14 @@ class RankSlots:
 
 class GroupSlotWriter:
     """The slots of all ranks alike: the same slot numbers and offsets everywhere, so that one bookkeeping
-    serves them; a layer takes the room of its largest part.
-
-    tell: sends a command to all followers.  settle: waits until they have carried it out.  Followers read
-    adapters from `store`.
+    serves them; a layer takes the room of its largest part.  Followers read adapters from `store`.
     """
 
-    def __init__(
-        self,
-        own: RankSlots,
-        shape: ModelShape,
-        expert_parallel: int,
-        store: HostStore,
-        tell: Callable[[WriteSlot | ClearSlot], None],
-        settle: Callable[[], None],
-    ) -> None:
+    def __init__(self, own: RankSlots, sizes: ShardSizes, store: HostStore, followers: Followers) -> None:
         self._own = own
-        self._sizes = ShardSizes(shape, expert_parallel)
+        self._sizes = sizes
         self._store = store
-        self._tell = tell
-        self._settle = settle
+        self._followers = followers
 
     @property
     def num_slots(self) -> int:
@@ -133,14 +123,14 @@ class GroupSlotWriter:
         if packed.content_hash not in self._store:
             self._store.put(packed)
             packed = self._store.get(packed.content_hash, packed.name)
-        self._tell(WriteSlot(slot, packed.content_hash, tuple(layer_offsets_bytes)))
+        self._followers.tell(WriteSlot(slot, packed.content_hash, tuple(layer_offsets_bytes)))
         self._own.write(slot, packed, layer_offsets_bytes)
         # Until followers have read it, the file must not go, nor a failure to read it go unnoticed.
-        self._settle()
+        self._followers.settle()
         return packed
 
     def clear(self, slot: int) -> None:
-        self._tell(ClearSlot(slot))
+        self._followers.tell(ClearSlot(slot))
         self._own.slots.clear(slot)
 
     def forget(self, packed: PackedAdapter) -> None:
