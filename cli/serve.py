@@ -44,7 +44,18 @@ _ENGINE = (
     click.option("--block-size", type=int, help="Tokens per KV page."),
     click.option("--eager", is_flag=True, default=None, help="Don't compile the model."),
     click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt from its first token."),
-    click.option("--threads", "num_threads", type=int, help="CPU threads.  [default: all cores]"),
+    click.option(
+        "--expert-parallel",
+        type=int,
+        metavar="P",
+        help="Processes that share the experts; must divide their number.  [default: 1]",
+    ),
+    click.option(
+        "--threads",
+        "num_threads",
+        type=int,
+        help="CPU threads, all processes together.  [default: all cores]",
+    ),
 )
 
 

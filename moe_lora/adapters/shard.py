@@ -69,6 +69,16 @@ def shard_layer(layer: PackedLayer, shape: ModelShape, kept: np.ndarray) -> Laye
     )
 
 
+def entries_of_experts(shape: ModelShape, experts: range) -> np.ndarray:
+    """What a rank with these experts computes: every dense entry and the entries of its experts, [X] bool."""
+    kept = np.ones(shape.num_entries, dtype=bool)
+    for site in shape.sites:
+        if site.num_experts:
+            kept[site.entry_base : site.entry_base + site.num_entries] = False
+            kept[site.entry(0, experts.start) : site.entry(0, experts.stop)] = True
+    return kept
+
+
 def _merged(starts: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """Copies of neighbouring matrices as one."""
     if not len(starts):

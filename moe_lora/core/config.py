@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from .errors import ConfigError
@@ -9,6 +10,7 @@ from .errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_COUNT = 2**31 - 1
+_COUNTS = ("max_loras", "max_num_seqs", "max_num_batched_tokens", "block_size", "expert_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,11 @@ class EngineConfig:
     adapters; None = max_loras times the largest adapter known at the start (or one of rank 16), with the
     same limit.  max_num_batched_tokens: token rows per step (longer prompts are prefilled in chunks).
     decode_buckets: batch sizes that decode steps are padded to, one compiled graph each; None = on CPU one
-    graph for any size (and one for size 1), on CUDA powers of two.  num_threads: CPU threads of the
-    engine; None = all cores.  starvation_s: a request that waits longer than this for its adapter stops
-    younger ones from being admitted before it.  lora_server: where deltas are computed; None = here.
-    instance: this engine's name in a cluster.
+    graph for any size (and one for size 1), on CUDA powers of two.  expert_parallel: processes that the
+    engine consists of, each with its share of the experts.  num_threads: CPU threads of the engine, all
+    processes together; None = all cores.  starvation_s: a request that waits longer than this for its
+    adapter stops younger ones from being admitted before it.  lora_server: where deltas are computed; None
+    = here.  instance: this engine's name in a cluster.
     """
 
     model_dir: str
@@ -82,6 +85,7 @@ class EngineConfig:
     eager: bool = False
     decode_buckets: tuple[int, ...] | None = None
     prefix_caching: bool = True
+    expert_parallel: int = 1
     num_threads: int | None = None
     starvation_s: float = 5.0
     seed: int = 0
@@ -91,7 +95,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, DEVICES)
-        for name in ("max_loras", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in _COUNTS:
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_threads"):
             if getattr(self, name) is not None:
@@ -113,6 +117,13 @@ class EngineConfig:
                 raise ConfigError(f"adapter name {name!r} is empty or given twice; names must be unique")
         if self.decode_buckets is not None and (not self.decode_buckets or min(self.decode_buckets) < 1):
             raise ConfigError(f"decode_buckets={self.decode_buckets} must be one or more sizes >= 1")
+
+    @property
+    def threads_per_process(self) -> int | None:
+        """CPU threads of each of the engine's processes; None = torch's own choice."""
+        if self.expert_parallel == 1:
+            return self.num_threads
+        return max(1, (self.num_threads or os.cpu_count() or 1) // self.expert_parallel)
 
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

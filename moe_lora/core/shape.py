@@ -145,12 +145,17 @@ class ModelShape:
         )
 
     def adapter_bytes(
-        self, lora_rank: int, targets: Iterable[str] = DEFAULT_TARGETS, shared_gate_up_a: bool = False
+        self,
+        lora_rank: int,
+        targets: Iterable[str] = DEFAULT_TARGETS,
+        shared_gate_up_a: bool = False,
+        expert_parallel: int = 1,
     ) -> int:
         """Bytes of one packed adapter of this rank on whole sites, alignment of each matrix included.
 
         targets: site names. shared_gate_up_a: gate and up of an expert share one A (the fused PEFT
-        form). DBRX's own fused form shares more; this is then an upper bound.
+        form). DBRX's own fused form shares more; this is then an upper bound. expert_parallel: ranks that
+        share the experts; the bytes are then those of one rank.
         """
         if lora_rank < 1:
             raise ConfigError(f"lora_rank={lora_rank} must be 1 or more")
@@ -159,7 +164,7 @@ class ModelShape:
             shared = shared_gate_up_a and site.name == "gate_up"
             num_a = 1 if shared else len(site.modules)
             features = [site.in_features] * num_a + list(site.out_features)
-            per_layer += max(1, site.num_experts) * sum(
+            per_layer += max(1, site.num_experts // expert_parallel) * sum(
                 _aligned(lora_rank * size * self.dtype_bytes) for size in features
             )
         return per_layer * self.num_layers

@@ -7,61 +7,71 @@ from pathlib import Path
 
 import torch
 
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.peft_format import read_adapter
 from moe_lora.cache.blocks import BlockManager
 from moe_lora.cache.pages import PageAllocator
 from moe_lora.core.clock import WallClock
 from moe_lora.core.config import EngineConfig
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.expert_parallel import check_expert_parallel
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape
-from moe_lora.execution.context import ExecutionContext
-from moe_lora.execution.local import LocalBackend
-from moe_lora.kernels.huge_pages import advise_huge_pages
-from moe_lora.kernels.step import KvLayout, SlotTable
-from moe_lora.models.families import load_model, read_config
+from moe_lora.models.families import read_config
 
 from .core import EngineCore
+from .followers import HOST_STORE, Allocate, Followers, start_followers
 from .placement import LocalPlacement
+from .rank import Rank
 from .residency import Residency
 from .runner import ModelRunner
 from .scheduler import Scheduler
-from .sizing import arena_size, free_bytes, max_model_len
+from .sizing import arena_size, max_model_len
+from .slot_writer import GroupSlotWriter, LocalSlotWriter, ShardSizes, SlotWriter
 from .text import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
-def build_engine(config: EngineConfig) -> EngineCore:
+def build_engine(config: EngineConfig, followers: Followers | None = None) -> EngineCore:
     """Load the model and the adapters, allocate the arena, compile the decode step.
 
-    Raises ConfigError or AdapterError for anything that can be known at start.
+    followers: the instance's other ranks; None = start them if the settings ask for some.  They end with
+    the engine, or if it can't be built.  Raises ConfigError or AdapterError for anything that can be known
+    at start.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    device = choose_device(config.device)
-    model_dir = Path(config.model_dir)
-    hf_config = read_config(model_dir)
-    dtype = choose_dtype(config.dtype, hf_config)
-    model = load_model(model_dir, dtype, device)
-    shape = model.spec.shape
+    check_expert_parallel(
+        ModelShape.from_hf_config(read_config(Path(config.model_dir))).num_experts, config.expert_parallel
+    )
+    if config.expert_parallel == 1:
+        return _build(config, None)
+    followers = followers or start_followers(config)
+    try:
+        return _build(config, followers)
+    except BaseException:
+        followers.close()
+        raise
+
+
+def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
+    rank = Rank(config)
+    shape, dtype, layout = rank.shape, rank.dtype, rank.layout
+    if followers is not None:
+        followers.settle()
     adapters = [(read_adapter(Path(path), shape, dtype, name), path) for name, path in config.adapters]
-    layout = kv_layout(config, shape, dtype)
-    size = arena_size(config, shape, layout, [packed.nbytes for packed, _ in adapters], free_bytes(device))
-    arena, slots = allocate(config, size.num_pages * layout.page_bytes, shape, device)
+    sizes = ShardSizes(shape, config.expert_parallel)
+    adapter_bytes = [sum(sizes.layer_bytes(packed)) for packed, _ in adapters]
+    size = arena_size(config, shape, layout, adapter_bytes, rank.free_bytes())
+    if followers is not None:
+        followers.tell(Allocate(size.num_pages * layout.page_bytes))
+    rank.allocate(size.num_pages * layout.page_bytes)
+    runner, writer = _parts(rank, followers, sizes)
     clock = WallClock()
     pages = PageAllocator(size.num_pages)
     blocks = BlockManager(pages, config.block_size, size.kv_pages, prefix_caching=config.prefix_caching)
-    placement = LocalPlacement(pages, layout.page_bytes, arena, slots, blocks)
+    placement = LocalPlacement(pages, layout.page_bytes, writer, blocks)
     residency = Residency(placement, blocks, clock)
     for packed, path in adapters:
         residency.add(packed, path)
-    context = ExecutionContext(arena, layout, LocalBackend(shape, arena, slots))
-    runner = ModelRunner(
-        model, context, device, eager=config.eager, decode_buckets=decode_buckets(config, device)
-    )
     runner.warm_up()
     scheduler = Scheduler(
         blocks,
@@ -72,22 +82,21 @@ def build_engine(config: EngineConfig) -> EngineCore:
         starvation_s=config.starvation_s,
     )
     info = model_info(config, shape, dtype)
-    gigabytes = arena.numel() / 1e9
     logger.info(
-        "engine ready: %s, %d adapters, %.3f GB arena on %s", info.name, len(adapters), gigabytes, device
+        "engine ready: %s, %d adapters, %.3f GB arena on %s, %d processes",
+        *(info.name, len(adapters), rank.arena.numel() / 1e9, rank.device, config.expert_parallel),
     )
-    return EngineCore(info, shape, dtype, scheduler, runner, residency, blocks, clock, config.seed)
+    return EngineCore(info, shape, dtype, scheduler, runner, residency, blocks, clock, config.seed, followers)
 
 
-def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
-    """How this model's KV lies in pages."""
-    return KvLayout(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=config.block_size,
-        dtype=dtype,
-    )
+def _parts(rank: Rank, followers: Followers | None, sizes: ShardSizes) -> tuple[ModelRunner, SlotWriter]:
+    """What computes steps and what fills slots, on this rank alone or on all of them."""
+    if followers is None:
+        return rank.runner(), LocalSlotWriter(rank.slots, rank.arena)
+    runner = rank.runner(rank.join(followers.directory), followers.tell)
+    followers.settle()
+    store = HostStore(followers.directory / HOST_STORE)
+    return runner, GroupSlotWriter(rank.own_slots(), sizes, store, followers)
 
 
 def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:
@@ -103,48 +112,3 @@ def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> M
         max_loras=config.max_loras,
         eos_token_ids=tuple(i for i in read_eos_token_ids(model_dir) if i < shape.vocab_size),
     )
-
-
-def allocate(
-    config: EngineConfig, arena_bytes: int, shape: ModelShape, device: torch.device
-) -> tuple[torch.Tensor, SlotTable]:
-    """The arena and the slot table.  Raises ConfigError if the memory for them can't be had."""
-    try:
-        arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-        advise_huge_pages(arena)
-        return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
-    except (RuntimeError, MemoryError, OverflowError) as error:
-        raise ConfigError(
-            f"no memory on {device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table of "
-            f"{config.max_loras:.3g} adapters; lower kv_cache_gb={config.kv_cache_gb}, "
-            f"lora_memory_gb={config.lora_memory_gb} or max_loras={config.max_loras}"
-        ) from error
-
-
-def choose_device(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`.  Raises ConfigError if CUDA is asked for and absent."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device='cuda' was asked for, but torch finds no CUDA device; use device='cpu' or 'auto'"
-        )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def choose_dtype(name: str, hf_config: dict) -> torch.dtype:
-    """The dtype for `auto` (the checkpoint's; bfloat16 for float16), `float32` or `bfloat16`."""
-    if name == "auto":
-        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16").removeprefix(
-            "torch."
-        )
-        name = "float32" if stored == "float32" else "bfloat16"
-    return DTYPES[name]
-
-
-def decode_buckets(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Batch sizes that decode steps are padded to; empty: one graph serves any size."""
-    if config.decode_buckets is not None:
-        return config.decode_buckets
-    if device.type == "cpu":
-        return ()
-    powers = [2**i for i in range(config.max_num_seqs.bit_length()) if 2**i < config.max_num_seqs]
-    return (*powers, config.max_num_seqs)

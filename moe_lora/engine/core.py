@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft_format import pack_state_dict, read_adapter
 from moe_lora.cache.blocks import BlockManager
 from moe_lora.core.clock import Clock
+from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -23,6 +24,7 @@ from moe_lora.core.request import (
 )
 from moe_lora.core.shape import ModelShape
 
+from .followers import Followers
 from .residency import Residency
 from .runner import ModelRunner
 from .sampler import sample
@@ -49,6 +51,7 @@ class EngineCore:
         blocks: BlockManager,
         clock: Clock,
         seed: int,
+        followers: Followers | None = None,
     ) -> None:
         self.info = info
         self._shape = shape
@@ -58,6 +61,7 @@ class EngineCore:
         self._residency = residency
         self._blocks = blocks
         self._clock = clock
+        self._followers = followers
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
         self._counters = dict.fromkeys(
@@ -67,6 +71,16 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
+
+    def watch(self, on_loss: Callable[[EngineDeadError], None]) -> None:
+        """Call `on_loss`, from another thread, when another process of this engine ends unasked."""
+        if self._followers is not None:
+            self._followers.watch(on_loss)
+
+    def close(self) -> None:
+        """End the engine's other processes."""
+        if self._followers is not None:
+            self._followers.close()
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; the tokens that requests gained."""

@@ -28,6 +28,7 @@ class EngineLoop(threading.Thread):
         self._core = core
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
+        core.watch(self._lose)
         self._leaving: list[tuple[Call, frozenset[int]]] = []
         self.methods: dict[str, Callable[[Call], None]] = {
             "load_adapter": self._load_adapter,
@@ -48,9 +49,19 @@ class EngineLoop(threading.Thread):
                 self._settle_leaving()
         except Exception as error:
             logger.exception("the engine failed")
-            self._emit(Dead(EngineDeadError(f"the engine failed: {error!r}")))
+            dead = error if isinstance(error, EngineDeadError) else None
+            self._emit(Dead(dead or EngineDeadError(f"the engine failed: {error!r}")))
         finally:
             self._files.shutdown(wait=False, cancel_futures=True)
+            self._core.close()
+
+    def _lose(self, error: EngineDeadError) -> None:
+        """Fail in the loop's own thread, at once if it waits for commands."""
+
+        def fail() -> None:
+            raise error
+
+        self.inbox.put(fail)
 
     def _take_commands(self) -> bool:
         """Handle what lies in the inbox, waiting for something if there is nothing to compute."""

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch
-
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.blocks import BlockManager
 from moe_lora.cache.pages import PageAllocator
 from moe_lora.core.errors import CapacityError
-from moe_lora.execution.slots import write_slot
-from moe_lora.kernels.step import SlotTable
 from moe_lora.policies.eviction import least_recently_used
 
 from .adapter_version import AdapterVersion
+from .slot_writer import SlotWriter
 
 
 class Placement(Protocol):
@@ -57,18 +54,16 @@ class LocalPlacement:
         self,
         pages: PageAllocator,
         page_bytes: int,
-        arena: torch.Tensor,
-        slots: SlotTable,
+        writer: SlotWriter,
         blocks: BlockManager,
     ) -> None:
         self._pages = pages
         self._page_bytes = page_bytes
-        self._arena = arena
-        self._slots = slots
+        self._writer = writer
         self._blocks = blocks
         self._max_pages = pages.num_pages - blocks.max_blocks
         self._resident: dict[int, AdapterVersion] = {}
-        self._free_slots = list(range(slots.num_slots - 1, -1, -1))
+        self._free_slots = list(range(writer.num_slots - 1, -1, -1))
         self.num_loads = self.num_evictions = self.loaded_bytes = 0
 
     def check(self, packed: PackedAdapter) -> None:
@@ -86,9 +81,13 @@ class LocalPlacement:
         """Nothing to do: adapters without running requests are what `_evict_idle` looks for."""
 
     def drop(self, adapter: AdapterVersion) -> None:
+        self._vacate(adapter)
+        self._writer.forget(adapter.packed)
+
+    def _vacate(self, adapter: AdapterVersion) -> None:
         if adapter.slot is None:
             return
-        self._slots.clear(adapter.slot)
+        self._writer.clear(adapter.slot)
         self._free_slots.append(adapter.slot)
         self._free_extents(adapter)
         del self._resident[adapter.uid]
@@ -102,14 +101,14 @@ class LocalPlacement:
         return sum(adapter.num_pages for adapter in self._resident.values())
 
     def _layer_pages(self, packed: PackedAdapter) -> list[int]:
-        return [-(-layer.data.nbytes // self._page_bytes) for layer in packed.layers]
+        return [-(-num_bytes // self._page_bytes) for num_bytes in self._writer.layer_bytes(packed)]
 
     def _bring_in(self, adapter: AdapterVersion) -> bool:
         if not self._make_room(sum(self._layer_pages(adapter.packed))) or not self._take_extents(adapter):
             return False
         adapter.slot = self._free_slots.pop()
         offsets = [first * self._page_bytes for first, _ in adapter.extents]
-        write_slot(self._slots, adapter.slot, self._arena, adapter.packed, offsets)
+        adapter.packed = self._writer.write(adapter.slot, adapter.packed, offsets)
         self._resident[adapter.uid] = adapter
         self.num_loads += 1
         self.loaded_bytes += adapter.packed.nbytes
@@ -147,6 +146,6 @@ class LocalPlacement:
         victim = least_recently_used(self._resident.values())
         if victim is None:
             return False
-        self.drop(victim)
+        self._vacate(victim)
         self.num_evictions += 1
         return True

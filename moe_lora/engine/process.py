@@ -50,7 +50,7 @@ class ProcessClient(LoopClient):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "moe_lora.engine.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=worker_environment(config.num_threads),
+                env=worker_environment(config.threads_per_process),
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())

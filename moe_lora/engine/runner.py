@@ -6,7 +6,9 @@ Legend: T token rows, S sequences, B blocks of the longest sequence.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,12 +19,17 @@ from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.layers import DecoderLayer
 
 from .scheduler import Scheduled
+from .step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Runs steps of one model.  decode_buckets: batch sizes that decode steps are padded to; empty = none."""
+    """Runs steps of one model.
+
+    decode_buckets: batch sizes that decode steps are padded to; empty = none.  announce: told of each batch
+    before it is computed, for the ranks that compute it too.
+    """
 
     def __init__(
         self,
@@ -32,12 +39,14 @@ class ModelRunner:
         *,
         eager: bool,
         decode_buckets: Seq[int],
+        announce: Callable[[StepBatch], None] | None = None,
     ) -> None:
         self._model = model
         self._context = context
         self._device = device
         self._eager = eager
         self._buckets = sorted(decode_buckets)
+        self._announce = announce
         self._compiled: LayerForward = DecoderLayer.__call__
         if not eager:
             torch._dynamo.config.recompile_limit = max(64, 4 * len(self._buckets))
@@ -50,33 +59,50 @@ class ModelRunner:
         sizes = self._buckets or [1, 2]
         logger.info("compiling decode steps for %s rows", "any number of" if not self._buckets else sizes)
         for size in sizes:
-            self._forward([], size, mark_dynamic=not self._buckets and size > 1)
+            self._run(self._batch([], size, any_rows=not self._buckets and size > 1))
 
-    @torch.inference_mode()
     def run(self, plan: Seq[Scheduled]) -> torch.Tensor:
         """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order."""
         decode = all(item.num_tokens == 1 for item in plan)
         num_rows = sum(item.num_tokens for item in plan)
         if decode and self._buckets:
             num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
-        return self._forward(plan, num_rows)
+        return self._run(self._batch(plan, num_rows))
+
+    def _run(self, batch: StepBatch) -> torch.Tensor:
+        if self._announce is not None:
+            self._announce(replace(batch, logit_rows=batch.logit_rows[:0]))
+        return self.execute(batch)
 
     @torch.inference_mode()
-    def _forward(self, plan: Seq[Scheduled], num_rows: int, *, mark_dynamic: bool = False) -> torch.Tensor:
-        tokens, positions, logit_rows = self._rows(plan, num_rows)
-        self._context.begin_step(self._tables(plan, num_rows))
-        num_live = sum(item.num_tokens for item in plan)
-        live = torch.arange(num_rows, device=self._device) < num_live
-        layer_forward = self._layer_forward(plan, num_rows)
-        if mark_dynamic:
+    def execute(self, batch: StepBatch) -> torch.Tensor:
+        """Logits of the batch's `logit_rows`, [rows, vocab] fp32."""
+        batch = batch.to(self._device)
+        self._context.begin_step(batch.tables)
+        live = torch.arange(len(batch.tokens), device=self._device) < batch.num_live
+        layer_forward = self._compiled if batch.compiled else DecoderLayer.__call__
+        if batch.any_rows:
             layer_forward = _marking_rows_dynamic(layer_forward)
-        return self._model(tokens, positions, live, logit_rows, self._context.channels, layer_forward)
+        rows = (batch.tokens, batch.positions, live, batch.logit_rows)
+        return self._model(*rows, self._context.channels, layer_forward)
 
-    def _layer_forward(self, plan: Seq[Scheduled], num_rows: int) -> LayerForward:
-        """Compiled where a graph fits: without buckets any step, with buckets a decode step of a bucket."""
-        if self._buckets and (num_rows not in self._buckets or any(item.num_tokens > 1 for item in plan)):
-            return DecoderLayer.__call__
-        return self._compiled
+    def _batch(self, plan: Seq[Scheduled], num_rows: int, *, any_rows: bool = False) -> StepBatch:
+        tokens, positions, logit_rows = self._rows(plan, num_rows)
+        return StepBatch(
+            tokens=tokens,
+            positions=positions,
+            logit_rows=logit_rows,
+            num_live=sum(item.num_tokens for item in plan),
+            tables=self._tables(plan, num_rows),
+            compiled=self._fits_graph(plan, num_rows),
+            any_rows=any_rows,
+        )
+
+    def _fits_graph(self, plan: Seq[Scheduled], num_rows: int) -> bool:
+        """Without buckets any step does, with buckets a decode step of a bucket."""
+        if self._eager:
+            return False
+        return not self._buckets or (num_rows in self._buckets and all(item.num_tokens == 1 for item in plan))
 
     def _rows(self, plan: Seq[Scheduled], num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids [T], positions [T] and the rows whose logits are wanted, all int64."""
@@ -126,7 +152,8 @@ class ModelRunner:
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        """On the host: `StepBatch.to` moves it."""
+        return torch.from_numpy(array)
 
 
 def _marking_rows_dynamic(layer_forward: LayerForward) -> LayerForward:

@@ -62,7 +62,7 @@ def arena_size(
 ) -> ArenaSize:
     """Resolve kv_cache_gb and lora_memory_gb.
 
-    adapter_bytes: sizes of the adapters known at the start.  free: bytes free on the device.
+    adapter_bytes: what the adapters known at the start take on a rank.  free: bytes free on the device.
     Raises ConfigError, with the smallest size that works, if one request of max_model_len or the largest
     adapter does not fit.
     """
@@ -71,7 +71,8 @@ def arena_size(
     kv_pages = _resolve(
         "kv_cache_gb", config.kv_cache_gb, wanted, blocks_per_request, layout.page_bytes, free
     )
-    largest = max([shape.adapter_bytes(DEFAULT_LORA_RANK), *adapter_bytes])
+    usual = shape.adapter_bytes(DEFAULT_LORA_RANK, expert_parallel=config.expert_parallel)
+    largest = max([usual, *adapter_bytes])
     slack = shape.num_layers * layout.page_bytes
     pages_each = -(-(largest + slack) // layout.page_bytes)
     least = -(-(max(adapter_bytes, default=0) + slack) // layout.page_bytes)

@@ -8,18 +8,27 @@ from moe_lora.kernels import cpu, ops, reference
 from moe_lora.kernels.step import KvLayout, StepTables
 
 from .backend import LoraBackend
+from .exchange import ExpertExchange
 
 
 class ExecutionContext:
     """Answers the channel operations of one model instance (`kernels.ops.ChannelHandler`).
 
-    `channels[l]` is what layer l passes to its operations.
+    `channels[l]` is what layer l passes to its operations.  exchange: how this rank gets the outputs of
+    experts that other ranks hold; None where it holds all.
     """
 
-    def __init__(self, arena: torch.Tensor, layout: KvLayout, backend: LoraBackend) -> None:
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        layout: KvLayout,
+        backend: LoraBackend,
+        exchange: ExpertExchange | None = None,
+    ) -> None:
         self._arena = arena
         self._layout = layout
         self.backend = backend
+        self.exchange = exchange
         self._step: StepTables | None = None
         self.channels = ops.open_channels(self, layout.num_layers)
 
@@ -47,3 +56,7 @@ class ExecutionContext:
         assert self._step is not None, "begin_step comes first"
         attend = cpu.paged_attention if q.is_cpu else reference.paged_attention
         return attend(q, k, v, sinks, scale, window, layer, self._step, self._layout, self._arena)
+
+    def exchange_experts(self, y: torch.Tensor, ids: torch.Tensor) -> None:
+        assert self.exchange is not None, "a model that holds some of its experts needs an exchange"
+        self.exchange.fill(y, ids)

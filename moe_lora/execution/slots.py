@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.packed import PackedAdapter, PackedLayer
+from moe_lora.adapters.shard import LayerShard
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 from moe_lora.kernels.step import SlotTable
 
@@ -17,17 +18,28 @@ def write_slot(
     arena: torch.Tensor,
     packed: PackedAdapter,
     layer_offsets_bytes: Sequence[int],
+    shards: Sequence[LayerShard] | None = None,
 ) -> None:
     """Copy each layer's matrices into the arena and make `slot` mean this adapter.
 
     arena: 1-D uint8, on the table's device.  layer_offsets_bytes: per layer where its `nbytes` bytes begin,
-    multiples of 64; bytes in use by any other slot must not be among them.
+    multiples of 64; bytes in use by any other slot must not be among them.  shards: per layer the part to
+    take, None = all of it.
     """
     slots.clear(slot)
-    for number, (layer, offset) in enumerate(zip(packed.layers, layer_offsets_bytes, strict=True)):
+    parts: Sequence[PackedLayer | LayerShard] = shards or packed.layers
+    for number, (layer, part, offset) in enumerate(
+        zip(packed.layers, parts, layer_offsets_bytes, strict=True)
+    ):
         assert offset % MATRIX_ALIGN_BYTES == 0
-        assert offset + layer.nbytes <= arena.numel()
-        arena[offset : offset + layer.nbytes].copy_(layer.data.view(torch.uint8))
-        slots.write_layer(slot, number, layer.table, layer.scale, layer.data.element_size(), offset)
-    ranks = torch.stack([layer.table[:, 2] for layer in packed.layers])
+        itemsize = layer.data.element_size()
+        num_elements = part.num_elements if isinstance(part, LayerShard) else layer.data.numel()
+        assert offset + num_elements * itemsize <= arena.numel()
+        place = arena[offset : offset + num_elements * itemsize].view(layer.data.dtype)
+        if isinstance(part, LayerShard):
+            part.copy(layer.data, place)
+        else:
+            place.copy_(layer.data)
+        slots.write_layer(slot, number, part.table, part.scale, itemsize, offset)
+    ranks = torch.stack([part.table[:, 2] for part in parts])
     slots.max_lora_ranks[slot] = tuple(ranks.amax(0).tolist())

@@ -39,6 +39,8 @@ class ChannelHandler(Protocol):
         window: int,
     ) -> torch.Tensor: ...
 
+    def exchange_experts(self, y: torch.Tensor, ids: torch.Tensor) -> None: ...
+
 
 _handlers: weakref.WeakValueDictionary[int, ChannelHandler] = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
@@ -73,6 +75,10 @@ def _paged_attention(
     return _handlers[handle].paged_attention(layer, q, k, v, sinks, scale, window)
 
 
+def _exchange_experts(channel: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
+    _handlers[channel.tolist()[0]].exchange_experts(y, ids)
+
+
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if x.is_cpu and x.shape[0] <= cpu.LINEAR_MAX_ROWS[x.dtype]:
         return cpu.linear(x, weight, bias)
@@ -93,6 +99,7 @@ _OPS = {
     "lora_add_to(Tensor(a!) channel, Tensor ticket, Tensor(b!) y) -> ()": _lora_add_to,
     "paged_attention(Tensor(a!) channel, Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, "
     "int window) -> Tensor": _paged_attention,
+    "exchange_experts(Tensor(a!) channel, Tensor(b!) y, Tensor ids) -> ()": _exchange_experts,
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor": _linear,
     "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor ids) -> Tensor": _expert_linear,
 }
@@ -124,6 +131,11 @@ def _(
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
+@torch.library.register_fake("moe_lora::exchange_experts", lib=_library)
+def _(channel: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
+    return None
+
+
 @torch.library.register_fake("moe_lora::linear", lib=_library)
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
@@ -137,5 +149,6 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: tor
 lora_begin = torch.ops.moe_lora.lora_begin
 lora_add_to = torch.ops.moe_lora.lora_add_to
 paged_attention = torch.ops.moe_lora.paged_attention
+exchange_experts = torch.ops.moe_lora.exchange_experts
 linear = torch.ops.moe_lora.linear
 expert_linear = torch.ops.moe_lora.expert_linear

@@ -8,7 +8,7 @@ These tensors never enter a compiled graph: operations reach them through a chan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,7 +116,7 @@ class LeasedRows:
 
 @dataclass(kw_only=True)
 class StepTables:
-    """One step's batch, all int32 on the arena's device.
+    """One step's batch, all int32; operations want it on the arena's device.
 
     row_slot: [T] adapter slot of each token row, -1 = base model.
     query_start: [S + 1] first row of each sequence; rows of a sequence are consecutive tokens.
@@ -133,3 +133,12 @@ class StepTables:
     has_adapters: bool
     leased: LeasedRows | None = None
     decode: bool = False
+
+    def to(self, device: torch.device) -> StepTables:
+        """The same tables with every tensor on `device`."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **moved)

@@ -10,23 +10,28 @@ from torch import nn
 
 from moe_lora.kernels import ops
 
-from .layers import DecoderLayer, Norm, parameter
+from .layers import DecoderLayer, Norm
+from .linear import parameter
 from .spec import ModelSpec
 
 LayerForward = Callable[..., torch.Tensor]
 
 
 class CausalLM(nn.Module):
-    """Token ids in, logits of chosen rows out; attention state lies behind the channels."""
+    """Token ids in, logits of chosen rows out; attention state lies behind the channels.
+
+    experts: those of each layer whose weights are held here, None = all.
+    """
 
     inverse_frequencies: torch.Tensor
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, experts: range | None = None) -> None:
         super().__init__()
         shape = spec.shape
         self.spec = spec
+        self.experts = range(shape.num_experts) if experts is None else experts
         self.embedding = parameter(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(shape.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(spec, i, self.experts) for i in range(shape.num_layers))
         self.norm = Norm(shape.hidden_size, spec)
         self.head = (
             self.embedding if spec.tie_word_embeddings else parameter(shape.vocab_size, shape.hidden_size)

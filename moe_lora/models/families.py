@@ -45,10 +45,12 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
-def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def empty_model(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, experts: range | None = None
+) -> CausalLM:
     """A model whose weights are allocated but not filled."""
     with torch.device("meta"):
-        model = CausalLM(spec).to(dtype)
+        model = CausalLM(spec, experts).to(dtype)
     model = model.to_empty(device=device)
     for weight in model.parameters():
         advise_huge_pages(weight)
@@ -59,12 +61,17 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Ca
     return model.eval()
 
 
-def load_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Build the model of a checkpoint directory and load its weights."""
+def load_model(
+    model_dir: Path, dtype: torch.dtype, device: torch.device, experts: range | None = None
+) -> CausalLM:
+    """Build the model of a checkpoint directory and load its weights.
+
+    experts: those of each layer to load, None = all; the others' weights are neither allocated nor read.
+    """
     config = read_config(model_dir)
     family = family_of(config)
     spec = family.spec(config)
-    model = empty_model(spec, dtype, device)
+    model = empty_model(spec, dtype, device, experts)
     checkpoint = Checkpoint(model_dir)
     fill(model, checkpoint, family.weight_map(spec, checkpoint))
     return model

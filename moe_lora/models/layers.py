@@ -1,32 +1,18 @@
 """One decoder layer for every family.
 
-Legend: T token rows, H hidden size, N heads, M kv heads, D head_dim, E experts, K experts per token,
-F expert (or dense) inner size.
-
-A LoRA site is always the same three lines: begin, base GEMM, add_to.  Site numbers index
-`ModelShape.sites`.
+Legend: T token rows, H hidden size, N heads, M kv heads, D head_dim, F inner size.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from moe_lora.core.shape import ModelShape
 from moe_lora.kernels import ops
 
+from .linear import LoraLinear, parameter
+from .mlp import DenseMlp, MoeMlp
 from .spec import ModelSpec
-
-
-def site_index(shape: ModelShape, name: str) -> int:
-    """Number by which operations know the site."""
-    return next(i for i, site in enumerate(shape.sites) if site.name == name)
-
-
-def parameter(*size: int) -> nn.Parameter:
-    """An uninitialised weight that the loader fills."""
-    return nn.Parameter(torch.empty(*size), requires_grad=False)
 
 
 class Norm(nn.Module):
@@ -44,40 +30,6 @@ class Norm(nn.Module):
             x32 = x32 - x32.mean(-1, keepdim=True)
         x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return (x32 * self.weight.float()).to(x.dtype)
-
-
-class LoraLinear(nn.Module):
-    """y = x @ weight.T + bias + deltas, for all modules of one dense site at once."""
-
-    def __init__(self, shape: ModelShape, site_name: str, *, bias: bool) -> None:
-        super().__init__()
-        self.site = site_index(shape, site_name)
-        site = shape.sites[self.site]
-        self.weight = parameter(site.total_out_features, site.in_features)
-        self.bias = parameter(site.total_out_features) if bias else None
-
-    def forward(self, x: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
-        ticket = ops.lora_begin(channel, x, None, self.site)
-        y = ops.linear(x, self.weight, self.bias)
-        ops.lora_add_to(channel, ticket, y)
-        return y
-
-
-class ExpertLinear(nn.Module):
-    """As `LoraLinear`, once per expert: row t*K + k of y is computed by expert ids[t, k]."""
-
-    def __init__(self, shape: ModelShape, site_name: str, *, bias: bool) -> None:
-        super().__init__()
-        self.site = site_index(shape, site_name)
-        site = shape.sites[self.site]
-        self.weight = parameter(site.num_experts, site.total_out_features, site.in_features)
-        self.bias = parameter(site.num_experts, site.total_out_features) if bias else None
-
-    def forward(self, x: torch.Tensor, ids_TK: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
-        ticket = ops.lora_begin(channel, x, ids_TK, self.site)
-        y = ops.expert_linear(x, self.weight, self.bias, ids_TK)
-        ops.lora_add_to(channel, ticket, y)
-        return y
 
 
 def rotate(x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
@@ -118,71 +70,15 @@ class Attention(nn.Module):
         return self.o(out_TND.flatten(1), channel)
 
 
-def glu(y: torch.Tensor, activation: str, limit: float) -> torch.Tensor:
-    """Gated activation of the fused [rows, 2F] output of gate and up -> [rows, F]."""
-    gate, up = y.float().chunk(2, dim=-1)
-    if activation == "silu":
-        return (F.silu(gate) * up).to(y.dtype)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(y.dtype)
-
-
-class DenseMlp(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.gate_up = LoraLinear(spec.shape, "gate_up", bias=spec.mlp_bias)
-        self.down = LoraLinear(spec.shape, "down", bias=spec.mlp_bias)
-        self.activation, self.limit = spec.activation, spec.activation_limit
-
-    def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
-        return self.down(glu(self.gate_up(x, channel), self.activation, self.limit), channel)
-
-
-class MoeMlp(nn.Module):
-    """Weighted sum of the chosen experts' outputs, in expert order."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        shape = spec.shape
-        self.gate = LoraLinear(shape, "router", bias=spec.gate_bias)
-        self.gate_up = ExpertLinear(shape, "gate_up", bias=spec.mlp_bias)
-        self.down = ExpertLinear(shape, "down", bias=spec.mlp_bias)
-        self.top_k = shape.num_experts_per_token
-        self.gate_kind, self.gate_norm = spec.gate, spec.gate_norm
-        self.activation, self.limit = spec.activation, spec.activation_limit
-
-    def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert weights [T, K] fp32 and ids [T, K] int32, ids ascending in each row."""
-        scores = logits_TE.float()
-        if self.gate_kind == "softmax_topk":
-            scores = torch.softmax(scores, dim=-1)
-        weights, ids = scores.topk(self.top_k, dim=-1)
-        if self.gate_kind == "topk_softmax":
-            weights = torch.softmax(weights, dim=-1)
-        elif self.gate_norm is not None:
-            weights = weights / weights.norm(p=self.gate_norm, dim=-1, keepdim=True)
-        ids, order = ids.sort(dim=-1)
-        return weights.gather(-1, order), ids.int()
-
-    def forward(self, x: torch.Tensor, channel: torch.Tensor, live_T: torch.Tensor) -> torch.Tensor:
-        weights_TK, ids_TK = self.choose(self.gate(x, channel))
-        ids_TK = torch.where(live_T[:, None], ids_TK, -1)
-        inner = glu(self.gate_up(x, ids_TK, channel), self.activation, self.limit)
-        out = self.down(inner, ids_TK, channel).view(x.shape[0], self.top_k, -1)
-        return (out.float() * weights_TK[..., None]).sum(1).to(x.dtype)
-
-
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).  experts: those whose weights are held here."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, experts: range) -> None:
         super().__init__()
         self.attention_norm = Norm(spec.shape.hidden_size, spec)
         self.attention = Attention(spec, layer)
         self.mlp_norm = Norm(spec.shape.hidden_size, spec)
-        self.mlp = MoeMlp(spec) if spec.shape.num_experts else DenseMlp(spec)
+        self.mlp = MoeMlp(spec, experts) if spec.shape.num_experts else DenseMlp(spec)
 
     def forward(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from moe_lora.core.errors import ConfigError
 
 from .causal_lm import CausalLM
+from .linear import ExpertLinear
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -110,23 +111,54 @@ def _read_index(path: Path) -> dict[str, str]:
 def fill(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:
     """Copy the checkpoint into the model's parameters, converting to their dtype.
 
-    Each value is copied once, from the mapped file into place.  Raises ConfigError naming the tensor if one
-    is missing, has another shape than the model needs, or has no place in the model.
+    Each value is copied once, from the mapped file into place; experts that the model does not hold are not
+    read.  Raises ConfigError naming the tensor if one is missing, has another shape than the model needs, or
+    has no place in the model.
     """
     parameters = dict(model.named_parameters())
     assert parameters.keys() == weights.keys(), parameters.keys() ^ weights.keys()
     _refuse_unexpected(model, checkpoint, weights)
+    per_expert = _per_expert_parameters(model)
     for name, parameter in parameters.items():
         for piece in weights[name]:
-            tensors = [checkpoint[key] for key in piece.keys]
-            tensor = piece.transform(*tensors) if piece.transform else tensors[0]
-            target = parameter.data[piece.index]
-            if target.shape != tensor.shape:
-                raise ConfigError(
-                    f"{piece.key} in {checkpoint.model_dir} has shape {tuple(tensors[0].shape)}, "
-                    f"giving {tuple(tensor.shape)} where config.json asks for {tuple(target.shape)}"
-                )
-            target.copy_(tensor)
+            if name not in per_expert:
+                _fill_piece(parameter.data, piece, checkpoint)
+            elif piece.index and isinstance(piece.index[0], int):
+                if piece.index[0] in model.experts:
+                    index = (piece.index[0] - model.experts.start, *piece.index[1:])
+                    _fill_piece(parameter.data, replace(piece, index=index), checkpoint)
+            else:
+                _fill_piece(parameter.data, piece, checkpoint, model.experts, model.spec.shape.num_experts)
+
+
+def _per_expert_parameters(model: CausalLM) -> set[str]:
+    """Names of the parameters whose first dim counts experts."""
+    return {
+        f"{name}.{kind}"
+        for name, module in model.named_modules()
+        if isinstance(module, ExpertLinear)
+        for kind in ("weight", "bias")
+    }
+
+
+def _fill_piece(
+    parameter: torch.Tensor,
+    piece: Piece,
+    checkpoint: Checkpoint,
+    experts: range | None = None,
+    num_experts: int = 0,
+) -> None:
+    """Copy one piece; of a tensor over all experts, the part of those in `experts`."""
+    tensors = [checkpoint[key] for key in piece.keys]
+    tensor = piece.transform(*tensors) if piece.transform else tensors[0]
+    target = parameter[piece.index]
+    wanted = target.shape if experts is None else (num_experts, *target.shape[1:])
+    if tensor.shape != wanted:
+        raise ConfigError(
+            f"{piece.key} in {checkpoint.model_dir} has shape {tuple(tensors[0].shape)}, "
+            f"giving {tuple(tensor.shape)} where config.json asks for {tuple(wanted)}"
+        )
+    target.copy_(tensor if experts is None else tensor[experts.start : experts.stop])
 
 
 def _refuse_unexpected(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:

@@ -14,6 +14,7 @@ from moe_lora.engine.placement import LocalPlacement
 from moe_lora.engine.residency import Residency
 from moe_lora.engine.scheduler import Scheduler
 from moe_lora.engine.sequence import Sequence
+from moe_lora.engine.slot_writer import LocalSlotWriter
 from moe_lora.kernels.step import SlotTable
 
 PAGE_BYTES = 64
@@ -49,7 +50,9 @@ class Parts:
         self.blocks = BlockManager(self.pages, BLOCK_SIZE, kv_pages, prefix_caching=True)
         self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(max_loras, 1, 1, torch.device("cpu"))
-        self.placement = LocalPlacement(self.pages, PAGE_BYTES, self.arena, self.slots, self.blocks)
+        self.placement = LocalPlacement(
+            self.pages, PAGE_BYTES, LocalSlotWriter(self.slots, self.arena), self.blocks
+        )
         self.residency = Residency(self.placement, self.blocks, self.clock)
         self.scheduler = Scheduler(
             self.blocks,

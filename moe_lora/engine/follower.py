@@ -1,0 +1,96 @@
+"""A rank of an instance that computes what rank 0 schedules: `python -m moe_lora.engine.follower FD`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from .followers import HOST_STORE, Allocate, Done, End, SetUp
+from .step_batch import StepBatch, packed_message
+
+logger = logging.getLogger(__name__)
+
+
+def follow(connection: Connection) -> None:
+    """Carry out what rank 0 says until it says `End`; the process ends at once when rank 0 is gone."""
+    setup: SetUp = connection.recv()
+    threading.Thread(
+        target=_end_with_leader, args=(connection.fileno(), setup.directory), name="leader-watch", daemon=True
+    ).start()
+    try:
+        from .rank import Rank
+
+        rank = Rank(setup.config, setup.dist_rank)
+        _send(connection, Done())
+        size: Allocate = _receive(connection)
+        rank.allocate(size.arena_bytes)
+        runner = rank.runner(rank.join(setup.directory))
+    except Exception as error:
+        _send(connection, Done(error))
+        return
+    _send(connection, Done())
+    _obey(connection, rank, runner, setup.directory / HOST_STORE)
+
+
+def _obey(connection: Connection, rank: Any, runner: Any, store_dir: Path) -> None:
+    """The follower's loop: steps, and slots to fill and to clear, in the order they come."""
+    from moe_lora.adapters.host_store import HostStore
+
+    from .slot_writer import ClearSlot, WriteSlot
+
+    store, slots = HostStore(store_dir), rank.own_slots()
+    while True:
+        message = _receive(connection)
+        if isinstance(message, StepBatch):
+            runner.execute(message)
+        elif isinstance(message, WriteSlot):
+            try:
+                packed = store.get(message.content_hash, message.content_hash)
+                slots.write(message.slot, packed, message.layer_offsets_bytes)
+            except Exception as error:
+                _send(connection, Done(error))
+            else:
+                _send(connection, Done())
+        elif isinstance(message, ClearSlot):
+            slots.slots.clear(message.slot)
+        else:
+            assert isinstance(message, End), message
+            return
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+def _send(connection: Connection, message: Done) -> None:
+    connection.send_bytes(packed_message(message))
+
+
+def _end_with_leader(fd: int, directory: Path) -> None:
+    """Nothing that the main thread waits for may keep this process alive without rank 0."""
+    hang_up = select.poll()
+    # Hang-ups are reported without being asked for; POLLRDHUP, where there is one, tells a half-closed peer.
+    hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
+    hang_up.poll()
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def main() -> None:
+    # Rank 0 decides when its followers end; a Ctrl-C in its terminal must not end them first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    follow(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

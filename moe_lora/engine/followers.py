@@ -1,0 +1,160 @@
+"""The other ranks of an instance, as rank 0 sees them: processes of this host behind one connection each.
+
+Rank 0 schedules.  What it tells its followers (`engine.follower`) arrives in order: what they need to set
+up, then steps and slots to fill, then the end.  Either side notices at once when the other is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.errors import EngineDeadError
+
+from .process import STOP_TIMEOUT_S, worker_environment
+from .step_batch import packed_message
+
+logger = logging.getLogger(__name__)
+
+RENDEZVOUS, HOST_STORE = "rendezvous", "adapters"
+"""What lies in an instance's directory: the file its ranks find each other by, and packed adapters."""
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """A follower's first message.  directory: of this instance, on this host, deleted with it."""
+
+    config: EngineConfig
+    dist_rank: int
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Allocate:
+    """Take an arena of this size, join the others."""
+
+    arena_bytes: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """A follower's answer.  error: why it could not."""
+
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """The last message."""
+
+
+class Followers:
+    """Ranks 1 .. P-1.  connections: one each, in rank order.  processes: those that this process started."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        connections: Sequence[Connection],
+        processes: Sequence[subprocess.Popen[bytes]] = (),
+    ) -> None:
+        self._connections = connections
+        self._processes = processes
+        self._ending = threading.Event()
+        self.directory = Path(tempfile.mkdtemp(prefix="moe_lora-"))
+        for dist_rank, connection in enumerate(connections, start=1):
+            connection.send(SetUp(config, dist_rank, self.directory))
+
+    def tell(self, message: Any) -> None:
+        """Send to all.  Raises EngineDeadError if one is gone."""
+        data = packed_message(message)
+        for dist_rank, connection in enumerate(self._connections, start=1):
+            try:
+                connection.send_bytes(data)
+            except OSError as error:
+                raise self._lost(dist_rank) from error
+
+    def settle(self) -> None:
+        """Wait until all have answered.  Raises what kept one from doing what it was told."""
+        for dist_rank, connection in enumerate(self._connections, start=1):
+            try:
+                done: Done = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError) as error:
+                raise self._lost(dist_rank) from error
+            if done.error is not None:
+                raise done.error
+
+    def watch(self, on_loss: Callable[[EngineDeadError], None]) -> None:
+        """Call `on_loss`, from another thread, when a follower ends unasked."""
+        for dist_rank, process in enumerate(self._processes, start=1):
+            watcher = threading.Thread(
+                target=self._await_end, args=(dist_rank, process, on_loss), name="follower-watch", daemon=True
+            )
+            watcher.start()
+
+    def _await_end(
+        self, dist_rank: int, process: subprocess.Popen[bytes], on_loss: Callable[[EngineDeadError], None]
+    ) -> None:
+        process.wait()
+        if not self._ending.is_set():
+            on_loss(self._lost(dist_rank))
+
+    def _lost(self, dist_rank: int) -> EngineDeadError:
+        how = "is gone"
+        if self._processes:
+            try:
+                code = self._processes[dist_rank - 1].wait(STOP_TIMEOUT_S)
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            except subprocess.TimeoutExpired:
+                how = "closed its connection"
+        return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
+
+    def close(self) -> None:
+        """End all followers, and what the instance left on disk; may be called again."""
+        if self._ending.is_set():
+            return
+        self._ending.set()
+        for connection in self._connections:
+            try:
+                connection.send_bytes(packed_message(End()))
+            except OSError:
+                logger.info("a follower is gone already")
+            connection.close()
+        for process in self._processes:
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def start_followers(config: EngineConfig) -> Followers:
+    """Start ranks 1 .. expert_parallel - 1 as processes that end with this one."""
+    connections: list[Connection] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    for _ in range(1, config.expert_parallel):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "moe_lora.engine.follower", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    env=worker_environment(config.threads_per_process),
+                    start_new_session=True,
+                )
+            )
+        connections.append(Connection(ours.detach()))
+    return Followers(config, connections, processes)

@@ -1,0 +1,155 @@
+"""What every process of an engine holds: its experts' weights, an arena, a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.expert_parallel import experts_of_rank
+from moe_lora.core.shape import ModelShape
+from moe_lora.execution.context import ExecutionContext
+from moe_lora.execution.exchange import ExpertExchange, choose_exchange, open_group
+from moe_lora.execution.local import LocalBackend
+from moe_lora.kernels.huge_pages import advise_huge_pages
+from moe_lora.kernels.step import KvLayout, SlotTable
+from moe_lora.models.families import load_model, read_config
+
+from .followers import RENDEZVOUS
+from .runner import ModelRunner
+from .sizing import free_bytes
+from .slot_writer import RankSlots
+from .step_batch import StepBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Rank:
+    """One of the `expert_parallel` processes of an engine, its model loaded.
+
+    `allocate` comes next, then `join` where there are others, then `runner`.
+    """
+
+    arena: torch.Tensor
+    slots: SlotTable
+
+    def __init__(self, config: EngineConfig, dist_rank: int = 0) -> None:
+        if config.threads_per_process is not None:
+            torch.set_num_threads(config.threads_per_process)
+        self.config = config
+        self.dist_rank = dist_rank
+        self.device = rank_device(choose_device(config.device), config.expert_parallel, dist_rank)
+        hf_config = read_config(Path(config.model_dir))
+        self.dtype = choose_dtype(config.dtype, hf_config)
+        num_experts = ModelShape.from_hf_config(hf_config).num_experts
+        self.experts = experts_of_rank(num_experts, config.expert_parallel, dist_rank)
+        self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts)
+        self.shape = self.model.spec.shape
+        self.layout = kv_layout(config, self.shape, self.dtype)
+
+    def free_bytes(self) -> int:
+        """Memory that this rank may count as free; on CPU the ranks share what there is."""
+        free = free_bytes(self.device)
+        return free // self.config.expert_parallel if self.device.type == "cpu" else free
+
+    def allocate(self, arena_bytes: int) -> None:
+        """Take the arena and the slot table."""
+        self.arena, self.slots = allocate(self.config, arena_bytes, self.shape, self.device)
+
+    def join(self, directory: Path) -> ExpertExchange:
+        """Meet the other ranks; returns once all are there."""
+        group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.expert_parallel, self.device)
+        return choose_exchange(group, self.shape.num_experts, self.device)
+
+    def own_slots(self) -> RankSlots:
+        """What fills this rank's slots."""
+        return RankSlots(self.slots, self.arena, self.shape, self.experts)
+
+    def runner(
+        self,
+        exchange: ExpertExchange | None = None,
+        announce: Callable[[StepBatch], None] | None = None,
+    ) -> ModelRunner:
+        """What computes this rank's part of steps (see `ModelRunner` for `announce`)."""
+        backend = LocalBackend(self.shape, self.arena, self.slots)
+        context = ExecutionContext(self.arena, self.layout, backend, exchange)
+        return ModelRunner(
+            self.model,
+            context,
+            self.device,
+            eager=self.config.eager,
+            decode_buckets=decode_buckets(self.config, self.device),
+            announce=announce,
+        )
+
+
+def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
+    """How this model's KV lies in pages."""
+    return KvLayout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=config.block_size,
+        dtype=dtype,
+    )
+
+
+def allocate(
+    config: EngineConfig, arena_bytes: int, shape: ModelShape, device: torch.device
+) -> tuple[torch.Tensor, SlotTable]:
+    """The arena and the slot table.  Raises ConfigError if the memory for them can't be had."""
+    try:
+        arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+        advise_huge_pages(arena)
+        return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"no memory on {device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table of "
+            f"{config.max_loras:.3g} adapters; lower kv_cache_gb={config.kv_cache_gb}, "
+            f"lora_memory_gb={config.lora_memory_gb} or max_loras={config.max_loras}"
+        ) from error
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`.  Raises ConfigError if CUDA is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device='cuda' was asked for, but torch finds no CUDA device; use device='cpu' or 'auto'"
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def rank_device(device: torch.device, expert_parallel: int, dist_rank: int) -> torch.device:
+    """Each rank's own device.  Raises ConfigError if there are too few."""
+    if device.type == "cpu" or expert_parallel == 1:
+        return device
+    if torch.cuda.device_count() < expert_parallel:
+        raise ConfigError(
+            f"expert_parallel={expert_parallel} needs as many CUDA devices, torch finds "
+            f"{torch.cuda.device_count()}; lower it or use device='cpu'"
+        )
+    torch.cuda.set_device(dist_rank)
+    return torch.device("cuda", dist_rank)
+
+
+def choose_dtype(name: str, hf_config: dict) -> torch.dtype:
+    """The dtype for `auto` (the checkpoint's; bfloat16 for float16), `float32` or `bfloat16`."""
+    if name == "auto":
+        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16").removeprefix(
+            "torch."
+        )
+        name = "float32" if stored == "float32" else "bfloat16"
+    return DTYPES[name]
+
+
+def decode_buckets(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+    """Batch sizes that decode steps are padded to; empty: one graph serves any size."""
+    if config.decode_buckets is not None:
+        return config.decode_buckets
+    if device.type == "cpu":
+        return ()
+    powers = [2**i for i in range(config.max_num_seqs.bit_length()) if 2**i < config.max_num_seqs]
+    return (*powers, config.max_num_seqs)

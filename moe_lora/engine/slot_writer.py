@@ -1,0 +1,164 @@
+"""How adapters get into slots: of this process, or of all ranks of an instance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.shard import LayerShard, entries_of_experts, shard_layer
+from moe_lora.core.expert_parallel import experts_of_rank
+from moe_lora.core.shape import ModelShape
+from moe_lora.execution.slots import write_slot
+from moe_lora.kernels.step import SlotTable
+
+from .followers import Followers
+
+
+class SlotWriter(Protocol):
+    """Fills and clears slots."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
+        """Room that each layer of the adapter takes in an arena."""
+        ...
+
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> PackedAdapter:
+        """Put the adapter into the arena and make `slot` mean it; returns what to keep of it from now on."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Make `slot` mean "no delta anywhere"."""
+        ...
+
+    def forget(self, packed: PackedAdapter) -> None:
+        """The adapter will not be written again."""
+        ...
+
+
+class LocalSlotWriter:
+    """Whole adapters in this process's arena."""
+
+    def __init__(self, slots: SlotTable, arena: torch.Tensor) -> None:
+        self._slots = slots
+        self._arena = arena
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
+        return [layer.nbytes for layer in packed.layers]
+
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> PackedAdapter:
+        write_slot(self._slots, slot, self._arena, packed, layer_offsets_bytes)
+        return packed
+
+    def clear(self, slot: int) -> None:
+        self._slots.clear(slot)
+
+    def forget(self, packed: PackedAdapter) -> None:
+        """Nothing of it is kept here."""
+
+
+@dataclass(frozen=True)
+class WriteSlot:
+    """Tells a follower to write its part of the adapter in the host store under this hash."""
+
+    slot: int
+    content_hash: str
+    layer_offsets_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ClearSlot:
+    slot: int
+
+
+class RankSlots:
+    """The slots of one rank: the dense entries of adapters and those of its experts."""
+
+    def __init__(self, slots: SlotTable, arena: torch.Tensor, shape: ModelShape, experts: range) -> None:
+        self.slots = slots
+        self._arena = arena
+        self._shape = shape
+        self._kept = entries_of_experts(shape, experts)
+
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> None:
+        shards = [shard_layer(layer, self._shape, self._kept) for layer in packed.layers]
+        write_slot(self.slots, slot, self._arena, packed, layer_offsets_bytes, shards)
+
+
+class GroupSlotWriter:
+    """The slots of all ranks alike: the same slot numbers and offsets everywhere, so that one bookkeeping
+    serves them; a layer takes the room of its largest part.  Followers read adapters from `store`.
+    """
+
+    def __init__(self, own: RankSlots, sizes: ShardSizes, store: HostStore, followers: Followers) -> None:
+        self._own = own
+        self._sizes = sizes
+        self._store = store
+        self._followers = followers
+
+    @property
+    def num_slots(self) -> int:
+        return self._own.slots.num_slots
+
+    def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
+        return self._sizes.layer_bytes(packed)
+
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> PackedAdapter:
+        if packed.content_hash not in self._store:
+            self._store.put(packed)
+            packed = self._store.get(packed.content_hash, packed.name)
+        self._followers.tell(WriteSlot(slot, packed.content_hash, tuple(layer_offsets_bytes)))
+        self._own.write(slot, packed, layer_offsets_bytes)
+        # Until followers have read it, the file must not go, nor a failure to read it go unnoticed.
+        self._followers.settle()
+        return packed
+
+    def clear(self, slot: int) -> None:
+        self._followers.tell(ClearSlot(slot))
+        self._own.slots.clear(slot)
+
+    def forget(self, packed: PackedAdapter) -> None:
+        self._sizes.forget(packed)
+        self._store.remove(packed.content_hash)
+
+
+class ShardSizes:
+    """Bytes that the layers of adapters take on the rank that holds most of them."""
+
+    def __init__(self, shape: ModelShape, expert_parallel: int) -> None:
+        self._shape = shape
+        self._kept = [
+            entries_of_experts(shape, experts_of_rank(shape.num_experts, expert_parallel, dist_rank))
+            for dist_rank in range(expert_parallel)
+        ]
+        self._known: dict[str, list[int]] = {}
+
+    def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
+        sizes = self._known.get(packed.content_hash)
+        if sizes is None:
+            shards = [
+                [shard_layer(layer, self._shape, kept) for kept in self._kept] for layer in packed.layers
+            ]
+            sizes = [
+                max(map(_num_elements, ranks)) * layer.data.element_size()
+                for layer, ranks in zip(packed.layers, shards, strict=True)
+            ]
+            self._known[packed.content_hash] = sizes
+        return sizes
+
+    def forget(self, packed: PackedAdapter) -> None:
+        self._known.pop(packed.content_hash, None)
+
+
+def _num_elements(shard: LayerShard) -> int:
+    return shard.num_elements
