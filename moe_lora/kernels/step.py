@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -90,17 +89,17 @@ class Lease:
     generation: int
 
 
-class LeasedAdapter(Protocol):
+@dataclass(frozen=True)
+class LeasedAdapter:
     """An adapter whose deltas come from the LoRA Server.
 
-    packed: the `adapters.PackedAdapter` in host memory.  lease: None while there is none.
+    content_hash: its name in the host store.  targets: modules that it has deltas for.  lease: None while
+    there is none, though requests of the adapter run.
     """
 
-    @property
-    def packed(self) -> Any: ...
-
-    @property
-    def lease(self) -> Lease | None: ...
+    content_hash: str
+    targets: tuple[str, ...]
+    lease: Lease | None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ CONNECT_TIMEOUT_S = 120.0
 class LoraServerClient:
     """One client rank's connections: links to all server ranks it sends to, and the backend over them.
 
-    Raises ConfigError for a layout that does not fit the model, LoraServerError if the server can't be reached.
+    Raises ConfigError for a layout that does not fit the model, LoraServerError if the server is not there.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LoraServerClient:
                 self.links[server_rank] = self._link(server_rank, layout)
         for link in self.links.values():
             link.begin(link.connect(CONNECT_TIMEOUT_S))
-        self.backend = RemoteBackend(shape, partition, client_rank, self.links, layout)
+        self.backend = RemoteBackend(shape, partition, client_rank, self.links, layout, self.store)
 
     def leases(self, on_change: Callable[[str, Lease | None], None]) -> LeaseClient:
         """The instance's leases; its first rank has them."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.step import StepTables
 
@@ -51,6 +52,7 @@ class RemoteBackend:
         client_rank: int,
         links: Mapping[int, ServerLink],
         layout: FrameLayout,
+        store: HostStore,
     ) -> None:
         self._shape = shape
         self._partition = partition
@@ -58,7 +60,7 @@ class RemoteBackend:
         self._first_expert = partition.local_experts(client_rank).start
         self._links = links
         self._layout = layout
-        self._host = HostDeltas(shape)
+        self._host = HostDeltas(shape, store)
         self._tickets = itertools.count(1)
         self._pending: dict[int, list[_Part]] = {}
         self._rows: RemoteRows | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.lora import lora_delta
@@ -60,8 +61,10 @@ def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: 
 class HostDeltas:
     """Deltas straight from adapters in host memory: slower, one adapter at a time, bit for bit the same."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, store: HostStore) -> None:
         self._shape = shape
+        self._store = store
+        self._packed: dict[str, PackedAdapter] = {}
         self._tables: dict[tuple[str, int], SlotTable] = {}
 
     def compute(
@@ -74,13 +77,19 @@ class HostDeltas:
         if request.ids is not None:
             row_of = np.nonzero(request.ids >= 0)[0]
         for index in np.unique(row_adapter).tolist():
-            packed = adapters[index].packed
+            packed = self._adapter(adapters[index].content_hash)
             arena = packed.layers[request.layer].data.view(torch.uint8)
             row_slot = np.where(row_adapter == index, 0, -1).astype(np.int32)
             table = self._table(packed, request.layer)
             request_deltas(request, self._shape, 0, row_slot, table, arena, part)
             rows = torch.from_numpy(np.flatnonzero(row_adapter[row_of] == index))
             out[rows] = part[rows]
+
+    def _adapter(self, content_hash: str) -> PackedAdapter:
+        known = self._packed.get(content_hash)
+        if known is None:
+            known = self._packed[content_hash] = self._store.get(content_hash, content_hash)
+        return known
 
     def _table(self, packed: PackedAdapter, number: int) -> SlotTable:
         """The offsets of one layer, as a table of one slot."""

@@ -1,4 +1,4 @@
-"""An instance's leases: asked of the leader, granted when there is room, asked again when the leader changed."""
+"""An instance's leases: asked of the leader, granted when there is room, asked again of a new leader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LeaseClient(threading.Thread):
     """Keeps the leases of one instance.  Adapters go by their content hash.
 
     hello: what to say on connecting (see `control.dial`).  on_change: called, from this object's thread, with
-    an adapter and its lease, or None when it was lost.  Raises LoraServerError if the leader can't be reached.
+    an adapter and its lease, or None when it was lost.  Raises LoraServerError if the leader is not there.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LeaseClient(threading.Thread):
     def register(self, adapter_id: str) -> None:
         """Make an adapter of the host store known to the server.
 
-        Raises CapacityError if it could never be resident there.  While the server is away it is taken on trust.
+        Raises CapacityError if it could never be resident there; taken on trust while the server is away.
         """
         with self._lock:
             self._registered.add(adapter_id)

@@ -27,7 +27,7 @@ class RemoteRows:
         self.slot = slots[self.adapter]
         self.generation = generations[self.adapter]
         self._targets = [
-            [not set(adapter.packed.targets).isdisjoint(site.modules) for adapter in self.adapters] + [False]
+            [not set(adapter.targets).isdisjoint(site.modules) for adapter in self.adapters] + [False]
             for site in shape.sites
         ]
         self._tokens: dict[int, np.ndarray] = {}

@@ -1,0 +1,85 @@
+"""Adapters on the LoRA Server: ready means leased."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.dist.lora_server.attach import LoraServerClient
+from moe_lora.kernels.step import Lease
+
+from .adapter_version import AdapterVersion
+
+
+class RemotePlacement:
+    """`Placement` by leases of the LoRA Server, which decides for all instances.
+
+    A request whose adapter finds no room there waits; while the server is away requests start all the same,
+    and their deltas are computed here.  on_change: called, from another thread, when a waiting adapter may
+    have become ready.
+    """
+
+    def __init__(self, server: LoraServerClient, on_change: Callable[[], None]) -> None:
+        self._store = server.store
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._known: dict[str, set[AdapterVersion]] = {}
+        self._granted: dict[str, Lease] = {}
+        self._held: dict[int, AdapterVersion] = {}
+        self.num_loads = self.num_evictions = self.loaded_bytes = 0
+        self._leases = server.leases(self._take)
+
+    def check(self, packed: PackedAdapter) -> None:
+        self._store.put(packed)
+        self._leases.register(packed.content_hash)
+
+    def hold(self, adapter: AdapterVersion) -> bool:
+        if adapter.uid in self._held:
+            return True
+        adapter_id = adapter.packed.content_hash
+        with self._lock:
+            lease = self._granted.get(adapter_id)
+            if lease is None and self._leases.connected:
+                self._leases.acquire(adapter_id)
+                return False
+            adapter.lease = lease
+            self._held[adapter.uid] = adapter
+            self._known.setdefault(adapter_id, set()).add(adapter)
+        if lease is None:
+            self._leases.acquire(adapter_id)
+        return True
+
+    def let_go(self, adapter: AdapterVersion) -> None:
+        adapter_id = adapter.packed.content_hash
+        with self._lock:
+            self._held.pop(adapter.uid, None)
+            adapter.lease = None
+            users = self._known.get(adapter_id, set())
+            users.discard(adapter)
+            if users:
+                return
+            self._known.pop(adapter_id, None)
+            self._granted.pop(adapter_id, None)
+        self._leases.release(adapter_id)
+
+    def drop(self, adapter: AdapterVersion) -> None:
+        self.let_go(adapter)
+        self._leases.unregister(adapter.packed.content_hash)
+
+    def resident(self) -> Iterator[AdapterVersion]:
+        return iter(list(self._held.values()))
+
+    def close(self) -> None:
+        self._leases.stop()
+
+    def _take(self, adapter_id: str, lease: Lease | None) -> None:
+        """A lease was granted, or lost."""
+        with self._lock:
+            if lease is None:
+                self._granted.pop(adapter_id, None)
+            else:
+                self._granted[adapter_id] = lease
+            for adapter in self._known.get(adapter_id, ()):
+                adapter.lease = lease
+        self._on_change()
