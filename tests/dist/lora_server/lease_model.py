@@ -163,6 +163,7 @@ class LeaseModel:
     def _grant(self, grant: Grant) -> None:
         load = self.slots[grant.slot]
         assert (load.adapter_id, load.generation) == (grant.adapter_id, grant.generation)
+        assert len(self.slots) <= self.capacity, "no grants until enough have left"
         key = (grant.instance, grant.adapter_id)
         del self.waiting[key]
         assert key not in self.leases

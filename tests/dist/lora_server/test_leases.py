@@ -295,15 +295,17 @@ def test_growing_serves_those_who_wait():
 
 
 def test_shrinking_evicts_the_idle_and_stops_grants_until_enough_left():
-    table = make_table(capacity=3)
-    for now_s, adapter_id in enumerate("abc"):
+    table = make_table(capacity=4)
+    for now_s, adapter_id in enumerate("abcd"):
         table.acquire("i", adapter_id, float(now_s))
-    table.release("i", "a", 3.0)
+    table.release("i", "a", 4.0)
     table.take_events()
     table.resize(1, 4.0)
     assert table.take_events() == [Evict("a", 0, 1)]
-    assert table.acquire("j", "b", 5.0) is None, "two are still resident"
+    assert table.acquire("j", "b", 5.0) is None, "three are still resident"
     assert not table.prefetch("b", 5.0)
+    table.release("i", "d", 6.0)
+    assert table.take_events() == [Evict("d", 3, 1)]
     table.release("i", "c", 6.0)
     assert table.take_events() == [Evict("c", 2, 1), Grant("j", "b", 1, 1)]
 
