@@ -1,27 +1,33 @@
-"""Builds the CPU kernels: plain C++ without torch headers, loaded with ctypes. All else is in setup.cfg."""
+"""Builds the two C++ libraries: plain C++, no torch headers, loaded by ctypes. The rest is in setup.cfg."""
 
+import sys
 from glob import glob
 
 from setuptools import Extension, setup
 
-CSRC = "moe_lora/kernels/csrc"
+KERNELS = "moe_lora/kernels/csrc"
+TRANSPORT = "moe_lora/dist/transport/csrc"
+FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden"]
 
-setup(
-    ext_modules=[
+extensions = [
+    Extension(
+        "moe_lora.kernels._cpu",
+        sources=sorted(glob(f"{KERNELS}/*.cpp")),
+        depends=sorted(glob(f"{KERNELS}/*.h") + glob(f"{KERNELS}/*.inl")),
+        # No contraction: a delta is rounded before it is added (see sums.inl).
+        extra_compile_args=[*FLAGS, "-fopenmp", "-fno-math-errno", "-ffp-contract=off"],
+        extra_link_args=["-fopenmp"],
+        language="c++",
+    )
+]
+if sys.platform == "linux":  # futexes and memfds
+    extensions.append(
         Extension(
-            "moe_lora.kernels._cpu",
-            sources=sorted(glob(f"{CSRC}/*.cpp")),
-            depends=sorted(glob(f"{CSRC}/*.h") + glob(f"{CSRC}/*.inl")),
-            extra_compile_args=[
-                "-O3",
-                "-g0",
-                "-std=c++17",
-                "-fopenmp",
-                "-fno-math-errno",
-                "-fvisibility=hidden",
-            ],
-            extra_link_args=["-fopenmp"],
+            "moe_lora.dist.transport._shm",
+            sources=sorted(glob(f"{TRANSPORT}/*.cpp")),
+            extra_compile_args=FLAGS,
             language="c++",
         )
-    ]
-)
+    )
+
+setup(ext_modules=extensions)

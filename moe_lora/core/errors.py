@@ -32,3 +32,15 @@ class CapacityError(MoeLoraError):
 
 class EngineDeadError(MoeLoraError):
     """The engine's process has ended."""
+
+
+class PeerUnreachableError(MoeLoraError):
+    """A process that could not be found or connected to; trying again later may help."""
+
+
+class PeerGoneError(MoeLoraError):
+    """A process that was connected and has ended, or has freed the memory written to."""
+
+
+class SignalTimeoutError(MoeLoraError, TimeoutError):
+    """A signal that did not reach the awaited value in time."""

@@ -1,1 +1,1 @@
-"""Processes that work together: transport, the LoRA Server and its clients."""
+"""What runs across processes: one-sided transports below, the LoRA Server above."""

@@ -22,6 +22,7 @@ from moe_lora.kernels.step import KvLayout, SlotTable
 from moe_lora.models.families import load_model, read_config
 
 from .core import EngineCore
+from .placement import LocalPlacement
 from .residency import Residency
 from .runner import ModelRunner
 from .scheduler import Scheduler
@@ -53,7 +54,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
     clock = WallClock()
     pages = PageAllocator(size.num_pages)
     blocks = BlockManager(pages, config.block_size, size.kv_pages, prefix_caching=config.prefix_caching)
-    residency = Residency(pages, layout.page_bytes, arena, slots, blocks, clock)
+    placement = LocalPlacement(pages, layout.page_bytes, arena, slots, blocks)
+    residency = Residency(placement, blocks, clock)
     for packed, path in adapters:
         residency.add(packed, path)
     context = ExecutionContext(arena, layout, LocalBackend(shape, arena, slots))

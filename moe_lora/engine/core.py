@@ -163,9 +163,9 @@ class EngineCore:
             waiting_adapters=names(list(self._scheduler.waiting)),
             resident_adapters=tuple(sorted({a.name for a in self._residency.resident()})),
             num_preemptions=self._scheduler.num_preemptions,
-            adapter_loads=self._residency.num_loads,
-            adapter_evictions=self._residency.num_evictions,
-            adapter_load_bytes=self._residency.loaded_bytes,
+            adapter_loads=self._residency.placement.num_loads,
+            adapter_evictions=self._residency.placement.num_evictions,
+            adapter_load_bytes=self._residency.placement.loaded_bytes,
             **self._counters,
         )
 

@@ -23,17 +23,11 @@ def write_slot(
     arena: 1-D uint8, on the table's device.  layer_offsets_bytes: per layer where its `nbytes` bytes begin,
     multiples of 64; bytes in use by any other slot must not be among them.
     """
-    # Ranks go last and are zero until then: no row of the table points at bytes that are not there yet.
     slots.clear(slot)
-    ranks = torch.stack([layer.table[:, 2] for layer in packed.layers])
-    slots.max_lora_ranks[slot] = tuple(ranks.amax(0).tolist())
     for number, (layer, offset) in enumerate(zip(packed.layers, layer_offsets_bytes, strict=True)):
         assert offset % MATRIX_ALIGN_BYTES == 0
         assert offset + layer.nbytes <= arena.numel()
         arena[offset : offset + layer.nbytes].copy_(layer.data.view(torch.uint8))
-        starts = layer.table[:, :2] * layer.data.element_size() + offset
-        slots.a_offset[slot, number].copy_(starts[:, 0])
-        slots.b_offset[slot, number].copy_(starts[:, 1])
-        slots.scale[slot, number].copy_(layer.scale)
-    for number, layer in enumerate(packed.layers):
-        slots.lora_rank[slot, number].copy_(layer.table[:, 2])
+        slots.write_layer(slot, number, layer.table, layer.scale, layer.data.element_size(), offset)
+    ranks = torch.stack([layer.table[:, 2] for layer in packed.layers])
+    slots.max_lora_ranks[slot] = tuple(ranks.amax(0).tolist())

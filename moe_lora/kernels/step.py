@@ -7,8 +7,11 @@ These tensors never enter a compiled graph: operations reach them through a chan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 
@@ -59,10 +62,56 @@ class SlotTable:
     def num_slots(self) -> int:
         return self.lora_rank.shape[0]
 
+    def write_layer(
+        self, slot: int, layer: int, table: torch.Tensor, scale: torch.Tensor, itemsize: int, start_bytes: int
+    ) -> None:
+        """Point the slot's entries of one layer at matrices that lie from start_bytes on in the arena.
+
+        table: [X, 3] int64 (offset of A, offset of B, rank), offsets in elements of itemsize bytes.
+        scale: [X] fp32.  The matrices must be there: ranks are written last, and a rank of 0 hides the rest.
+        """
+        starts = table[:, :2] * itemsize + start_bytes
+        self.a_offset[slot, layer].copy_(starts[:, 0])
+        self.b_offset[slot, layer].copy_(starts[:, 1])
+        self.scale[slot, layer].copy_(scale)
+        self.lora_rank[slot, layer].copy_(table[:, 2])
+
     def clear(self, slot: int) -> None:
         """Make `slot` mean "no delta anywhere"."""
         self.lora_rank[slot].zero_()
         self.max_lora_ranks[slot] = ()
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Where the LoRA Server serves an adapter; the generation tells one content of the slot from the next."""
+
+    slot: int
+    generation: int
+
+
+class LeasedAdapter(Protocol):
+    """An adapter whose deltas come from the LoRA Server.
+
+    packed: the `adapters.PackedAdapter` in host memory.  lease: None while there is none.
+    """
+
+    @property
+    def packed(self) -> Any: ...
+
+    @property
+    def lease(self) -> Lease | None: ...
+
+
+@dataclass(frozen=True)
+class LeasedRows:
+    """Which rows of a step want deltas from the LoRA Server.
+
+    row_adapter: [T] int32 index into `adapters`, -1 = none.
+    """
+
+    adapters: Sequence[LeasedAdapter]
+    row_adapter: np.ndarray
 
 
 @dataclass(kw_only=True)
@@ -73,6 +122,8 @@ class StepTables:
     query_start: [S + 1] first row of each sequence; rows of a sequence are consecutive tokens.
     seq_lens: [S] tokens of the sequence including this step's rows; 0 marks a padding sequence.
     block_tables: [S, B] page of each block.
+    has_adapters: some row has a slot.  leased: rows for the LoRA Server, None if there are none.
+    decode: every sequence computes one token.
     """
 
     row_slot: torch.Tensor
@@ -80,3 +131,5 @@ class StepTables:
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     has_adapters: bool
+    leased: LeasedRows | None = None
+    decode: bool = False

@@ -10,6 +10,7 @@ from moe_lora.cache.pages import PageAllocator
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.adapter_version import AdapterVersion
+from moe_lora.engine.placement import LocalPlacement
 from moe_lora.engine.residency import Residency
 from moe_lora.engine.scheduler import Scheduler
 from moe_lora.engine.sequence import Sequence
@@ -48,7 +49,8 @@ class Parts:
         self.blocks = BlockManager(self.pages, BLOCK_SIZE, kv_pages, prefix_caching=True)
         self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(max_loras, 1, 1, torch.device("cpu"))
-        self.residency = Residency(self.pages, PAGE_BYTES, self.arena, self.slots, self.blocks, self.clock)
+        self.placement = LocalPlacement(self.pages, PAGE_BYTES, self.arena, self.slots, self.blocks)
+        self.residency = Residency(self.placement, self.blocks, self.clock)
         self.scheduler = Scheduler(
             self.blocks,
             self.residency,

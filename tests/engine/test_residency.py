@@ -27,7 +27,7 @@ def test_idle_adapter_makes_room_and_running_one_does_not():
     parts.residency.release(a)
     assert parts.residency.acquire(b)
     assert a.slot is None
-    assert parts.residency.num_evictions == 1
+    assert parts.placement.num_evictions == 1
 
 
 def test_several_idle_adapters_leave_for_a_large_one():

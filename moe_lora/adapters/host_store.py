@@ -1,0 +1,91 @@
+"""Packed adapters as files that all processes of a host map: one copy in memory, however many read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..core.errors import AdapterError
+from .packed import PackedAdapter, PackedLayer
+
+_SUFFIX = ".packed.safetensors"
+
+
+class HostStore:
+    """Adapters by content hash in one directory.
+
+    A file appears under its name only when it is whole, so that several writers and a crash do no harm.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def path(self, content_hash: str) -> Path:
+        """Where the adapter of this hash lies, or would lie."""
+        return self.directory / f"{content_hash}{_SUFFIX}"
+
+    def __contains__(self, content_hash: str) -> bool:
+        return self.path(content_hash).exists()
+
+    def put(self, packed: PackedAdapter) -> None:
+        """Write the adapter unless it is there."""
+        path = self.path(packed.content_hash)
+        if path.exists():
+            return
+        tensors: dict[str, torch.Tensor] = {}
+        for number, layer in enumerate(packed.layers):
+            tensors |= {
+                f"{number}.data": layer.data,
+                f"{number}.table": layer.table,
+                f"{number}.scale": layer.scale,
+            }
+        facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
+        handle, name = tempfile.mkstemp(dir=self.directory, suffix=".partial")
+        os.close(handle)
+        try:
+            save_file(
+                tensors, name, metadata={"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
+            )
+            os.replace(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+    def get(self, content_hash: str, name: str) -> PackedAdapter:
+        """The adapter of this hash, its tensors mapped from the file.
+
+        Raises AdapterError if the file is missing or damaged.
+        """
+        path = self.path(content_hash)
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+                facts = json.loads(metadata["adapter"])
+                layers = tuple(
+                    PackedLayer(
+                        data=file.get_tensor(f"{number}.data"),
+                        table=file.get_tensor(f"{number}.table"),
+                        scale=file.get_tensor(f"{number}.scale"),
+                    )
+                    for number in range(int(metadata["layers"]))
+                )
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise AdapterError(f"{path}: not a packed adapter that can be read ({error})") from error
+        return PackedAdapter(
+            name=name,
+            layers=layers,
+            max_lora_rank=facts["max_lora_rank"],
+            nbytes=facts["nbytes"],
+            content_hash=content_hash,
+            targets=tuple(facts["targets"]),
+        )
+
+    def remove(self, content_hash: str) -> None:
+        """Forget the adapter; processes that have it mapped keep it."""
+        self.path(content_hash).unlink(missing_ok=True)

@@ -1,0 +1,212 @@
+"""The remote LoraBackend: rows go to the server ranks that own their layer and experts, deltas come back.
+
+Legend: T token rows of the step, K experts per token, R rows of an answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels.step import StepTables
+
+from .compute import HostDeltas
+from .frames import FrameLayout, Request, lay_out_request
+from .link import ServerLink
+from .partition import Partition
+from .rows import RemoteRows
+from .session import ClientSession, Sent, SessionLostError
+
+_NO_DELTA = 0
+
+
+@dataclass
+class _Part:
+    """A request under way, or whose deltas are there, and the rows of y that they belong to."""
+
+    rows: torch.Tensor
+    row_adapter: np.ndarray
+    request: Request
+    session: ClientSession | None
+    sent: Sent | None
+    delta: torch.Tensor | None
+
+
+class RemoteBackend:
+    """LoraBackend whose deltas come from the LoRA Server (see `LoraBackend` for the contract).
+
+    A request that can't be sent, or is not answered, is computed here from the host store, bit for bit the
+    same; `num_fallback_rows` counts its rows.  Source: InfiniLoRA sections 3 and 5.1.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        partition: Partition,
+        client_rank: int,
+        links: Mapping[int, ServerLink],
+        layout: FrameLayout,
+    ) -> None:
+        self._shape = shape
+        self._partition = partition
+        self._client_rank = client_rank
+        self._first_expert = partition.local_experts(client_rank).start
+        self._links = links
+        self._layout = layout
+        self._host = HostDeltas(shape)
+        self._tickets = itertools.count(1)
+        self._pending: dict[int, list[_Part]] = {}
+        self._rows: RemoteRows | None = None
+        self.num_requests = self.num_fallback_rows = 0
+
+    def begin_step(self, step: StepTables) -> None:
+        assert not self._pending, "a ticket of the last step was never redeemed"
+        self._rows = None if step.leased is None else RemoteRows(step.leased, self._shape)
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        tokens = None if self._rows is None else self._rows.tokens_at(site)
+        if tokens is None or not len(tokens):
+            return torch.tensor([_NO_DELTA])
+        if ids is None:
+            parts = self._send_dense(layer, site, x, tokens)
+        else:
+            parts = self._send_experts(layer, site, x, ids, tokens)
+        ticket = next(self._tickets)
+        self._pending[ticket] = parts
+        return torch.tensor([ticket])
+
+    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
+        number = int(ticket.item())
+        if number == _NO_DELTA:
+            return
+        for part in self._pending.pop(number):
+            delta = self._take(part)
+            if len(part.rows) == y.shape[0]:
+                y.add_(delta.to(y.device))
+            else:
+                y.index_add_(0, part.rows.to(y.device), delta.to(y.device))
+
+    def _send_dense(self, layer: int, site: int, x: torch.Tensor, tokens: np.ndarray) -> list[_Part]:
+        parts = []
+        for server, chosen in self._by_server(layer, site, tokens):
+            for some in _chunks(chosen, self._layout.max_rows):
+                parts.append(self._send(server, layer, site, x, some, some, None, some))
+        return parts
+
+    def _send_experts(
+        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, tokens: np.ndarray
+    ) -> list[_Part]:
+        """Each server rank gets the rows that chose one of its experts, as experts of the whole model."""
+        top_k = ids.shape[1]
+        all_ids = ids.cpu().numpy()
+        per_output = x.shape[0] != ids.shape[0]
+        parts = []
+        for server, chosen in self._by_server(layer, site, tokens):
+            experts = self._partition.experts_of(server)
+            local = all_ids[chosen]
+            mine = np.where(local >= 0, local + self._first_expert, -1)
+            mine[(mine < experts.start) | (mine >= experts.stop)] = -1
+            if per_output:
+                places = np.nonzero(mine >= 0)
+                outputs = chosen[places[0]] * top_k + places[1]
+                flat_ids = mine[places][:, None]
+                for part in _chunks(np.arange(len(outputs)), self._layout.max_rows):
+                    rows, owner = outputs[part], chosen[places[0][part]]
+                    parts.append(self._send(server, layer, site, x, owner, rows, flat_ids[part], rows))
+                continue
+            used = np.flatnonzero((mine >= 0).any(1))
+            for part in _chunks(used, self._layout.max_rows // top_k):
+                places = np.nonzero(mine[part] >= 0)
+                rows = chosen[part[places[0]]] * top_k + places[1]
+                owner = chosen[part]
+                parts.append(self._send(server, layer, site, x, owner, owner, mine[part], rows))
+        return parts
+
+    def _by_server(self, layer: int, site: int, tokens: np.ndarray) -> Sequence[tuple[int, np.ndarray]]:
+        """Server ranks of the site, with the tokens each may have rows of."""
+        servers = self._partition.servers_of_client(self._client_rank, layer, site)
+        dp = self._partition.layout.dp
+        if dp == 1:
+            return [(server, tokens) for server in servers]
+        assert self._rows is not None
+        return [(server, tokens[self._rows.slot[tokens] % dp == i]) for i, server in enumerate(servers)]
+
+    def _send(
+        self,
+        server: int,
+        layer: int,
+        site: int,
+        x: torch.Tensor,
+        tokens: np.ndarray,
+        x_rows: np.ndarray,
+        ids: np.ndarray | None,
+        y_rows: np.ndarray,
+    ) -> _Part:
+        """One request to one server rank; tokens [T'] own the rows x_rows [T'] of x."""
+        rows = self._rows
+        assert rows is not None
+        session = self._links[server].session
+        leased = bool((rows.slot[tokens] >= 0).all())
+        try:
+            if session is None or not leased:
+                raise SessionLostError
+            frame = session.frame()
+        except SessionLostError:
+            session = None
+            frame = torch.empty(self._layout.request_bytes, dtype=torch.uint8)
+        top_k = 0 if ids is None else ids.shape[1]
+        request = lay_out_request(frame, self._layout, layer, site, len(tokens), top_k, len(y_rows))
+        request.slot[:] = rows.slot[tokens]
+        request.generation[:] = rows.generation[tokens]
+        if ids is not None and request.ids is not None:
+            request.ids[:] = ids
+        _gather(x, x_rows, request.x)
+        part = _Part(torch.from_numpy(y_rows), rows.adapter[tokens], request, session, None, None)
+        self.num_requests += 1
+        if session is not None:
+            try:
+                part.sent = session.send(request)
+                return part
+            except SessionLostError:
+                part.session = None
+        part.delta = self._compute_here(part)
+        return part
+
+    def _take(self, part: _Part) -> torch.Tensor:
+        if part.delta is not None:
+            return part.delta
+        assert part.session is not None
+        assert part.sent is not None
+        try:
+            return part.session.take(part.sent)
+        except SessionLostError:
+            return self._compute_here(part)
+
+    def _compute_here(self, part: _Part) -> torch.Tensor:
+        assert self._rows is not None
+        request = part.request
+        width = self._shape.sites[request.site].total_out_features
+        delta = torch.empty(request.num_rows, width, dtype=self._layout.dtype)
+        self._host.compute(request, self._rows.adapters, part.row_adapter, delta)
+        self.num_fallback_rows += request.num_rows
+        return delta
+
+
+def _gather(x: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
+    """out = x[rows], on the host."""
+    if len(rows) == x.shape[0]:
+        out.copy_(x)
+    elif x.is_cpu:
+        torch.index_select(x, 0, torch.from_numpy(rows), out=out)
+    else:
+        out.copy_(x[torch.from_numpy(rows).to(x.device)])
+
+
+def _chunks(array: np.ndarray, size: int) -> list[np.ndarray]:
+    """Consecutive pieces of at most `size`."""
+    return [array[i : i + size] for i in range(0, len(array), size)]

@@ -1,0 +1,93 @@
+"""The deltas of one request, wherever they are computed: on a server rank, or on the instance when it must.
+
+Legend: T token rows, K experts per token, R rows of the answer, N output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels.lora import lora_delta
+from moe_lora.kernels.step import LeasedAdapter, SlotTable
+
+from .frames import Request
+
+
+def request_deltas(
+    request: Request,
+    shape: ModelShape,
+    layer: int,
+    row_slot: np.ndarray,
+    slots: SlotTable,
+    arena: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """out [R, N] = the deltas of the request's rows; rows whose row_slot is -1 become zero.
+
+    layer: row of the slot table (the request's own layer, or 0 where the table holds one layer).
+    """
+    site = shape.sites[request.site]
+    slot = torch.from_numpy(np.ascontiguousarray(row_slot)).to(arena.device)
+    x = request.x.to(arena.device)
+    if request.ids is None:
+        _into(lambda full: lora_delta(x, None, site, layer, slot, slots, arena, full), out, arena.device)
+        return
+    ids = torch.from_numpy(np.ascontiguousarray(request.ids)).to(arena.device)
+    if request.num_rows == request.ids.size:
+        _into(lambda full: lora_delta(x, ids, site, layer, slot, slots, arena, full), out, arena.device)
+        return
+    full = torch.empty(request.ids.size, out.shape[1], dtype=out.dtype, device=arena.device)
+    lora_delta(x, ids, site, layer, slot, slots, arena, full)
+    rows = torch.from_numpy(np.flatnonzero(request.ids.reshape(-1) >= 0)).to(arena.device)
+    _into(lambda target: torch.index_select(full, 0, rows, out=target), out, arena.device)
+
+
+def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: torch.device) -> None:
+    """Run `compute(target)` on out itself, or on device memory that is then copied there."""
+    if out.device == device:
+        compute(out)
+        return
+    target = torch.empty_like(out, device=device)
+    compute(target)
+    out.copy_(target)
+
+
+class HostDeltas:
+    """Deltas straight from adapters in host memory: slower, one adapter at a time, bit for bit the same."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+        self._tables: dict[tuple[str, int], SlotTable] = {}
+
+    def compute(
+        self, request: Request, adapters: Sequence[LeasedAdapter], row_adapter: np.ndarray, out: torch.Tensor
+    ) -> None:
+        """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x."""
+        out.zero_()
+        part = torch.empty_like(out)
+        row_of = np.arange(len(row_adapter))
+        if request.ids is not None:
+            row_of = np.nonzero(request.ids >= 0)[0]
+        for index in np.unique(row_adapter).tolist():
+            packed = adapters[index].packed
+            arena = packed.layers[request.layer].data.view(torch.uint8)
+            row_slot = np.where(row_adapter == index, 0, -1).astype(np.int32)
+            table = self._table(packed, request.layer)
+            request_deltas(request, self._shape, 0, row_slot, table, arena, part)
+            rows = torch.from_numpy(np.flatnonzero(row_adapter[row_of] == index))
+            out[rows] = part[rows]
+
+    def _table(self, packed: PackedAdapter, number: int) -> SlotTable:
+        """The offsets of one layer, as a table of one slot."""
+        known = self._tables.get((packed.content_hash, number))
+        if known is None:
+            layer = packed.layers[number]
+            known = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
+            known.write_layer(0, 0, layer.table, layer.scale, layer.data.element_size(), 0)
+            self._tables[packed.content_hash, number] = known
+        return known

@@ -1,0 +1,222 @@
+"""The leader's desk: registers adapters, gives leases to instances, tells the ranks what to load.
+
+Runs in the server's first rank.  A decision is made and passed on under one lock, so that every peer hears
+of decisions in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError
+
+from .content import receive_content, send_content
+from .control import ControlConnection, Message
+from .kept import shard_pages
+from .lease_events import Grant, Load
+from .leases import LeaseTable
+from .partition import Partition
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 3.0
+_LEADER = 0
+
+
+class Leader:
+    """Serves the roles "leases" (first rank of each instance), "rank" (other server ranks) and "find".
+
+    carry_out: does a load or an eviction on the leader's own rank.  first_generation: the leader's
+    incarnation; generations on the wire are above it, so that those of an earlier leader are stale.
+    """
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        store: HostStore,
+        partition: Partition,
+        page_bytes: int,
+        first_generation: int,
+        rank_facts: Message,
+        carry_out: Callable[[Message], None],
+    ) -> None:
+        self._table = table
+        self._store = store
+        self._partition = partition
+        self._page_bytes = page_bytes
+        self._first_generation = first_generation
+        self._rank_facts = rank_facts
+        self._carry_out = carry_out
+        self._lock = threading.RLock()
+        self._instances: dict[str, ControlConnection] = {}
+        self._ranks: dict[int, ControlConnection] = {}
+        self._addresses: dict[int, str] = {}
+
+    def set_address(self, server_rank: int, address: str) -> None:
+        """Where clients find this rank."""
+        self._addresses[server_rank] = address
+
+    # Clients that look for a rank
+
+    def serve_find(self, connection: ControlConnection, hello: Message) -> None:
+        address = self._addresses.get(hello["server_rank"])
+        if address is None:
+            connection.send("refused", error=f"server rank {hello['server_rank']} has not joined yet")
+        else:
+            connection.send("welcome", address=address)
+
+    # The other ranks of the server
+
+    def serve_rank(self, connection: ControlConnection, hello: Message) -> None:
+        """A rank joins, or comes back: it is told what is resident, then what changes."""
+        server_rank = hello["server_rank"]
+        with self._lock:
+            connection.send("welcome", first_generation=self._first_generation, **self._rank_facts)
+            self._ranks[server_rank] = connection
+            self._addresses[server_rank] = hello["address"]
+            for adapter in self._table.residents():
+                assert adapter.slot is not None
+                load = Load(adapter.adapter_id, adapter.slot, adapter.generation, adapter.runs)
+                self._tell_rank(server_rank, self._load_command(load, server_rank))
+        logger.info("server rank %d joined from %s", server_rank, hello["address"])
+        try:
+            while True:
+                message = connection.receive(1.0, SILENCE_S)
+                if message is not None and message["kind"] == "need":
+                    send_content(connection, self._store, message["adapter_id"])
+        finally:
+            with self._lock:
+                if self._ranks.get(server_rank) is connection:
+                    del self._ranks[server_rank]
+            logger.warning("server rank %d left", server_rank)
+
+    # Instances
+
+    def serve_leases(self, connection: ControlConnection, hello: Message) -> None:
+        """An instance asks for leases; they end with this connection."""
+        instance = hello["instance"]
+        with self._lock:
+            earlier = self._instances.get(instance)
+            if earlier is not None:  # it came back before we noticed that it had gone
+                earlier.close()
+                self._table.drop_instance(instance, time.monotonic())
+            self._instances[instance] = connection
+            connection.send("welcome")
+            self._dispatch()
+        logger.info("instance %s joined", instance)
+        try:
+            while True:
+                message = connection.receive(1.0, SILENCE_S)
+                if message is not None:
+                    self._answer(instance, connection, message)
+        finally:
+            with self._lock:
+                if self._instances.get(instance) is connection:
+                    del self._instances[instance]
+                    self._table.drop_instance(instance, time.monotonic())
+                    self._dispatch()
+            logger.warning("instance %s left; its leases ended", instance)
+
+    def _answer(self, instance: str, connection: ControlConnection, message: Message) -> None:
+        kind, adapter_id = message["kind"], message.get("adapter_id", "")
+        if kind == "content":
+            receive_content(connection, self._store, message)
+            kind = "register"
+        now_s = time.monotonic()
+        with self._lock:
+            if kind == "register":
+                self._register(connection, adapter_id)
+            elif kind == "unregister":
+                self._unregister(adapter_id, now_s)
+            elif kind == "acquire":
+                self._acquire(instance, connection, adapter_id, now_s)
+            elif kind == "release":
+                # An acquire that crossed this release on its way is given up with it.
+                self._table.cancel(instance, adapter_id, now_s)
+                self._table.release(instance, adapter_id, now_s)
+            elif kind == "stats":
+                connection.send("stats", request=message["request"], stats=asdict(self._table.stats()))
+            else:
+                logger.error("instance %s sent %r, which means nothing here", instance, kind)
+            self._dispatch()
+
+    def _register(self, connection: ControlConnection, adapter_id: str) -> None:
+        if adapter_id not in self._store:
+            connection.send("need", adapter_id=adapter_id)
+            return
+        try:
+            packed = self._store.get(adapter_id, adapter_id)
+            self._table.register(adapter_id, shard_pages(packed, self._partition, self._page_bytes))
+        except (ConfigError, AdapterError) as error:
+            connection.send("rejected", adapter_id=adapter_id, error=str(error))
+        else:
+            connection.send("registered", adapter_id=adapter_id)
+
+    def _unregister(self, adapter_id: str, now_s: float) -> None:
+        try:
+            self._table.unregister(adapter_id, now_s)
+        except AdapterNotFoundError:
+            logger.info("adapter %s was unregistered before", adapter_id)
+
+    def _acquire(self, instance: str, connection: ControlConnection, adapter_id: str, now_s: float) -> None:
+        try:
+            self._table.acquire(instance, adapter_id, now_s)
+        except AdapterNotFoundError as error:
+            connection.send("rejected", adapter_id=adapter_id, error=str(error))
+
+    # Decisions, passed on
+
+    def _dispatch(self) -> None:
+        """Carry out what the table decided, in its order."""
+        for event in self._table.take_events():
+            if isinstance(event, Grant):
+                self._grant(event)
+                continue
+            for server_rank in range(self._partition.layout.num_ranks):
+                if isinstance(event, Load):
+                    command = self._load_command(event, server_rank)
+                else:
+                    command = {
+                        "kind": "evict",
+                        "slot": event.slot,
+                        "generation": self._first_generation + event.generation,
+                    }
+                self._tell_rank(server_rank, command)
+
+    def _load_command(self, event: Load, server_rank: int) -> Message:
+        """Runs as [layer, first page, number of pages]: JSON has no integer keys."""
+        runs = event.runs.get(server_rank, {})
+        return {
+            "kind": "load",
+            "adapter_id": event.adapter_id,
+            "slot": event.slot,
+            "generation": self._first_generation + event.generation,
+            "runs": [[layer, *run] for layer, run in runs.items()],
+        }
+
+    def _tell_rank(self, server_rank: int, command: Message) -> None:
+        if server_rank == _LEADER:
+            self._carry_out(command)
+            return
+        connection = self._ranks.get(server_rank)
+        if connection is None:
+            return  # it is told what is resident when it comes back
+        try:
+            connection.send(**command)
+        except OSError:
+            logger.warning("server rank %d can't be told to %s", server_rank, command["kind"])
+
+    def _grant(self, event: Grant) -> None:
+        connection = self._instances.get(event.instance)
+        if connection is None:
+            return
+        generation = self._first_generation + event.generation
+        try:
+            connection.send("granted", adapter_id=event.adapter_id, slot=event.slot, generation=generation)
+        except OSError:
+            logger.warning("instance %s can't be told of its lease", event.instance)

@@ -1,0 +1,256 @@
+"""The data path of one server rank: takes requests of all clients in turn, computes, puts the deltas back.
+
+While one request is computed the next ones arrive by themselves, because clients put them, and the answers
+before it are on their way, because puts don't wait: receive, compute and send overlap (InfiniLoRA section 3).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from moe_lora.core.errors import PeerGoneError
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
+
+from .compute import request_deltas
+from .frames import (
+    DONE,
+    STALE,
+    FrameLayout,
+    Request,
+    answer_rows,
+    answer_size,
+    read_request,
+    write_answer_header,
+)
+from .shelf import Shelf
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 1.0
+_TURNS = 64
+
+
+class ServerSession:
+    """The server's half of a session (see `session`)."""
+
+    def __init__(
+        self,
+        name: str,
+        instance: str,
+        transport: Transport,
+        requests: Window,
+        answers: RemoteWindow,
+        layout: FrameLayout,
+        depth: int,
+    ) -> None:
+        self.name = name
+        self.instance = instance_number(instance)
+        self.requests = requests
+        self.answers = answers
+        self.handled = 0
+        self.closed = False
+        self._transport = transport
+        self._layout = layout
+        self._depth = depth
+        self._request_frames = list(requests.bytes.view(depth, layout.request_bytes))
+        size = layout.answer_bytes
+        views = [answers.view(i * size, size) for i in range(depth)]
+        self._direct = views[0] is not None
+        if self._direct:
+            self._answer_frames = [view for view in views if view is not None]
+        else:
+            self._answer_frames = list(torch.empty(depth, size, dtype=torch.uint8))
+
+    def pending(self) -> Request | None:
+        """The oldest request without an answer.  Raises ValueError if its frame can't be read."""
+        if self.requests.read_signal(0) <= self.handled:
+            return None
+        return read_request(self._request_frames[self.handled % self._depth], self._layout)
+
+    def deltas(self, request: Request) -> torch.Tensor:
+        """Where the deltas [R, N] of `request` belong."""
+        frame = self._answer_frames[self.handled % self._depth]
+        return answer_rows(frame, self._layout, request.site, request.num_rows)
+
+    def answer(self, request: Request, state: int) -> None:
+        """Put the answer to the pending request.  Raises PeerGoneError."""
+        slot = self.handled % self._depth
+        frame = self._answer_frames[slot]
+        write_answer_header(frame, state, time.monotonic_ns())
+        self.handled += 1
+        if self._direct:
+            self.answers.signal(0, self.handled)
+            return
+        end = answer_size(self._layout, request.site, request.num_rows)
+        offset = slot * self._layout.answer_bytes
+        self._transport.put_signal(self.answers, offset, frame[:end], 0, self.handled)
+
+
+def instance_number(name: str) -> int:
+    """An instance's name as a number that all server ranks agree on."""
+    return zlib.crc32(name.encode())
+
+
+class DataLoop:
+    """Serves the sessions of one server rank, those of different instances in turn.
+
+    A request whose adapter's layer is still being loaded waits; others pass it.  The first rank of a stage
+    announces whose turn it is to the stage's other ranks, which prefer that instance among those that wait,
+    so that the ranks of a stage work on the same instance (section 5.1).
+    """
+
+    def __init__(
+        self, shape: ModelShape, shelf_of: Callable[[Callable[[], None]], Shelf], transport: Transport
+    ) -> None:
+        self._shape = shape
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._sessions: list[ServerSession] = []
+        self._wake = transport.alloc("wake", 64, 1)
+        self._num_wakes = 0
+        self._stopping = False
+        self.turns = transport.alloc("turns", _TURNS * 8, 1)
+        self._turns_seen = 0
+        self._wanted: deque[int] = deque(maxlen=_TURNS)
+        self._told: list[tuple[RemoteWindow, itertools.count[int]]] = []
+        self.num_requests = self.num_stale = self.busy_ns = self.num_rows = 0
+        self.shelf = shelf_of(self.wake)
+
+    def add(self, session: ServerSession) -> None:
+        with self._lock:
+            self._sessions = [*self._sessions, session]
+        self.wake()
+
+    def remove(self, session: ServerSession) -> None:
+        """End a session; its memory is given back once the loop is past it."""
+        session.closed = True
+        with self._lock:
+            self._sessions = [s for s in self._sessions if s is not session]
+        self.wake()
+
+    def tell(self, turns: RemoteWindow, num_seen: int) -> None:
+        """Announce to this rank of the stage too, which has seen that many announcements."""
+        with self._lock:
+            self._told = [*self._told, (turns, itertools.count(num_seen))]
+
+    @property
+    def turns_seen(self) -> int:
+        """Announcements that this rank was given so far."""
+        return self.turns.read_signal(0)
+
+    def wake(self) -> None:
+        """Look again: something changed that no request announces."""
+        with self._lock:
+            self._num_wakes += 1
+            self._wake.set_signal(0, self._num_wakes)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.wake()
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        position = 0
+        while not self._stopping:
+            wakes = self._wake.read_signal(0)
+            sessions = self._sessions
+            order = (
+                sessions[position % max(1, len(sessions)) :] + sessions[: position % max(1, len(sessions))]
+            )
+            chosen, waits = self._choose(order)
+            if chosen is None:
+                self._transport.wait_any([*waits, (self._wake, 0, wakes + 1)], _IDLE_S)
+                continue
+            session, request = chosen
+            position = sessions.index(session) + 1
+            try:
+                self._serve(session, request)
+            except PeerGoneError as error:
+                logger.info("client %s left: %s", session.name, error)
+                self.remove(session)
+
+    def _choose(
+        self, order: list[ServerSession]
+    ) -> tuple[tuple[ServerSession, Request] | None, list[tuple[Window, int, int]]]:
+        """The request to serve now; if none, what to wait for."""
+        self._read_turns()
+        ready: list[tuple[ServerSession, Request]] = []
+        waits: list[tuple[Window, int, int]] = []
+        for session in order:
+            try:
+                request = session.pending()
+            except ValueError as error:
+                logger.error("client %s is dropped: %s", session.name, error)
+                self.remove(session)
+                continue
+            if request is None:
+                waits.append((session.requests, 0, session.handled + 1))
+            elif self._can_answer(request):
+                ready.append((session, request))
+                if not self._wanted:
+                    return ready[0], waits
+        for instance in list(self._wanted):
+            for choice in ready:
+                if choice[0].instance == instance:
+                    self._wanted.remove(instance)
+                    return choice, waits
+        return (ready[0] if ready else None), waits
+
+    def _can_answer(self, request: Request) -> bool:
+        shelf = self.shelf
+        if len(request.slot) and not 0 <= request.slot.min() <= request.slot.max() < len(shelf.generation):
+            return True  # refused as stale
+        return shelf.is_stale(request.slot, request.generation) or shelf.is_ready(
+            request.slot, request.generation, request.layer
+        )
+
+    def _serve(self, session: ServerSession, request: Request) -> None:
+        start_ns = time.monotonic_ns()
+        site = self._shape.sites[request.site]
+        if self._told and site.num_experts:
+            self._announce(session.instance)
+        shelf, state = self.shelf, STALE
+        in_range = not len(request.slot) or 0 <= request.slot.min() <= request.slot.max() < len(
+            shelf.generation
+        )
+        if in_range and not shelf.is_stale(request.slot, request.generation):
+            out = session.deltas(request)
+            request_deltas(request, self._shape, request.layer, request.slot, shelf.slots, shelf.arena, out)
+            # An adapter that left meanwhile (its instance was given up) may have been read in part.
+            if not shelf.is_stale(request.slot, request.generation):
+                state = DONE
+        self.num_stale += state == STALE
+        self.num_requests += 1
+        self.num_rows += request.num_rows
+        session.answer(request, state)
+        self.busy_ns += time.monotonic_ns() - start_ns
+
+    def _announce(self, instance: int) -> None:
+        entry = torch.from_numpy(np.array([instance], dtype=np.int64))
+        for told in self._told:
+            turns, numbers = told
+            number = next(numbers)
+            try:
+                self._transport.put_signal(turns, number % _TURNS * 8, entry, 0, number + 1)
+            except PeerGoneError:
+                with self._lock:
+                    self._told = [other for other in self._told if other is not told]
+
+    def _read_turns(self) -> None:
+        value = self.turns.read_signal(0)
+        if value == self._turns_seen:
+            return
+        entries = self.turns.bytes.numpy().view(np.int64)
+        for number in range(max(self._turns_seen, value - _TURNS), value):
+            self._wanted.append(int(entries[number % _TURNS]))
+        self._turns_seen = value

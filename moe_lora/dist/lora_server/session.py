@@ -1,0 +1,129 @@
+"""One client rank and one server rank: a ring of request frames there, a ring of answer frames here.
+
+Request n lies in frame n mod depth and is announced by signal value n + 1; so is its answer.  A frame is used
+again only when its answer was taken, so an answer also gives the frame back and no other credit is needed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_lora.core.errors import PeerGoneError, SignalTimeoutError
+from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
+
+from .frames import DONE, FrameLayout, Request, answer_rows, read_answer_header
+
+_SLICE_S = 0.05
+"""How long a wait for an answer sleeps before it looks whether the server is still there."""
+
+
+class SessionLostError(Exception):
+    """The other side is gone, or answered that it can't: the deltas have to be computed elsewhere."""
+
+
+@dataclass(eq=False)
+class Sent:
+    """A request under way."""
+
+    number: int
+    request: Request
+    sent_ns: int
+    delta: torch.Tensor | None = field(default=None)
+    """Taken from its frame, because the frame was needed."""
+
+
+class ClientSession:
+    """The client's half.  One thread sends and takes answers; any thread may `break_off`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        requests: RemoteWindow,
+        answers: Window,
+        layout: FrameLayout,
+        depth: int,
+        answer_timeout_s: float,
+    ) -> None:
+        self._transport = transport
+        self._requests = requests
+        self._answers = answers
+        self._layout = layout
+        self._depth = depth
+        self._answer_timeout_s = answer_timeout_s
+        self._under_way: dict[int, Sent] = {}
+        self._next = 0
+        self._broken = False
+        size = layout.request_bytes
+        views = [requests.view(i * size, size) for i in range(depth)]
+        self._direct = views[0] is not None
+        if self._direct:
+            self._frames = [view for view in views if view is not None]
+        else:
+            self._frames = list(torch.empty(depth, size, dtype=torch.uint8))
+        self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
+        self.wait_ns = self.remote_ns = 0
+
+    @property
+    def broken(self) -> bool:
+        return self._broken
+
+    def break_off(self) -> None:
+        """Nothing more is sent, and waits end with SessionLostError."""
+        self._broken = True
+
+    def frame(self) -> torch.Tensor:
+        """Where the next request is to be laid out.  Raises SessionLostError."""
+        oldest = self._under_way.get(self._next - self._depth)
+        if oldest is not None:
+            oldest.delta = self.take(oldest).clone()
+        if self._broken:
+            raise SessionLostError
+        return self._frames[self._next % self._depth]
+
+    def send(self, request: Request) -> Sent:
+        """Put the request that was laid out in `frame()`.  Raises SessionLostError."""
+        number = self._next
+        slot = number % self._depth
+        try:
+            if self._direct:
+                self._requests.signal(0, number + 1)
+            else:
+                frame = self._frames[slot][: request.frame_bytes]
+                offset = slot * self._layout.request_bytes
+                self._transport.put_signal(self._requests, offset, frame, 0, number + 1)
+        except PeerGoneError as error:
+            self.break_off()
+            raise SessionLostError from error
+        self._next += 1
+        sent = self._under_way[number] = Sent(number, request, time.monotonic_ns())
+        return sent
+
+    def take(self, sent: Sent) -> torch.Tensor:
+        """The deltas [R, N] of a request; valid until the next `frame()`.  Raises SessionLostError."""
+        if sent.delta is not None:
+            return sent.delta
+        start_ns = time.monotonic_ns()
+        self._wait(sent.number + 1)
+        self.wait_ns += time.monotonic_ns() - start_ns
+        self._under_way.pop(sent.number)
+        frame = self._answer_frames[sent.number % self._depth]
+        state, finished_ns = read_answer_header(frame)
+        self.remote_ns += max(0, finished_ns - sent.sent_ns)
+        if state != DONE:
+            raise SessionLostError
+        return answer_rows(frame, self._layout, sent.request.site, sent.request.num_rows)
+
+    def _wait(self, at_least: int) -> None:
+        deadline_s = time.monotonic() + self._answer_timeout_s
+        while True:
+            try:
+                self._transport.signal_wait_until(self._answers, 0, at_least, _SLICE_S)
+                return
+            except SignalTimeoutError:
+                if not self._requests.alive() or time.monotonic() > deadline_s:
+                    self.break_off()
+                if self._broken:
+                    raise SessionLostError from None

@@ -1,0 +1,154 @@
+"""The adapters of one server rank: its arena, which slot holds what, and the thread that loads layer by layer.
+
+Legend: M slots, L layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.shard import shard_layer
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels.step import SlotTable
+
+from .kept import kept_entries
+from .lease_events import Run
+from .partition import Partition
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Loading:
+    """A load under way: layers still to come, in order."""
+
+    slot: int
+    generation: int
+    packed: PackedAdapter
+    runs: deque[tuple[int, Run]]
+    started_s: float
+
+
+class Shelf:
+    """What one server rank holds.
+
+    generation: [M] the content that each slot has, or will have once it is loaded; a request that carries a
+    lower one comes too late, one with a higher one comes before the load command.  loaded: [M, L] generation
+    whose layer is in the arena.  Several adapters are loaded at once, a layer of each in turn, so that the
+    first layers of a newcomer don't wait for the last ones of another (InfiniLoRA section 5.3).
+    load_bytes_per_s: upper bound on the rate of loading; None = none.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        partition: Partition,
+        server_rank: int,
+        *,
+        capacity: int,
+        num_pages: int,
+        page_bytes: int,
+        device: torch.device,
+        on_progress: Callable[[], None],
+        load_bytes_per_s: float | None = None,
+    ) -> None:
+        self._shape = shape
+        self._partition = partition
+        self._server_rank = server_rank
+        self._page_bytes = page_bytes
+        self._on_progress = on_progress
+        self._load_bytes_per_s = load_bytes_per_s
+        self.arena = torch.empty(num_pages * page_bytes, dtype=torch.uint8, device=device)
+        self.slots = SlotTable(capacity, shape.num_layers, shape.num_entries, device)
+        self.generation = np.zeros(capacity, dtype=np.int64)
+        self.loaded = np.zeros((capacity, shape.num_layers), dtype=np.int64)
+        self._loading: deque[_Loading] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.loaded_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="adapter-loads", daemon=True)
+        self._thread.start()
+
+    def load(self, slot: int, generation: int, packed: PackedAdapter, runs: Mapping[int, Run]) -> None:
+        """Begin to load this rank's part of the adapter into the runs of pages, one per layer."""
+        with self._changed:
+            self.generation[slot] = generation
+            # Layers of which this rank has nothing, or the adapter has nothing, are there at once.
+            held = set(runs)
+            for layer in range(self._shape.num_layers):
+                if layer not in held:
+                    self.loaded[slot, layer] = generation
+            order = deque(sorted(runs.items()))
+            if order:
+                self._loading.append(_Loading(slot, generation, packed, order, time.monotonic()))
+            self._changed.notify_all()
+        self._on_progress()
+
+    def evict(self, slot: int, generation: int) -> None:
+        """Stop serving this content of the slot."""
+        with self._changed:
+            for loading in list(self._loading):
+                if loading.slot == slot:
+                    self._loading.remove(loading)
+            self.generation[slot] = generation + 1
+            self.slots.clear(slot)
+
+    def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
+        """Whether some row's content has left."""
+        return bool((generation < self.generation[slot]).any())
+
+    def is_ready(self, slot: np.ndarray, generation: np.ndarray, layer: int) -> bool:
+        """Whether all rows' adapters are in the arena as far as this layer goes."""
+        return bool((self.loaded[slot, layer] == generation).all())
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._loading)
+                if self._stopping:
+                    return
+                loading = self._loading[0]
+                self._loading.rotate(-1)
+                layer, run = loading.runs.popleft()
+                if not loading.runs:
+                    self._loading.remove(loading)
+            start_s = time.monotonic()
+            num_bytes = self._load_layer(loading, layer, run)
+            if self._load_bytes_per_s is not None:
+                time.sleep(max(0.0, num_bytes / self._load_bytes_per_s - (time.monotonic() - start_s)))
+            with self._changed:
+                if self.generation[loading.slot] == loading.generation:
+                    self.loaded[loading.slot, layer] = loading.generation
+            self._on_progress()
+
+    def _load_layer(self, loading: _Loading, layer: int, run: Run) -> int:
+        packed = loading.packed.layers[layer]
+        kept = kept_entries(self._partition, self._server_rank, layer, loading.slot)
+        shard = shard_layer(packed, self._shape, kept)
+        start = run[0] * self._page_bytes
+        num_bytes = shard.num_elements * packed.data.element_size()
+        assert num_bytes <= run[1] * self._page_bytes
+        with self._changed:
+            if self.generation[loading.slot] != loading.generation:
+                return 0
+            shard.copy(packed.data, self.arena[start : start + num_bytes].view(packed.data.dtype))
+            self.slots.write_layer(
+                loading.slot, layer, shard.table, shard.scale, packed.data.element_size(), start
+            )
+        self.loaded_bytes += num_bytes
+        return num_bytes

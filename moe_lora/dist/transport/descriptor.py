@@ -1,0 +1,110 @@
+"""What a peer needs to find a window, as JSON in ASCII, and the checks that all transports share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+VERSION = 1
+LINE_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descriptor:
+    """One window: whose, how large, and the facts of its medium."""
+
+    kind: str
+    peer: str
+    label: str
+    generation: int
+    num_bytes: int
+    num_signals: int
+    medium: dict[str, Any]
+
+    def encode(self) -> bytes:
+        """JSON in ASCII."""
+        return json.dumps({"version": VERSION, **asdict(self)}).encode("ascii")
+
+    @staticmethod
+    def decode(data: bytes, kind: str) -> Descriptor:
+        """Raises ValueError if data is no descriptor of this version and this kind of transport."""
+        try:
+            fields = json.loads(data)
+            version = fields.pop("version")
+            found = Descriptor(**fields) if version == VERSION else None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{data[:60]!r} is no window descriptor ({error!r})") from None
+        if found is None:
+            raise ValueError(
+                f"the peer's window descriptor has version {version}, this process speaks {VERSION}; "
+                "run the same version of moe_lora in all processes"
+            )
+        if found.kind != kind:
+            raise ValueError(
+                f"{found.peer!r} offers window {found.label!r} over transport {found.kind!r}, this process "
+                f"uses {kind!r}; set the same transport in all processes"
+            )
+        return found
+
+
+class Sized(Protocol):
+    """What the bounds checks look at."""
+
+    label: str
+    num_bytes: int
+    num_signals: int
+
+
+def check_sizes(label: str, num_bytes: int, num_signals: int) -> None:
+    """Raises ValueError below zero."""
+    if num_bytes < 0 or num_signals < 0:
+        raise ValueError(
+            f"window {label!r}: num_bytes={num_bytes} and num_signals={num_signals} must be 0 or more"
+        )
+
+
+def check_new_window(owner: str, label: str, known: Container[str], closed: bool) -> None:
+    """Raises ValueError if the transport is closed or has a window of that label."""
+    if closed:
+        raise ValueError(f"transport {owner!r} is closed; make a new one")
+    if label in known:
+        raise ValueError(f"{owner!r} has a window {label!r}; free it first, or choose another label")
+
+
+def check_range(window: Sized, offset_bytes: int, num_bytes: int) -> None:
+    """Raises ValueError unless the range lies within the window."""
+    if offset_bytes < 0 or num_bytes < 0 or offset_bytes + num_bytes > window.num_bytes:
+        raise ValueError(
+            f"{num_bytes} bytes at offset {offset_bytes} do not fit window {window.label!r} of "
+            f"{window.num_bytes} bytes; send less, or allocate the window larger"
+        )
+
+
+def check_signal(window: Sized, signal: int, value: int = 0) -> None:
+    """Raises ValueError for a signal the window lacks or a value that is no unsigned 64-bit number."""
+    if not 0 <= signal < window.num_signals:
+        raise ValueError(
+            f"window {window.label!r} has {window.num_signals} signals, numbered from 0; {signal} is "
+            "none of them"
+        )
+    if not 0 <= value < 1 << 64:
+        raise ValueError(f"signal value {value} is no unsigned 64-bit number")
+
+
+def check_tensor(tensor: torch.Tensor, role: str) -> int:
+    """Bytes of a tensor. Raises ValueError unless it is contiguous and on the CPU."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"{role} must be a contiguous CPU tensor, not shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()} on {tensor.device}; call .contiguous() or .cpu() first"
+        )
+    return tensor.nbytes
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as uint8 [nbytes]."""
+    return tensor.reshape(-1).view(torch.uint8)
