@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
@@ -131,9 +131,11 @@ def partitions(draw: st.DrawFn) -> Partition:
     return Partition(model_shape(num_experts, num_layers), layout, clients)
 
 
+@settings(deadline=None)
 @given(partitions(), st.integers(0, 20))
 def test_owner_experts_layers_and_peers_agree(part: Partition, slot: int):
     shape = part.shape
+    heard = [part.clients_of_server(rank) for rank in range(part.layout.num_ranks)]
     for layer in range(shape.num_layers):
         workers = part.ranks_of_stage(part.stage_of(layer))
         assert workers[0] == part.stage_leader(part.stage_of(layer))
@@ -147,13 +149,14 @@ def test_owner_experts_layers_and_peers_agree(part: Partition, slot: int):
                     assert expert is None or expert in part.experts_of(rank)
                     assert rank in part.servers_of_client(client, layer, index)
                     assert client in part.clients_of_server(rank, index)
-                    assert client in part.clients_of_server(rank)
+                    assert client in heard[rank]
     ranks = range(part.layout.num_ranks)
     assert sum(len(part.layers_of(rank)) * len(part.experts_of(rank)) for rank in ranks) == (
         shape.num_layers * shape.num_experts * part.layout.dp
     )
 
 
+@settings(deadline=None)
 @given(partitions())
 def test_a_client_talks_to_one_server_or_a_server_hears_one_client(part: Partition):
     """Aligned expert ranges never overlap in part."""

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.dist.lora_server.server_pages import ServerPages, fits
@@ -31,6 +31,7 @@ def test_wanted_runs_take_their_room_from_the_gaps():
     assert fits(6, [(4, 2), (0, 2)], [2])
 
 
+@settings(deadline=None)
 @given(lengths, st.sets(st.integers(0, 7)), lengths, st.randoms())
 def test_could_alloc_foretells_alloc(held, kept, wanted, rng):
     """Take some runs, give back all but the kept ones: what was foretold before is what happens."""
