@@ -20,8 +20,9 @@ from moe_lora.models.families import read_config
 
 from .core import EngineCore
 from .followers import HOST_STORE, Allocate, Followers, start_followers
-from .placement import LocalPlacement
+from .placement import LocalPlacement, Placement
 from .rank import Rank
+from .remote_placement import RemotePlacement
 from .residency import Residency
 from .runner import ModelRunner
 from .scheduler import Scheduler
@@ -68,7 +69,9 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     clock = WallClock()
     pages = PageAllocator(size.num_pages)
     blocks = BlockManager(pages, config.block_size, size.kv_pages, prefix_caching=config.prefix_caching)
-    placement = LocalPlacement(pages, layout.page_bytes, writer, blocks)
+    placement: Placement = LocalPlacement(pages, layout.page_bytes, writer, blocks)
+    if rank.lora_server is not None:
+        placement = RemotePlacement(rank.lora_server)
     residency = Residency(placement, blocks, clock)
     for packed, path in adapters:
         residency.add(packed, path)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
 
-    Built by `engine.build.build_engine`.
+    Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class EngineCore:
         self._followers = followers
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
+        self.stalled = False
         self._counters = dict.fromkeys(
             ("num_steps", "prompt_tokens", "generation_tokens", "prefix_query_tokens", "prefix_hit_tokens"), 0
         )
@@ -72,19 +73,24 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def watch(self, on_loss: Callable[[EngineDeadError], None]) -> None:
-        """Call `on_loss`, from another thread, when another process of this engine ends unasked."""
+    def watch(self, on_loss: Callable[[EngineDeadError], None], on_change: Callable[[], None]) -> None:
+        """Call, from other threads, `on_loss` when another process of this engine ends unasked, and
+        `on_change` when a request that could not start may be able to now.
+        """
+        self._residency.placement.on_change = on_change
         if self._followers is not None:
             self._followers.watch(on_loss)
 
     def close(self) -> None:
-        """End the engine's other processes."""
+        """End the engine's other processes and its connections."""
+        self._residency.placement.close()
         if self._followers is not None:
             self._followers.close()
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; the tokens that requests gained."""
         plan = self._scheduler.schedule()
+        self.stalled = not plan
         if not plan:
             return []
         logits = self._runner.run(plan)

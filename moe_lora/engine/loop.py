@@ -19,6 +19,10 @@ from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Reje
 logger = logging.getLogger(__name__)
 
 
+def _look_again() -> None:
+    """A command that only ends the wait for commands."""
+
+
 class EngineLoop(threading.Thread):
     """Runs `core` until it is told to stop.  `emit` is called from this thread and from the file reader."""
 
@@ -28,7 +32,7 @@ class EngineLoop(threading.Thread):
         self._core = core
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
-        core.watch(self._lose)
+        core.watch(self._lose, lambda: self.inbox.put(_look_again))
         self._leaving: list[tuple[Call, frozenset[int]]] = []
         self.methods: dict[str, Callable[[Call], None]] = {
             "load_adapter": self._load_adapter,
@@ -65,7 +69,7 @@ class EngineLoop(threading.Thread):
 
     def _take_commands(self) -> bool:
         """Handle what lies in the inbox, waiting for something if there is nothing to compute."""
-        wait = not self._core.has_work
+        wait = not self._core.has_work or self._core.stalled
         while wait or not self.inbox.empty():
             command = self.inbox.get()
             wait = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from moe_lora.adapters.packed import PackedAdapter
@@ -21,6 +21,8 @@ class Placement(Protocol):
     num_loads: int
     num_evictions: int
     loaded_bytes: int
+    on_change: Callable[[], None] | None
+    """Called, from another thread, when an adapter that was not ready may be now."""
 
     def check(self, packed: PackedAdapter) -> None:
         """Raises CapacityError if the adapter could never be made ready."""
@@ -42,6 +44,10 @@ class Placement(Protocol):
         """Adapters that are ready now."""
         ...
 
+    def close(self) -> None:
+        """The engine ends."""
+        ...
+
 
 class LocalPlacement:
     """Adapters in this device's arena: one extent of whole pages per layer, at true rank, idle ones evicted.
@@ -49,6 +55,8 @@ class LocalPlacement:
     Extents take no more pages than the arena has beyond those promised to KV: idle adapters would never give
     these back.
     """
+
+    on_change: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -95,6 +103,9 @@ class LocalPlacement:
 
     def resident(self) -> Iterator[AdapterVersion]:
         return iter(self._resident.values())
+
+    def close(self) -> None:
+        """Nothing to do: the arena goes with the engine."""
 
     @property
     def _num_pages(self) -> int:

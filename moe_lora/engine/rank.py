@@ -11,6 +11,8 @@ from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.expert_parallel import experts_of_rank
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.lora_server.attach import LoraServerClient
+from moe_lora.execution.backend import LoraBackend
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.exchange import ExpertExchange, choose_exchange, open_group
 from moe_lora.execution.local import LocalBackend
@@ -49,6 +51,21 @@ class Rank:
         self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts)
         self.shape = self.model.spec.shape
         self.layout = kv_layout(config, self.shape, self.dtype)
+        self.lora_server = self._join_lora_server()
+
+    def _join_lora_server(self) -> LoraServerClient | None:
+        """This rank's connections to the LoRA Server, if there is one."""
+        config = self.config
+        if config.lora_server is None:
+            return None
+        return LoraServerClient(
+            config.lora_server,
+            self.shape,
+            self.dtype,
+            config.instance,
+            client_rank=self.dist_rank,
+            client_ranks=config.expert_parallel,
+        )
 
     def free_bytes(self) -> int:
         """Memory that this rank may count as free; on CPU the ranks share what there is."""
@@ -74,7 +91,9 @@ class Rank:
         announce: Callable[[StepBatch], None] | None = None,
     ) -> ModelRunner:
         """What computes this rank's part of steps (see `ModelRunner` for `announce`)."""
-        backend = LocalBackend(self.shape, self.arena, self.slots)
+        backend: LoraBackend = LocalBackend(self.shape, self.arena, self.slots)
+        if self.lora_server is not None:
+            backend = self.lora_server.backend
         context = ExecutionContext(self.arena, self.layout, backend, exchange)
         return ModelRunner(
             self.model,
@@ -83,6 +102,7 @@ class Rank:
             eager=self.config.eager,
             decode_buckets=decode_buckets(self.config, self.device),
             announce=announce,
+            remote=self.lora_server is not None,
         )
 
 

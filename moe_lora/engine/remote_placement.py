@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from moe_lora.adapters.packed import PackedAdapter
@@ -16,23 +17,26 @@ class RemotePlacement:
     """`Placement` by leases of the LoRA Server, which decides for all instances.
 
     A request whose adapter finds no room there waits; while the server is away requests start all the same,
-    and their deltas are computed here.  on_change: called, from another thread, when a waiting adapter may
-    have become ready.
+    and their deltas are computed here.
     """
 
-    def __init__(self, server: LoraServerClient, on_change: Callable[[], None]) -> None:
+    on_change: Callable[[], None] | None = None
+
+    def __init__(self, server: LoraServerClient) -> None:
+        self._server = server
         self._store = server.store
-        self._on_change = on_change
         self._lock = threading.Lock()
         self._known: dict[str, set[AdapterVersion]] = {}
         self._granted: dict[str, Lease] = {}
         self._held: dict[int, AdapterVersion] = {}
+        self._num_versions: Counter[str] = Counter()
         self.num_loads = self.num_evictions = self.loaded_bytes = 0
         self._leases = server.leases(self._take)
 
     def check(self, packed: PackedAdapter) -> None:
         self._store.put(packed)
         self._leases.register(packed.content_hash)
+        self._num_versions[packed.content_hash] += 1
 
     def hold(self, adapter: AdapterVersion) -> bool:
         if adapter.uid in self._held:
@@ -65,13 +69,18 @@ class RemotePlacement:
 
     def drop(self, adapter: AdapterVersion) -> None:
         self.let_go(adapter)
-        self._leases.unregister(adapter.packed.content_hash)
+        adapter_id = adapter.packed.content_hash
+        self._num_versions[adapter_id] -= 1
+        if not self._num_versions[adapter_id]:
+            del self._num_versions[adapter_id]
+            self._leases.unregister(adapter_id)
 
     def resident(self) -> Iterator[AdapterVersion]:
         return iter(list(self._held.values()))
 
     def close(self) -> None:
         self._leases.stop()
+        self._server.close()
 
     def _take(self, adapter_id: str, lease: Lease | None) -> None:
         """A lease was granted, or lost."""
@@ -82,4 +91,5 @@ class RemotePlacement:
                 self._granted[adapter_id] = lease
             for adapter in self._known.get(adapter_id, ()):
                 adapter.lease = lease
-        self._on_change()
+        if self.on_change is not None:
+            self.on_change()

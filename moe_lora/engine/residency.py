@@ -82,8 +82,11 @@ class Residency:
         self.settle(adapter)
 
     def settle(self, adapter: AdapterVersion) -> None:
-        """Free a retired adapter that nobody runs or waits for."""
-        if adapter.retired and adapter.num_running == 0 and adapter.num_waiting == 0:
+        """Nobody runs the adapter any more, or waits for it: let it go; a retired one is freed."""
+        if adapter.num_running or adapter.num_waiting:
+            return
+        self.placement.let_go(adapter)
+        if adapter.retired:
             self.placement.drop(adapter)
             self._blocks.forget(adapter.uid)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moe_lora.execution.context import ExecutionContext
-from moe_lora.kernels.step import StepTables
+from moe_lora.kernels.step import LeasedAdapter, LeasedRows, StepTables
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.layers import DecoderLayer
 
@@ -28,7 +28,7 @@ class ModelRunner:
     """Runs steps of one model.
 
     decode_buckets: batch sizes that decode steps are padded to; empty = none.  announce: told of each batch
-    before it is computed, for the ranks that compute it too.
+    before it is computed, for the ranks that compute it too.  remote: a LoRA Server computes deltas.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class ModelRunner:
         eager: bool,
         decode_buckets: Seq[int],
         announce: Callable[[StepBatch], None] | None = None,
+        remote: bool = False,
     ) -> None:
         self._model = model
         self._context = context
@@ -47,6 +48,7 @@ class ModelRunner:
         self._eager = eager
         self._buckets = sorted(decode_buckets)
         self._announce = announce
+        self._remote = remote
         self._compiled: LayerForward = DecoderLayer.__call__
         if not eager:
             torch._dynamo.config.recompile_limit = max(64, 4 * len(self._buckets))
@@ -139,8 +141,7 @@ class ModelRunner:
             pages = sequence.table.pages
             block_tables[index, : len(pages)] = pages
             seq_lens[index] = sequence.num_computed + item.num_tokens
-            if sequence.adapter is not None:
-                assert sequence.adapter.slot is not None, "a running sequence's adapter is resident"
+            if sequence.adapter is not None and sequence.adapter.slot is not None:
                 row_slot[query_start[index] : query_start[index + 1]] = sequence.adapter.slot
                 has_adapters = True
         return StepTables(
@@ -149,7 +150,25 @@ class ModelRunner:
             seq_lens=self._tensor(seq_lens),
             block_tables=self._tensor(block_tables),
             has_adapters=has_adapters,
+            leased=self._leased_rows(plan, query_start, num_rows) if self._remote else None,
+            decode=all(item.num_tokens == 1 for item in plan),
         )
+
+    def _leased_rows(self, plan: Seq[Scheduled], query_start: np.ndarray, num_rows: int) -> LeasedRows | None:
+        """Rows whose deltas the LoRA Server computes: all that have an adapter."""
+        index_of: dict[int, int] = {}
+        adapters: list[LeasedAdapter] = []
+        row_adapter = np.full(num_rows, -1, dtype=np.int32)
+        for index, item in enumerate(plan):
+            adapter = item.sequence.adapter
+            if adapter is None:
+                continue
+            if adapter.uid not in index_of:
+                index_of[adapter.uid] = len(adapters)
+                packed = adapter.packed
+                adapters.append(LeasedAdapter(packed.content_hash, packed.targets, adapter.lease))
+            row_adapter[query_start[index] : query_start[index + 1]] = index_of[adapter.uid]
+        return LeasedRows(adapters, row_adapter) if adapters else None
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         """On the host: `StepBatch.to` moves it."""

@@ -72,6 +72,8 @@ def arena_size(
         "kv_cache_gb", config.kv_cache_gb, wanted, blocks_per_request, layout.page_bytes, free
     )
     usual = shape.adapter_bytes(DEFAULT_LORA_RANK, expert_parallel=config.expert_parallel)
+    if config.lora_server is not None:
+        return ArenaSize(kv_pages, 0)
     largest = max([usual, *adapter_bytes])
     slack = shape.num_layers * layout.page_bytes
     pages_each = -(-(largest + slack) // layout.page_bytes)

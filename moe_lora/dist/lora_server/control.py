@@ -75,7 +75,7 @@ class ControlConnection:
             now_s = time.monotonic()
             if now_s - self._beat_s >= BEAT_S:
                 self._beat_s = now_s
-                self.send("beat")
+                self._beat()
             if self._connection.poll(max(0.0, min(BEAT_S, deadline_s - now_s))):
                 message: Message = json.loads(self._connection.recv_bytes())
                 self._heard_s = time.monotonic()
@@ -85,6 +85,14 @@ class ControlConnection:
                 raise TimeoutError(f"{self.peer} has been silent for {silence_s} s")
             if time.monotonic() >= deadline_s:
                 return None
+
+    def _beat(self) -> None:
+        """Raises OSError when the peer is gone and left nothing to read."""
+        try:
+            self.send("beat")
+        except OSError:
+            if not self._connection.poll(0):
+                raise
 
     def reachable(self, address: str) -> str:
         """The peer's own listening address, as seen from here: 0.0.0.0 becomes where it connected from."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from moe_lora.core.errors import LoraServerError, PeerUnreachableError
-from moe_lora.dist.transport.contract import Transport
+from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
 from .control import ControlConnection, Message, dial
 from .frames import FrameLayout
@@ -49,17 +49,14 @@ class ServerLink(threading.Thread):
         self._depth = depth
         self._answer_timeout_s = answer_timeout_s
         self._attempts = itertools.count()
-        self._stop = threading.Event()
+        self._stopping = threading.Event()
+        self._buffers: tuple[RemoteWindow, Window] | None = None
         self.session: ClientSession | None = None
-        self.num_sessions = 0
 
     def connect(self, timeout_s: float) -> ControlConnection:
         """Make the session.  Raises LoraServerError."""
-        answers = self._transport.alloc(
-            f"{self._hello['name']}/answers-{next(self._attempts)}",
-            self._depth * self._layout.answer_bytes,
-            1,
-        )
+        label = f"answers-{self._hello['server_rank']}-{next(self._attempts)}"
+        answers = self._transport.alloc(label, self._depth * self._layout.answer_bytes, 1)
         try:
             hello = self._hello | {
                 "answers": base64.b64encode(answers.descriptor()).decode(),
@@ -78,7 +75,7 @@ class ServerLink(threading.Thread):
         self.session = ClientSession(
             self._transport, requests, answers, self._layout, self._depth, self._answer_timeout_s
         )
-        self.num_sessions += 1
+        self._buffers = (requests, answers)
         return connection
 
     def begin(self, connection: ControlConnection) -> None:
@@ -87,32 +84,40 @@ class ServerLink(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self._stopping.is_set():
             if self._connection is not None:
                 self._watch(self._connection)
+                self._stopping.wait(_RETRY_S)  # the engine's thread may still be waiting on the buffers
+                self._let_buffers_go()
             try:
                 self._connection = self.connect(timeout_s=1.0)
             except LoraServerError as error:
                 logger.debug("still no link to %s: %s", self._hello["name"], error)
                 self._connection = None
-                self._stop.wait(_RETRY_S)
 
     def _watch(self, connection: ControlConnection) -> None:
         try:
-            while not self._stop.is_set():
-                connection.receive(1.0, SILENCE_S)
+            while not self._stopping.is_set():
+                connection.receive(0.2, SILENCE_S)
                 if self.session is None or self.session.broken:
                     break
         except (EOFError, OSError) as error:
-            if not self._stop.is_set():
+            if not self._stopping.is_set():
                 logger.warning("lost the LoRA Server at %s: %r", connection.peer, error)
         session, self.session = self.session, None
         if session is not None:
             session.break_off()
         connection.close()
 
+    def _let_buffers_go(self) -> None:
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            requests, answers = buffers
+            self._transport.detach(requests)
+            answers.free()
+
     def stop(self) -> None:
-        self._stop.set()
+        self._stopping.set()
         if self.session is not None:
             self.session.break_off()
         self.join(timeout=5.0)
