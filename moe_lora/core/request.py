@@ -154,8 +154,29 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InstanceStats:
+    """One of several engines behind a front end.  Counters are since the front end's start.
+
+    outstanding_tokens: tokens that its requests may still need (see `policies.routing.InstanceView`).
+    num_resent: requests that it left unfinished when it ended and that another instance took over.
+    """
+
+    index: int
+    live: bool
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    outstanding_tokens: int
+    num_restarts: int
+    num_resent: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages."""
+    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages.
+
+    Of several engines: counters and requests are sums, kv_usage is the mean; `instances` has one entry each.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -172,3 +193,4 @@ class EngineStats:
     adapter_loads: int = 0
     adapter_evictions: int = 0
     adapter_load_bytes: int = 0
+    instances: tuple[InstanceStats, ...] = ()
