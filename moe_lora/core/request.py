@@ -154,6 +154,27 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+    resident_adapters: tuple[str, ...] = ()
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
+    adapter_load_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class InstanceStats:
     """One of several engines behind a front end.  Counters are since the front end's start.
 
@@ -172,25 +193,7 @@ class InstanceStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages.
+class FleetStats(EngineStats):
+    """Of several engines together: requests and counters as sums, names as unions, kv_usage as the mean."""
 
-    Of several engines: counters and requests are sums, kv_usage is the mean; `instances` has one entry each.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
-    running_adapters: tuple[str, ...] = ()
-    waiting_adapters: tuple[str, ...] = ()
-    resident_adapters: tuple[str, ...] = ()
-    num_steps: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    adapter_loads: int = 0
-    adapter_evictions: int = 0
-    adapter_load_bytes: int = 0
-    instances: tuple[InstanceStats, ...] = ()
+    instances: tuple[InstanceStats, ...]
