@@ -22,7 +22,8 @@ class EngineConfig:
     same limit.  max_num_batched_tokens: token rows per step (longer prompts are prefilled in chunks).
     decode_buckets: batch sizes that decode steps are padded to, one compiled graph each; None = on CPU one
     graph for any size (and one for size 1), on CUDA powers of two.  num_threads: CPU threads of the
-    engine; None = all cores.  starvation_s: a request that waits longer than this for its adapter stops
+    engine; None = all cores.  num_instances: engines that share this machine; what is chosen from the free
+    memory is divided by it.  starvation_s: a request that waits longer than this for its adapter stops
     younger ones from being admitted before it.
     """
 
@@ -41,13 +42,14 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] | None = None
     prefix_caching: bool = True
     num_threads: int | None = None
+    num_instances: int = 1
     starvation_s: float = 5.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, DEVICES)
-        for name in ("max_loras", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_loras", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_instances"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_threads"):
             if getattr(self, name) is not None:
