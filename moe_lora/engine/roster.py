@@ -79,7 +79,7 @@ class Roster:
         if len(gone) == len(self.instances):
             return "each ended too often to be restarted; see the server's log, then restart the server"
         back = [str(instance.index) for instance in self.instances if not instance.given_up]
-        return f"instance {', '.join(back)} is to be restarted; send the request again in a while"
+        return f"to be restarted: instance {', '.join(back)}; send the request again in a while"
 
     def lose(self, instance: Instance, client: EngineClient) -> None:
         """Take an instance whose `client` is dead out of routing, unless it has another one by now."""
