@@ -53,7 +53,10 @@ _ENGINE = (
 )
 _INSTANCES = (
     click.option(
-        "--instances", "num_instances", type=int, help="Engine processes that stand in for each other."
+        "--instances",
+        "num_instances",
+        type=int,
+        help="Engine processes that stand in for each other.  [default: 1]",
     ),
     click.option(
         "--routing",

@@ -32,7 +32,7 @@ def pair(tmp_path_factory) -> Iterator[DemoServer]:
         yield server
 
 
-def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+def until(condition: Callable[[], object], limit_s: float = 120.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
@@ -126,23 +126,26 @@ def bodies(num: int) -> list[dict]:
 
 
 def test_killed_instance_costs_no_request_and_comes_back(pair):
+    until_both_up(pair)
     requests = bodies(24)
     undisturbed = [summary(events) for events in stream_all(pair, requests)]
     assert {summed[3:] for summed in undisturbed} == {("length", 200)}
     victim, survivor = pair.engine_pids()
-    served = instance_values(pair, "requests_resent_total")
+    resent_before = instance_values(pair, "requests_resent_total")
     restarts = instance_values(pair, "restarts_total")
 
     def kill() -> None:
         os.kill(victim, signal.SIGKILL)
 
-    disturbed = [summary(events) for events in stream_all(pair, requests, kill, after=3)]
+    disturbed = [summary(events) for events in stream_all(pair, requests, kill, after=1)]
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert after[:2] == before[:2]
         assert after[2] == pytest.approx(before[2], abs=1e-3)
         assert after[3:] == before[3:]
     until_both_up(pair)
-    resent = [b - a for a, b in zip(served, instance_values(pair, "requests_resent_total"), strict=True)]
+    resent = [
+        b - a for a, b in zip(resent_before, instance_values(pair, "requests_resent_total"), strict=True)
+    ]
     assert 1 <= sum(resent) <= 12
     assert min(resent) == 0
     assert sum(instance_values(pair, "restarts_total")) == sum(restarts) + 1
@@ -165,7 +168,7 @@ def test_without_any_instance_requests_get_503_until_one_is_back_with_all_adapte
         for pid in pair.engine_pids():
             os.kill(pid, signal.SIGKILL)
 
-    cut = stream_all(pair, bodies(4), kill_all, after=5)
+    cut = stream_all(pair, bodies(4), kill_all, after=1)
     for events in cut:
         error = events[-1]["error"]
         assert error["code"] == 503
