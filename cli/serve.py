@@ -48,19 +48,34 @@ _ENGINE = (
         "--expert-parallel",
         type=int,
         metavar="P",
-        help="Processes that share the experts; must divide their number.  [default: 1]",
+        help="Processes of each instance that share the experts; must divide their number.  [default: 1]",
     ),
     click.option(
         "--threads",
         "num_threads",
         type=int,
-        help="CPU threads, all processes together.  [default: all cores]",
+        help="CPU threads of each instance, all its processes together.  [default: all cores, shared]",
+    ),
+)
+_INSTANCES = (
+    click.option(
+        "--instances",
+        "num_instances",
+        type=int,
+        help="Engine processes that stand in for each other.  [default: 1]",
+    ),
+    click.option(
+        "--routing",
+        type=click.Choice(["least_outstanding", "round_robin"]),
+        default="least_outstanding",
+        show_default=True,
+        help="How requests are spread over instances: least token work left, or in turn.",
     ),
 )
 
 
 def _options(function: Any) -> Any:
-    for option in reversed(_ADAPTERS + _WHERE + _ENGINE):
+    for option in reversed(_ADAPTERS + _WHERE + _INSTANCES + _ENGINE):
         function = option(function)
     return function
 
@@ -77,11 +92,13 @@ def serve(
     lora_modules: tuple[str, ...],
     lora_dir: tuple[str, ...],
     no_prefix_caching: bool,
+    routing: str,
     **settings: Any,
 ) -> None:
     """Serve the model in MODEL_DIR and its adapters over HTTP, the OpenAI way, until Ctrl-C.
 
     Adapters can be added and removed while it runs (POST /v1/load_lora_adapter, /v1/unload_lora_adapter).
+    With several --instances, the requests of one that ends go on at another, and it is started again.
     """
     import logging
 
@@ -101,7 +118,7 @@ def serve(
         prefix_caching=not no_prefix_caching,
         **{name: value for name, value in settings.items() if value is not None},
     )
-    serve_until_stopped(config, host=host, port=port, served_model_name=base_name)
+    serve_until_stopped(config, host=host, port=port, served_model_name=base_name, routing=routing)
 
 
 def _named_path(text: str) -> tuple[str, str]:

@@ -10,7 +10,14 @@ from .errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_COUNT = 2**31 - 1
-_COUNTS = ("max_loras", "max_num_seqs", "max_num_batched_tokens", "block_size", "expert_parallel")
+_COUNTS = (
+    "max_loras",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "expert_parallel",
+    "num_instances",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +73,8 @@ class EngineConfig:
     decode_buckets: batch sizes that decode steps are padded to, one compiled graph each; None = on CPU one
     graph for any size (and one for size 1), on CUDA powers of two.  expert_parallel: processes that the
     engine consists of, each with its share of the experts.  num_threads: CPU threads of the engine, all
-    processes together; None = all cores.  starvation_s: a request that waits longer than this for its
+    processes together; None = all cores.  num_instances: engines that share this machine; what is chosen
+    from the free memory is divided by it.  starvation_s: a request that waits longer than this for its
     adapter stops younger ones from being admitted before it.  lora_server: where deltas are computed; None
     = here.  instance: this engine's name in a cluster.
     """
@@ -87,6 +95,7 @@ class EngineConfig:
     prefix_caching: bool = True
     expert_parallel: int = 1
     num_threads: int | None = None
+    num_instances: int = 1
     starvation_s: float = 5.0
     seed: int = 0
     lora_server: LoraServerConfig | None = None

@@ -174,3 +174,28 @@ class EngineStats:
     adapter_loads: int = 0
     adapter_evictions: int = 0
     adapter_load_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceStats:
+    """One of several engines behind a front end.  Counters are since the front end's start.
+
+    outstanding_tokens: tokens that its requests may still need (see `policies.routing.InstanceView`).
+    num_resent: requests that it left unfinished when it ended and that another instance took over.
+    """
+
+    index: int
+    live: bool
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    outstanding_tokens: int
+    num_restarts: int
+    num_resent: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetStats(EngineStats):
+    """Of several engines together: requests and counters as sums, names as unions, kv_usage as the mean."""
+
+    instances: tuple[InstanceStats, ...]

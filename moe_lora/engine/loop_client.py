@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from moe_lora.core.errors import EngineDeadError
@@ -21,7 +22,7 @@ Sink = Callable[[TokenOutput | Exception], None]
 class LoopClient:
     """Sends commands and hands events to those who wait for them.  See `EngineClient` for the contract.
 
-    send: takes a command to the loop; raises OSError when the loop is gone.
+    send: takes a command to the loop; raises OSError when the loop is gone.  ended: set once it is.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
@@ -31,6 +32,7 @@ class LoopClient:
         self._call_ids = itertools.count(1)
         self._lock = threading.Lock()
         self._dead: Exception | None = None
+        self.ended = threading.Event()
 
     def deliver(self, event: Event) -> None:
         """Hand an event on; called from the loop's or the reader's thread."""
@@ -63,6 +65,7 @@ class LoopClient:
             self._dead = self._dead or error
             sinks, self._sinks = self._sinks, {}
             calls, self._calls = self._calls, {}
+        self.ended.set()
         for sink in sinks.values():
             sink(error)
         for future in calls.values():
@@ -122,12 +125,16 @@ class LoopClient:
     def abort_now(self, request_id: str) -> None:
         """As `abort`, from any thread; the request's outputs are no longer handed on."""
         self._sinks.pop(request_id, None)
-        if self._dead is None:
-            self._dispatch(Abort(request_id))
+        self._send_abort(request_id)
 
     async def abort(self, request_id: str) -> None:
+        self._send_abort(request_id)
+
+    def _send_abort(self, request_id: str) -> None:
         if self._dead is None:
-            self._dispatch(Abort(request_id))
+            # Nothing is left to stop in an engine that has ended.
+            with suppress(EngineDeadError):
+                self._dispatch(Abort(request_id))
 
     async def model_info(self) -> ModelInfo:
         return await asyncio.wrap_future(self.call("model_info"))

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from moe_lora.core.config import EngineConfig
@@ -24,12 +25,19 @@ START_CALL_ID = 0
 STOP_TIMEOUT_S = 10.0
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def worker_environment(num_threads: int | None) -> dict[str, str]:
     """Environment of an engine process: its share of cores, set before torch is imported.
 
     Idle OpenMP threads sleep instead of spinning, because front end and load share the cores.
     """
-    threads = str(num_threads or os.cpu_count() or 1)
+    threads = str(num_threads or usable_cores())
     return {
         **os.environ,
         "OMP_NUM_THREADS": threads,
@@ -41,10 +49,11 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
 class ProcessClient(LoopClient):
     """`EngineClient` of an engine process that it starts, and that ends with it.
 
-    Raises, from the constructor, what kept the engine from starting.
+    Raises, from the constructor, what kept the engine from starting; with wait=False, `await_start` must be
+    called before anything else, and raises it.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, wait: bool = True) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -57,16 +66,22 @@ class ProcessClient(LoopClient):
         self._send_lock = threading.Lock()
         self._stopping = False
         super().__init__(self._send_command)
+        self._reader: threading.Thread | None = None
         self._connection.send(config)
-        self._await_start()
-        self._reader = threading.Thread(target=self._read, name="engine-events", daemon=True)
-        self._reader.start()
+        if wait:
+            self.await_start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def _await_start(self) -> None:
+    @property
+    def exit_code(self) -> int | None:
+        """Of the process; negative: the signal that ended it.  None while it runs."""
+        return self._process.poll()
+
+    def await_start(self) -> None:
+        """Return once the engine takes requests.  Raises what kept it from starting."""
         try:
             started: Reply = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -80,6 +95,8 @@ class ProcessClient(LoopClient):
         if started.error is not None:
             self._process.wait()
             raise started.error
+        self._reader = threading.Thread(target=self._read, name="engine-events", daemon=True)
+        self._reader.start()
 
     def _send_command(self, command: Command) -> None:
         with self._send_lock:
@@ -96,17 +113,35 @@ class ProcessClient(LoopClient):
             self.fail(EngineDeadError("the engine's process has ended"))
 
     def shut_down(self) -> None:
-        """Ask the process to end, then end it."""
+        """Ask the process to end, then end it; one that is still starting is ended at once."""
         self._stopping = True
-        if self._process.poll() is None:
+        if self._reader is None:
+            self._process.kill()
+        elif self._process.poll() is None:
             try:
                 self._send_command(Stop())
                 self._process.wait(STOP_TIMEOUT_S)
             except (OSError, subprocess.TimeoutExpired):
                 self._process.kill()
         self._process.wait()
-        self._reader.join(STOP_TIMEOUT_S)
-        self._connection.close()
+        if self._reader is not None:
+            self._reader.join(STOP_TIMEOUT_S)
+            self._connection.close()
 
     async def close(self) -> None:
         await asyncio.to_thread(self.shut_down)
+
+
+def start_processes(configs: Sequence[EngineConfig]) -> list[ProcessClient]:
+    """One engine process each, starting side by side.  If one can't start, none stays."""
+    clients: list[ProcessClient] = []
+    try:
+        for config in configs:
+            clients.append(ProcessClient(config, wait=False))
+        for client in clients:
+            client.await_start()
+    except BaseException:
+        for client in clients:
+            client.shut_down()
+        raise
+    return clients

@@ -66,6 +66,7 @@ def arena_size(
     Raises ConfigError, with the smallest size that works, if one request of max_model_len or the largest
     adapter does not fit.
     """
+    free //= config.num_instances
     blocks_per_request = -(-max_model_len(config, shape) // config.block_size)
     wanted = config.max_num_seqs * blocks_per_request
     kv_pages = _resolve(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from moe_lora.core.request import EngineStats, RequestTiming
+from moe_lora.core.request import EngineStats, FleetStats, InstanceStats, RequestTiming
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
@@ -29,6 +29,17 @@ COUNTERS = (
     ("moe_lora:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
     ("moe_lora:adapter_evictions", "Adapters that had to leave the device.", "adapter_evictions"),
     ("moe_lora:adapter_load_bytes", "Bytes of adapters brought to the device.", "adapter_load_bytes"),
+)
+INSTANCE_GAUGES = (
+    ("moe_lora:instance_up", "1 while the instance answers.", "live"),
+    ("moe_lora:instance_requests_running", "Requests being computed.", "num_running"),
+    ("moe_lora:instance_requests_waiting", "Requests that wait in the instance.", "num_waiting"),
+    ("moe_lora:instance_kv_cache_usage", "Share of KV pages in use, 0 to 1.", "kv_usage"),
+    ("moe_lora:instance_outstanding_tokens", "Tokens its requests may still need.", "outstanding_tokens"),
+)
+INSTANCE_COUNTERS = (
+    ("moe_lora:instance_restarts", "Times it was started again.", "num_restarts"),
+    ("moe_lora:instance_requests_resent", "Requests it left to another instance.", "num_resent"),
 )
 
 
@@ -55,6 +66,7 @@ class EngineCollector:
             counter.add_metric(self._label, getattr(self.stats, field))
             yield counter
         yield from self._adapters(self.stats)
+        yield from self._instances(self.stats.instances if isinstance(self.stats, FleetStats) else ())
 
     def _adapters(self, stats: EngineStats) -> Iterator[Metric]:
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
@@ -70,6 +82,21 @@ class EngineCollector:
         for name in stats.resident_adapters:
             resident.add_metric([name], 1)
         yield resident
+
+    def _instances(self, instances: tuple[InstanceStats, ...]) -> Iterator[Metric]:
+        """Of several instances, each one's; without samples if there is but one engine."""
+        labels = ["model_name", "instance"]
+        families: list[tuple[GaugeMetricFamily | CounterMetricFamily, str]] = [
+            *((GaugeMetricFamily(name, text, labels=labels), field) for name, text, field in INSTANCE_GAUGES),
+            *(
+                (CounterMetricFamily(name, text, labels=labels), field)
+                for name, text, field in INSTANCE_COUNTERS
+            ),
+        ]
+        for family, field in families:
+            for instance in instances:
+                family.add_metric([*self._label, str(instance.index)], getattr(instance, field))
+            yield family
 
 
 class Metrics:

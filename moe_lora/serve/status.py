@@ -20,7 +20,9 @@ def status_router(frontend: Frontend) -> APIRouter:
     async def health() -> Response:
         """200 while the engine works, else 503."""
         if not await frontend.client.is_alive():
-            raise ApiError(503, "the engine has ended; restart the server")
+            raise ApiError(
+                503, "no engine is running; if the server's log names no restart, restart the server"
+            )
         return Response()
 
     @router.get("/version", response_model=None)

@@ -39,7 +39,12 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
     assert run(model_dir).exit_code == 0
     [(config, keywords)] = served
     assert config == type(config)(model_dir=model_dir)
-    assert keywords == {"host": "127.0.0.1", "port": 8000, "served_model_name": "base"}
+    assert keywords == {
+        "host": "127.0.0.1",
+        "port": 8000,
+        "served_model_name": "base",
+        "routing": "least_outstanding",
+    }
 
 
 def test_options_reach_the_engine(served, model_dir):
@@ -69,6 +74,18 @@ def test_options_reach_the_engine(served, model_dir):
     assert (keywords["port"], keywords["served_model_name"]) == (0, "m")
 
 
+def test_instances_and_their_routing(served, model_dir):
+    assert run(model_dir, "--instances", "3", "--routing", "round_robin").exit_code == 0
+    [(config, keywords)] = served
+    assert (config.num_instances, keywords["routing"]) == (3, "round_robin")
+
+
+def test_more_threads_than_cores_are_refused_before_anything_starts(model_dir):
+    result = run(model_dir, "--port", "0", "--instances", "2", "--threads", "4096")
+    assert result.exit_code == 1
+    assert "num_threads=4096 for each of 2 instances makes 8192 threads" in result.output
+
+
 def test_adapters_by_name_and_by_folder(served, model_dir, tmp_path):
     below = [adapter(tmp_path / "all", name) for name in ("b", "deep/a")]
     given = adapter(tmp_path, "given")
@@ -88,6 +105,8 @@ def test_adapters_by_name_and_by_folder(served, model_dir, tmp_path):
         (["--lora-modules", "x,y=p"], "without commas"),
         (["--port", "99999"], "0<=x<=65535"),
         (["--max-loras", "0"], "max_loras=0"),
+        (["--instances", "0"], "num_instances=0"),
+        (["--routing", "by_adapter"], "round_robin"),
         (["--max-loras", "9" * 20], "choose at most"),
         (["--kv-cache-gb", "-1"], "kv_cache_gb"),
         (["--dtype", "int8"], "int8"),

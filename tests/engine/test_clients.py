@@ -22,7 +22,7 @@ from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.inprocess import InProcessClient
 from moe_lora.engine.loop_client import LoopClient
-from moe_lora.engine.process import ProcessClient
+from moe_lora.engine.process import ProcessClient, start_processes
 
 DEMO = Path(__file__).parents[2] / "demo"
 CONFIG = EngineConfig(
@@ -201,6 +201,25 @@ def test_bad_adapter_calls_say_what_is_wrong(client, tmp_path):
 def test_engine_that_cannot_start_says_why(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
         ProcessClient(EngineConfig(model_dir=str(tmp_path)))
+
+
+def test_engines_start_together_or_not_at_all(tmp_path, monkeypatch):
+    started: list[ProcessClient] = []
+    wait = ProcessClient.await_start
+    monkeypatch.setattr(ProcessClient, "await_start", lambda self: (started.append(self), wait(self)))
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        start_processes([CONFIG, EngineConfig(model_dir=str(tmp_path))])
+    assert len(started) == 2
+    assert all(client.exit_code is not None for client in started)
+
+
+def test_aborting_at_an_ended_engine_is_nothing_to_complain_about(monkeypatch):
+    def closed(_: object) -> None:
+        raise BrokenPipeError
+
+    client = LoopClient(closed)
+    asyncio.run(client.abort("gone"))
+    assert client.ended.is_set()
 
 
 def test_killed_engine_fails_its_requests_and_every_later_one():

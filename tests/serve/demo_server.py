@@ -33,13 +33,20 @@ class DemoServer:
             time.sleep(0.05)
         raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
 
-    def engine_pid(self) -> int:
-        """Process id of the engine that the server started."""
+    def engine_pids(self) -> list[int]:
+        """Process ids of the engines that the server started, the oldest first."""
+        found = []
         for status in Path("/proc").glob("[0-9]*/status"):
             with contextlib.suppress(OSError):
-                if f"PPid:\t{self.process.pid}\n" in status.read_text():
-                    return int(status.parent.name)
-        raise AssertionError("the server has no engine process")
+                text = status.read_text()
+                if f"PPid:\t{self.process.pid}\n" in text and "State:\tZ" not in text:
+                    found.append(int(status.parent.name))
+        return sorted(found)
+
+    def engine_pid(self) -> int:
+        """Process id of the one engine that the server started."""
+        [pid] = self.engine_pids()
+        return pid
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

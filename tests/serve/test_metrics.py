@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_lora.core.request import FleetStats, InstanceStats
 from tests.serve.conftest import serving
 
 
@@ -74,6 +75,38 @@ def test_a_dead_engine_shows_as_down(server, engine):
     found = samples(server)
     assert value(found, "moe_lora:engine_up") == 0
     assert not any(key[0] == "vllm:num_requests_running" for key in found)
+
+
+def test_each_of_several_instances_is_shown_beside_the_sums(server, engine, monkeypatch):
+    def one(index: int, **values) -> InstanceStats:
+        fields = (
+            "num_running",
+            "num_waiting",
+            "kv_usage",
+            "outstanding_tokens",
+            "num_restarts",
+            "num_resent",
+        )
+        return InstanceStats(index=index, live=index == 0, **{**dict.fromkeys(fields, 0), **values})
+
+    async def stats() -> FleetStats:
+        return FleetStats(
+            num_running=2,
+            instances=(one(0, num_running=2, outstanding_tokens=90), one(1, num_restarts=3, num_resent=4)),
+        )
+
+    monkeypatch.setattr(engine, "stats", stats)
+    found = samples(server)
+    assert value(found, "vllm:num_requests_running") == 2
+    assert [value(found, "moe_lora:instance_up", instance=i) for i in "01"] == [1, 0]
+    assert value(found, "moe_lora:instance_requests_running", instance="0") == 2
+    assert value(found, "moe_lora:instance_outstanding_tokens", instance="0") == 90
+    assert value(found, "moe_lora:instance_restarts_total", instance="1") == 3
+    assert value(found, "moe_lora:instance_requests_resent_total", instance="1") == 4
+
+
+def test_a_single_engine_shows_no_instances(server):
+    assert not [key for key in samples(server) if key[0].startswith("moe_lora:instance_")]
 
 
 def test_two_apps_in_one_process_count_apart(server, engine, tokenizer):

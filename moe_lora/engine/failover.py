@@ -1,0 +1,86 @@
+"""A request's course over the instances that compute it, one after the other if they end under it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+
+from moe_lora.core.request import GenerateRequest, TokenOutput
+
+MAX_RESENDS = 3
+"""A request under which this many instances and one more have ended may be what ends them."""
+
+
+@dataclass(eq=False)
+class Course:
+    """What of a request's answer has been handed on.
+
+    adapter_version: of the request's adapter when it came.  Times are in seconds of the caller's clock.
+    """
+
+    request: GenerateRequest
+    adapter_version: int | None
+    arrival_s: float
+    delivered: list[int] = field(default_factory=list)
+    num_resends: int = 0
+    aborted: bool = False
+    _num_cached: int = 0
+    _waited_s: float = 0.0
+
+    def rest(self) -> GenerateRequest:
+        """What is still to be computed: the answer so far becomes part of the prompt.
+
+        A greedy answer goes on as it would have; a sampled one goes on with a seed made from its own.
+        """
+        num_delivered = len(self.delivered)
+        if not num_delivered:
+            return self.request
+        sampling = self.request.sampling
+        return replace(
+            self.request,
+            prompt_token_ids=self.request.prompt_token_ids + tuple(self.delivered),
+            sampling=replace(
+                sampling,
+                max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - num_delivered,
+                min_tokens=max(0, sampling.min_tokens - num_delivered),
+                seed=None if sampling.seed is None else derived_seed(sampling.seed, num_delivered),
+            ),
+        )
+
+    def lose(self, now_s: float) -> None:
+        """The instance ended.  While nothing has been delivered, the time with it counts as queueing."""
+        self.num_resends += 1
+        if not self.delivered:
+            self._waited_s = now_s - self.arrival_s
+
+    def take(self, output: TokenOutput) -> TokenOutput:
+        """An instance's output as the client is to see it: as if one instance had made all of them.
+
+        Cached tokens are those of the first instance that delivered any.  Timing is the last instance's: of
+        an answer that was cut, what the first one would have reported is lost with it.
+        """
+        if not self.num_resends:
+            self._num_cached = output.num_cached_tokens
+        else:
+            if not self.delivered:
+                self._num_cached = output.num_cached_tokens
+            timing = output.timing
+            if timing is not None:
+                timing = replace(timing, queue_s=timing.queue_s + self._waited_s)
+            output = replace(output, num_cached_tokens=self._num_cached, timing=timing)
+        self.delivered += output.token_ids
+        return output
+
+
+def derived_seed(seed: int, num_delivered: int) -> int:
+    """A seed for the rest of an answer: the same for the same cut, unlike those of other requests."""
+    digest = hashlib.blake2b(f"{seed} {num_delivered}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def token_work(request: GenerateRequest, max_model_len: int) -> int:
+    """Tokens that the request may need, in rows to compute: its prompt and the longest answer allowed."""
+    num_prompt = len(request.prompt_token_ids)
+    room = max(0, max_model_len - num_prompt)
+    limit = request.sampling.max_tokens
+    return num_prompt + (room if limit is None else min(limit, room))

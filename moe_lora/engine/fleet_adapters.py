@@ -1,0 +1,82 @@
+"""Adapters loaded and unloaded on every instance of a roster, or on none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+
+from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError
+from moe_lora.core.request import AdapterInfo
+
+from .client import EngineClient
+from .fan_out import ask
+from .roster import Instance, Roster, ServedAdapter
+
+logger = logging.getLogger(__name__)
+
+
+async def load_everywhere(roster: Roster, name: str, path: str, *, replace: bool) -> AdapterInfo:
+    """Serve the directory as `name` on all live instances; those that come back later load it too.
+
+    If one instance refuses, the others go back to what they served before.  Calls for one name must come
+    one after the other.
+    """
+    with roster.loading():
+        previous = roster.adapters.get(name)
+        if previous is not None and not replace:
+            raise AdapterExistsError(
+                f"adapter {name!r} is already loaded; unload it first or load it in place"
+            )
+        instances = roster.candidates(None)
+        answers, errors = await ask(
+            roster, instances, lambda client: client.load_adapter(name, path, replace=replace)
+        )
+        if errors:
+            await _take_back(roster, [instance for instance, _ in answers], name, previous)
+            raise _refusal(name, answers, errors)
+        for instance, _ in answers:
+            instance.missing.discard(name)
+        roster.serve(answers[0][1], path)
+        return answers[0][1]
+
+
+async def unload_everywhere(roster: Roster, name: str) -> None:
+    """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
+
+    Raises AdapterNotFoundError if no instance knows the name.
+    """
+    instances = roster.candidates(None)
+    roster.forget(name)
+    answers, errors = await ask(roster, instances, lambda client: client.unload_adapter(name))
+    for _, error in errors:
+        if not answers or not isinstance(error, AdapterNotFoundError):
+            raise error
+
+
+async def _take_back(
+    roster: Roster, instances: list[Instance], name: str, previous: ServedAdapter | None
+) -> None:
+    """Undo a load; an instance where that fails gets no more requests for the adapter."""
+
+    def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
+        if previous is None:
+            return client.unload_adapter(name)
+        return client.load_adapter(name, previous.path, replace=True)
+
+    if not instances:
+        return
+    _, errors = await ask(roster, instances, undo)
+    for instance, error in errors:
+        logger.error("instance %d can't go back to what it served as %s: %r", instance.index, name, error)
+        instance.missing.add(name)
+
+
+def _refusal(
+    name: str, answers: list[tuple[Instance, AdapterInfo]], errors: list[tuple[Instance, Exception]]
+) -> Exception:
+    instance, error = errors[0]
+    if not answers:
+        return error
+    return AdapterError(
+        f"instance {instance.index} refused adapter {name!r}, so the others took it back: {error}"
+    )

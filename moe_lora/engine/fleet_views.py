@@ -1,0 +1,68 @@
+"""What several engines report, as if they were one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from moe_lora.core.request import AdapterInfo, EngineStats, FleetStats, InstanceStats
+
+COUNTERS = (
+    "num_steps",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "adapter_loads",
+    "adapter_evictions",
+    "adapter_load_bytes",
+)
+NAMES = ("running_adapters", "waiting_adapters", "resident_adapters")
+
+
+def add_counters(parts: Iterable[EngineStats]) -> EngineStats:
+    """Counters added up; no gauges."""
+    stats = list(parts)
+    return EngineStats(**_sums(stats, COUNTERS))
+
+
+def merge_stats(
+    live: Sequence[EngineStats], past: Iterable[EngineStats], instances: Iterable[InstanceStats]
+) -> FleetStats:
+    """As `FleetStats` says.  past: counters of processes that have ended, so that no sum ever falls."""
+    names: dict[str, Any] = {
+        field: tuple(sorted(set(chain.from_iterable(getattr(stats, field) for stats in live))))
+        for field in NAMES
+    }
+    return FleetStats(
+        instances=tuple(instances),
+        kv_usage=sum(stats.kv_usage for stats in live) / len(live) if live else 0.0,
+        **_sums(live, ("num_running", "num_waiting")),
+        **_sums([*live, *past], COUNTERS),
+        **names,
+    )
+
+
+def merge_adapters(lists: Iterable[Iterable[AdapterInfo]]) -> list[AdapterInfo]:
+    """One entry a name, in the order they first come: requests as sums, the best residency, the latest
+    version."""
+    merged: dict[str, AdapterInfo] = {}
+    for info in chain.from_iterable(lists):
+        other = merged.get(info.name)
+        if other is not None:
+            newer = max(info, other, key=lambda one: one.version)
+            info = replace(
+                newer,
+                residency="device" if "device" in (info.residency, other.residency) else "host",
+                num_running=info.num_running + other.num_running,
+                num_waiting=info.num_waiting + other.num_waiting,
+            )
+        merged[info.name] = info
+    return list(merged.values())
+
+
+def _sums(stats: Sequence[EngineStats], fields: Iterable[str]) -> dict[str, Any]:
+    return {field: sum(getattr(one, field) for one in stats) for field in fields}

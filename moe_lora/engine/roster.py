@@ -1,0 +1,156 @@
+"""Which instances there are, which of them are live, and which adapters they all serve.
+
+Shared by the front end's event loop and the supervisor's threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.request import AdapterInfo, EngineStats
+
+from .client import EngineClient
+from .fleet_views import add_counters
+
+
+@dataclass(eq=False)
+class Instance:
+    """An engine among several.  `client` is replaced when the engine is restarted.
+
+    outstanding_tokens: see `policies.routing.InstanceView`.  missing: adapters that could not be loaded
+    again after a restart.  starting: the client of a process that is not in routing yet.  latest: the stats
+    it gave last.  past: counters of its earlier processes.
+    """
+
+    index: int
+    client: EngineClient
+    live: bool = True
+    given_up: bool = False
+    outstanding_tokens: int = 0
+    missing: set[str] = field(default_factory=set)
+    starting: EngineClient | None = None
+    num_restarts: int = 0
+    num_resent: int = 0
+    latest: EngineStats = field(default_factory=EngineStats)
+    past: EngineStats = field(default_factory=EngineStats)
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """What every instance serves under a name."""
+
+    path: str
+    version: int
+
+
+class Roster:
+    """The instances and the adapters that they serve.  adapters: (name, directory) pairs of the start."""
+
+    def __init__(self, clients: Sequence[EngineClient], adapters: Sequence[tuple[str, str]] = ()) -> None:
+        self.instances = [Instance(index, client) for index, client in enumerate(clients)]
+        self.closed = threading.Event()
+        self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
+        self._versions = dict.fromkeys(self._adapters, 1)
+        self._num_loading = 0
+        self._changed = threading.Condition()
+
+    @property
+    def live(self) -> list[Instance]:
+        return [instance for instance in self.instances if instance.live]
+
+    def candidates(self, adapter: str | None) -> list[Instance]:
+        """Instances that can take a request.  Raises EngineDeadError, saying why, if there is none."""
+        found = [i for i in self.instances if i.live and (adapter is None or adapter not in i.missing)]
+        if found:
+            return found
+        if self.live:
+            raise EngineDeadError(
+                f"adapter {adapter!r} could not be loaded again after a restart; "
+                "load it with load_inplace=true"
+            )
+        raise EngineDeadError(f"no LLM instance is running: {self._absence()}")
+
+    def _absence(self) -> str:
+        gone = [str(instance.index) for instance in self.instances if instance.given_up]
+        if len(gone) == len(self.instances):
+            return "each ended too often to be restarted; see the server's log, then restart the server"
+        back = [str(instance.index) for instance in self.instances if not instance.given_up]
+        return f"to be restarted: instance {', '.join(back)}; send the request again in a while"
+
+    def lose(self, instance: Instance, client: EngineClient) -> None:
+        """Take an instance whose `client` is dead out of routing, unless it has another one by now."""
+        with self._changed:
+            if instance.client is client and instance.live:
+                instance.live = False
+                instance.past = add_counters([instance.past, instance.latest])
+                instance.latest = EngineStats()
+
+    def join(
+        self, instance: Instance, client: EngineClient, have: dict[str, ServedAdapter], missing: set[str]
+    ) -> bool:
+        """Put an instance back into routing, if `have` is what all serve now; waits for loads under way.
+
+        Raises EngineDeadError if the fleet was closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_loading or self.closed.is_set())
+            if self.closed.is_set():
+                raise EngineDeadError("the instances were closed")
+            if have != self._adapters:
+                return False
+            instance.client, instance.missing, instance.starting = client, missing, None
+            instance.live = True
+            instance.num_restarts += 1
+            return True
+
+    def start(self, instance: Instance, client: EngineClient) -> bool:
+        """Note a process that is starting, so that closing ends it; False if the fleet was closed."""
+        with self._changed:
+            instance.starting = client
+            return not self.closed.is_set()
+
+    @property
+    def adapters(self) -> dict[str, ServedAdapter]:
+        """A copy: name -> what is served under it."""
+        with self._changed:
+            return dict(self._adapters)
+
+    def version(self, name: str | None) -> int | None:
+        served = None if name is None else self._adapters.get(name)
+        return None if served is None else served.version
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While an adapter is being loaded everywhere, no instance comes into routing."""
+        with self._changed:
+            self._num_loading += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_loading -= 1
+                self._changed.notify_all()
+
+    def serve(self, info: AdapterInfo, path: str) -> ServedAdapter:
+        """From now on all instances serve this.  Versions of a name count up, whatever was restarted."""
+        with self._changed:
+            version = max(info.version, self._versions.get(info.name, 0) + 1)
+            self._versions[info.name] = version
+            self._adapters[info.name] = ServedAdapter(path, version)
+            return self._adapters[info.name]
+
+    def forget(self, name: str) -> None:
+        with self._changed:
+            self._adapters.pop(name, None)
+
+    def close(self) -> list[EngineClient]:
+        """Let nothing come back; the clients to close."""
+        with self._changed:
+            self.closed.set()
+            self._changed.notify_all()
+            clients = [client for i in self.instances for client in (i.client, i.starting)]
+            return [client for client in clients if client is not None]

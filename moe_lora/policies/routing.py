@@ -1,0 +1,105 @@
+"""Which LLM instance computes a request."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+
+class InstanceView(Protocol):
+    """An instance as routing sees it."""
+
+    @property
+    def index(self) -> int:
+        """Its number, the same for as long as the front end lives."""
+        ...
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that its requests may still need: prompts not begun, and answers up to their limits."""
+        ...
+
+
+class RoutedView(Protocol):
+    """A request as routing sees it.  `adapter` None: the base model."""
+
+    @property
+    def adapter(self) -> str | None: ...
+
+
+Instance = TypeVar("Instance", bound=InstanceView)
+
+
+class Router(Protocol):
+    """Called once per request, and once more whenever the instance that computed it has ended."""
+
+    def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
+        """One of `instances`, which are those that can take the request: at least one, by rising index."""
+        ...
+
+
+class LeastOutstanding:
+    """The instance with the least token work left, the first of several (join the shortest queue)."""
+
+    def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
+        return min(instances, key=lambda instance: (instance.outstanding_tokens, instance.index))
+
+
+class RoundRobin:
+    """Each instance in turn; one that is absent is passed over."""
+
+    def __init__(self) -> None:
+        self._last_index = -1
+
+    def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
+        chosen = next((one for one in instances if one.index > self._last_index), instances[0])
+        self._last_index = chosen.index
+        return chosen
+
+
+class ByAdapter:
+    """Each adapter's requests on the instance it is assigned to (InfiniLoRA, section 6.1).
+
+    The base model, adapters without an instance, and those whose instance is absent go where the least
+    token work is left.  assignment: adapter -> instance index.
+    """
+
+    def __init__(self, assignment: Mapping[str, int]) -> None:
+        self._assignment = assignment
+        self._otherwise = LeastOutstanding()
+
+    def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
+        index = None if request.adapter is None else self._assignment.get(request.adapter)
+        own = next((one for one in instances if one.index == index), None)
+        return self._otherwise.choose(request, instances) if own is None else own
+
+
+ROUTERS: dict[str, type[LeastOutstanding] | type[RoundRobin]] = {
+    "least_outstanding": LeastOutstanding,
+    "round_robin": RoundRobin,
+}
+"""Routers that need no knowledge of the load to come, by the names users give."""
+
+
+def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[str, int]:
+    """Adapter -> instance: the heaviest adapter first, each to the instance with the least load so far
+    (of equal ones to that with the fewest adapters).
+
+    loads: expected load of each adapter, in any unit, >= 0.  The heaviest instance carries at most
+    4/3 - 1/(3 num_instances) times the least that any assignment could give it (Graham 1969, LPT).
+    Source: InfiniLoRA, section 6.1: disjoint subsets, "determined by a greedy algorithm that targets load
+    balance".  Raises ValueError for num_instances < 1 and for loads that are negative or no numbers.
+    """
+    if num_instances < 1:
+        raise ValueError(f"num_instances={num_instances} must be 1 or more")
+    for name, load in loads.items():
+        if not 0 <= load < float("inf"):
+            raise ValueError(f"the load of adapter {name!r} is {load}; it must be a number >= 0")
+    heap = [(0.0, 0, index) for index in range(num_instances)]
+    assignment = {}
+    for name in sorted(loads, key=lambda name: (-loads[name], name)):
+        load, num_adapters, index = heap[0]
+        assignment[name] = index
+        heapq.heapreplace(heap, (load + loads[name], num_adapters + 1, index))
+    return assignment

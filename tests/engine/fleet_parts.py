@@ -1,0 +1,118 @@
+"""Engines for tests of what stands before them: the next token is the number of tokens before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
+
+INFO = ModelInfo(
+    name="base",
+    model_dir="base",
+    family="mixtral",
+    dtype="float32",
+    max_model_len=64,
+    vocab_size=64,
+    max_loras=4,
+    eos_token_ids=(),
+)
+
+
+@dataclass(eq=False)
+class CountingEngine:
+    """`EngineClient` that ends when the sequence of a request has `dies_at` tokens.  adapters: name -> path.
+
+    refuse: paths that can't be loaded.
+    """
+
+    dies_at: int | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+    refuse: frozenset[str] = frozenset()
+    alive: bool = True
+    closed: bool = False
+    requests: list[GenerateRequest] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    stats_now: EngineStats = field(default_factory=EngineStats)
+    calls: list[tuple[str, ...]] = field(default_factory=list)
+
+    def check(self) -> None:
+        if not self.alive:
+            raise EngineDeadError("the engine's process has ended")
+
+    async def model_info(self) -> ModelInfo:
+        self.check()
+        return INFO
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        self.check()
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
+        self.requests.append(request)
+        self.running.add(request.request_id)
+        try:
+            first = len(request.prompt_token_ids)
+            limit = first + (request.sampling.max_tokens or 0)
+            for place in range(first, limit):
+                await asyncio.sleep(0)
+                if place == self.dies_at:
+                    self.alive = False
+                self.check()
+                reason = "length" if place + 1 == limit else None
+                reason = reason if request.request_id in self.running else "abort"
+                yield TokenOutput(
+                    request_id=request.request_id,
+                    token_ids=() if reason == "abort" else (place,),
+                    finish_reason=reason,
+                )
+                if reason == "abort":
+                    return
+        finally:
+            self.running.discard(request.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        self.running.discard(request_id)
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        await asyncio.sleep(0)
+        self.check()
+        self.calls.append(("load", name, path))
+        if path in self.refuse:
+            raise AdapterError(f"{path} can't be read")
+        self.adapters[name] = path
+        return self._info(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        await asyncio.sleep(0)
+        self.check()
+        self.calls.append(("unload", name))
+        if self.adapters.pop(name, None) is None:
+            raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        self.check()
+        return [self._info(name) for name in self.adapters]
+
+    async def stats(self) -> EngineStats:
+        self.check()
+        return self.stats_now
+
+    async def is_alive(self) -> bool:
+        return self.alive
+
+    async def close(self) -> None:
+        self.closed, self.alive = True, False
+
+    def _info(self, name: str) -> AdapterInfo:
+        return AdapterInfo(
+            name=name,
+            version=1,
+            lora_rank=1,
+            nbytes=1,
+            targets=(),
+            path=self.adapters[name],
+            residency="host",
+            num_running=len(self.running),
+        )
