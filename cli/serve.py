@@ -72,10 +72,40 @@ _INSTANCES = (
         help="How requests are spread over instances: least token work left, or in turn.",
     ),
 )
+_LORA_SERVER = (
+    click.option(
+        "--lora-server",
+        metavar="LAYOUT",
+        help="Compute deltas on a LoRA Server of this layout, EPx-PPy.  [default: in the instances]",
+    ),
+    click.option("--lora-capacity", type=int, help="Adapters resident on the LoRA Server.  [default: 64]"),
+    click.option(
+        "--lora-server-memory-gb", type=float, help="Room for adapters on each of its ranks, in 10^9 bytes."
+    ),
+    click.option("--transport", help="How instances and LoRA Server exchange rows.  [default: shm]"),
+    click.option("--load-gb-per-s", type=float, help="Bound on the rate at which its ranks load adapters."),
+)
+_SERVER_FIELDS = {
+    "lora_capacity": "capacity",
+    "lora_server_memory_gb": "memory_gb",
+    "transport": "transport",
+    "load_gb_per_s": "load_gb_per_s",
+}
+
+
+def _server_options(layout: str | None, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Fields of LoraServerConfig, taken out of the settings.  Raises click.UsageError without a layout."""
+    given = {field: settings.pop(option) for option, field in _SERVER_FIELDS.items()}
+    given = {field: value for field, value in given.items() if value is not None}
+    if layout is None:
+        if given:
+            raise click.UsageError(f"{', '.join(given)}: these need --lora-server, such as EP1-PP1")
+        return None
+    return {"layout": layout, **given}
 
 
 def _options(function: Any) -> Any:
-    for option in reversed(_ADAPTERS + _WHERE + _INSTANCES + _ENGINE):
+    for option in reversed(_ADAPTERS + _WHERE + _INSTANCES + _LORA_SERVER + _ENGINE):
         function = option(function)
     return function
 
@@ -112,13 +142,21 @@ def serve(
         raise click.UsageError(
             f"{base_name!r} names the base model and an adapter; give another --served-model-name"
         )
+    server = _server_options(lora_server, settings)
     config = EngineConfig(
         model_dir=model_dir,
         adapters=adapters,
         prefix_caching=not no_prefix_caching,
         **{name: value for name, value in settings.items() if value is not None},
     )
-    serve_until_stopped(config, host=host, port=port, served_model_name=base_name, routing=routing)
+    serve_until_stopped(
+        config,
+        host=host,
+        port=port,
+        served_model_name=base_name,
+        routing=routing,
+        lora_server=server,
+    )
 
 
 def _named_path(text: str) -> tuple[str, str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.core.config import EngineConfig, LoraServerConfig
 from moe_lora.engine.client import EngineClient
 
 
@@ -19,17 +22,22 @@ def serve(
     port: int,
     served_model_name: str | None = None,
     routing: str = "least_outstanding",
+    lora_server: Mapping[str, Any] | None = None,
 ) -> None:
     """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
 
-    config.num_threads counts for each instance.  routing: a name of `policies.routing.ROUTERS`.  Raises
-    ConfigError or AdapterError for what can be known at start.
+    config.num_threads counts for each instance.  routing: a name of `policies.routing.ROUTERS`.  lora_server:
+    see `lora_server_processes`.  Raises ConfigError or AdapterError for what can be known at start.
     """
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.server import bind, run_server
 
     tokenizer = load_tokenizer(config.model_dir)
-    with bind(host, port) as sock, engine_processes(config, routing) as client:
+    with (
+        bind(host, port) as sock,
+        lora_server_processes(config, lora_server) as joined,
+        engine_processes(joined, routing) as client,
+    ):
         name = served_model_name or Path(config.model_dir).resolve().name
         run_server(client, tokenizer, name, sock=sock)
 
@@ -71,3 +79,32 @@ def engine_processes(config: EngineConfig, routing: str = "least_outstanding") -
         yield fleet
     finally:
         asyncio.run(fleet.close())
+
+
+@contextmanager
+def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | None) -> Iterator[EngineConfig]:
+    """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
+
+    options: fields of `LoraServerConfig` but address, key and store_dir; None: no server, nothing is started.
+    """
+    if options is None:
+        yield config
+        return
+
+    from moe_lora.dist.lora_server.partition import Layout
+    from moe_lora.dist.ranks import LoraServerProcesses
+
+    with TemporaryDirectory(prefix="moe_lora-") as directory:
+        server = LoraServerConfig(
+            **options,
+            address=f"{directory}/lora-server",
+            key=secrets.token_hex(16),
+            store_dir=f"{directory}/adapters",
+        )
+        config = replace(config, lora_server=server)
+        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        ranks = LoraServerProcesses(config, Layout.parse(server.layout).num_ranks, environment)
+        try:
+            yield config
+        finally:
+            ranks.stop()

@@ -31,4 +31,5 @@ def instance_config(
 
     Seeds differ, or unseeded requests would get the same answers from each instance and after each start.
     """
-    return replace(config, adapters=adapters, seed=config.seed + index + num_starts * config.num_instances)
+    seed = config.seed + index + num_starts * config.num_instances
+    return replace(config, adapters=adapters, seed=seed, instance=f"instance-{index}")

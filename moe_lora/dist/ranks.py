@@ -1,0 +1,141 @@
+"""The LoRA Server's ranks as processes of this host: started together, each started again when it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from moe_lora.core.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 10.0
+_PAUSE_S = 1.0
+_QUICK_S = 10.0
+_MAX_QUICK_DEATHS = 5
+
+
+@dataclass(frozen=True)
+class StartRank:
+    """First message to a rank's process (`dist.worker`).  config: of the instances; it names the server."""
+
+    config: EngineConfig
+    server_rank: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """Its answer.  error: why it can't serve."""
+
+    error: Exception | None = None
+
+
+class RankProcess:
+    """One rank's process, which ends when this one does."""
+
+    def __init__(self, config: EngineConfig, server_rank: int, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moe_lora.dist.worker", "--lora-server-fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._connection.send(StartRank(config, server_rank))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def await_start(self) -> None:
+        """Return once the rank serves.  Raises what kept it from it."""
+        try:
+            started: Started = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(
+                f"a LoRA Server rank ended with exit code {self._process.wait()} while starting"
+            ) from error
+        if started.error is not None:
+            raise started.error
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """End the process: closing the connection asks it to."""
+        self._connection.close()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class LoraServerProcesses:
+    """All ranks of one LoRA Server on this host.
+
+    Raises, from the constructor, what kept a rank from starting.  environment: added to that of the ranks,
+    thread counts above all.
+    """
+
+    def __init__(self, config: EngineConfig, num_ranks: int, environment: dict[str, str]) -> None:
+        self._config = config
+        self._environment = environment
+        self._stopping = threading.Event()
+        self._ranks = [RankProcess(config, rank, environment) for rank in range(num_ranks)]
+        try:
+            for rank in self._ranks:
+                rank.await_start()
+        except BaseException:
+            self.stop()
+            raise
+        self.num_restarts = 0
+        for number in range(num_ranks):
+            threading.Thread(target=self._watch, args=(number,), name="rank-watch", daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.pid for rank in self._ranks]
+
+    def stop(self) -> None:
+        """End all ranks; those that share memory with clients last."""
+        self._stopping.set()
+        for rank in reversed(self._ranks):
+            rank.stop()
+
+    def _watch(self, number: int) -> None:
+        quick_deaths = 0
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            code = self._ranks[number].wait()
+            if self._stopping.is_set():
+                return
+            quick_deaths = quick_deaths + 1 if time.monotonic() - started_s < _QUICK_S else 1
+            logger.warning("LoRA Server rank %d ended with exit code %d", number, code)
+            if quick_deaths >= _MAX_QUICK_DEATHS:
+                logger.error("LoRA Server rank %d keeps ending; instances compute its deltas", number)
+                return
+            self._stopping.wait(_PAUSE_S * (quick_deaths - 1))
+            self._restart(number)
+
+    def _restart(self, number: int) -> None:
+        self.num_restarts += 1
+        self._ranks[number] = RankProcess(self._config, number, self._environment)
+        if self._stopping.is_set():
+            self._ranks[number].stop()
+            return
+        try:
+            self._ranks[number].await_start()
+        except Exception as error:
+            logger.error("LoRA Server rank %d could not be started again: %s", number, error)
+        else:
+            logger.info("LoRA Server rank %d is back (process %d)", number, self._ranks[number].pid)
