@@ -144,8 +144,11 @@ class Roster:
             return self._adapters[info.name]
 
     def forget(self, name: str) -> None:
+        """From now on no instance serves this name."""
         with self._changed:
             self._adapters.pop(name, None)
+            for instance in self.instances:
+                instance.missing.discard(name)
 
     def close(self) -> list[EngineClient]:
         """Let nothing come back; the clients to close."""

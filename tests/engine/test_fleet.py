@@ -208,6 +208,25 @@ def test_instance_that_cannot_take_a_load_back_gets_no_requests_for_the_adapter(
     assert asyncio.run(run()) == [0, 2]
 
 
+def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
+    async def run() -> None:
+        roster = Roster([CountingEngine(), CountingEngine()], [("a", "p")])
+        fleet = FleetClient(roster, LeastOutstanding(), VirtualClock())
+        for instance in roster.instances:
+            instance.missing.add("a")
+        with pytest.raises(EngineDeadError, match="'a' could not be loaded again"):
+            await tokens_of(fleet, ask(adapter="a"))
+        await fleet.load_adapter("a", "q", replace=True)
+        assert await tokens_of(fleet, ask(adapter="a")) == list(range(2, 10))
+        for instance in roster.instances:
+            instance.missing.add("a")
+        await fleet.unload_adapter("a")
+        with pytest.raises(AdapterNotFoundError):
+            await tokens_of(fleet, ask(adapter="a"))
+
+    asyncio.run(run())
+
+
 def test_what_every_instance_refuses_is_refused_as_one_engine_would():
     engines = [CountingEngine(refuse=frozenset({"bad"})) for _ in range(2)]
     with pytest.raises(AdapterError, match=r"^bad can't be read$"):
