@@ -69,7 +69,7 @@ def _load() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Instruction set in use: avx512_bf16, avx512, avx2 or portable."""
+    """Instruction set in use: amx_bf16, avx512_bf16, avx512, avx2 or portable (or amx_emulated, in tests)."""
     return lib.moe_lora_isa().decode()
 
 
@@ -77,7 +77,7 @@ def set_isa(name: str) -> None:
     """Use a lower instruction set than the best one. Raises ValueError if this processor lacks it."""
     if lib.moe_lora_set_isa(name.encode()) != 0:
         raise ValueError(
-            f"MOE_LORA_ISA={name!r} is unknown or this processor lacks it; choose one of "
+            f"MOE_LORA_ISA={name!r} is unknown or this processor lacks it; choose one of amx_bf16, "
             "avx512_bf16, avx512, avx2, portable, or unset it"
         )
 
