@@ -6,7 +6,7 @@ import ctypes
 import importlib.util
 import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch  # before the library: both then share one OpenMP thread pool
 
@@ -102,7 +102,7 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int) -> int:
-    """Address of a contiguous CPU tensor. Raises ValueError if dtype, element count, layout or device differ."""
+    """Address of a contiguous CPU tensor. Raises ValueError if dtype, size, layout or device differ."""
     if x.dtype != dtype or not x.is_contiguous() or x.numel() != count or not x.is_cpu:
         raise ValueError(
             f"{name} must be contiguous {dtype} of {count} elements on the CPU, not {x.dtype} of shape "
