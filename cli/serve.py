@@ -142,7 +142,7 @@ def serve(
         raise click.UsageError(
             f"{base_name!r} names the base model and an adapter; give another --served-model-name"
         )
-    server = _server_options(lora_server, settings)
+    server = _server_options(settings.pop("lora_server"), settings)
     config = EngineConfig(
         model_dir=model_dir,
         adapters=adapters,

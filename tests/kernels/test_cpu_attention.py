@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -95,10 +96,15 @@ def test_operands_that_do_not_fit_are_refused(generator):
             call()
 
 
-def test_environment_chooses_the_instruction_set():
+@pytest.mark.parametrize("name", ["portable", "amx_emulated"])
+def test_environment_chooses_the_instruction_set(name):
     code = "import moe_lora.kernels.cpu as cpu; print(cpu.isa())"
     run = subprocess.run(
-        [sys.executable, "-c", code], env={"MOE_LORA_ISA": "portable", "PYTHONPATH": ":".join(sys.path)},
+        [sys.executable, "-c", code], env={"MOE_LORA_ISA": name, "PYTHONPATH": ":".join(sys.path)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert run.stdout.strip() == "portable"
+    assert run.stdout.strip() == name
+
+
+def test_the_emulation_of_amx_is_never_chosen_by_itself():
+    assert os.environ.get("MOE_LORA_ISA") == "amx_emulated" or cpu.isa() != "amx_emulated"
