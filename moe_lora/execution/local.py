@@ -21,7 +21,7 @@ class LocalBackend:
         self._arena = arena
         self._slots = slots
         self._tickets = itertools.count(1)
-        self._pending: dict[int, tuple[int, int, torch.Tensor | None, torch.Tensor]] = {}
+        self._pending: dict[int, cpu.Shrunk | torch.Tensor] = {}
         self._step: StepTables | None = None
         self._site_ranks: list[int] = []
         self._slot_site_ranks: dict[int, tuple[tuple[int, ...], list[int]]] = {}
@@ -39,34 +39,19 @@ class LocalBackend:
         if not self._site_ranks[site]:
             return torch.tensor([_NO_DELTA])
         ticket = next(self._tickets)
-        started = self._shrink(layer, site, x, ids, step.row_slot)
-        self._pending[ticket] = (layer, site, ids, started)
+        operands = (x, ids, self._sites[site], layer, step.row_slot, self._slots, self._arena)
+        self._pending[ticket] = cpu.lora_shrink(*operands) if x.is_cpu else reference.lora_delta(*operands)
         return torch.tensor([ticket])
 
     def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
         number = ticket.item()
         if number == _NO_DELTA:
             return
-        layer, site, ids, started = self._pending.pop(int(number))
-        assert self._step is not None
-        if y.is_cpu:
-            row_slot = self._step.row_slot
-            cpu.lora_expand(started, ids, self._sites[site], layer, row_slot, self._slots, self._arena, y)
+        started = self._pending.pop(int(number))
+        if isinstance(started, cpu.Shrunk):
+            cpu.lora_expand(started, y)
         else:
-            y.add_(started.to(y.dtype))
-
-    def _shrink(
-        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None, row_slot: torch.Tensor
-    ) -> torch.Tensor:
-        """x @ A.T, which `add_to` expands; the whole delta on devices that have no kernel."""
-        operands = (x, ids, self._sites[site], layer, row_slot, self._slots, self._arena)
-        if not x.is_cpu:
-            return reference.lora_delta(*operands)
-        num_rows = x.shape[0] if ids is None else ids.numel()
-        floats = cpu.lora_workspace_floats(num_rows, self._sites[site], self._site_ranks[site])
-        workspace = torch.empty(floats)
-        cpu.lora_shrink(*operands, workspace)
-        return workspace
+            y.add_(started)
 
     def _ranks_by_site(self, slot: int) -> list[int]:
         """The largest rank that the slot's adapter has at each site; 0 where it has none."""

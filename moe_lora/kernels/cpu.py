@@ -12,17 +12,18 @@ import torch
 
 from . import cpu_errors, cpu_library
 from .cpu_library import check_rows, checked, dtype_code, kv_pages, lib, row_stride
-from .cpu_lora import lora_expand, lora_shrink, lora_workspace_floats
+from .cpu_lora import Shrunk, lora_delta, lora_expand, lora_shrink
 from .step import KvLayout, StepTables
 
 __all__ = [
     "LINEAR_MAX_ROWS",
+    "Shrunk",
     "expert_linear",
     "isa",
     "linear",
+    "lora_delta",
     "lora_expand",
     "lora_shrink",
-    "lora_workspace_floats",
     "paged_attention",
 ]
 

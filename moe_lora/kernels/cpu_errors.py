@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from moe_lora.core.shape import Site
 
 # The Refusal codes of csrc/kernels.h.
-_BAD_EXPERT, _BAD_SLOT, _WORKSPACE_TOO_SMALL, _BAD_PAGE = -2, -3, -4, -5
+_BAD_EXPERT, _BAD_SLOT, _BAD_OFFSET, _BAD_PAGE = -2, -3, -4, -5
 
 
 def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
@@ -23,14 +23,66 @@ def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
     )
 
 
-def lora_error(refusal: int, site: Site, slots: SlotTable, workspace: torch.Tensor) -> str:
-    """What the library refused in shrink or expand."""
+def shrink_error(
+    x: torch.Tensor, ids: torch.Tensor | None, site: Site, layer: int, slots: SlotTable, kernel: str
+) -> str:
+    """What is wrong with the operands of shrink."""
+    _, num_layers, num_entries = slots.lora_rank.shape
+    if x.dim() != 2 or x.shape[1] != site.in_features:
+        return f"x must be [rows, {site.in_features}] at site {site.name!r}, not of shape {tuple(x.shape)}"
+    if (ids is None) != (site.num_experts == 0):
+        given = "no ids" if ids is None else "ids"
+        return f"{given} given, but site {site.name!r} has {site.num_experts} experts"
+    if not 0 <= layer < num_layers:
+        return f"layer={layer} is outside 0 .. {num_layers - 1} of the slot table"
+    if kernel not in ("sgmv", "bgmv", "mbgmv"):
+        return f"kernel={kernel!r} is unknown; choose sgmv, bgmv or mbgmv"
+    return f"site {site.name!r} needs more entries than the {num_entries} of the slot table"
+
+
+def lora_error(
+    refusal: int,
+    ids: torch.Tensor | None,
+    site: Site,
+    layer: int,
+    row_slot: torch.Tensor,
+    slots: SlotTable,
+    arena_bytes: int,
+    dtype: torch.dtype,
+) -> str:
+    """What the library refused in shrink."""
     if refusal == _BAD_EXPERT:
         return f"ids hold an expert outside -1 .. {max(1, site.num_experts) - 1}"
     if refusal == _BAD_SLOT:
         return f"row_slot holds a slot outside -1 .. {slots.num_slots - 1}"
-    assert refusal == _WORKSPACE_TOO_SMALL, refusal
-    return f"a workspace of {workspace.numel()} floats is too small; see lora_workspace_floats"
+    assert refusal == _BAD_OFFSET, refusal
+    experts = [0] if ids is None else [expert for expert in ids.unique().tolist() if expert >= 0]
+    for slot in (slot for slot in row_slot.unique().tolist() if slot >= 0):
+        for expert in experts:
+            for module, width in enumerate(site.out_features):
+                index = (slot, layer, site.entry(module, expert))
+                for name, table, cells in (
+                    ("a_offset", slots.a_offset, site.in_features),
+                    ("b_offset", slots.b_offset, width),
+                ):
+                    offset, lora_rank = int(table[index]), int(slots.lora_rank[index])
+                    num_bytes = lora_rank * cells * dtype.itemsize
+                    fits = 0 <= offset <= arena_bytes - num_bytes and offset % dtype.itemsize == 0
+                    if lora_rank > 0 and not fits:
+                        return (
+                            f"{name}[{slot}, {layer}, {index[2]}]={offset}: {num_bytes} bytes from there do not "
+                            f"lie in the arena of {arena_bytes} bytes at a multiple of {dtype.itemsize}"
+                        )
+    raise AssertionError("the library refused an offset that fits")
+
+
+def target_error(y: torch.Tensor, name: str, site: Site, num_rows: int, dtype: torch.dtype) -> str:
+    """What is wrong with the tensor that deltas are added to."""
+    width = site.columns[-1] + site.out_features[-1]
+    return (
+        f"{name} must be {dtype} on the CPU with {num_rows} rows of at least {width} columns at site "
+        f"{site.name!r}, not {y.dtype} on {y.device} of shape {tuple(y.shape)}"
+    )
 
 
 def attention_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, layout: KvLayout) -> str:

@@ -25,6 +25,7 @@ class _Site(ctypes.Structure):
         ("column", c_int64 * _MAX_MODULES),
         ("out_features", c_int64 * _MAX_MODULES),
     ]
+    last_entry: int
 
 
 class _Slots(ctypes.Structure):
@@ -52,11 +53,14 @@ def _load() -> ctypes.CDLL:
     site, slots, pages = POINTER(_Site), POINTER(_Slots), POINTER(_Pages)
     library.moe_lora_isa.restype = c_char_p
     library.moe_lora_set_isa.argtypes = [c_char_p]
-    lora: list[Any] = [n, n, site, n, p, slots, p]  # tokens, top_k, site, layer, row_slot, slots, arena
     library.moe_lora_linear.argtypes = [i, i, p, n, p, p, p, n, n, n]
     library.moe_lora_expert_linear.argtypes = [i, i, p, n, n, p, p, p, n, n, n, p, n, n]
-    library.moe_lora_shrink.argtypes = [i, i, p, n, n, p, *lora, p, n]
-    library.moe_lora_expand.argtypes = [i, i, p, n, p, *lora, p, n]
+    library.moe_lora_shrink.argtypes = [i, i, i, p, n, n, p, n, n, site, n, p, slots, p, n]
+    library.moe_lora_shrink.restype = n
+    library.moe_lora_expand.argtypes = [i, p, p, n]
+    library.moe_lora_expand.restype = None
+    library.moe_lora_release.argtypes = [p]
+    library.moe_lora_release.restype = None
     library.moe_lora_paged_attention.argtypes = [
         *(i, i, p, n, p, n, p, n, p, c_float, n, n),
         *(p, p, p, n, n, pages, p, n, n, n, p),
@@ -81,7 +85,7 @@ def set_isa(name: str) -> None:
 def dtype_code(x: torch.Tensor) -> int:
     """The library's code of a tensor's dtype. Raises ValueError if it has none."""
     code = _DTYPE_CODES.get(x.dtype)
-    if code is None or x.is_cuda:
+    if code is None or not x.is_cpu:
         raise ValueError(
             f"the CPU kernels take fp32 and bf16 tensors on the CPU, not {x.dtype} on {x.device}"
         )
@@ -97,14 +101,12 @@ def row_stride(x: torch.Tensor) -> int:
     return stride[0]
 
 
-def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int | None) -> int:
-    """Address of a contiguous tensor. Raises ValueError if dtype, element count or layout differ."""
-    if x.dtype != dtype or not x.is_contiguous() or (count is not None and x.numel() != count):
+def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int) -> int:
+    """Address of a contiguous CPU tensor. Raises ValueError if dtype, element count, layout or device differ."""
+    if x.dtype != dtype or not x.is_contiguous() or x.numel() != count or not x.is_cpu:
         raise ValueError(
-            f"{name} must be contiguous {dtype}"
-            + ("" if count is None else f" of {count} elements")
-            + f", not "
-            f"{x.dtype} of shape {tuple(x.shape)} and strides {x.stride()}"
+            f"{name} must be contiguous {dtype} of {count} elements on the CPU, not {x.dtype} of shape "
+            f"{tuple(x.shape)} and strides {x.stride()} on {x.device}"
         )
     return x.data_ptr()
 
@@ -117,6 +119,12 @@ def check_rows(x: torch.Tensor, tokens: int, top_k: int) -> None:
         )
 
 
+_SLOT_TABLES = {
+    "a_offset": torch.int64,
+    "b_offset": torch.int64,
+    "lora_rank": torch.int32,
+    "scale": torch.float32,
+}
 _sites: dict[int, tuple[Site, _Site]] = {}
 _pages: dict[int, tuple[KvLayout, _Pages]] = {}
 
@@ -132,6 +140,7 @@ def lora_site(site: Site) -> _Site:
     numbers = _Site(count, site.num_experts, site.entry_base, site.in_features)
     numbers.column[:count] = site.columns
     numbers.out_features[:count] = site.out_features
+    numbers.last_entry = site.entry_base + max(1, site.num_experts) * count
     _sites[id(site)] = (site, numbers)
     return numbers
 
@@ -140,8 +149,11 @@ def lora_slots(slots: SlotTable) -> _Slots:
     """The library's view of a slot table, kept with the table."""
     known = slots.__dict__.get("_cpu_view")
     if known is None:
-        tables = (slots.a_offset, slots.b_offset, slots.lora_rank, slots.scale)
-        known = slots.__dict__["_cpu_view"] = _Slots(*(t.data_ptr() for t in tables), *slots.lora_rank.shape)
+        cells = slots.lora_rank.numel()
+        addresses = (
+            checked(getattr(slots, name), name, dtype, cells) for name, dtype in _SLOT_TABLES.items()
+        )
+        known = slots.__dict__["_cpu_view"] = _Slots(*addresses, *slots.lora_rank.shape)
     return known
 
 

@@ -1,6 +1,17 @@
 """LoRA shrink and expand on CPU; part of `cpu`.
 
-Legend: T token rows, H input width, N output width, K experts per token.
+Legend: T token rows, H input width, N output width, K experts per token, R LoRA rank.
+
+Three ways to walk a batch, chosen by `kernel`; all give the same bits:
+
+- "sgmv", ours: the rows of one (adapter, expert) form a segment, whose matrices are read once, at true rank.
+  Costs the bytes of the distinct matrices that the batch touches.
+- "bgmv", Punica's gather per row (arXiv 2310.18547): no grouping, and every row reads and multiplies as many rows
+  of A and B as the largest rank of the batch has; what lies after a smaller matrix is multiplied too, and its
+  products discarded. Costs num_rows * max(R) (Toppings, equation 2).
+- "mbgmv", S-LoRA's (arXiv 2311.03285): no grouping, each row at its true rank. Costs sum(R) over the rows.
+
+The two baselines are for measuring beside ours.
 """
 
 from __future__ import annotations
@@ -16,12 +27,34 @@ from .step import SlotTable
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
 
+KERNELS = {"sgmv": 0, "bgmv": 1, "mbgmv": 2}
+
 _threads = torch.get_num_threads
+_shrink, _expand, _release = lib.moe_lora_shrink, lib.moe_lora_expand, lib.moe_lora_release
 
 
-def lora_workspace_floats(num_rows: int, site: Site, max_lora_rank: int) -> int:
-    """fp32 elements that `lora_shrink` needs at most for `num_rows` rows (T, or T*K at an expert site)."""
-    return num_rows * len(site.modules) * max_lora_rank
+class Shrunk:
+    """x @ A.T of one site's rows and the plan it was made by; redeemed by one `lora_expand`."""
+
+    __slots__ = ("_address", "_keeps", "dtype", "num_rows", "site")
+
+    def __init__(self, address: int, site: Site, num_rows: int, dtype: torch.dtype, keeps: object) -> None:
+        self._address = address
+        self._keeps = keeps
+        self.site = site
+        self.num_rows = num_rows
+        self.dtype = dtype
+
+    def redeem(self) -> int:
+        """The library's address of it, once. Raises ValueError the second time."""
+        address, self._address = self._address, 0
+        if not address:
+            raise ValueError("this Shrunk was expanded before; call lora_shrink for another")
+        return address
+
+    def __del__(self, release=_release) -> None:  # type: ignore[no-untyped-def]  # outlives the module's names
+        if self._address:
+            release(self._address)
 
 
 def lora_shrink(
@@ -32,65 +65,109 @@ def lora_shrink(
     row_slot: torch.Tensor,
     slots: SlotTable,
     arena: torch.Tensor,
-    workspace: torch.Tensor,
-) -> None:
-    """workspace = x_row @ A.T in fp32, for each row that has an adapter and each module of the site.
+    *,
+    kernel: str = "sgmv",
+) -> Shrunk:
+    """h = x_row @ A.T in fp32, for each row that has an adapter and each module of the site.
 
     x: [T, H] or [T*K, H], fp32 or bf16, rows may be strided; the adapters are of the same dtype.  ids: [T, K]
-    int32 at an expert site, else None.  row_slot: [T] int32, -1 = no adapter.  arena: uint8.
-    workspace: fp32, flat, see `lora_workspace_floats`; its layout is private to shrink and expand.
-    Modules that share A (same a_offset) are computed once. Raises ValueError for operands that don't fit.
-    Source: Punica (arXiv 2310.18547), SGMV shrink.
+    int32 at an expert site, -1 = no expert, else None.  row_slot: [T] int32, -1 = no adapter.  arena: [bytes]
+    uint8; it must not change before the expand.  kernel: see the head of this file.
+    Modules that share A (same a_offset) are computed once. Raises ValueError for operands that don't fit, or a
+    matrix that would lie outside the arena.  Source: Punica (arXiv 2310.18547), SGMV shrink.
     """
     code = dtype_code(x)
-    tokens, top_k, ids_ptr = _ids(ids, row_slot)
-    if x.shape[1] != site.in_features:
-        raise ValueError(f"x is {x.shape[1]} wide, site {site.name!r} takes {site.in_features}")
-    check_rows(x, tokens, top_k)
-    refusal = lib.moe_lora_shrink(
-        *(code, _threads(), x.data_ptr(), row_stride(x), x.shape[0], ids_ptr, tokens, top_k),
-        *(lora_site(site), layer, checked(row_slot, "row_slot", torch.int32, tokens), lora_slots(slots)),
-        *(arena.data_ptr(), checked(workspace, "workspace", torch.float32, None), workspace.numel()),
+    if ids is None:
+        tokens = rows = row_slot.numel()
+        top_k, ids_ptr = 1, None
+    else:
+        if ids.dim() != 2:
+            raise ValueError(f"ids must be [T, K], not of shape {tuple(ids.shape)}")
+        tokens, top_k = ids.shape
+        rows = tokens * top_k
+        ids_ptr = checked(ids, "ids", torch.int32, rows)
+    constants = lora_site(site)
+    tables = lora_slots(slots)
+    if (
+        x.dim() != 2
+        or x.shape[1] != constants.in_features
+        or (ids is None) != (constants.num_experts == 0)
+        or not 0 <= layer < tables.num_layers
+        or constants.last_entry > tables.num_entries
+        or kernel not in KERNELS
+    ):
+        raise ValueError(cpu_errors.shrink_error(x, ids, site, layer, slots, kernel))
+    x_rows = x.shape[0]
+    if x_rows != tokens:
+        check_rows(x, tokens, top_k)
+    arena_bytes = arena.numel()
+    address = _shrink(
+        KERNELS[kernel],
+        code,
+        _threads(),
+        x.data_ptr(),
+        row_stride(x),
+        x_rows,
+        ids_ptr,
+        tokens,
+        top_k,
+        constants,
+        layer,
+        checked(row_slot, "row_slot", torch.int32, tokens),
+        tables,
+        checked(arena, "arena", torch.uint8, arena_bytes),
+        arena_bytes,
     )
-    if refusal:
-        raise ValueError(cpu_errors.lora_error(refusal, site, slots, workspace))
+    if address < 0:
+        raise ValueError(
+            cpu_errors.lora_error(address, ids, site, layer, row_slot, slots, arena_bytes, x.dtype)
+        )
+    return Shrunk(address, site, rows, x.dtype, arena)
 
 
-def lora_expand(
-    workspace: torch.Tensor,
+def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
+    """y[row, columns of module] += delta, delta = round(scale * h @ B), for each row that has an adapter.
+
+    The delta is a value of y's dtype, then added and rounded again, so that a delta computed elsewhere (into
+    zeros, see `lora_delta`) and added later gives the same bits.  y: [T, N] or [T*K, N] in the dtype of the
+    shrink's x, rows may be strided. Raises ValueError for a y that doesn't fit or a Shrunk that was redeemed.
+    """
+    _expand(_threads(), *_redeemed(shrunk, y, "y"))
+
+
+def lora_delta(
+    x: torch.Tensor,
     ids: torch.Tensor | None,
     site: Site,
     layer: int,
     row_slot: torch.Tensor,
     slots: SlotTable,
     arena: torch.Tensor,
-    y: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    kernel: str = "sgmv",
 ) -> None:
-    """y[row, columns of module] += scale * h @ B, h being what `lora_shrink` left in the workspace.
+    """out = delta, zero where a row has no adapter: what `lora_expand` would add to y.
 
-    The other arguments must be those of the `lora_shrink` call. y: [T, N] or [T*K, N] in the model's dtype,
-    rows may be strided; one rounding at the end. Raises ValueError for operands that don't fit.
+    out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided. The rest is as in `lora_shrink`.
+    Nothing is written if ValueError is raised.
     """
-    code = dtype_code(y)
-    tokens, top_k, ids_ptr = _ids(ids, row_slot)
-    if y.shape[0] != tokens * top_k or y.shape[1] < site.columns[-1] + site.out_features[-1]:
-        raise ValueError(
-            f"y of shape {tuple(y.shape)} does not fit {tokens * top_k} rows of site {site.name!r}, "
-            f"{site.columns[-1] + site.out_features[-1]} wide"
-        )
-    refusal = lib.moe_lora_expand(
-        *(code, _threads(), checked(workspace, "workspace", torch.float32, None), workspace.numel()),
-        *(ids_ptr, tokens, top_k, lora_site(site), layer),
-        *(checked(row_slot, "row_slot", torch.int32, tokens), lora_slots(slots), arena.data_ptr()),
-        *(y.data_ptr(), row_stride(y)),
-    )
-    if refusal:
-        raise ValueError(cpu_errors.lora_error(refusal, site, slots, workspace))
+    shrunk = lora_shrink(x, ids, site, layer, row_slot, slots, arena, kernel=kernel)
+    operands = _redeemed(shrunk, out, "out")
+    out.zero_()
+    _expand(_threads(), *operands)
 
 
-def _ids(ids: torch.Tensor | None, row_slot: torch.Tensor) -> tuple[int, int, int | None]:
-    """Tokens, experts per token (1 at a dense site), and the address of the ids."""
-    if ids is None:
-        return row_slot.shape[0], 1, None
-    tokens, top_k = ids.shape
-    return tokens, top_k, checked(ids, "ids", torch.int32, tokens * top_k)
+def _redeemed(shrunk: Shrunk, y: torch.Tensor, name: str) -> tuple[int, int, int]:
+    """What the library's expand takes: the Shrunk, y's address and row stride."""
+    site = shrunk.site
+    if (
+        y.dim() != 2
+        or y.shape[0] != shrunk.num_rows
+        or y.shape[1] < site.columns[-1] + site.out_features[-1]
+        or y.dtype != shrunk.dtype
+        or not y.is_cpu
+    ):
+        raise ValueError(cpu_errors.target_error(y, name, site, shrunk.num_rows, shrunk.dtype))
+    stride = row_stride(y)
+    return shrunk.redeem(), y.data_ptr(), stride

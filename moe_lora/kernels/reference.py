@@ -64,14 +64,17 @@ def lora_delta(
     slots: SlotTable,
     arena: torch.Tensor,
 ) -> torch.Tensor:
-    """delta[i, columns of module m] = scale * (x_i @ A.T) @ B  for the adapter of row i (and its expert).
+    """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B)  for the adapter of row i (and its expert).
+
+    A delta is a value of the model's dtype: computed in fp32, then rounded to x's dtype. Adding it to a site's
+    output rounds once more, `y = round(y + delta)`, so that a delta computed elsewhere gives the same y.
 
     x: [T, H].  ids: None at a dense site, else [T, K] as in `expert_linear`.  row_slot: [T] int32, -1 = none.
-    Returns [T, sum(out_features)] or [T*K, sum(out_features)] fp32, accumulated in fp32.
+    Returns [T, sum(out_features)] or [T*K, sum(out_features)] in x's dtype; zero where a row has no adapter.
     Source: Punica (arXiv 2310.18547), SGMV; a segment is all rows of one (slot, expert).
     """
     num_rows = x.shape[0] if ids is None else ids.numel()
-    delta = torch.zeros(num_rows, sum(site.out_features), dtype=torch.float32, device=x.device)
+    delta = torch.zeros(num_rows, sum(site.out_features), dtype=x.dtype, device=x.device)
     if ids is None:
         source = torch.arange(num_rows, device=x.device)
         slot, expert = row_slot.long(), torch.zeros_like(source)
@@ -91,7 +94,8 @@ def lora_delta(
                 continue
             a = arena_rows(arena, int(slots.a_offset[index]), lora_rank, site.in_features, x.dtype).float()
             b = arena_rows(arena, int(slots.b_offset[index]), lora_rank, width, x.dtype).float()
-            delta[rows, column : column + width] = slots.scale[index] * ((segment @ a.T) @ b)
+            sums = slots.scale[index] * ((segment @ a.T) @ b)
+            delta[rows, column : column + width] = sums.to(x.dtype)
     return delta
 
 

@@ -32,6 +32,9 @@ class SiteCase:
 QKV = SiteCase("qkv", ("q", "k", "v"), 96, (80, 33, 33))
 GATE_UP = SiteCase("gate_up", ("gate", "up"), 70, (130, 130), num_experts=4)
 DOWN = SiteCase("down", ("down",), 52, (147,), num_experts=4)
+LORA_RANKS = [8, 1, 130, 0, 3, 16, 64, 24]
+LAYER = 1
+"""Where `packed_adapters` puts its adapters."""
 
 
 def random(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -90,6 +93,18 @@ def popularity(generator: torch.Generator, kind: str, rows: int, slots: int) -> 
         weights = 1.0 / torch.arange(1, slots + 2)
         chosen = torch.multinomial(weights, rows, replacement=True, generator=generator) - 1
     return chosen.int()
+
+
+def lora_batch(
+    generator: torch.Generator, site: SiteCase, rows: int, kind: str, dtype: torch.dtype, num_slots: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """x, ids and row_slot of a batch at a site; `down` has one input row per output."""
+    row_slot = popularity(generator, kind, rows, num_slots)
+    if not site.num_experts:
+        return random(generator, rows, site.in_features, dtype=dtype), None, row_slot
+    ids = torch.randint(-1, site.num_experts, (rows, 2), generator=generator).int()
+    x_rows = rows * 2 if site is DOWN else rows
+    return random(generator, x_rows, site.in_features, dtype=dtype), ids, row_slot
 
 
 def paged_case(

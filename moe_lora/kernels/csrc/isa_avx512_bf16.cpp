@@ -14,6 +14,7 @@ struct Avx512Bf16 : Avx512 {
     using Avx512::store;
     using Avx512::store_part;
     static inline __m256i to_half(V value) { return (__m256i)_mm512_cvtneps_pbh(value); }
+    static inline V round_bf16(V value) { return from_half(to_half(value)); }
     static inline void store(bf16* p, V value) { _mm256_storeu_si256((__m256i*)p, to_half(value)); }
     static inline void store_part(bf16* p, V value, int count) {
         _mm256_mask_storeu_epi16(p, mask(count), to_half(value));

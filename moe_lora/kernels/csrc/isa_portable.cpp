@@ -15,13 +15,26 @@ struct Portable {
     static inline V add(V a, V b) { return a + b; }
     static inline V sub(V a, V b) { return a - b; }
     static inline V mul(V a, V b) { return a * b; }
+#ifdef __FP_FAST_FMAF  // contraction is off: ask for what the processor has
+    static inline V fma(V a, V b, V c) {
+        return Quad{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]),
+                    __builtin_fmaf(a[2], b[2], c[2]), __builtin_fmaf(a[3], b[3], c[3])};
+    }
+#else
     static inline V fma(V a, V b, V c) { return a * b + c; }
+#endif
     static inline V select(QuadInt take, V a, V b) { return (V)((take & (QuadInt)a) | (~take & (QuadInt)b)); }
     static inline V max(V a, V b) { return select(a > b, a, b); }
     // Adding 1.5 * 2^23 leaves no fraction bits, in the rounding mode (to nearest) of the addition.
     static inline V round(V a) { return (a + 12582912.0f) - 12582912.0f; }
     static inline V power_of_two(V n) { return (V)((__builtin_convertvector(n, QuadInt) + 127) << 23); }
     static inline V zero_below(V x, float limit, V value) { return select(x < limit, zero(), value); }
+
+    static inline V round_bf16(V value) {
+        bf16 rounded[4];
+        store_quad(rounded, value);
+        return load_quad(rounded);
+    }
 
     template <class T>
     static inline V load(const T* p) {
@@ -54,7 +67,7 @@ struct Portable {
         static constexpr int kStep = 4;
         static inline Raw load(const T* p) { return load_quad(p); }
         static inline Raw load_part(const T* p, int count) { return Portable::load_part(p, count); }
-        static inline V dot(Raw x, Raw w, V acc) { return x * w + acc; }
+        static inline V dot(Raw x, Raw w, V acc) { return fma(x, w, acc); }
     };
 };
 }  // namespace

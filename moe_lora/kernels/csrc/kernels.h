@@ -7,7 +7,10 @@
 
 #define MOE_LORA_API extern "C" __attribute__((visibility("default")))
 
-enum Refusal : int32_t { kBadExpert = -2, kBadSlot = -3, kWorkspaceTooSmall = -4, kBadPage = -5, kBadSequence = -6 };
+enum Refusal : int32_t { kBadExpert = -2, kBadSlot = -3, kBadOffset = -4, kBadPage = -5, kBadSequence = -6 };
+
+// How a step's LoRA rows meet their matrices: see cpu_lora.py.
+enum LoraKernel : int32_t { kSgmv = 0, kBgmv = 1, kMbgmv = 2 };
 
 constexpr int kMaxModules = 8;
 
@@ -44,17 +47,18 @@ MOE_LORA_API int32_t moe_lora_expert_linear(int32_t dtype, int32_t threads, cons
                                             int64_t tokens, int64_t top_k, int64_t num_experts, void* out,
                                             int64_t num_out, int64_t width);
 
-// h = x A^T of every row that has an adapter, packed at true rank into the workspace.
-MOE_LORA_API int32_t moe_lora_shrink(int32_t dtype, int32_t threads, const void* x, int64_t x_stride, int64_t x_rows,
-                                     const int32_t* ids, int64_t tokens, int64_t top_k, const LoraSite* site,
-                                     int64_t layer, const int32_t* row_slot, const LoraSlots* slots,
-                                     const void* arena, float* workspace, int64_t workspace_floats);
+struct LoraShrunk;
 
-// y += scale * h B for the same rows, with `workspace` as moe_lora_shrink left it.
-MOE_LORA_API int32_t moe_lora_expand(int32_t dtype, int32_t threads, const float* workspace, int64_t workspace_floats,
-                                     const int32_t* ids, int64_t tokens, int64_t top_k, const LoraSite* site,
-                                     int64_t layer, const int32_t* row_slot, const LoraSlots* slots,
-                                     const void* arena, void* y, int64_t y_stride);
+// h = x A^T of every row that has an adapter. Returns the address of a LoraShrunk, which holds h and the plan,
+// for exactly one call of expand or release; or a refusal.
+MOE_LORA_API int64_t moe_lora_shrink(int32_t kernel, int32_t dtype, int32_t threads, const void* x, int64_t x_stride,
+                                     int64_t x_rows, const int32_t* ids, int64_t tokens, int64_t top_k,
+                                     const LoraSite* site, int64_t layer, const int32_t* row_slot,
+                                     const LoraSlots* slots, const void* arena, int64_t arena_bytes);
+
+// y += round(scale * h B) for the same rows; the arena must still be what it was.
+MOE_LORA_API void moe_lora_expand(int32_t threads, LoraShrunk* shrunk, void* y, int64_t y_stride);
+MOE_LORA_API void moe_lora_release(LoraShrunk* shrunk);
 
 // out: [rows, num_heads, head_dim] contiguous. sinks: fp32 or null.
 MOE_LORA_API int32_t moe_lora_paged_attention(int32_t dtype, int32_t threads, const void* q, int64_t q_stride,

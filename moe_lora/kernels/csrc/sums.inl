@@ -2,6 +2,14 @@
 
 constexpr int64_t kStreamColumns = 1024;
 
+// out + delta, where delta = scale * sum is a value of the output's type: adding one that was computed elsewhere
+// gives the same bits. Adding zero leaves no negative zero, which a sum over a zeroed output would lose.
+template <class I, class Out>
+static inline typename I::V with_delta(typename I::V out, typename I::V scale, typename I::V sum) {
+    const typename I::V delta = I::mul(scale, sum);
+    return I::add(out, I::add(I::zero(), sizeof(Out) == 2 ? I::round_bf16(delta) : delta));
+}
+
 template <class I, class T, class Out, int M, int C>
 static inline void sum_block(const SumTile& t, int64_t row, int64_t column) {
     const T* b = static_cast<const T*>(t.b) + column;
@@ -31,7 +39,7 @@ static inline void sum_block(const SumTile& t, int64_t row, int64_t column) {
     for (int i = 0; i < M; i++) {
         Out* out = static_cast<Out*>(t.out[row + i]) + column;
         MOE_LORA_UNROLL
-        for (int c = 0; c < C; c++, out += I::kLanes) I::store(out, I::fma(scale, acc[i][c], I::load(out)));
+        for (int c = 0; c < C; c++, out += I::kLanes) I::store(out, with_delta<I, Out>(I::load(out), scale, acc[i][c]));
     }
 }
 
@@ -43,7 +51,7 @@ static inline void sum_tail(const SumTile& t, int64_t row, int64_t column, int c
     for (int64_t r = 0; r < t.depth; r++, b += t.b_stride)
         acc = I::fma(I::set1(t.coef[row * t.coef_stride + r]), I::load_part(b, count), acc);
     Out* out = static_cast<Out*>(t.out[row]) + column;
-    I::store_part(out, I::fma(I::set1(t.scale), acc, I::load_part(out, count)), count);
+    I::store_part(out, with_delta<I, Out>(I::load_part(out, count), I::set1(t.scale), acc), count);
 }
 
 template <class I, class T, class Out, int C, int M>
@@ -98,7 +106,7 @@ static void stream_sums(const SumTile& t, int64_t columns) {
         for (int i = 0; i < M; i++) {
             Out* out = static_cast<Out*>(t.out[i]) + column;
             for (int64_t c = 0; c < count; c += I::kLanes)
-                I::store(out + c, I::fma(scale, I::load(acc + i * kStreamColumns + c), I::load(out + c)));
+                I::store(out + c, with_delta<I, Out>(I::load(out + c), scale, I::load(acc + i * kStreamColumns + c)));
         }
     }
 }

@@ -21,7 +21,8 @@ struct DotTile {
     const void* next;  // weights that this thread reads after this tile (prefetched), or null
 };
 
-// A cut of a "sum of rows": out[i][c] += scale * sum_r coef[i * coef_stride + r] * b[r * b_stride + c].
+// A cut of a "sum of rows": out[i][c] += round(scale * sum_r coef[i * coef_stride + r] * b[r * b_stride + c]),
+// rounded to the type of out, then added and rounded again.
 struct SumTile {
     const float* coef;
     const void* b;

@@ -32,6 +32,7 @@ struct Avx2 {
         const __m256i packed = _mm256_packus_epi32(up, up);
         return _mm_unpacklo_epi64(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
     }
+    static inline V round_bf16(V value) { return from_half(to_half(value)); }
     template <class T>
     static inline V load_part_of(const T* p, int count) {
         T padded[kLanes] = {};

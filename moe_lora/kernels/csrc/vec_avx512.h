@@ -31,6 +31,7 @@ struct Avx512 {
         return _mm512_cvtepi32_epi16(
             _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
     }
+    static inline V round_bf16(V value) { return from_half(to_half(value)); }
     static inline V load(const float* p) { return _mm512_loadu_ps(p); }
     static inline V load(const bf16* p) { return from_half(_mm256_loadu_si256((const __m256i*)p)); }
     static inline V load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
