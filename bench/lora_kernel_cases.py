@@ -111,7 +111,7 @@ def num_input_rows(spec: CaseSpec) -> int:
 def num_copies(spec: CaseSpec, cold_bytes: int) -> int:
     """Copies to cycle through so that each measured phase passes `cold_bytes` of matrices before it meets one again."""
     found = work(spec).matrix_bytes
-    return min(MAX_COPIES, max(1, math.ceil(cold_bytes / min(found[phase] for phase in spec.phases))))
+    return min(MAX_COPIES, max(2, math.ceil(cold_bytes / min(found[phase] for phase in spec.phases))))
 
 
 def memory_bytes(spec: CaseSpec, cold_bytes: int) -> int:

@@ -20,45 +20,64 @@ _MAX_PASSES = 50
 class Passes:
     """Times passes of a call over all copies: wall time on CPU, CUDA events on a GPU.
 
+    before: run on all copies ahead of each pass, untimed (an expand needs the shrink it redeems).
     graph: on a GPU, capture a pass into a CUDA graph and time replays, so that launches cost what they cost in a
     captured decode step. What can't be captured is launched call by call; `timed_by` says which.
     """
 
-    def __init__(self, call: Call, num_copies: int, device: torch.device, graph: bool) -> None:
-        self._device, self.num_copies, self.timed_by = device, num_copies, "wall time"
-
-        def one_pass() -> None:
-            for copy in range(num_copies):
-                call(copy)
-
-        self._pass: Callable[[], None] = one_pass
-        one_pass()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            self.timed_by = "cuda events"
-            captured = _captured(one_pass) if graph else None
-            if captured is not None:
-                self._pass, self.timed_by = captured.replay, "cuda graph"
+    def __init__(
+        self, call: Call, num_copies: int, device: torch.device, graph: bool, before: Call | None = None
+    ) -> None:
+        self._device, self.timed_by = device, "wall time" if device.type == "cpu" else "cuda events"
+        self._before = None if before is None else _pass_over(before, num_copies)
+        self._pass = _pass_over(call, num_copies)
+        self.decode(1)
+        if device.type == "cuda" and graph:
+            self._capture()
         self.num_passes = min(_MAX_PASSES, max(1, round(_LEAST_S[device.type] / self.decode(1))))
+
+    def _capture(self) -> None:
+        # In this order: the captured pass reads what the captured shrink before it leaves in its own memory.
+        before = None if self._before is None else _captured(self._before)
+        captured = None if (before is None) != (self._before is None) else _captured(self._pass)
+        if captured is not None:
+            self._before, self._pass, self.timed_by = before, captured, "cuda graph"
 
     def decode(self, num_steps: int) -> float:
         """Seconds of `num_steps` passes (the name is that of `interleave.Contestant`)."""
+        if self._before is None:
+            return self._seconds(num_steps)
+        total_s = 0.0
+        for _ in range(num_steps):
+            self._before()
+            total_s += self._seconds(1)
+        return total_s
+
+    def _seconds(self, num_passes: int) -> float:
         if self._device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            for _ in range(num_steps):
+            for _ in range(num_passes):
                 self._pass()
             end.record()
             end.synchronize()
             return start.elapsed_time(end) / 1e3
         start_s = time.perf_counter()
-        for _ in range(num_steps):
+        for _ in range(num_passes):
             self._pass()
         return time.perf_counter() - start_s
 
 
-def _captured(one_pass: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-    """The pass as a CUDA graph; None if it waits for the device or can't be captured for another reason."""
+def _pass_over(call: Call, num_copies: int) -> Callable[[], None]:
+    def one_pass() -> None:
+        for copy in range(num_copies):
+            call(copy)
+
+    return one_pass
+
+
+def _captured(one_pass: Callable[[], None]) -> Callable[[], None] | None:
+    """Replay of the pass captured into a CUDA graph; None if it waits for the device or can't be captured for another reason."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -66,7 +85,7 @@ def _captured(one_pass: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    return graph
+    return graph.replay
 
 
 class Rates:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .lora_kernel_cases import Case
-from .lora_kernel_peers import Contestant, Phases
+from .lora_kernel_peers import Contestant, Phases, both
 
 
 def own_kernels(device: torch.device) -> list[Contestant]:
@@ -40,9 +40,4 @@ def _phases(case: Case, library: Any, options: dict[str, Any]) -> Phases:
     def expand(copy: int) -> None:
         library.lora_expand(shrunk[copy], case.y[copy])
 
-    def delta(copy: int) -> None:
-        library.lora_delta(
-            case.x[copy], case.ids, case.site, copy, *arguments, case.y[copy], **options
-        )
-
-    return {"shrink": shrink, "expand": expand, "delta": delta}
+    return both(shrink, expand)

@@ -52,15 +52,20 @@ class CaseSpec:
     def title(self) -> str:
         ranks = f"rank {self.lora_ranks[0]}" if self.equal_ranks else "mixed ranks"
         adapters = f"{self.num_adapters} adapter{'s' * (self.num_adapters > 1)}"
-        return f"{self.group} {self.shape.model} {self.shape.site.name}, {self.num_rows} rows, {adapters}, {ranks}"
+        rows = f"{self.num_rows} row{'s' * (self.num_rows > 1)}"
+        return f"{self.group} {self.shape.model} {self.shape.site.name}, {rows}, {adapters}, {ranks}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The cases of a mode, most telling first: a run that reaches its time budget leaves out the last."""
+    """The cases of a mode, most telling first: a run that reaches its time budget leaves out the last.
+
+    cold: cycle through so many copies of a case's operands that no cache holds them; else two.
+    """
 
     specs: tuple[CaseSpec, ...]
     rounds: int = ROUNDS
+    cold: bool = True
 
 
 def scaled(spec: CaseSpec, scale: int) -> CaseSpec:
@@ -86,7 +91,8 @@ def plan(mode: str, dtype: torch.dtype, scale: int) -> Plan:
     if mode not in _MODES:
         raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(_MODES)}")
     specs = (scaled(spec, scale) for spec in _MODES[mode](dtype))
-    return Plan(specs=tuple(dict.fromkeys(specs)), rounds=2 if mode == "tiny" else ROUNDS)
+    tiny = mode == "tiny"
+    return Plan(specs=tuple(dict.fromkeys(specs)), rounds=2 if tiny else ROUNDS, cold=not tiny)
 
 
 def _site(name: str, modules: tuple[str, ...], in_features: int, width: int, num_experts: int = 0) -> Site:
@@ -136,14 +142,14 @@ def _figure19(shapes: list[Shape], dtype: torch.dtype, rows: int = 1024, adapter
 
 
 def _decode(shape: Shape, rows: int, dtype: torch.dtype, equal: bool = False) -> CaseSpec:
-    """Up to 32 rows: at most 8 adapters, so 1 to 4 rows each; above: at most 64."""
+    """Up to 32 rows: at most 8 adapters, so 1 to 4 rows each; above: 32.  A single row has the shape's own rank."""
     return CaseSpec(
         group="decode",
         shape=shape,
         num_rows=rows,
-        num_adapters=min(rows, 8 if rows <= 32 else 64),
+        num_adapters=min(rows, 8 if rows <= 32 else 32),
         popularity="uniform",
-        lora_ranks=(shape.lora_rank,) if equal else MIXED_LORA_RANKS,
+        lora_ranks=(shape.lora_rank,) if equal or rows == 1 else MIXED_LORA_RANKS,
         dtype=dtype,
     )
 
@@ -163,6 +169,9 @@ def _full(dtype: torch.dtype) -> Iterator[CaseSpec]:
     for shape in few_rows:
         yield _prefill(shape, 8192, dtype)
         yield _prefill(shape, 8192, dtype, equal=True)
+    # A delta's flops per byte stay near its rank, as y is as wide as the base layer's: below what a GPU can
+    # multiply meanwhile. The shrink of two modules over one x is where multiplying can become the limit.
+    yield replace(_prefill(MIXTRAL[0], 16384, dtype), lora_ranks=(MIXED_LORA_RANKS[-1],), phases=PHASES)
     for rows in (1, 8, 64, 512):
         yield from (_decode(shape, rows, dtype) for shape in ALL)
     yield from (_decode(shape, 64, dtype, equal=True) for shape in ALL)

@@ -64,13 +64,11 @@ class CaseRun:
 
     def _prepare(self, name: str, phases: Phases, use_graphs: bool) -> None:
         graph = use_graphs and self.case.spec.group != "prefill"
-        if "expand" in self.case.spec.phases and "shrink" in phases:
-            for copy in range(self.case.num_copies):
-                phases["shrink"](copy)
         for phase in self.case.spec.phases:
             if phase in phases:
+                before = phases.get("shrink") if phase == "expand" else None
                 self.passes[phase, name] = Passes(
-                    phases[phase], self.case.num_copies, self.case.device, graph
+                    phases[phase], self.case.num_copies, self.case.device, graph, before
                 )
 
     def measure(self, rates: Rates, rounds: int) -> list[Record]:
