@@ -1,17 +1,18 @@
-"""Decode speed of the CPU kernels against torch and against the memory's read bandwidth.
+"""Speed of the CPU kernels against torch, the papers' kernels, and what the machine can do.
 
-    python bench/bench_cpu_kernels.py --out bench/results/cpu_kernels.jsonl [--threads 1 2]
+    python bench/bench_cpu_kernels.py --out bench/results/cpu_kernels.jsonl [--threads 1 2] [--ops lora linear]
 
-Each case interleaves the kernel, torch, and a read of a large buffer, >= 7 times; ratios are medians of the
-per-round ratios, spread is their quartiles. Weights are cycled through so that none is found in a cache.
-With one thread the clock is the thread's processor time, which other processes on the machine stretch less;
-with more it is wall time. One JSON line per case: {config, result, env}.
+Each case interleaves its contestants with a read and a copy of a large buffer and a GEMM (1024 cubed, the faster
+of torch's and ours), 8 times; ratios are medians of the per-round ratios, spread is their quartiles. Weights are
+cycled through so that none is found in a cache. The bound of a call is the longer of its bytes at the read
+bandwidth and its flops at the GEMM rate, both of the same round. With one thread the clock is the thread's
+processor time, which other processes on the machine stretch less; with more it is wall time. One JSON line per
+case: {config, result, env}. Takes about 4 minutes per thread count.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -19,55 +20,89 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from cpu_kernel_cases import SITES, Case, expert_case, linear_case, lora_case
+from cpu_kernel_cases import EIGHT_ADAPTERS, MIXED_RANKS, SITES, Case, expert_case, linear_case, lora_case
 
 from moe_lora.kernels import cpu
 
-ROWS = (1, 8, 16, 64)
-ROUNDS = 9
+GEMM_ROWS = (1, 8, 16, 64, 2048)
+LORA_ROWS = (1, 8, 16, 32, 64, 2048)
+ROUNDS = 8
 
 
-def measure(case: Case, buffer: torch.Tensor) -> dict[str, object]:
-    """Interleaved rounds of read, own, peer; seconds per call are those of a pass over all copies."""
+class Ceilings:
+    """What this machine reads, copies and multiplies, measured anew in each round."""
+
+    def __init__(self) -> None:
+        self._source, self._target = torch.ones(32 << 20, dtype=torch.int64), torch.empty(32 << 20, dtype=torch.int64)
+        self._square = torch.randn(1024, 1024)
+
+    def measure(self, clock: Callable[[], float], dtype: torch.dtype) -> tuple[float, float, float]:
+        """Bytes read per second, bytes copied (read and written) per second, flop per second."""
+        square = self._square.to(dtype)
+        calls = (
+            self._source.sum,
+            lambda: self._target.copy_(self._source),
+            lambda: torch.mm(square, square.T),
+            lambda: cpu.linear(square, square, None),
+        )
+        read_s, copy_s, torch_s, own_s = (_seconds(clock, call) for call in calls)
+        return self._source.nbytes / read_s, 2 * self._source.nbytes / copy_s, 2 * 1024**3 / min(torch_s, own_s)
+
+
+def _seconds(clock: Callable[[], float], call: Callable[[], object]) -> float:
+    start = clock()
+    call()
+    return clock() - start
+
+
+def measure(case: Case, ceilings: Ceilings, dtype: torch.dtype) -> dict[str, object]:
+    """Interleaved rounds; seconds per call are those of a pass over all copies."""
     error = case.check()
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
-    def seconds(call: Callable[[int], object]) -> float:
-        start = clock()
+    def pass_over(call: Callable[[int], object]) -> None:
         for copy in range(case.copies):
             call(copy)
-        return (clock() - start) / case.copies
 
-    reads, owns, peers = [], [], []
-    for _ in range(ROUNDS + 1):
-        start = clock()
-        buffer.sum()
-        reads.append(buffer.nbytes / (clock() - start))
-        owns.append(seconds(case.own))
-        peers.append(seconds(case.peer))
-    reads, owns, peers = reads[1:], owns[1:], peers[1:]
-    of_read = sorted(case.bytes / own / read for own, read in zip(owns, reads, strict=True))
-    speedup = sorted(peer / own for own, peer in zip(owns, peers, strict=True))
-    own = statistics.median(owns)
+    limits: list[tuple[float, float, float]] = []
+    times: dict[str, list[float]] = {name: [] for name in case.contestants}
+    for round_number in range(ROUNDS + 1):
+        limit = ceilings.measure(clock, dtype)
+        for name, call in case.contestants.items():
+            seconds = _seconds(clock, partial(pass_over, call)) / case.copies
+            if round_number:
+                times[name].append(seconds)
+        if round_number:
+            limits.append(limit)
+    own = times["own"]
+    read, copy, gemm = (statistics.median(values) for values in zip(*limits, strict=True))
+    bounds = [max(case.bytes / r, case.flops / g) for r, _, g in limits]
+    peers = {name: _spread(peer, own) for name, peer in times.items() if name != "own"}
     return {
         "relative_error": error,
-        "own_us": own * 1e6,
-        "own_best_us": min(owns) * 1e6,
-        "own_gb_per_s": case.bytes / own / 1e9,
-        "own_best_gb_per_s": case.bytes / min(owns) / 1e9,
-        "own_gflop_per_s": case.flops / own / 1e9,
-        "read_gb_per_s": statistics.median(reads) / 1e9,
-        "read_best_gb_per_s": max(reads) / 1e9,
-        "of_read_bandwidth": statistics.median(of_read),
-        "of_read_bandwidth_quartiles": [of_read[ROUNDS // 4], of_read[-1 - ROUNDS // 4]],
-        "times_faster_than_peer": statistics.median(speedup),
-        "times_faster_quartiles": [speedup[ROUNDS // 4], speedup[-1 - ROUNDS // 4]],
+        "own_us": statistics.median(own) * 1e6,
+        "own_best_us": min(own) * 1e6,
+        "own_gb_per_s": case.bytes / statistics.median(own) / 1e9,
+        "own_gflop_per_s": case.flops / statistics.median(own) / 1e9,
+        "read_gb_per_s": read / 1e9,
+        "copy_gb_per_s": copy / 1e9,
+        "gemm_gflop_per_s": gemm / 1e9,
+        "bound_by": "memory" if case.bytes / read > case.flops / gemm else "arithmetic",
+        "of_bound": _spread(bounds, own),
+        "times_faster_than": peers,
     }
+
+
+def _spread(numerators: list[float], denominators: list[float]) -> list[float]:
+    """Quartiles of the ratio, round by round."""
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    return statistics.quantiles(ratios, n=4, method="inclusive")
 
 
 def environment() -> dict[str, object]:
@@ -85,7 +120,7 @@ def environment() -> dict[str, object]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "load_average": os.getloadavg()[0],
-        "note": "machine shared with other work: noisy; read_gb_per_s is torch's sum over a 256 MiB buffer",
+        "note": "read_gb_per_s is torch's sum over a 256 MiB buffer; triples are quartiles",
     }
 
 
@@ -94,14 +129,33 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def report(case: Case, result: dict[str, object]) -> str:
+def report(case: Case, result: dict[str, Any]) -> str:
     """One line for the terminal."""
+    peers = ", ".join(f"{ratios[1]:.2f} x {name}" for name, ratios in result["times_faster_than"].items())
+    mixed = " mixed" if case.config.get("lora_ranks") == MIXED_RANKS else ""
     return (
-        f"{case.config['op']:14} {case.config.get('site', ''):8} {case.config['rows']:3} rows "
-        f"{case.config['dtype']} {torch.get_num_threads()} threads: {result['own_gb_per_s']:5.1f} GB/s "
-        f"(best {result['own_best_gb_per_s']:5.1f}) {result['own_gflop_per_s']:5.0f} GFLOP/s, "
-        f"{result['of_read_bandwidth']:4.2f} of reading, {result['times_faster_than_peer']:.2f} x torch"
+        f"{case.config['op']:13} {case.config.get('site', ''):7}{mixed:6} {case.config['rows']:4} rows "
+        f"{str(case.config['dtype'])[6:]:8} {torch.get_num_threads()} threads {result['own_us']:7.0f} us: "
+        f"{result['own_gb_per_s']:5.1f} GB/s, {result['own_gflop_per_s']:4.0f} GFLOP/s, "
+        f"{result['of_bound'][1]:4.2f} of the {result['bound_by']} bound; {peers}"
     )
+
+
+def cases(ops: list[str]) -> Iterator[tuple[torch.dtype, Case]]:
+    """Every case, made when its turn comes."""
+    for dtype in (torch.bfloat16, torch.float32):
+        makers: list[Callable[..., Case]] = []
+        if "linear" in ops:
+            makers += [partial(make, rows) for make in (linear_case, expert_case) for rows in GEMM_ROWS]
+        if "lora" in ops:
+            makers += [
+                partial(lora_case, site, rows, lora_ranks=EIGHT_ADAPTERS)
+                for site in SITES.values()
+                for rows in LORA_ROWS
+            ]
+            makers += [partial(lora_case, site, 20, lora_ranks=MIXED_RANKS) for site in SITES.values()]
+        for make in makers:
+            yield dtype, make(dtype=dtype, generator=torch.Generator().manual_seed(0))
 
 
 def main() -> None:
@@ -109,23 +163,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
+    parser.add_argument("--ops", nargs="+", choices=("linear", "lora"), default=["linear", "lora"])
     args = parser.parse_args()
-    buffer = torch.ones(64 << 20)
-    makers = (
-        linear_case,
-        expert_case,
-        partial(lora_case, SITES["qkv"]),
-        partial(lora_case, SITES["gate_up"]),
-    )
-    cases = itertools.product(args.threads, (torch.bfloat16, torch.float32), ROWS, makers)
+    ceilings = Ceilings()
     with args.out.open("w") as out:
-        for threads, dtype, rows, make in cases:
+        for threads in args.threads:
             torch.set_num_threads(threads)
-            case = make(rows, dtype, torch.Generator().manual_seed(rows))
-            result = measure(case, buffer)
-            out.write(json.dumps({"config": case.config, "result": result, "env": environment()}) + "\n")
-            out.flush()
-            print(report(case, result), file=sys.stderr)
+            for dtype, case in cases(args.ops):
+                result = measure(case, ceilings, dtype)
+                out.write(json.dumps({"config": case.config, "result": result, "env": environment()}) + "\n")
+                out.flush()
+                print(report(case, result), file=sys.stderr)
 
 
 if __name__ == "__main__":

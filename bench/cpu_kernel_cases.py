@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,8 @@ from moe_lora.kernels import cpu, reference
 from moe_lora.kernels.step import SlotTable
 
 HIDDEN, INNER, EXPERTS, TOP_K = 1024, 1792, 8, 2
-RANKS = (8, 16, 32, 64, 8, 16, 32, 64)
+EIGHT_ADAPTERS = (8, 16, 32, 64, 8, 16, 32, 64)
+MIXED_RANKS = (8, 16, 32, 64, 128)
 COLD_BYTES = 160 << 20
 
 
@@ -36,13 +38,15 @@ SITES = {
 
 @dataclass
 class Case:
-    """One measured call: `bytes` of weights from memory, `flops`, and calls that run it on cold weights."""
+    """One measured call: `bytes` that it must move at least, `flops`, and ways to run it on cold weights.
+
+    contestants: name -> call on the weights of a copy; the first one is ours.
+    """
 
     config: dict[str, object]
     bytes: int
     flops: int
-    own: Callable[[int], object]
-    peer: Callable[[int], object]
+    contestants: dict[str, Callable[[int], object]]
     check: Callable[[], float]
     copies: int
 
@@ -50,17 +54,16 @@ class Case:
 def linear_case(rows: int, dtype: torch.dtype, generator: torch.Generator) -> Case:
     """A gate-and-up sized dense layer; peer: F.linear."""
     size = 2 * INNER * HIDDEN * dtype.itemsize
-    copies = max(2, COLD_BYTES // size)
+    copies = _copies(size, rows)
     weights = [torch.randn(2 * INNER, HIDDEN, generator=generator).to(dtype) for _ in range(copies)]
     x = torch.randn(rows, HIDDEN, generator=generator).to(dtype)
-    exact = x.double() @ weights[0].double().T
+    exact = x[:64].double() @ weights[0].double().T
     return Case(
-        {"op": "linear", "rows": rows, "dtype": str(dtype), "shape": [2 * INNER, HIDDEN], "peer": "F.linear"},
-        size,
+        {"op": "linear", "rows": rows, "dtype": str(dtype), "shape": [2 * INNER, HIDDEN]},
+        size + rows * (HIDDEN + 2 * INNER) * dtype.itemsize,
         2 * rows * 2 * INNER * HIDDEN,
-        lambda i: cpu.linear(x, weights[i], None),
-        lambda i: F.linear(x, weights[i]),
-        lambda: _error(cpu.linear(x, weights[0], None), exact),
+        {"own": lambda i: cpu.linear(x, weights[i], None), "F.linear": lambda i: F.linear(x, weights[i])},
+        lambda: _error(cpu.linear(x, weights[0], None)[:64], exact),
         copies,
     )
 
@@ -68,60 +71,67 @@ def linear_case(rows: int, dtype: torch.dtype, generator: torch.Generator) -> Ca
 def expert_case(rows: int, dtype: torch.dtype, generator: torch.Generator) -> Case:
     """Gate and up of the experts that a batch chose; peer: index_select and F.linear per expert."""
     size = EXPERTS * 2 * INNER * HIDDEN * dtype.itemsize
-    copies = max(2, COLD_BYTES // size)
+    copies = _copies(size, rows)
     weights = [torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=generator).to(dtype) for _ in range(copies)]
     x = torch.randn(rows, HIDDEN, generator=generator).to(dtype)
     ids = _choices(rows, generator)
     touched = int(ids.unique().numel())
-    exact = reference.expert_linear(x.double(), weights[0].double(), None, ids)
+    exact = reference.expert_linear(x[:16].double(), weights[0].double(), None, ids[:16])
     return Case(
         {"op": "expert_linear", "rows": rows, "dtype": str(dtype), "shape": [EXPERTS, 2 * INNER, HIDDEN],
-         "top_k": TOP_K, "experts_touched": touched, "peer": "F.linear per expert"},
-        size * touched // EXPERTS,
+         "top_k": TOP_K, "experts_touched": touched},
+        size * touched // EXPERTS + rows * (HIDDEN + TOP_K * 2 * INNER) * dtype.itemsize,
         2 * rows * TOP_K * 2 * INNER * HIDDEN,
-        lambda i: cpu.expert_linear(x, weights[i], None, ids),
-        lambda i: reference.expert_linear(x, weights[i], None, ids),
-        lambda: _error(cpu.expert_linear(x, weights[0], None, ids), exact),
+        {"own": lambda i: cpu.expert_linear(x, weights[i], None, ids),
+         "F.linear per expert": lambda i: reference.expert_linear(x, weights[i], None, ids)},
+        lambda: _error(cpu.expert_linear(x, weights[0], None, ids)[: 16 * TOP_K], exact),
         copies,
     )  # fmt: skip
 
 
-def lora_case(site: Site, rows: int, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    """Shrink and expand over 8 adapters of mixed ranks; peer: two mm per adapter, expert and module."""
+def lora_case(
+    site: Site, rows: int, dtype: torch.dtype, generator: torch.Generator, *, lora_ranks: tuple[int, ...]
+) -> Case:
+    """Shrink and expand, row i with adapter i mod len(lora_ranks); peers: the baselines, and mm per adapter.
+
+    `bytes` are those of each distinct matrix once, of x, and of y read and written.
+    """
     experts = max(1, site.num_experts)
-    floats = sum(r * experts * (len(site.modules) * HIDDEN + sum(site.out_features)) for r in RANKS)
-    copies = max(2, COLD_BYTES // (floats * dtype.itemsize))
-    slots, arena = _adapters(site, copies, dtype, generator)
-    row_slot = (torch.arange(rows) % len(RANKS)).int()
+    per_rank = len(site.modules) * HIDDEN + site.total_out_features
+    copies = _copies(sum(lora_ranks) * experts * per_rank * dtype.itemsize, rows)
+    slots, arena = _adapters(site, copies, dtype, generator, lora_ranks)
+    row_slot = (torch.arange(rows) % len(lora_ranks)).int()
     ids = _choices(rows, generator) if site.num_experts else None
     num_rows = rows * (TOP_K if site.num_experts else 1)
     used = {(int(row_slot[t]), e) for t in range(rows) for e in (ids[t].tolist() if ids is not None else [0])}
-    rank_rows = sum(RANKS[slot] for slot, _ in used)
+    row_ranks = [lora_ranks[i // (num_rows // rows) % len(lora_ranks)] for i in range(num_rows)]
     x = torch.randn(rows, HIDDEN, generator=generator).to(dtype)
-    y = torch.zeros(num_rows, sum(site.out_features), dtype=dtype)
-    workspace = torch.empty(cpu.lora_workspace_floats(num_rows, site, max(RANKS)))
+    y = torch.zeros(num_rows, site.total_out_features, dtype=dtype)
 
-    def own(i: int, target: torch.Tensor = y) -> torch.Tensor:
-        args = (ids, site, i, row_slot, slots, arena)
-        cpu.lora_shrink(x, *args, workspace)
-        cpu.lora_expand(workspace, *args, target)
+    def run(kernel: str, i: int, target: torch.Tensor = y) -> torch.Tensor:
+        shrunk = cpu.lora_shrink(x, ids, site, i, row_slot, slots, arena, kernel=kernel)
+        cpu.lora_expand(shrunk, target)
         return target
 
     exact = reference.lora_delta(x, ids, site, 0, row_slot, slots, arena).double()
-    per_rank = len(site.modules) * HIDDEN + sum(site.out_features)
     return Case(
-        {"op": "lora", "site": site.name, "rows": rows, "dtype": str(dtype), "lora_ranks": RANKS,
-         "segments": len(used), "peer": "mm per adapter, expert and module"},
-        rank_rows * per_rank * dtype.itemsize,
-        2 * per_rank * num_rows * sum(RANKS) // len(RANKS),
-        own,
-        _mm_loop(x, ids, site, row_slot, slots, arena, y),
-        lambda: _error(own(0, torch.zeros_like(y)), exact),
+        {"op": "lora", "site": site.name, "rows": rows, "dtype": str(dtype), "lora_ranks": lora_ranks,
+         "segments": len(used), "sum_of_ranks": sum(row_ranks), "rows_x_max_rank": num_rows * max(row_ranks)},
+        (sum(lora_ranks[slot] for slot, _ in used) * per_rank + x.numel() + 2 * y.numel()) * dtype.itemsize,
+        2 * per_rank * sum(row_ranks),
+        {"own": partial(run, "sgmv"), "bgmv": partial(run, "bgmv"), "mbgmv": partial(run, "mbgmv"),
+         "mm loop": _mm_loop(x, ids, site, row_slot, slots, arena, y, lora_ranks)},
+        lambda: _error(run("sgmv", 0, torch.zeros_like(y)), exact),
         copies,
     )  # fmt: skip
 
 
-def _mm_loop(x, ids, site, row_slot, slots, arena, y):  # type: ignore[no-untyped-def]
+def _copies(num_bytes: int, rows: int) -> int:
+    """Copies of the weights that no cache holds together; a long prefill displaces them by itself."""
+    return 2 if rows >= 512 else max(2, COLD_BYTES // num_bytes)
+
+
+def _mm_loop(x, ids, site, row_slot, slots, arena, y, lora_ranks):  # type: ignore[no-untyped-def]
     """The LoRA of a step by torch: rows of each (adapter, expert) gathered, mm, mm, scattered."""
     flat = torch.zeros(len(row_slot), dtype=torch.int32) if ids is None else ids.flatten()
     slot_of = row_slot if ids is None else row_slot.repeat_interleave(ids.shape[1])
@@ -130,27 +140,28 @@ def _mm_loop(x, ids, site, row_slot, slots, arena, y):  # type: ignore[no-untype
     for row, key in enumerate(zip(slot_of.tolist(), flat.tolist(), strict=True)):
         groups.setdefault(key, []).append(row)
     rows_of = {key: torch.tensor(rows) for key, rows in groups.items()}
-    a_offset, b_offset = slots.a_offset.tolist(), slots.b_offset.tolist()
+    a_offset, b_offset = slots.a_offset.numpy(), slots.b_offset.numpy()
 
     def run(layer: int) -> None:
         for (slot, expert), rows in rows_of.items():
             segment = x.index_select(0, source[rows])
             for module, (column, width) in enumerate(zip(site.columns, site.out_features, strict=True)):
                 entry = site.entry(module, expert)
-                a = reference.arena_rows(arena, a_offset[slot][layer][entry], RANKS[slot], HIDDEN, x.dtype)
-                b = reference.arena_rows(arena, b_offset[slot][layer][entry], RANKS[slot], width, x.dtype)
+                lora_rank, at = lora_ranks[slot], (slot, layer, entry)
+                a = reference.arena_rows(arena, a_offset[at], lora_rank, HIDDEN, x.dtype)
+                b = reference.arena_rows(arena, b_offset[at], lora_rank, width, x.dtype)
                 y[:, column : column + width].index_add_(0, rows, torch.mm(torch.mm(segment, a.T), b))
 
     return run
 
 
 def _adapters(
-    site: Site, layers: int, dtype: torch.dtype, generator: torch.Generator
+    site: Site, layers: int, dtype: torch.dtype, generator: torch.Generator, lora_ranks: tuple[int, ...]
 ) -> tuple[SlotTable, torch.Tensor]:
-    """All adapters of RANKS over `layers` layers (each a cold copy), packed."""
-    slots = SlotTable(len(RANKS), layers, site.num_entries, torch.device("cpu"))
+    """An adapter of each rank over `layers` layers (each a cold copy), packed."""
+    slots = SlotTable(len(lora_ranks), layers, site.num_entries, torch.device("cpu"))
     offset = 0
-    for slot, lora_rank in enumerate(RANKS):
+    for slot, lora_rank in enumerate(lora_ranks):
         for layer in range(layers):
             for expert in range(max(1, site.num_experts)):
                 for module, width in enumerate(site.out_features):
@@ -158,7 +169,7 @@ def _adapters(
                     slots.a_offset[index] = offset
                     slots.b_offset[index] = offset + lora_rank * HIDDEN * dtype.itemsize
                     offset += lora_rank * (HIDDEN + width) * dtype.itemsize
-    slots.lora_rank[:] = torch.tensor(RANKS, dtype=torch.int32)[:, None, None]
+    slots.lora_rank[:] = torch.tensor(lora_ranks, dtype=torch.int32)[:, None, None]
     slots.scale[:] = 1.0
     values = torch.randn(offset // dtype.itemsize, generator=generator).mul_(0.03).to(dtype)
     return slots, values.view(torch.uint8)
