@@ -39,7 +39,10 @@ class Ceilings:
     """What this machine reads, copies and multiplies, measured anew in each round."""
 
     def __init__(self) -> None:
-        self._source, self._target = torch.ones(32 << 20, dtype=torch.int64), torch.empty(32 << 20, dtype=torch.int64)
+        self._source, self._target = (
+            torch.ones(32 << 20, dtype=torch.int64),
+            torch.empty(32 << 20, dtype=torch.int64),
+        )
         self._square = torch.randn(1024, 1024)
 
     def measure(self, clock: Callable[[], float], dtype: torch.dtype) -> tuple[float, float, float]:
@@ -52,7 +55,11 @@ class Ceilings:
             lambda: cpu.linear(square, square, None),
         )
         read_s, copy_s, torch_s, own_s = (_seconds(clock, call) for call in calls)
-        return self._source.nbytes / read_s, 2 * self._source.nbytes / copy_s, 2 * 1024**3 / min(torch_s, own_s)
+        return (
+            self._source.nbytes / read_s,
+            2 * self._source.nbytes / copy_s,
+            2 * 1024**3 / min(torch_s, own_s),
+        )
 
 
 def _seconds(clock: Callable[[], float], call: Callable[[], object]) -> float:

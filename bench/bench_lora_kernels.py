@@ -91,13 +91,17 @@ def device_name(device: torch.device) -> str:
 @click.option(
     "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON lines file."
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Figure of the figure-19 cases.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Figure of the figure-19 cases."
+)
 @click.option("--quick", "mode", flag_value="quick", help="Few cases, about a minute.")
 @click.option("--tiny", "mode", flag_value="tiny", help="Tiny sizes, seconds: does it run at all?")
 @click.option("--full", "mode", flag_value="full", default=True, hidden=True)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
-@click.option("--scale", type=int, help="Divide rows and adapters of large cases; default 16 on CPU, 1 on a GPU.")
+@click.option(
+    "--scale", type=int, help="Divide rows and adapters of large cases; default 16 on CPU, 1 on a GPU."
+)
 @click.option("--case", "wanted", default="", help="Only cases whose title contains this.")
 @click.option(
     "--peer-module",
@@ -106,9 +110,13 @@ def device_name(device: torch.device) -> str:
     type=click.Path(dir_okay=False, path_type=Path),
     help="A Python file with another contestant; repeatable.",
 )
-@click.option("--memory-gb", type=float, help="Limit of a case's operands; default 3 on CPU, 60 % of a GPU's.")
+@click.option(
+    "--memory-gb", type=float, help="Limit of a case's operands; default 3 on CPU, 60 % of a GPU's."
+)
 @click.option("--budget-s", type=float, help="Start no case after this; default 340 on CPU, 230 on a GPU.")
-@click.option("--graphs/--no-graphs", default=True, show_default=True, help="CUDA graphs for all but prefill.")
+@click.option(
+    "--graphs/--no-graphs", default=True, show_default=True, help="CUDA graphs for all but prefill."
+)
 @click.option("--num-threads", type=int, default=os.cpu_count(), show_default="all cores")
 def main(
     out: Path,

@@ -62,7 +62,7 @@ def routing(spec: CaseSpec) -> Routing:
 
 
 def lora_ranks(spec: CaseSpec) -> torch.Tensor:
-    """Rank of each adapter, [num_adapters]: the case's ranks in turn, shuffled, so that popularity says nothing."""
+    """Rank of each adapter, [num_adapters]: the case's ranks in turn, shuffled against popularity."""
     order = torch.randperm(spec.num_adapters, generator=torch.Generator().manual_seed(7))
     return torch.tensor(spec.lora_ranks)[order % len(spec.lora_ranks)]
 
@@ -79,7 +79,7 @@ class Work:
 
 
 def work(spec: CaseSpec) -> Work:
-    """Each touched matrix once, x once, y read and written; a phase alone also moves what lies between the phases.
+    """Each touched matrix once, x once, y read and written; a phase alone also moves what lies between.
 
     Between the phases there are `R` fp32 values per output row and module, at the row's true rank.
     """
@@ -109,7 +109,7 @@ def num_input_rows(spec: CaseSpec) -> int:
 
 
 def num_copies(spec: CaseSpec, cold_bytes: int) -> int:
-    """Copies to cycle through so that each measured phase passes `cold_bytes` of matrices before it meets one again."""
+    """Copies to cycle through: a measured phase passes `cold_bytes` of matrices before it meets one again."""
     found = work(spec).matrix_bytes
     return min(MAX_COPIES, max(2, math.ceil(cold_bytes / min(found[phase] for phase in spec.phases))))
 
@@ -187,13 +187,12 @@ class Case:
         site, num_adapters = self.site, self.spec.num_adapters
         a_offset, b_offset, copy_bytes = _copy_layout(self.spec)
         table = SlotTable(num_adapters, self.num_copies, site.num_entries, torch.device("cpu"))
-        # An adapter has its rank at every expert, also at those without memory here, which no row asks for.
-        table.lora_rank[:] = ranks.int()[:, None, None]
         table.scale[:] = torch.tensor([_scale(slot) for slot in range(num_adapters)])[:, None, None]
         pairs = torch.tensor(self.pairs)
         for module in range(len(site.modules)):
             entry = pairs[:, 1] * len(site.modules) + module
             for copy in range(self.num_copies):
+                table.lora_rank[pairs[:, 0], copy, entry] = ranks[pairs[:, 0]].int()
                 table.a_offset[pairs[:, 0], copy, entry] = a_offset[:, module] + copy * copy_bytes
                 table.b_offset[pairs[:, 0], copy, entry] = b_offset[:, module] + copy * copy_bytes
         table.max_lora_ranks = [(rank,) * site.num_entries for rank in ranks.tolist()]
@@ -233,7 +232,7 @@ class Case:
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        """The delta of copy 0 in fp32, [M, N]: what `reference.lora_delta` gives, without its many waits on a GPU."""
+        """The delta of copy 0 in fp32, [M, N]: `reference.lora_delta` unrounded, without its waits on a GPU."""
         out = torch.zeros(len(self.order), self.site.total_out_features, device=self.device)
         for pair, rows in enumerate(self.segments):
             segment = self.x[0][self.source[rows]].float()

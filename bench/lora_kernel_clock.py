@@ -34,7 +34,8 @@ class Passes:
         self.decode(1)
         if device.type == "cuda" and graph:
             self._capture()
-        self.num_passes = min(_MAX_PASSES, max(1, round(_LEAST_S[device.type] / self.decode(1))))
+        self.first_s = self.decode(1)
+        self.num_passes = min(_MAX_PASSES, max(1, round(_LEAST_S[device.type] / self.first_s)))
 
     def _capture(self) -> None:
         # In this order: the captured pass reads what the captured shrink before it leaves in its own memory.

@@ -1,12 +1,13 @@
-"""The other ways to compute a batch's LoRA deltas, and the protocol by which a file outside the repository joins in.
+"""The other ways to compute a batch's deltas, and the protocol by which a file outside the repository joins.
 
 Legend: as in lora_kernel_cases.
 
 A contestant is what its `prepare(case)` returns: a mapping from phase to `call(copy)`, which runs that phase on
-copy number `copy` of the case's operands. "shrink" may keep what it computes wherever it likes; "expand", always
-preceded by a shrink of the same copy, adds its delta to `case.y[copy]`; "delta" does both. A bare function counts as "delta". Whatever
-a system would do once per batch, outside the kernels (grouping rows, padding weights), belongs into `prepare` and is
-not timed. `prepare` raises NotApplicable where the contestant can't run the case.
+copy number `copy` of the case's operands. "shrink" may keep what it computes wherever it likes; "expand",
+always preceded by a shrink of the same copy, adds its delta to `case.y[copy]`; "delta" does both. A bare
+function counts as "delta". Whatever a system would do once per batch, outside the kernels (grouping rows,
+padding weights), belongs into `prepare` and is not timed. `prepare` raises NotApplicable where the contestant
+can't run the case.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .lora_kernel_cases import Case
 
 Call = Callable[[int], object]
 Phases = Mapping[str, Call]
-GATHER_BYTES = {"cpu": 512 << 20, "cuda": 8 << 30}
+GATHER_BYTES = {"cpu": 64 << 20, "cuda": 8 << 30}
 
 
 class NotApplicable(ValueError):
@@ -32,7 +33,7 @@ class NotApplicable(ValueError):
 
 @dataclass(frozen=True)
 class Contestant:
-    """role: "ours" (held against the goals), "baseline" (another scheme in our library) or "peer"."""
+    """role: "ours" (held against the goals), "variant" (ours with a forced algorithm), "baseline" or "peer"."""
 
     name: str
     role: str

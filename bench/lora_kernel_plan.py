@@ -122,7 +122,9 @@ TINY = [
 ALL = [*MIXTRAL, *QWEN3, DENSE]
 
 
-def _figure19(shapes: list[Shape], dtype: torch.dtype, rows: int = 1024, adapters: int = 512) -> list[CaseSpec]:
+def _figure19(
+    shapes: list[Shape], dtype: torch.dtype, rows: int = 1024, adapters: int = 512
+) -> list[CaseSpec]:
     """InfiniLoRA's figure 19: 512 adapters, 1024 rows, Zipf 1.2, by phase; equal ranks and mixed."""
     return [
         CaseSpec(
@@ -142,7 +144,7 @@ def _figure19(shapes: list[Shape], dtype: torch.dtype, rows: int = 1024, adapter
 
 
 def _decode(shape: Shape, rows: int, dtype: torch.dtype, equal: bool = False) -> CaseSpec:
-    """Up to 32 rows: at most 8 adapters, so 1 to 4 rows each; above: 32.  A single row has the shape's own rank."""
+    """Up to 32 rows: at most 8 adapters, so 1 to 4 rows each; above: 32.  One row: the shape's own rank."""
     return CaseSpec(
         group="decode",
         shape=shape,
@@ -155,9 +157,7 @@ def _decode(shape: Shape, rows: int, dtype: torch.dtype, equal: bool = False) ->
 
 
 def _prefill(shape: Shape, rows: int, dtype: torch.dtype, equal: bool = False) -> CaseSpec:
-    return replace(
-        _decode(shape, rows, dtype, equal), group="prefill", num_adapters=8, popularity="blocks"
-    )
+    return replace(_decode(shape, rows, dtype, equal), group="prefill", num_adapters=8, popularity="blocks")
 
 
 def _full(dtype: torch.dtype) -> Iterator[CaseSpec]:

@@ -1,4 +1,4 @@
-"""Figure of the figure-19 records: latency (bars) and bandwidth (marks) by kernel and phase, a panel per shape."""
+"""Figure of the figure-19 records: latency (bars) and bandwidth (marks) by kernel and phase, a panel a shape."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def _draw(axis: Any, records: Sequence[Record], kernels: Sequence[str], last: bo
             at, result["bytes_per_s"] / 1e9, "D", color="white", markeredgecolor="black", markersize=4.5
         )
     copy = records[0]["result"]
-    ceiling, noun = (
-        (copy["read_per_s"], "read") if "read_per_s" in copy else (copy["copy_per_s"], "copy")
-    )
+    ceiling, noun = (copy["read_per_s"], "read") if "read_per_s" in copy else (copy["copy_per_s"], "copy")
     right.axhline(ceiling / 1e9, color=GRAY, linestyle=":", linewidth=1)
     right.text(2.45, ceiling / 1e9, noun, ha="right", va="bottom", fontsize=8, color=GRAY)
     right.set_ylim(0, ceiling / 1e9 * 1.15)

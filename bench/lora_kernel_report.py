@@ -37,7 +37,9 @@ class Verdict:
         return self.num_met == self.num_cases
 
 
-def _case(group: str | None = None, bound: str | None = None, phase: str | None = None, **config: Any) -> Wanted:
+def _case(
+    group: str | None = None, bound: str | None = None, phase: str | None = None, **config: Any
+) -> Wanted:
     def wanted(record: Record) -> bool:
         found, result = record["config"], record["result"]
         return (
@@ -136,14 +138,12 @@ def verdicts(records: Iterable[Record]) -> list[Verdict]:
         if known:
             worst, case = min(known)
             met = sum(value >= goal.limit for value, _ in known)
-            found.append(
-                Verdict(goal=goal, num_cases=len(known), num_met=met, worst=worst, worst_case=case)
-            )
+            found.append(Verdict(goal=goal, num_cases=len(known), num_met=met, worst=worst, worst_case=case))
     return found
 
 
 def verdict_table(found: Sequence[Verdict], records: Iterable[Record]) -> str:
-    """Two lines a goal: met or missed, in how many cases, and by how much in the worst one; then what was wrong."""
+    """Two lines a goal: met or missed, in how many cases, the worst by how much; then what was wrong."""
     lines = []
     for verdict in found:
         goal = verdict.goal
