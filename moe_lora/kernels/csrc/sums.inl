@@ -1,6 +1,6 @@
 // Scaled sums of rows of B; part of tiles.inl. An element's sum always runs over the rows in order, from zero.
 
-constexpr int64_t kStreamColumns = 1024;
+constexpr int64_t kStreamColumns = 1024, kStripBytes = 24 << 10;
 
 // out + delta, where delta = scale * sum is a value of the output's type: adding one that was computed elsewhere
 // gives the same bits. Adding zero leaves no negative zero, which a sum over a zeroed output would lose.
@@ -10,7 +10,9 @@ static inline typename I::V with_delta(typename I::V out, typename I::V scale, t
     return I::add(out, I::add(I::zero(), sizeof(Out) == 2 ? I::round_bf16(delta) : delta));
 }
 
-template <class I, class T, class Out, int M, int C>
+// M rows, C vectors of columns. `Fetch`: these rows are the first to read their part of B, so they fetch the
+// columns that come next, which lie far apart in memory, a row's stride each.
+template <class I, class T, class Out, int M, int C, bool Fetch>
 static inline void sum_block(const SumTile& t, int64_t row, int64_t column) {
     const T* b = static_cast<const T*>(t.b) + column;
     const float* coef = t.coef + row * t.coef_stride;
@@ -19,14 +21,18 @@ static inline void sum_block(const SumTile& t, int64_t row, int64_t column) {
     for (int i = 0; i < M; i++)
         MOE_LORA_UNROLL
         for (int c = 0; c < C; c++) acc[i][c] = I::zero();
-    constexpr int kAhead = C * I::kLanes, kLine = 64 / int(sizeof(T));
+    constexpr int kAhead = C * I::kLanes, kLine = 64 / int(sizeof(T)), kOutLine = 64 / int(sizeof(Out));
+    MOE_LORA_UNROLL
+    for (int i = 0; C > 1 && i < M; i++)
+        MOE_LORA_UNROLL
+        for (int c = 0; c < kAhead; c += kOutLine)
+            __builtin_prefetch(static_cast<const Out*>(t.out[row + i]) + column + kAhead + c, 1, 3);
     for (int64_t r = 0; r < t.depth; r++, b += t.b_stride) {
         typename I::V bv[C];
         MOE_LORA_UNROLL
         for (int c = 0; c < C; c++) bv[c] = I::load(b + c * I::kLanes);
-        // The columns after these come next: they lie far apart in memory, a row's stride each.
         MOE_LORA_UNROLL
-        for (int c = 0; C > 1 && c < kAhead; c += kLine) __builtin_prefetch(b + kAhead + c, 0, 3);
+        for (int c = 0; Fetch && C > 1 && c < kAhead; c += kLine) __builtin_prefetch(b + kAhead + c, 0, 3);
         MOE_LORA_UNROLL
         for (int i = 0; i < M; i++) {
             typename I::V h = I::set1(coef[i * t.coef_stride + r]);
@@ -54,11 +60,28 @@ static inline void sum_tail(const SumTile& t, int64_t row, int64_t column, int c
     I::store_part(out, with_delta<I, Out>(I::load_part(out, count), I::set1(t.scale), acc), count);
 }
 
-template <class I, class T, class Out, int C, int M>
+template <class I, class T, class Out, int C, bool Fetch, int M = I::kMaxRows>
 static inline void sum_rows(const SumTile& t, int64_t row, int rows, int64_t column) {
     if constexpr (M > 1)
-        if (rows < M) return sum_rows<I, T, Out, C, M - 1>(t, row, rows, column);
-    sum_block<I, T, Out, M, C>(t, row, column);
+        if (rows < M) return sum_rows<I, T, Out, C, Fetch, M - 1>(t, row, rows, column);
+    sum_block<I, T, Out, M, C, Fetch>(t, row, column);
+}
+
+// Columns [begin, end) of balanced groups of rows that fit the registers.
+template <class I, class T, class Out>
+static void sum_columns(const SumTile& t, int64_t begin, int64_t end) {
+    const int64_t groups = (t.rows + I::kMaxRows - 1) / I::kMaxRows, wide = 4 * I::kLanes;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t row = t.rows * g / groups;
+        const int rows = int(t.rows * (g + 1) / groups - row);
+        int64_t c = begin;
+        for (; c + wide <= end; c += wide)
+            if (g == 0)
+                sum_rows<I, T, Out, 4, true>(t, row, rows, c);
+            else
+                sum_rows<I, T, Out, 4, false>(t, row, rows, c);
+        for (; c < end; c += I::kLanes) sum_rows<I, T, Out, 1, false>(t, row, rows, c);
+    }
 }
 
 // M (1 or 2) rows in one pass over B in memory order, four of its rows at a time, sums kept in `acc`.
@@ -116,13 +139,11 @@ static void sum_tile(const SumTile& t) {
     const int64_t whole = t.columns / I::kLanes * I::kLanes, wide = 4 * I::kLanes;
     if (t.rows == 1) stream_sums<I, T, Out, 1>(t, whole);
     if (t.rows == 2) stream_sums<I, T, Out, 2>(t, whole);
-    const int64_t groups = t.rows <= 2 ? 0 : (t.rows + I::kMaxRows - 1) / I::kMaxRows;
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t row = t.rows * g / groups;
-        const int rows = int(t.rows * (g + 1) / groups - row);
-        int64_t c = 0;
-        for (; c + wide <= whole; c += wide) sum_rows<I, T, Out, 4, I::kMaxRows>(t, row, rows, c);
-        for (; c < whole; c += I::kLanes) sum_rows<I, T, Out, 1, I::kMaxRows>(t, row, rows, c);
+    if (t.rows > 2) {
+        // All groups of rows pass over as many columns of B as stay in the first-level cache.
+        const int64_t fitting = kStripBytes / (t.depth * int64_t(sizeof(T)) + 1) / wide * wide;
+        const int64_t strip = fitting > wide ? fitting : wide;
+        for (int64_t c = 0; c < whole; c += strip) sum_columns<I, T, Out>(t, c, c + strip < whole ? c + strip : whole);
     }
     if (whole < t.columns)
         for (int64_t row = 0; row < t.rows; row++) sum_tail<I, T, Out>(t, row, whole, int(t.columns - whole));
