@@ -1,4 +1,4 @@
-"""Speed of the LoRA kernels beside other ways to compute the deltas and the machine's own limits; see README.md.
+"""Speed of the LoRA kernels beside other ways to compute deltas and the machine's own limits; see README.md.
 
 python -m bench.bench_lora_kernels --out FILE.jsonl [--plot FILE.png] [--quick | --tiny] [--device cpu|cuda]
 """
@@ -23,7 +23,7 @@ from .lora_kernel_clock import COLD_BYTES, Rates
 from .lora_kernel_own import own_kernels
 from .lora_kernel_peers import Contestant, load_peer, torch_peers
 from .lora_kernel_plan import CaseSpec, Plan, plan
-from .lora_kernel_report import line, verdict_table, verdicts, wrong
+from .lora_kernel_report import line, verdict_table, wrong
 from .lora_kernel_runs import CaseRun
 
 DEFAULT_SCALE = {"cpu": 16, "cuda": 1}
@@ -151,7 +151,7 @@ def main(
     budget = DEFAULT_BUDGET_S[device] if budget_s is None else budget_s
     run(chosen, contestants, place, out, RunOptions(budget_s=budget, use_graphs=graphs))
     records = read_results(out)
-    click.echo(verdict_table(verdicts(records), records))
+    click.echo(verdict_table(records))
     if plot is not None:
         from .lora_kernel_plot import write_plot
 

@@ -1,7 +1,7 @@
 """Operands of one LoRA benchmark case: a batch's routing, the adapters it touches, cold copies of all of it.
 
-Legend: T token rows, K experts per token (1 at a dense site), M = T*K output rows, H input width, N output width,
-P touched (adapter, expert) pairs, R LoRA rank.
+Legend: T token rows, K experts per token (1 at a dense site), M = T*K output rows, H input width, N output
+width, P touched (adapter, expert) pairs, R LoRA rank.
 
 Memory holds the pairs that the batch touches and nothing else; a copy of them is a layer of the slot table.
 """
@@ -136,8 +136,8 @@ class Case:
     """The operands on a device.  `x[copy]`, `y[copy]` and layer `copy` of `slots` belong together.
 
     x: [T, H] or [M, H] each.  y: [M, N] each; kernels add to it.  arena: bytes.  ids, row_slot, slots: as the
-    kernels take them.  order: [M] output rows sorted by pair; source: [M] row of x for each of them; ends: [P]
-    int32, where each pair's rows end in that order; pairs: (slot, expert) of each; lora_rank, scale: per pair.
+    kernels take them.  order: [M] output rows sorted by pair; source: [M] row of x for each of them; ends:
+    [P] int32, where each pair's rows end in that order; pairs: (slot, expert); lora_rank, scale: per pair.
     """
 
     def __init__(self, spec: CaseSpec, device: torch.device, cold_bytes: int) -> None:
@@ -161,7 +161,7 @@ class Case:
         self._fill_slots(ranks)
 
     def _fill_memory(self, num_outputs: int) -> None:
-        """Matrices, x and y.  Values of A have variance 1 / H and those of B 1 / 64: deltas are of order 1."""
+        """Matrices with values of variance 1 / H, x with variance 1, y of zeros."""
         spec, site = self.spec, self.site
         self._copy_bytes = _copy_layout(spec)[2]
         self.arena = torch.empty(self._copy_bytes * self.num_copies, dtype=torch.uint8, device=self.device)
@@ -232,7 +232,7 @@ class Case:
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        """The delta of copy 0 in fp32, [M, N]: `reference.lora_delta` unrounded, without its waits on a GPU."""
+        """The delta of copy 0 in fp32, [M, N]: `reference.lora_delta` unrounded, without waits on a GPU."""
         out = torch.zeros(len(self.order), self.site.total_out_features, device=self.device)
         for pair, rows in enumerate(self.segments):
             segment = self.x[0][self.source[rows]].float()

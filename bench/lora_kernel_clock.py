@@ -21,8 +21,8 @@ class Passes:
     """Times passes of a call over all copies: wall time on CPU, CUDA events on a GPU.
 
     before: run on all copies ahead of each pass, untimed (an expand needs the shrink it redeems).
-    graph: on a GPU, capture a pass into a CUDA graph and time replays, so that launches cost what they cost in a
-    captured decode step. What can't be captured is launched call by call; `timed_by` says which.
+    graph: on a GPU, capture a pass into a CUDA graph and time replays, so that launches cost what they cost
+    in a captured decode step. What can't be captured is launched call by call; `timed_by` says which.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ def _pass_over(call: Call, num_copies: int) -> Callable[[], None]:
 
 
 def _captured(one_pass: Callable[[], None]) -> Callable[[], None] | None:
-    """Replay of the pass captured into a CUDA graph; None if it waits for the device or can't be captured for another reason."""
+    """Replay of the pass captured into a CUDA graph; None if it can't be captured, as what waits can't."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -92,8 +92,8 @@ def _captured(one_pass: Callable[[], None]) -> Callable[[], None] | None:
 class Rates:
     """What this machine can do in the run's own rounds: `contestants` for interleave, amounts by their names.
 
-    read (CPU only): sum of a buffer as 64-bit integers, bytes.  copy: bytes read plus bytes written.  gemm: flops
-    of a square-ish product in the case's dtype.
+    read (CPU only): sum of a buffer as 64-bit integers, bytes.  copy: bytes read plus bytes written.  gemm:
+    flops of a large product in the case's dtype.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ ALGORITHMS = ("wgmma", "vector")
 
 
 def own_kernels(device: torch.device) -> list[Contestant]:
-    """What our library offers on this device: the kernel held against the goals, variants of it, baselines."""
+    """What our library offers here: the kernel held against the goals, variants of it, baselines."""
     if device.type == "cpu":
         from moe_lora.kernels import cpu
 
@@ -30,7 +30,7 @@ def own_kernels(device: torch.device) -> list[Contestant]:
 
 
 def gpu_phases(options: dict[str, Any]) -> Callable[[Case], Phases]:
-    """Our Triton kernels with these options; rows are sorted in `prepare`, as a layer does once for its sites."""
+    """Our Triton kernels; rows are sorted in `prepare`, as a layer does it once for its sites."""
 
     def prepare(case: Case) -> Phases:
         from moe_lora.kernels.gpu import lora

@@ -2,8 +2,8 @@
 
 Legend: as in lora_kernel_cases.
 
-A contestant is what its `prepare(case)` returns: a mapping from phase to `call(copy)`, which runs that phase on
-copy number `copy` of the case's operands. "shrink" may keep what it computes wherever it likes; "expand",
+A contestant is what its `prepare(case)` returns: a mapping from phase to `call(copy)`, which runs that phase
+on copy number `copy` of the case's operands. "shrink" may keep what it computes wherever it likes; "expand",
 always preceded by a shrink of the same copy, adds its delta to `case.y[copy]`; "delta" does both. A bare
 function counts as "delta". Whatever a system would do once per batch, outside the kernels (grouping rows,
 padding weights), belongs into `prepare` and is not timed. `prepare` raises NotApplicable where the contestant
@@ -33,7 +33,7 @@ class NotApplicable(ValueError):
 
 @dataclass(frozen=True)
 class Contestant:
-    """role: "ours" (held against the goals), "variant" (ours with a forced algorithm), "baseline" or "peer"."""
+    """role: "ours" (held against the goals), "variant" (ours, algorithm forced), "baseline" or "peer"."""
 
     name: str
     role: str

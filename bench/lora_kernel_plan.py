@@ -30,8 +30,8 @@ class CaseSpec:
     """One batch at one site.
 
     lora_ranks: dealt out to the adapters in turn.  popularity: which adapter a row asks for: "zipf" (s = 1.2,
-    drawn), "uniform" (in turn) or "blocks" (consecutive rows, as in a prefill).  scale: what rows and adapters
-    were divided by.  phases: which of PHASES are measured.
+    drawn), "uniform" (in turn) or "blocks" (consecutive rows, as in a prefill).  scale: what rows and
+    adapters were divided by.  phases: which of PHASES are measured.
     """
 
     group: str

@@ -1,4 +1,4 @@
-"""Figure of the figure-19 records: latency (bars) and bandwidth (marks) by kernel and phase, a panel a shape."""
+"""Figure of the figure-19 records: latency (bars) and bandwidth (marks) by phase, a panel a shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from moe_lora.report.plot_style import GRAY, color, label, new_figure
+from moe_lora.report.plot_style import COLORS, GRAY, color, label, new_figure
 
 from .lora_kernel_plan import PHASES
 
@@ -32,7 +32,7 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
         model, site, equal, ranks = panel
         title = f"{model} {site}, " + (f"rank {ranks}" if equal else "mixed ranks")
         label(axis, title, "", "latency, ms" if number % columns == 0 else "")
-    handles: list[Any] = [Patch(color=color(number), label=name) for number, name in enumerate(kernels)]
+    handles: list[Any] = [Patch(**_style(number), label=name) for number, name in enumerate(kernels)]
     figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -48,6 +48,12 @@ def _panel(record: Record) -> tuple[str, str, bool, str]:
     )
 
 
+def _style(number: int) -> dict[str, Any]:
+    """Colours first; hatched where they are used up."""
+    hatched = number >= len(COLORS)
+    return {"facecolor": color(number), "edgecolor": "white", "hatch": "///" if hatched else None}
+
+
 def _draw(axis: Any, records: Sequence[Record], kernels: Sequence[str], last: bool) -> None:
     """Bars on a logarithmic latency axis; a diamond for the bandwidth on a second, linear axis."""
     right = axis.twinx()
@@ -58,7 +64,7 @@ def _draw(axis: Any, records: Sequence[Record], kernels: Sequence[str], last: bo
         config, result = record["config"], record["result"]
         number = kernels.index(config["kernel"])
         at = PHASES.index(config["phase"]) + (number - (len(kernels) - 1) / 2) * width
-        axis.bar(at, result["time_ms"], width * 0.9, color=color(number))
+        axis.bar(at, result["time_ms"], width * 0.9, **_style(number))
         right.plot(
             at, result["bytes_per_s"] / 1e9, "D", color="white", markeredgecolor="black", markersize=4.5
         )
@@ -66,7 +72,7 @@ def _draw(axis: Any, records: Sequence[Record], kernels: Sequence[str], last: bo
     ceiling, noun = (copy["read_per_s"], "read") if "read_per_s" in copy else (copy["copy_per_s"], "copy")
     right.axhline(ceiling / 1e9, color=GRAY, linestyle=":", linewidth=1)
     right.text(2.45, ceiling / 1e9, noun, ha="right", va="bottom", fontsize=8, color=GRAY)
-    right.set_ylim(0, ceiling / 1e9 * 1.15)
+    right.set_ylim(0, max(ceiling, *(r["result"]["bytes_per_s"] for r in records)) / 1e9 * 1.15)
     axis.set_yscale("log")
     axis.set_xticks(range(len(PHASES)), PHASES)
     axis.set_xlim(-0.5, len(PHASES) - 0.5)

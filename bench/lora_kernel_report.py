@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,37 +127,51 @@ GOALS = (
 )
 
 
-def verdicts(records: Iterable[Record]) -> list[Verdict]:
+def verdicts(records: Sequence[Record]) -> list[Verdict]:
     """Every goal that the records of our own kernel can answer."""
-    ours = [r for r in records if r["config"]["role"] == "ours" and "refused" not in r["result"]]
     found = []
     for goal in GOALS:
-        of_device = [r for r in ours if r["config"]["device"] == goal.device and goal.wanted(r)]
-        values = [(goal.value(r), f"{r['config']['case']}, {r['config']['phase']}") for r in of_device]
-        known = [(value, case) for value, case in values if value is not None]
-        if known:
-            worst, case = min(known)
-            met = sum(value >= goal.limit for value, _ in known)
-            found.append(Verdict(goal=goal, num_cases=len(known), num_met=met, worst=worst, worst_case=case))
+        values = list(_values(goal, records))
+        if values:
+            worst, case = min(values)
+            met = sum(value >= goal.limit for value, _ in values)
+            found.append(Verdict(goal=goal, num_cases=len(values), num_met=met, worst=worst, worst_case=case))
     return found
 
 
-def verdict_table(found: Sequence[Verdict], records: Iterable[Record]) -> str:
+def _values(goal: Goal, records: Iterable[Record]) -> Iterator[tuple[float, str]]:
+    for record in records:
+        config = record["config"]
+        ours = config["role"] == "ours" and "refused" not in record["result"]
+        if ours and config["device"] == goal.device and goal.wanted(record):
+            value = goal.value(record)
+            if value is not None:
+                yield value, f"{config['case']}, {config['phase']}"
+
+
+def verdict_table(records: Sequence[Record]) -> str:
     """Two lines a goal: met or missed, in how many cases, the worst by how much; then what was wrong."""
     lines = []
+    found = verdicts(records)
     for verdict in found:
         goal = verdict.goal
-        gap = verdict.worst / goal.limit - 1
         lines.append(
             f"{'met   ' if verdict.met else 'MISSED'} {goal.name} >= {goal.limit:g}: "
             f"{verdict.num_met} of {verdict.num_cases}\n"
-            f"       worst {verdict.worst:.2f} ({gap:+.0%}): {verdict.worst_case}"
+            f"       worst {verdict.worst:.2f} ({verdict.worst / goal.limit - 1:+.0%}): {verdict.worst_case}"
         )
+    answered = {verdict.goal.name for verdict in found}
+    devices = {record["config"]["device"] for record in records}
+    lines += [
+        f"OPEN   {goal.name} >= {goal.limit:g}: no case of it was measured"
+        for goal in GOALS
+        if goal.device in devices and goal.name not in answered
+    ]
     lines += [
         f"WRONG  {r['config']['kernel']}, {r['config']['case']}: {r['result']['refused']}"
         for r in wrong(records)
     ]
-    return "\n".join(lines) or "no goal is answered by these records"
+    return "\n".join(lines)
 
 
 def wrong(records: Iterable[Record]) -> list[Record]:
@@ -174,6 +188,6 @@ def line(record: Record) -> str:
     best = _over_best(record) if "speedup_over" in result else None
     return (
         f"{name} {result['time_ms']:9.3f} ms {result['bytes_per_s'] / 1e9:8.1f} GB/s "
-        f"{result['flops_per_s'] / 1e9:8.0f} GFLOP/s  {result['of_bound']['median']:4.0%} of {result['bound']} bound"
-        + ("" if best is None else f", {best:.2f} x best other")
+        f"{result['flops_per_s'] / 1e9:8.0f} GFLOP/s  {result['of_bound']['median']:4.0%} of "
+        f"{result['bound']} bound" + ("" if best is None else f", {best:.2f} x best other")
     )
