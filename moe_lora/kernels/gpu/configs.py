@@ -131,7 +131,9 @@ class Table:
             have = (entry.dtype, entry.phase, entry.in_features, entry.out_features)
             if entry.kernel == kernel and matches(have, wanted):
                 return entry.config
-        raise ValueError(f"table {self.gpu!r} has no entry for {kernel} in {dtype} {phase}; add a default one")
+        raise ValueError(
+            f"table {self.gpu!r} has no entry for {kernel} in {dtype} {phase}; add a default one"
+        )
 
 
 _overrides: ContextVar[dict[str, Config]] = ContextVar("overrides", default={})  # noqa: B039

@@ -8,6 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NOT_SPECIALIZED = (
+    *("arena_bytes", "slot_stride", "table_base", "min_rank", "max_rank", "padded_rank"),
+    *("lanes", "num_rows"),
+)
+"""Numbers whose value must not lead to another compilation in the middle of serving."""
+
 
 @triton.jit
 def entry_of(slot, expert, module, slot_stride, table_base, MODULES: tl.constexpr):

@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import dot, entry_of, matrix, put_delta, rank_of
+from .entries import NOT_SPECIALIZED, dot, entry_of, matrix, put_delta, rank_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def fused_delta(
     x,
     rows,

@@ -11,7 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _row_keys(row, row_slot, ids, num_rows, num_slots, num_experts, TOP_K: tl.constexpr, HAS_IDS: tl.constexpr):
+def _row_keys(
+    row, row_slot, ids, num_rows, num_slots, num_experts, TOP_K: tl.constexpr, HAS_IDS: tl.constexpr
+):
     """expert * N + slot of each row; E * N where the row has no adapter, E * N + 1 past the last row."""
     inside = row < num_rows
     slot = tl.load(row_slot + row // TOP_K, mask=inside, other=-1)

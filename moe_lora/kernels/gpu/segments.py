@@ -109,9 +109,7 @@ def check_rows_and_ids(row_slot: torch.Tensor, ids: torch.Tensor | None) -> None
         )
 
 
-def _slots_and_experts(
-    row_slot: torch.Tensor, ids: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _slots_and_experts(row_slot: torch.Tensor, ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     if ids is None:
         return row_slot, torch.zeros_like(row_slot)
     return row_slot[:, None].expand(ids.shape).reshape(-1), ids.reshape(-1)

@@ -16,24 +16,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import entry_of, first_with_same_a, matrix, module_of_block, num_blocks, put_delta, rank_of
+from .entries import (
+    NOT_SPECIALIZED,
+    entry_of,
+    first_with_same_a,
+    matrix,
+    module_of_block,
+    num_blocks,
+    put_delta,
+    rank_of,
+)
 
 
 @triton.jit
-def _weights(arena, offsets, entry, row, column, rank, width, arena_bytes, DTYPE: tl.constexpr, PADDED: tl.constexpr):
+def _weights(
+    arena, offsets, entry, row, column, rank, width, arena_bytes, DTYPE: tl.constexpr, PADDED: tl.constexpr
+):
     """[rows, columns] of a packed matrix in fp32, zero past the true rank and the width."""
     start = matrix(arena, offsets, entry, DTYPE)
     true = (row < rank)[:, None] & (column < width)[None, :]
     if PADDED:
         size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-        last = (arena_bytes - tl.load(offsets + entry)) // size - 1
-        index = tl.minimum(row[:, None].to(tl.int64) * width + column[None, :], last)
-        values = tl.load(start + index, mask=(column < width)[None, :], other=0.0)
+        last_row = ((arena_bytes - tl.load(offsets + entry)) // size - width) // 16 * 16
+        row_start = row.to(tl.int64) * width
+        row_start = tl.where(row < rank, row_start, tl.minimum(row_start, last_row))
+        values = tl.load(
+            start + row_start[:, None] + column[None, :], mask=(column < width)[None, :], other=0.0
+        )
         return tl.where(true, values, 0.0).to(tl.float32)
     return tl.load(start + row[:, None] * width + column[None, :], mask=true, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def vector_shrink(
     x,
     rows,
@@ -74,7 +88,9 @@ def vector_shrink(
         position = (item % per_lane) // (SPLIT_K * MODULES)
         slot = tl.load(described + position * 4 + 2)
         if slot >= 0:
-            first_entry = entry_of(slot, tl.load(described + position * 4 + 3), 0, slot_stride, table_base, MODULES)
+            first_entry = entry_of(
+                slot, tl.load(described + position * 4 + 3), 0, slot_stride, table_base, MODULES
+            )
             rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
             first = first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES)
             if (rank > 0) & (PADDED | (r0 < rank)) & (first == module):
@@ -94,7 +110,7 @@ def vector_shrink(
                 tl.store(h + row.to(tl.int64) * h_width + r, tl.sum(products, axis=1), mask=r < h_width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def vector_expand(
     h,
     rows,
@@ -136,7 +152,9 @@ def vector_expand(
         slot = tl.load(described + position * 4 + 2)
         if slot >= 0:
             module, c0, width, base = module_of_block(item % blocks, width0, width1, width2, BLOCK_C, MODULES)
-            first_entry = entry_of(slot, tl.load(described + position * 4 + 3), 0, slot_stride, table_base, MODULES)
+            first_entry = entry_of(
+                slot, tl.load(described + position * 4 + 3), 0, slot_stride, table_base, MODULES
+            )
             rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
             first = first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES)
             h_row = h + (first * num_rows + position).to(tl.int64) * h_width

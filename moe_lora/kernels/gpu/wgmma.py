@@ -21,7 +21,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import dot, entry_of, first_with_same_a, matrix, module_of_block, num_blocks, put_delta, rank_of
+from .entries import (
+    NOT_SPECIALIZED,
+    dot,
+    entry_of,
+    first_with_same_a,
+    matrix,
+    module_of_block,
+    num_blocks,
+    put_delta,
+    rank_of,
+)
 
 BLOCK_R = tl.constexpr(64)
 BLOCK_C = tl.constexpr(64)
@@ -38,7 +48,7 @@ def put_h(h, h_T, position, inside, first_row, r, num_h_rows, h_width, PARTS: tl
         tl.store(pointers + num_h_rows.to(tl.int64) * h_width, low, mask=inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def wgmma_shrink(
     x,
     rows,
@@ -108,7 +118,7 @@ def wgmma_shrink(
             put_h(h, h_T, position, inside, part * num_rows, r, MODULES * num_rows, h_width, PARTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def join_splits(
     partial,
     tiles,
@@ -147,7 +157,7 @@ def join_splits(
                 put_h(h, h_T, position, inside, module * num_rows, r, MODULES * num_rows, h_width, PARTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def wgmma_expand(
     h,
     rows,
