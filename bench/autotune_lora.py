@@ -76,7 +76,7 @@ def _case(spec: CaseSpec, device: str) -> Case:
 
 @dataclass
 class Tuner:
-    """Measures on a device: seconds of a configuration or an algorithm, infinite for what fails or is wrong."""
+    """Measures on a device: seconds of a configuration or algorithm, infinite for what fails or is wrong."""
 
     dtype: str
     shapes: Mapping[Target, Shape]

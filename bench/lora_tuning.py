@@ -1,6 +1,6 @@
 """Search over launch configurations and algorithms by rank; what is found, and its place in a GPU's table.
 
-No clock here: the caller's `measure` says how long something takes, so that the search runs and is tested anywhere.
+No clock here: the caller's `measure` says how long something takes, so that the search runs anywhere.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def updated(
     crossovers: Mapping[tuple[Target, bool], Sequence[tuple[int, int, str]]],
     note: str,
 ) -> Table:
-    """The table with the best configurations and the classes of ranks that were found, ahead of what it had."""
+    """The table with the best configurations and classes of ranks that were found, ahead of what it had."""
     entries = [
         Entry(**_key(target), kernel=target.kernel, config=config, state="tuned")
         for target in targets
