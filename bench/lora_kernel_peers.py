@@ -55,6 +55,15 @@ def both(shrink: Call, expand: Call) -> Phases:
     return {"shrink": shrink, "expand": expand, "delta": delta}
 
 
+def add_rows(y: torch.Tensor, index: torch.Tensor, delta: torch.Tensor, scale: float) -> None:
+    """y[index] += scale * delta for distinct rows, in the fastest way that torch has."""
+    # On CPU index_add_ of more than 16 rows goes through a scatter that is hundreds of times slower.
+    if y.is_cpu and len(index) > 16:
+        y.index_copy_(0, index, torch.add(y.index_select(0, index), delta, alpha=scale))
+    else:
+        y.index_add_(0, index, delta, alpha=scale)
+
+
 def mm_loop(case: Case) -> Phases:
     """PEFT's way: for each adapter (and expert) gather its rows, mm, mm, add; true ranks."""
     rows = [case.order[rows] for rows in case.segments]
@@ -76,7 +85,7 @@ def mm_loop(case: Case) -> Phases:
     def expand(copy: int) -> None:
         for index, h, matrices, scale in zip(rows, hidden[copy], b[copy], case.scale, strict=True):
             for part, h_m, matrix in zip(y[copy], h, matrices, strict=True):
-                part.index_add_(0, index, torch.mm(h_m, matrix), alpha=scale)
+                add_rows(part, index, torch.mm(h_m, matrix), scale)
 
     return both(shrink, expand)
 
@@ -115,6 +124,7 @@ def grouped(case: Case) -> Phases:
         raise NotApplicable("torch.nn.functional.grouped_mm takes bfloat16 only")
     pair_scale = torch.tensor(case.scale, dtype=case.spec.dtype, device=case.device)
     scale_M1 = pair_scale[case.pair_of_row[case.order]][:, None]
+    position = case.order.argsort()
     y = [target.split(case.site.out_features, 1) for target in case.y]
     hidden: list[list[torch.Tensor]] = [[] for _ in range(case.num_copies)]
     padded = case.padded
@@ -127,7 +137,7 @@ def grouped(case: Case) -> Phases:
 
     def expand(copy: int) -> None:
         for part, h, (_, b) in zip(y[copy], hidden[copy], padded[copy], strict=True):
-            part.index_add_(0, case.order, F.grouped_mm(h, b, offs=case.ends))
+            part += F.grouped_mm(h, b, offs=case.ends).index_select(0, position)
 
     return both(shrink, expand)
 

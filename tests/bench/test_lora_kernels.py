@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from bench.bench_lora_kernels import CPU_MEMORY_BYTES, DEFAULT_SCALE, main, refuse_too_large
 from bench.lora_kernel_cases import Case, memory_bytes, num_copies, routing, work
 from bench.lora_kernel_clock import COLD_BYTES
-from bench.lora_kernel_peers import NotApplicable, both, load_peer, mm_loop, torch_peers
+from bench.lora_kernel_peers import NotApplicable, add_rows, both, load_peer, mm_loop, torch_peers
 from bench.lora_kernel_plan import PHASES, TINY, CaseSpec, plan, scaled
 from bench.lora_kernel_report import verdict_table, verdicts
 from bench.lora_kernel_runs import check
@@ -139,6 +139,17 @@ def test_torch_peers_are_right_where_they_apply(shape_number: int) -> None:
     assert max(errors) < 1e-2
 
 
+def test_rows_are_added_in_either_way() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for rows in (16, 17):
+        index, delta = torch.randperm(40, generator=generator)[:rows], torch.randn(rows, 6)
+        y = torch.ones(40, 12)
+        expected = y.clone()
+        expected[index, 6:] += 2 * delta
+        add_rows(y[:, 6:], index, delta, 2.0)
+        torch.testing.assert_close(y, expected)
+
+
 def test_check_refuses_half_a_delta_and_nan() -> None:
     case = Case(spec_of(), CPU, 0)
     phases = mm_loop(case)
@@ -218,9 +229,8 @@ from bench.lora_kernel_own import gpu_phases
 from bench.lora_kernel_runs import check
 from tests.bench.test_lora_kernels import spec_of
 
-for options in ({"kernel": "sgmv"}, {"kernel": "mbgmv"}, {"kernel": "bgmv"},
-                {"kernel": "sgmv", "algorithm": "wgmma"}):
-    case = Case(spec_of(0, num_rows=4), torch.device("cpu"), 0)
+case = Case(spec_of(2, num_rows=2, lora_ranks=(3,)), torch.device("cpu"), 0)
+for options in ({"kernel": "sgmv"}, {"kernel": "mbgmv"}, {"kernel": "sgmv", "algorithm": "wgmma"}):
     check(case, gpu_phases(options)(case))
 """
 
