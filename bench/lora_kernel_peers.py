@@ -57,8 +57,8 @@ def both(shrink: Call, expand: Call) -> Phases:
 
 def add_rows(y: torch.Tensor, index: torch.Tensor, delta: torch.Tensor, scale: float) -> None:
     """y[index] += scale * delta for distinct rows, in the fastest way that torch has."""
-    # On CPU index_add_ of more than 16 rows goes through a scatter that is hundreds of times slower.
-    if y.is_cpu and len(index) > 16:
+    # On CPU index_add_ with alpha 1 may go through a scatter that is hundreds of times slower.
+    if y.is_cpu and scale == 1.0:
         y.index_copy_(0, index, torch.add(y.index_select(0, index), delta, alpha=scale))
     else:
         y.index_add_(0, index, delta, alpha=scale)

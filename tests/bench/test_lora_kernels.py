@@ -141,12 +141,12 @@ def test_torch_peers_are_right_where_they_apply(shape_number: int) -> None:
 
 def test_rows_are_added_in_either_way() -> None:
     generator = torch.Generator().manual_seed(0)
-    for rows in (16, 17):
-        index, delta = torch.randperm(40, generator=generator)[:rows], torch.randn(rows, 6)
+    for scale in (1.0, 2.0):
+        index, delta = torch.randperm(40, generator=generator)[:17], torch.randn(17, 6)
         y = torch.ones(40, 12)
         expected = y.clone()
-        expected[index, 6:] += 2 * delta
-        add_rows(y[:, 6:], index, delta, 2.0)
+        expected[index, 6:] += scale * delta
+        add_rows(y[:, 6:], index, delta, scale)
         torch.testing.assert_close(y, expected)
 
 
