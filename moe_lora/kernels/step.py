@@ -99,8 +99,8 @@ class SlotTable:
                 raise ValueError(
                     f"{name} {int(start[index])} with rank {int(ranks[index])} at slot {index[0]}, layer "
                     f"{index[1]}, entry {index[2]} of site {site.name!r} does not fit: offsets are multiples "
-                    f"of {MATRIX_ALIGN_BYTES}, matrices end within the arena's {arena_bytes} bytes, ranks lie "
-                    f"between 0 and {MAX_LORA_RANK}"
+                    f"of {MATRIX_ALIGN_BYTES}, matrices end within the arena's {arena_bytes} bytes, ranks "
+                    f"lie between 0 and {MAX_LORA_RANK}"
                 )
         return int(ranks.max()) if ranks.numel() else 0
 

@@ -90,7 +90,6 @@ def config_builds(kernel: str, config: Config, dtype: str, phase: str) -> list[B
                     **common,
                     **_blocks(launched),
                     "STAGES": launched["num_stages"],
-                    "PARTS": parts,
                     "UPCAST": False,
                     "ALIGNED": aligned,
                 },

@@ -156,8 +156,8 @@ def check_choice(problem: Problem, choice: Choice) -> None:
         raise ValueError(f"algorithm={algorithm!r} takes bfloat16 or float16, x is float32; use 'vector'")
     if algorithm == "fused" and rank > problem.config("fused_delta")["block_r"]:
         raise ValueError(
-            f"algorithm='fused' takes ranks up to {problem.config('fused_delta')['block_r']}, an adapter at site "
-            f"{problem.site.name!r} may have {rank}; use algorithm='wgmma' or 'vector'"
+            f"algorithm='fused' takes ranks up to {problem.config('fused_delta')['block_r']}, an adapter at "
+            f"site {problem.site.name!r} may have {rank}; use algorithm='wgmma' or 'vector'"
         )
 
 
