@@ -95,12 +95,12 @@ class SlotTable:
             end = start + ranks * width * itemsize
             bad |= (ranks > 0) & ((start < 0) | (start % MATRIX_ALIGN_BYTES != 0) | (end > arena_bytes))
             if bad.any():
-                slot, layer, entry = bad.nonzero()[0].tolist()
+                index = tuple(bad.nonzero()[0].tolist())
                 raise ValueError(
-                    f"{name} {int(start[slot, layer, entry])} with rank {int(ranks[slot, layer, entry])} at slot {slot}, "
-                    f"layer {layer}, site {site.name!r}, entry {entry + site.entry_base} does not fit: offsets are "
-                    f"multiples of {MATRIX_ALIGN_BYTES}, matrices end within the arena's {arena_bytes} bytes, and "
-                    f"ranks lie between 0 and {MAX_LORA_RANK}"
+                    f"{name} {int(start[index])} with rank {int(ranks[index])} at slot {index[0]}, layer "
+                    f"{index[1]}, entry {index[2]} of site {site.name!r} does not fit: offsets are multiples "
+                    f"of {MATRIX_ALIGN_BYTES}, matrices end within the arena's {arena_bytes} bytes, ranks "
+                    f"lie between 0 and {MAX_LORA_RANK}"
                 )
         return int(ranks.max()) if ranks.numel() else 0
 

@@ -1,7 +1,7 @@
-"""`python -m moe_lora.kernels.gpu.aot`: compile every kernel of every table for sm_90a, on a machine without GPU.
+"""`python -m moe_lora.kernels.gpu.aot`: compile every kernel of every table for sm_90a, without a GPU.
 
-Prints what each became, and ends with status 1 if SGMV lost wgmma, TMA or register reallocation, or if anything
-spills or exceeds the limits of an SM.
+Prints what each became, and ends with status 1 if SGMV lost wgmma, TMA or register reallocation, or if
+anything spills or exceeds the limits of an SM.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from typing import Any
 from .configs import CONFIG_DIR, PHASES, Config, config_space, load_table
 from .launch import kernels
 from .sass import PIPELINE, Compiled, inspect
+from .steps import pipeline
 
 _POINTERS = {
-    **dict.fromkeys(("rows", "tiles", "num_tiles", "described", "count", "lora_rank", "row_slot", "ids"), "*i32"),
+    **dict.fromkeys(
+        ("rows", "tiles", "num_tiles", "described", "count", "lora_rank", "row_slot", "ids"), "*i32"
+    ),
     **dict.fromkeys(("a_offset", "b_offset"), "*i64"),
     **dict.fromkeys(("scales", "partial"), "*fp32"),
     "arena": "*u8",
     "arena_bytes": "i64",
 }
-_ALIGNED = {"x", "y", "h", "arena", "partial", "width", "width0", "width1", "width2", "x_stride", "y_stride", "h_width"}
+_ALIGNED = {
+    *("x", "y", "h", "arena", "partial", "width", "width0", "width1", "width2"),
+    *("x_stride", "y_stride", "h_width"),
+}
 _MODULES = {"prefill": 3, "decode": 2}
 
 
@@ -43,7 +49,7 @@ class Build:
 
 
 def table_builds() -> list[Build]:
-    """Every kernel with every configuration of the committed tables, and the kernels without configurations."""
+    """Every kernel with every configuration of the tables, and the kernels that have none."""
     builds = [
         Build(module="segment_kernels", kernel="sort_rows", dtype="", num_warps=8, constants=constants)
         for constants in (
@@ -56,57 +62,66 @@ def table_builds() -> list[Build]:
     )
     for path in sorted(CONFIG_DIR.glob("*.json")):
         for entry in load_table(path.stem).entries:
-            for dtype in ("bf16", "fp32") if entry.dtype is None else (entry.dtype,):
-                claimed = any(
-                    other.kernel == entry.kernel and other.dtype == dtype != entry.dtype
-                    for other in load_table(path.stem).entries
-                )
-                if not claimed:
-                    builds += config_builds(entry.kernel, entry.config, dtype, entry.phase or PHASES[0])
+            dtypes = ("bf16", "fp32") if entry.kernel.startswith("vector") else ("bf16",)
+            for dtype in dtypes if entry.dtype is None else (entry.dtype,):
+                builds += config_builds(entry.kernel, entry.config, dtype, entry.phase or PHASES[0])
     return [build for i, build in enumerate(builds) if build not in builds[:i]]
 
 
 def config_builds(kernel: str, config: Config, dtype: str, phase: str) -> list[Build]:
-    """What one configuration is launched as: variants that differ in constants; join_splits with its shrink."""
-    parts, modules = 1 if dtype == "fp32" else 2, _MODULES[phase]
-    stages = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
+    """What one configuration is launched as: variants that differ in constants."""
+    modules = _MODULES[phase]
     common = {"MODULES": modules, "STAGES": config["num_stages"]}
-    blocks = {name.upper(): value for name, value in config.items() if name.startswith(("block", "split", "column"))}
     label = " ".join(f"{name}={int(value)}" for name, value in config.items())
     made: list[Build] = []
 
     def add(module: str, kernel: str, constants: dict[str, Any], **more: Any) -> None:
+        options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], **more}
         made.append(
-            Build(module=module, kernel=kernel, dtype=dtype, constants=constants, label=label, **stages, **more)
+            Build(module=module, kernel=kernel, dtype=dtype, constants=constants, label=label, **options)
         )
 
     if kernel.startswith("wgmma"):
-        required = PIPELINE if config["warp_specialize"] and dtype != "fp32" else ()
-        plain = {"WARP_SPECIALIZE": False, "ALIGNED": False}
-        fast = {"WARP_SPECIALIZE": config["warp_specialize"], "ALIGNED": True}
-        common |= {"UPCAST": False, **blocks}
-        for how, wanted in ((fast, required), (plain, ())):
+        for aligned in (True, False):
+            launched = pipeline(config, aligned)
+            required = PIPELINE if launched["warp_specialize"] else ()
+            constants = {
+                **{
+                    **common,
+                    **_blocks(launched),
+                    "STAGES": launched["num_stages"],
+                    "UPCAST": False,
+                    "ALIGNED": aligned,
+                },
+                "WARP_SPECIALIZE": launched["warp_specialize"],
+            }
+            more = {name: launched[name] for name in ("num_warps", "num_stages")} | {"required": required}
             if kernel == "wgmma_expand":
                 for adds in (True, False):
-                    constants = {**common, **how, "PARTS": parts, "ADD": adds}
-                    add("wgmma", kernel, constants, required=wanted)
+                    add("wgmma", kernel, {**constants, "ADD": adds}, **more)
+            elif config["split_k"] > 1:
+                add("wgmma", kernel, {**constants, "PARTS": 1, "X_DIVISOR": 1}, types={"h": "*fp32"}, **more)
             else:
-                split = config["split_k"] > 1
-                types = {"h": "*fp32"} if split else {}
-                constants = {**common, **how, "PARTS": 1 if split else parts, "X_DIVISOR": 1}
-                add("wgmma", kernel, constants, types=types, required=wanted)
+                add("wgmma", kernel, {**constants, "PARTS": 2, "X_DIVISOR": 1}, **more)
         if config.get("split_k", 1) > 1:
-            constants = {"MODULES": modules, "PARTS": parts, "BLOCK_T": config["block_t"], "SPLIT_K": config["split_k"]}
-            made.append(Build(module="wgmma", kernel="join_splits", dtype=dtype, constants=constants))
+            sizes = {"BLOCK_T": config["block_t"], "SPLIT_K": config["split_k"]}
+            add("wgmma", "join_splits", {"MODULES": modules, **sizes}, num_warps=4)
     elif kernel.startswith("vector"):
         for padded in (False, True):
             own = {"X_DIVISOR": 1} if kernel == "vector_shrink" else {"ADD": True, "SPLIT_K": 2}
-            constants = {**common, **blocks, **own, "PADDED": padded}
+            constants = {**common, **_blocks(config), **own, "PADDED": padded}
             add("vector", kernel, constants, types={"h": "*fp32"})
     else:
-        constants = {**common, **blocks, "UPCAST": False, "SPLIT_H": parts == 2, "X_DIVISOR": 1}
+        constants = {**common, **_blocks(config), "UPCAST": False, "X_DIVISOR": 1}
         add("fused", kernel, constants)
     return made
+
+
+def _blocks(config: Config) -> dict[str, Any]:
+    """The sizes that kernels take as constants, under their names there."""
+    return {
+        name.upper(): value for name, value in config.items() if name.startswith(("block", "split", "column"))
+    }
 
 
 def compile_build(build: Build) -> Compiled:
@@ -137,7 +152,7 @@ def compile_build(build: Build) -> Compiled:
 def line(build: Build, compiled: Compiled) -> str:
     """One row of the printed table."""
     variant = [name.lower() for name in ("ALIGNED", "ADD", "PADDED", "HAS_IDS") if build.constants.get(name)]
-    marks = " ".join(f"{name if name in compiled.instructions else '-':<10}" for name in PIPELINE)
+    marks = " ".join(f"{name if name in compiled.instructions else '-':<11}" for name in PIPELINE)
     return (
         f"{build.kernel:<14}{build.dtype:<5}{compiled.registers:>4}{compiled.shared_bytes:>8}"
         f"{compiled.stack_bytes:>6}{compiled.local_bytes:>6}{compiled.spill_instructions:>7}  {marks}"
@@ -147,8 +162,10 @@ def line(build: Build, compiled: Compiled) -> str:
 
 def check(builds: list[Build], processes: int = 2) -> list[str]:
     """Compile all, print the table as results come in, return what is wrong."""
-    pipeline = " ".join(f"{name:<10}" for name in PIPELINE)
-    header = f"{'kernel':<14}{'type':<5}{'regs':>4}{'shared':>8}{'stack':>6}{'local':>6}{'spills':>7}  {pipeline}"
+    wanted = " ".join(f"{name:<11}" for name in PIPELINE)
+    header = (
+        f"{'kernel':<14}{'type':<5}{'regs':>4}{'shared':>8}{'stack':>6}{'local':>6}{'spills':>7}  {wanted}"
+    )
     print(f"{'':9}{header}{'variant':<12}config")
     wrong: list[str] = []
     with ProcessPoolExecutor(processes) as pool:
@@ -167,17 +184,28 @@ def check(builds: list[Build], processes: int = 2) -> list[str]:
 
 def main() -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=2, help="compilations at a time (default 2)")
-    parser.add_argument("--space", metavar="KERNEL", help="compile this kernel's whole space instead, in bf16")
+    parser.add_argument(
+        "--space", metavar="KERNEL", help="compile this kernel's whole space instead, in bf16"
+    )
     arguments = parser.parse_args()
     builds = table_builds()
     if arguments.space:
         kernel = arguments.space
-        builds = [b for config in config_space(kernel) for b in config_builds(kernel, config, "bf16", PHASES[0])]
+        builds = [
+            b for config in config_space(kernel) for b in config_builds(kernel, config, "bf16", PHASES[0])
+        ]
     wrong = check(builds, arguments.processes)
     if wrong:
-        print(f"\n{len(wrong)} of {len(builds)} kernels are not what they should be:", *wrong, sep="\n  ", file=sys.stderr)
+        print(
+            f"\n{len(wrong)} of {len(builds)} kernels are not what they should be:",
+            *wrong,
+            sep="\n  ",
+            file=sys.stderr,
+        )
         return 1
     print(f"\n{len(builds)} kernels compile for sm_90a without spills; SGMV has {', '.join(PIPELINE)}")
     return 0

@@ -1,6 +1,7 @@
 """Which algorithm computes a delta: a rule over site shape, rank, dtype and phase, never over the batch.
 
-`wgmma`: SGMV, tensor-core tiles with swapped operands.  `vector`: BGMV, one row per work item, sums by threads.
+`wgmma`: SGMV, tensor-core tiles with swapped operands.
+`vector`: BGMV, one row per work item, sums by threads.
 `fused`: shrink and expand in one kernel, for small ranks; only where a whole delta is asked for.
 
 A row's result must not depend on the rows beside it, so neither segment length nor the number of rows may
@@ -40,8 +41,8 @@ def choose(site: Site, dtype: str, decode: bool, table: Table, whole: bool = Fal
     bounds = [0, *(high for _, high in covered)]
     if not covered or bounds[-1] != 512 or any(low != bounds[i] + 1 for i, (low, _) in enumerate(covered)):
         raise ValueError(
-            f"choices of table {table.gpu!r} for site {site.name!r} in {dtype} {phase} cover ranks {covered}; "
-            "they must cover 1..512 without gap or overlap"
+            f"choices of table {table.gpu!r} for site {site.name!r} in {dtype} {phase} cover ranks "
+            f"{covered}; they must cover 1..512 without gap or overlap"
         )
     return most_specific
 

@@ -2,8 +2,8 @@
 
 Legend: H input width, C output columns, T tokens of a tile, M modules of the site.
 
-Each item computes h of a tile for one module and then part of the module's columns, so parts recompute h: their
-A comes from L2.  Worth it where a launch costs more than that, at small ranks and few rows.
+Each item computes h of a tile for one module and then part of the module's columns, so parts recompute h:
+their A comes from L2.  Worth it where a launch costs more than that, at small ranks and few rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def fused_delta(
     y_stride,
     X_DIVISOR: tl.constexpr,
     MODULES: tl.constexpr,
-    SPLIT_H: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -49,7 +48,7 @@ def fused_delta(
 ):
     """y[row, columns of module] = round(scale * (x[row] @ A.T) @ B.T) for adapters of rank <= BLOCK_R.
 
-    SPLIT_H: h enters the second product as hi + lo of the model's dtype, as in `wgmma`.
+    h enters the second product as hi + lo of the model's dtype, as in `wgmma`.
     """
     dtype = x.dtype.element_ty
     total = tl.load(num_tiles) * MODULES * COLUMN_PARTS
@@ -86,7 +85,6 @@ def fused_delta(
                 mask_RC = (r < rank)[:, None] & (c < out_width)[None, :]
                 b_RC = tl.load(b + r[:, None] * out_width + c[None, :], mask=mask_RC, other=0.0)
                 delta_T = dot(tl.trans(b_RC), high, tl.zeros((BLOCK_C, BLOCK_T), tl.float32), UPCAST)
-                if SPLIT_H:
-                    delta_T = dot(tl.trans(b_RC), low, delta_T, UPCAST)
+                delta_T = dot(tl.trans(b_RC), low, delta_T, UPCAST)
                 mask_CT = inside[None, :] & (c < out_width)[:, None]
                 put_delta(y_rows + c[:, None], delta_T, scale, mask_CT, False)

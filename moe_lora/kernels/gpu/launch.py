@@ -36,20 +36,20 @@ def interpreted() -> bool:
 
 
 @lru_cache(maxsize=16)
-def _device_facts(index: int | None) -> tuple[str, int]:
+def _device_facts(device: torch.device) -> tuple[str, int]:
     """Name and number of SMs."""
-    properties = torch.cuda.get_device_properties(torch.device("cuda", index))
+    properties = torch.cuda.get_device_properties(device)
     return properties.name, properties.multi_processor_count
 
 
 def table_of(device: torch.device) -> Table:
     """Configuration table of this device."""
-    return load_table(FALLBACK if device.type == "cpu" else _device_facts(device.index)[0])
+    return load_table(FALLBACK if device.type == "cpu" else _device_facts(device)[0])
 
 
 def num_programs(device: torch.device, config: Config, max_items: int) -> int:
     """Programs of a persistent grid: what the device holds at once, or fewer if there is less work."""
-    sms = _INTERPRETED_SMS if device.type == "cpu" else _device_facts(device.index)[1]
+    sms = _INTERPRETED_SMS if device.type == "cpu" else _device_facts(device)[1]
     return max(1, min(sms * config["programs_per_sm"], max_items))
 
 
@@ -64,6 +64,6 @@ def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
     if interpreted():
         meta = {name: value for name, value in meta.items() if name not in ("num_warps", "num_stages")}
     else:
-        # TMA descriptors made on the device need memory of their own; torch's allocator follows graph capture.
+        # Descriptors made on the device need memory of their own; torch's allocator follows graph capture.
         triton.set_allocator(_scratch)
     kernel[(programs,)](*operands, **meta)

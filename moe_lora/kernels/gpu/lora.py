@@ -6,10 +6,11 @@ Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H i
     lora_expand  y = round(y + delta)       delta = round(scale * h @ B.T), in the model's dtype
     lora_delta   out = delta                zero where there is none
 
-Sums are in fp32, in an order that depends on widths, rank, dtype and phase alone, without atomics: a row's delta
-is the same bits whatever else is in the batch.  Mixed ranks 1..512 go in one launch; nothing is padded in memory.
-Launches never wait for the device.  When they are captured into a CUDA graph, give `max_lora_rank`: a bound of
-every adapter that replays may meet, since replays skip the check against it.
+Sums are in fp32, in an order that depends on widths, rank, dtype and phase alone, without atomics: a row's
+delta is the same bits whatever else is in the batch.  Mixed ranks 1..512 go in one launch; nothing is padded
+in memory.
+Launches never wait for the device.  When they are captured into a CUDA graph, give `max_lora_rank`: a bound
+of every adapter that replays may meet, since replays skip the check against it.
 
 kernel: "sgmv" takes the algorithm that `choose` picks, or the one named by `algorithm`.  Baselines: "bgmv" is
 Punica's (each row at the maximum rank, in compute and traffic), "mbgmv" S-LoRA's (each row at its true rank).
@@ -67,7 +68,8 @@ def lora_shrink(
     ids: [T, K] int32 (row t*K + k belongs to expert ids[t, k], -1 = none), None at a dense site.
     row_slot: [T] int32, -1 = none.  arena: flat uint8.  decode: the phase, for `choose`.
     segments: `build_segments` of the same row_slot and ids, to share them between sites (not for baselines).
-    Modules that share A (same a_offset and rank) are computed once.  Raises ValueError for operands that don't fit.
+    Modules that share A (same a_offset and rank) are computed once.  Raises ValueError for operands that
+    don't fit.
     """
     problem = _problem(x, ids, site, layer, row_slot, slots, arena, kernel, decode, segments, max_lora_rank)
     choices = _choices(problem, kernel, algorithm, whole=False)
@@ -110,9 +112,6 @@ def lora_delta(
     problem = _problem(x, ids, site, layer, row_slot, slots, arena, kernel, decode, segments, max_lora_rank)
     check_output(out, problem, "out")
     choices = _choices(problem, kernel, algorithm, whole=True)
-    for choice in choices:
-        if choice.algorithm == "fused":
-            steps.check_fused(problem, choice)
     out.zero_()
     _expand(_shrunk(problem, kernel, tuple(c for c in choices if c.algorithm != "fused")), out, add=False)
     for choice in choices:
@@ -150,13 +149,18 @@ def _choices(problem: Problem, kernel: str, algorithm: str | None, whole: bool) 
     if kernel != "sgmv":
         if algorithm is not None:
             raise ValueError(
-                f"kernel={kernel!r} is a baseline; algorithm={algorithm!r} belongs to kernel='sgmv'"
+                f"kernel={kernel!r} is a baseline and takes no algorithm; {algorithm!r} was given"
             )
         return forced("vector")
     if algorithm is not None:
-        return forced(algorithm)
-    device, dtype = problem.x.device, launch.DTYPE_NAMES[problem.x.dtype]
-    return choose(problem.site, dtype, problem.decode, launch.table_of(device), whole)
+        choices = forced(algorithm)
+    else:
+        dtype, table = launch.DTYPE_NAMES[problem.x.dtype], launch.table_of(problem.x.device)
+        choices = choose(problem.site, dtype, problem.decode, table, whole)
+    possible = tuple(choice for choice in choices if choice.min_rank <= problem.max_lora_rank)
+    for choice in possible:
+        steps.check_choice(problem, choice)
+    return possible
 
 
 def _any_rows(problem: Problem) -> bool:
@@ -166,8 +170,6 @@ def _any_rows(problem: Problem) -> bool:
 def _shrunk(problem: Problem, kernel: str, choices: tuple[Choice, ...]) -> Shrunk:
     parts = []
     for choice in choices if _any_rows(problem) else ():
-        if choice.min_rank > problem.max_lora_rank:
-            continue
         if choice.algorithm == "wgmma":
             parts.append((choice, steps.wgmma_shrink(problem, choice)))
         else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 from moe_lora.kernels.step import SlotTable
 
 from . import launch, segments
@@ -106,6 +107,10 @@ def checked_problem(
         raise ValueError(f"x has {x.shape[0]} rows; {row_slot.numel()} tokens need that many or {num_rows}")
     if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous():
         raise ValueError(f"arena is {tuple(arena.shape)} {arena.dtype}; it must be flat contiguous uint8")
+    if arena.data_ptr() % MATRIX_ALIGN_BYTES:
+        raise ValueError(
+            f"arena begins at {arena.data_ptr():#x}; it must be a multiple of {MATRIX_ALIGN_BYTES} bytes"
+        )
     devices = {tensor.device for tensor in (x, row_slot, arena, slots.lora_rank)}
     if len(devices) > 1:
         raise ValueError(f"x, row_slot, arena and slots lie on {devices}; they must be on one device")

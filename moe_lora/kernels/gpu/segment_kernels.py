@@ -1,7 +1,8 @@
 """Triton kernels that sort rows into segments and cut segments into tiles; see `segments`.
 
-Legend: R rows, N slots, E experts, K experts per token.  Each sorted position has a description of four int32:
-first and last + 1 position of its segment, slot, expert.  Tiles have the same four, for their own rows.
+Legend: R rows, N slots, E experts, K experts per token.  Each sorted position has a description of four
+int32: first and last + 1 position of its segment, slot, expert.  Tiles have the same four, for their own
+rows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def sort_rows(
     BLOCK: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
 ):
-    """Stable sort by counting: a row's position is how many rows have a smaller key, or its own and come first.
+    """Stable sort by counting: a row's position is how many rows have a smaller key, or its own and come
+    first.
 
     Quadratic in R, but one launch: right for decode steps, where sorting must cost microseconds.
     """

@@ -20,7 +20,8 @@ SORT_MAX_ROWS = 4096
 
 @dataclass(frozen=True)
 class Tiles:
-    """table: [R, 4] int32, of which the first `count` ([1] int32) rows are (first position, last + 1, slot, expert)."""
+    """table: [R, 4] int32, of which the first `count` ([1] int32) rows are (first position, last + 1, slot,
+    expert)."""
 
     table: torch.Tensor
     count: torch.Tensor
@@ -30,8 +31,9 @@ class Tiles:
 class Segments:
     """Rows in sorted order.
 
-    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, per position
-    the first and last + 1 position of its segment, slot and expert (-1, -1 where the row has no adapter).
+    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, per
+    position the first and last + 1 position of its segment, slot and expert (-1, -1 where the row has no
+    adapter).
     count: [1] int32 rows with an adapter.
     """
 
@@ -56,7 +58,8 @@ def build_segments(
     """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
 
     row_slot: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
-    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 is taken as 1).
+    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 is taken as
+    1).
     Raises ValueError for other shapes, dtypes or devices.  Does not wait for the device.
     """
     check_rows_and_ids(row_slot, ids)

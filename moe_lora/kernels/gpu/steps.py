@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import launch
-from .configs import Choice
+from .configs import Choice, Config
 from .problem import Problem
 
 _RANK_ROWS = 64
@@ -18,13 +18,18 @@ _COLUMNS = 64
 
 
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
-    """h of all rows: [2, M, R, h_width] of the model's dtype (hi and lo), or [1, ...] fp32."""
-    kernels, config, x = launch.kernels("wgmma"), problem.config("wgmma_shrink"), problem.x
-    parts, split_k, slots = _num_parts(problem), config["split_k"], problem.slots
+    """h of all rows: [2, M, R, h_width] of the model's dtype, hi and lo."""
+    kernels, x = launch.kernels("wgmma"), problem.x
+    aligned = x.shape[1] % 16 == 0
+    if aligned and not (_aligned(x) and x.stride(0) % 16 == 0):
+        x = x.clone(
+            memory_format=torch.contiguous_format
+        )  # the path may depend on the width, not on where x lies
+    config = pipeline(problem.config("wgmma_shrink"), aligned)
+    split_k, slots = config["split_k"], problem.slots
     tiles, lanes = problem.segments.tiles(config["block_t"]), -(-problem.max_lora_rank // _RANK_ROWS)
-    h = _workspace(problem, parts, x.dtype)
+    h = _workspace(problem, 2, x.dtype)
     target = h if split_k == 1 else _workspace(problem, split_k, torch.float32)
-    aligned = x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0 and _aligned(x, problem.arena)
     max_items = problem.num_rows * problem.modules * split_k * lanes
     launch.start(
         kernels.wgmma_shrink,
@@ -34,9 +39,11 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
         *(problem.num_rows, x.shape[1], x.stride(0), problem.h_width),
         X_DIVISOR=problem.rows_per_input,
         MODULES=problem.modules,
-        PARTS=parts if split_k == 1 else 1,
+        PARTS=2 if split_k == 1 else 1,
         UPCAST=launch.interpreted(),
-        **_pipeline(config, aligned),
+        ALIGNED=aligned,
+        WARP_SPECIALIZE=config["warp_specialize"],
+        **_threads(config),
         BLOCK_T=config["block_t"],
         BLOCK_K=config["block_k"],
         SPLIT_K=split_k,
@@ -48,7 +55,6 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
             *(target, tiles.table, tiles.count, slots.a_offset, slots.lora_rank, h, *problem.entry_strides),
             *(choice.min_rank, choice.max_rank, problem.num_rows, problem.h_width),
             MODULES=problem.modules,
-            PARTS=parts,
             BLOCK_T=config["block_t"],
             SPLIT_K=split_k,
         )
@@ -57,13 +63,12 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
 
 def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Tensor, add: bool) -> None:
     """y += delta, or y = delta, from `wgmma_shrink`'s h."""
-    config, slots = problem.config("wgmma_expand"), problem.slots
+    slots, size = problem.slots, y.element_size()
+    aligned = all(width * size % 16 == 0 for width in problem.out_widths)
+    config = pipeline(problem.config("wgmma_expand"), aligned)
     tiles = problem.segments.tiles(config["block_t"])
     item_columns = _COLUMNS * config["blocks_per_item"]
     max_items = problem.num_rows * sum(-(-width // item_columns) for width in problem.out_widths)
-    aligned = all(width * y.element_size() % 16 == 0 for width in problem.out_widths) and _aligned(
-        problem.arena
-    )
     launch.start(
         launch.kernels("wgmma").wgmma_expand,
         launch.num_programs(y.device, config, max_items),
@@ -79,17 +84,19 @@ def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Ten
         *(slots.scale, problem.arena, y, *problem.entry_strides, choice.min_rank, choice.max_rank),
         *(problem.num_rows, *problem.out_widths, y.stride(0), problem.h_width),
         MODULES=problem.modules,
-        PARTS=_num_parts(problem),
         ADD=add,
         UPCAST=launch.interpreted(),
-        **_pipeline(config, aligned),
+        ALIGNED=aligned,
+        WARP_SPECIALIZE=config["warp_specialize"],
+        **_threads(config),
         BLOCK_T=config["block_t"],
         BLOCKS_PER_ITEM=config["blocks_per_item"],
     )
 
 
 def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor:
-    """h of all rows in S parts: [S, M, R, h_width] fp32.  kernel: a baseline is launched without persistence."""
+    """h of all rows in S parts: [S, M, R, h_width] fp32.  kernel: a baseline is launched without
+    persistence."""
     config, slots, x = problem.config("vector_shrink"), problem.slots, problem.x
     split_k, lanes = config["split_k"], -(-problem.max_lora_rank // config["block_r"])
     h = _workspace(problem, split_k, torch.float32)
@@ -142,13 +149,15 @@ def vector_expand(
     )
 
 
-def check_fused(problem: Problem, choice: Choice) -> None:
-    """Raises ValueError if an adapter of the class is too large for h to stay on the chip."""
-    block_r = problem.config("fused_delta")["block_r"]
-    if min(problem.max_lora_rank, choice.max_rank) > block_r:
+def check_choice(problem: Problem, choice: Choice) -> None:
+    """Raises ValueError if the algorithm cannot serve the dtype or the ranks of the class."""
+    algorithm, rank = choice.algorithm, min(problem.max_lora_rank, choice.max_rank)
+    if algorithm != "vector" and problem.x.dtype == torch.float32:
+        raise ValueError(f"algorithm={algorithm!r} takes bfloat16 or float16, x is float32; use 'vector'")
+    if algorithm == "fused" and rank > problem.config("fused_delta")["block_r"]:
         raise ValueError(
-            f"algorithm='fused' takes ranks up to {block_r}, an adapter at site {problem.site.name!r} may have "
-            f"{min(problem.max_lora_rank, choice.max_rank)}; use algorithm='wgmma' or 'vector'"
+            f"algorithm='fused' takes ranks up to {problem.config('fused_delta')['block_r']}, an adapter at "
+            f"site {problem.site.name!r} may have {rank}; use algorithm='wgmma' or 'vector'"
         )
 
 
@@ -173,7 +182,6 @@ def fused(problem: Problem, choice: Choice, out: torch.Tensor) -> None:
         *(x.shape[1], *problem.out_widths, x.stride(0), out.stride(0)),
         X_DIVISOR=problem.rows_per_input,
         MODULES=problem.modules,
-        SPLIT_H=x.dtype != torch.float32,
         UPCAST=launch.interpreted(),
         **_threads(config),
         BLOCK_T=config["block_t"],
@@ -184,30 +192,28 @@ def fused(problem: Problem, choice: Choice, out: torch.Tensor) -> None:
     )
 
 
-def _num_parts(problem: Problem) -> int:
-    """Numbers of the model's dtype that together hold an element of h."""
-    return 1 if problem.x.dtype == torch.float32 else 2
-
-
 def _workspace(problem: Problem, parts: int, dtype: torch.dtype) -> torch.Tensor:
     shape = (parts, problem.modules, problem.num_rows, problem.h_width)
     return torch.empty(shape, dtype=dtype, device=problem.x.device)
 
 
-def _aligned(*tensors: torch.Tensor) -> bool:
-    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def _aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % 16 == 0
 
 
-def _pipeline(config: dict[str, Any], aligned: bool) -> dict[str, Any]:
-    """Constants of a tensor-core pipeline.  Only 16-byte rows can go by TMA, and only such loops be specialized."""
-    return {
-        "ALIGNED": aligned,
-        "WARP_SPECIALIZE": aligned and config["warp_specialize"],
-        **_threads(config),
-    }
+def pipeline(config: Config, aligned: bool) -> Config:
+    """The configuration as launched where rows are, or are not, multiples of 16 bytes.
+
+    Only aligned rows can go by TMA, and only such loops be specialized.  Element-wise loads of odd rows need
+    many registers: smaller steps and more threads keep them from spilling.
+    """
+    if aligned:
+        return config
+    odd = {**config, "warp_specialize": False, "num_warps": 2 * config["num_warps"], "num_stages": 2}
+    return {**odd, "block_k": 32} if "block_k" in config else odd
 
 
-def _threads(config: dict[str, Any]) -> dict[str, Any]:
+def _threads(config: Config) -> dict[str, Any]:
     return {
         "STAGES": config["num_stages"],
         "num_stages": config["num_stages"],

@@ -1,4 +1,5 @@
-"""BGMV: one row per work item, products summed by threads, no tensor cores; and the papers' per-row baselines.
+"""BGMV: one row per work item, products summed by threads, no tensor cores; and the papers' per-row
+baselines.
 
 Legend: R rows, H input width, C output columns, S parts of H summed apart, M modules of the site.
 

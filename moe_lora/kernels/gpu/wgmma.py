@@ -1,4 +1,5 @@
-"""SGMV with operands swapped: h.T = A x.T and delta.T = B h.T, so that wgmma's 64 rows are rank rows or columns.
+"""SGMV with operands swapped: h.T = A x.T and delta.T = B h.T, so that wgmma's 64 rows are rank rows or
+columns.
 
 Legend: R rows, H input width, C output columns, S parts of H summed apart, M modules of the site.
 
@@ -7,13 +8,14 @@ descriptor per matrix is made on the device from the slot table, and its bounds 
 zeros that are never read.  x rows of a segment lie anywhere (TMA can't gather on sm_90), so they are copied
 by pointer (cp.async) in the same pipeline.  A persistent grid walks the tiles that `segments` counted.
 
-Bytes in flight: 4.3 TB/s at about 0.8 us of latency asks for 26 KB per SM.  Shrink in decode keeps 6 stages of
-a 64 x 128 two-byte tile, 96 KB per SM; expand keeps 3 stages of 64 x 64, 24 KB of weights and as much again of
-h and y.  Splitting H in 8 gives 128 items for 16 one-row segments of one module: about one per SM.  These are
-reckonings; nothing has been measured on a GPU.
+Bytes in flight: 4.3 TB/s at about 0.8 us of latency asks for 26 KB per SM.  Shrink in decode keeps 6 stages
+of a 64 x 128 two-byte tile, 96 KB per SM; expand keeps 3 stages of 64 x 64, 24 KB of weights and as much
+again of h and y.  Splitting H in 8 gives 128 items for 16 one-row segments of one module: about one per SM.
+These are reckonings; nothing has been measured on a GPU.
 
-h is kept as a sum of two numbers of the model's dtype (hi + lo, about 16 bits for bf16), so that expand can use
-tensor cores and still lose nothing that the delta's rounding would keep.  It is [2, M, R, width] by sorted position.
+h is kept as a sum of two numbers of the model's dtype (hi + lo, about 16 bits for bf16), so that expand can
+use tensor cores and still lose nothing that the delta's rounding would keep.  It is [2, M, R, width] by
+sorted position.
 """
 
 from __future__ import annotations
@@ -78,9 +80,11 @@ def wgmma_shrink(
     WARP_SPECIALIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """h[position] = x[row] @ A.T: [PARTS, M, R, h_width] of the model's dtype, or fp32 [S, M, R, h_width] if S > 1.
+    """h[position] = x[row] @ A.T: [PARTS, M, R, h_width] of the model's dtype, or fp32 [S, M, R, h_width] if
+    S > 1.
 
-    Each item is a tile of tokens, 64 rows of one A, and one of S parts of H.  Row `i` reads x row i / X_DIVISOR.
+    Each item is a tile of tokens, 64 rows of one A, and one of S parts of H.  Row `i` reads x row i /
+    X_DIVISOR.
     """
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT_K)
     tiles_T = tl.load(num_tiles)
@@ -133,11 +137,11 @@ def join_splits(
     num_rows,
     h_width,
     MODULES: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     SPLIT_K: tl.constexpr,
 ):
-    """h = sum over s of partial[s], in order of s.  partial: [S, M, R, h_width] fp32, h as `wgmma_shrink`'s."""
+    """h = sum over s of partial[s], in order of s.  partial: [S, M, R, h_width] fp32, h as
+    `wgmma_shrink`'s."""
     total = tl.load(num_tiles) * MODULES
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         module = item % MODULES
@@ -154,7 +158,7 @@ def join_splits(
                     row = (split * MODULES + module) * num_rows + position
                     pointers = partial + row[None, :].to(tl.int64) * h_width + r[:, None]
                     h_T += tl.load(pointers, mask=inside[None, :], other=0.0)
-                put_h(h, h_T, position, inside, module * num_rows, r, MODULES * num_rows, h_width, PARTS)
+                put_h(h, h_T, position, inside, module * num_rows, r, MODULES * num_rows, h_width, 2)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -180,7 +184,6 @@ def wgmma_expand(
     y_stride,
     h_width,
     MODULES: tl.constexpr,
-    PARTS: tl.constexpr,
     ADD: tl.constexpr,
     ALIGNED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -195,7 +198,7 @@ def wgmma_expand(
     """
     groups = num_blocks(width0, width1, width2, BLOCK_C * BLOCKS_PER_ITEM)
     h_rows = MODULES * num_rows
-    h_tiles = tl.make_tensor_descriptor(h, [PARTS * h_rows, h_width], [h_width, 1], [BLOCK_T, BLOCK_R])
+    h_tiles = tl.make_tensor_descriptor(h, [2 * h_rows, h_width], [h_width, 1], [BLOCK_T, BLOCK_R])
     for item in tl.range(tl.program_id(0), tl.load(num_tiles) * groups, tl.num_programs(0)):
         tile = tiles + (item // groups) * 4
         begin = tl.load(tile)
@@ -228,8 +231,7 @@ def wgmma_expand(
                         b_RC = tl.load(b + r[:, None] * width + c[None, :], mask=mask_RC, other=0.0)
                     h_TR = h_tiles.load([h_row, r0])
                     delta_T = dot(tl.trans(b_RC), tl.trans(h_TR), delta_T, UPCAST)
-                    if PARTS == 2:
-                        low_TR = h_tiles.load([h_row + h_rows, r0])
-                        delta_T = dot(tl.trans(b_RC), tl.trans(low_TR), delta_T, UPCAST)
+                    low_TR = h_tiles.load([h_row + h_rows, r0])
+                    delta_T = dot(tl.trans(b_RC), tl.trans(low_TR), delta_T, UPCAST)
                 mask_CT = inside[None, :] & (c < width)[:, None]
                 put_delta(y_rows + c[:, None], delta_T, scale, mask_CT, ADD)
