@@ -1,13 +1,14 @@
 """Speed of the CPU kernels against torch, the papers' kernels, and what the machine can do.
 
-    python bench/bench_cpu_kernels.py --out bench/results/cpu_kernels.jsonl [--threads 1 2] [--ops lora linear]
+    python bench/bench_cpu_kernels.py --out FILE.jsonl [--threads 1 2] [--ops lora linear]
 
-Each case interleaves its contestants with a read and a copy of a large buffer and a GEMM (1024 cubed, the faster
-of torch's and ours), 8 times; ratios are medians of the per-round ratios, spread is their quartiles. Weights are
-cycled through so that none is found in a cache. The bound of a call is the longer of its bytes at the read
-bandwidth and its flops at the GEMM rate, both of the same round. With one thread the clock is the thread's
-processor time, which other processes on the machine stretch less; with more it is wall time. One JSON line per
-case: {config, result, env}. Takes about 4 minutes per thread count.
+Each case interleaves its contestants with a read and a copy of a large buffer and a GEMM (1024 cubed, the
+faster of torch's and ours), 8 times; ratios are medians of the per-round ratios, spread is their quartiles.
+Weights are cycled through so that none is found in a cache. The bound of a call is the longer of its bytes at
+the read bandwidth and its flops at the GEMM rate of the same round; those of expand, which multiplies fp32,
+at the rate in fp32. With one thread the clock is the thread's processor time, which other processes on the
+machine stretch less; with more it is wall time. One JSON line per case: {config, result, env}. Takes less
+than 5 minutes per thread count.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cpu_kernel_cases import EIGHT_ADAPTERS, MIXED_RANKS, SITES, Case, expert_case, linear_case, lora_case
@@ -35,31 +36,40 @@ LORA_ROWS = (1, 8, 16, 32, 64, 2048)
 ROUNDS = 8
 
 
+class Limits(NamedTuple):
+    """Bytes read and copied (both ways) per second, flop per second in the case's dtype and in fp32."""
+
+    read: float
+    copy: float
+    gemm: float
+    gemm_fp32: float
+
+    def memory_s(self, case: Case) -> float:
+        return case.bytes / self.read
+
+    def arithmetic_s(self, case: Case) -> float:
+        return case.flops / self.gemm + case.fp32_flops / self.gemm_fp32
+
+
 class Ceilings:
     """What this machine reads, copies and multiplies, measured anew in each round."""
 
     def __init__(self) -> None:
-        self._source, self._target = (
-            torch.ones(32 << 20, dtype=torch.int64),
-            torch.empty(32 << 20, dtype=torch.int64),
-        )
+        self._source = torch.ones(32 << 20, dtype=torch.int64)
+        self._target = torch.empty_like(self._source)
         self._square = torch.randn(1024, 1024)
 
-    def measure(self, clock: Callable[[], float], dtype: torch.dtype) -> tuple[float, float, float]:
-        """Bytes read per second, bytes copied (read and written) per second, flop per second."""
-        square = self._square.to(dtype)
-        calls = (
-            self._source.sum,
-            lambda: self._target.copy_(self._source),
-            lambda: torch.mm(square, square.T),
-            lambda: cpu.linear(square, square, None),
-        )
-        read_s, copy_s, torch_s, own_s = (_seconds(clock, call) for call in calls)
-        return (
-            self._source.nbytes / read_s,
-            2 * self._source.nbytes / copy_s,
-            2 * 1024**3 / min(torch_s, own_s),
-        )
+    def measure(self, clock: Callable[[], float], dtype: torch.dtype) -> Limits:
+        """All of them, once."""
+        read_s = _seconds(clock, self._source.sum)
+        copy_s = _seconds(clock, lambda: self._target.copy_(self._source))
+        flop_per_s = []
+        for square in (self._square.to(dtype), self._square):
+            torch_s = _seconds(clock, partial(torch.mm, square, square.T))
+            own_s = _seconds(clock, partial(cpu.linear, square, square, None))
+            flop_per_s.append(2 * 1024**3 / min(torch_s, own_s))
+        size = self._source.nbytes
+        return Limits(size / read_s, 2 * size / copy_s, *flop_per_s)
 
 
 def _seconds(clock: Callable[[], float], call: Callable[[], object]) -> float:
@@ -77,7 +87,7 @@ def measure(case: Case, ceilings: Ceilings, dtype: torch.dtype) -> dict[str, obj
         for copy in range(case.copies):
             call(copy)
 
-    limits: list[tuple[float, float, float]] = []
+    limits: list[Limits] = []
     times: dict[str, list[float]] = {name: [] for name in case.contestants}
     for round_number in range(ROUNDS + 1):
         limit = ceilings.measure(clock, dtype)
@@ -88,19 +98,21 @@ def measure(case: Case, ceilings: Ceilings, dtype: torch.dtype) -> dict[str, obj
         if round_number:
             limits.append(limit)
     own = times["own"]
-    read, copy, gemm = (statistics.median(values) for values in zip(*limits, strict=True))
-    bounds = [max(case.bytes / r, case.flops / g) for r, _, g in limits]
+    typical = Limits(*(statistics.median(values) for values in zip(*limits, strict=True)))
+    bounds = [max(limit.memory_s(case), limit.arithmetic_s(case)) for limit in limits]
+    flops = case.flops + case.fp32_flops
     peers = {name: _spread(peer, own) for name, peer in times.items() if name != "own"}
     return {
         "relative_error": error,
         "own_us": statistics.median(own) * 1e6,
         "own_best_us": min(own) * 1e6,
         "own_gb_per_s": case.bytes / statistics.median(own) / 1e9,
-        "own_gflop_per_s": case.flops / statistics.median(own) / 1e9,
-        "read_gb_per_s": read / 1e9,
-        "copy_gb_per_s": copy / 1e9,
-        "gemm_gflop_per_s": gemm / 1e9,
-        "bound_by": "memory" if case.bytes / read > case.flops / gemm else "arithmetic",
+        "own_gflop_per_s": flops / statistics.median(own) / 1e9,
+        "read_gb_per_s": typical.read / 1e9,
+        "copy_gb_per_s": typical.copy / 1e9,
+        "gemm_gflop_per_s": typical.gemm / 1e9,
+        "gemm_fp32_gflop_per_s": typical.gemm_fp32 / 1e9,
+        "bound_by": "memory" if typical.memory_s(case) > typical.arithmetic_s(case) else "arithmetic",
         "of_bound": _spread(bounds, own),
         "times_faster_than": peers,
     }

@@ -40,6 +40,7 @@ SITES = {
 class Case:
     """One measured call: `bytes` that it must move at least, `flops`, and ways to run it on cold weights.
 
+    fp32_flops: those that need fp32 whatever the dtype (expand multiplies what shrink left in fp32).
     contestants: name -> call on the weights of a copy; the first one is ours.
     """
 
@@ -49,6 +50,7 @@ class Case:
     contestants: dict[str, Callable[[int], object]]
     check: Callable[[], float]
     copies: int
+    fp32_flops: int = 0
 
 
 def linear_case(rows: int, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -96,14 +98,15 @@ def lora_case(
 
     `bytes` are those of each distinct matrix once, of x, and of y read and written.
     """
-    experts = max(1, site.num_experts)
+    lora_ranks = lora_ranks[:rows]
     per_rank = len(site.modules) * HIDDEN + site.total_out_features
-    copies = _copies(sum(lora_ranks) * experts * per_rank * dtype.itemsize, rows)
-    slots, arena = _adapters(site, copies, dtype, generator, lora_ranks)
     row_slot = (torch.arange(rows) % len(lora_ranks)).int()
     ids = _choices(rows, generator) if site.num_experts else None
     num_rows = rows * (TOP_K if site.num_experts else 1)
     used = {(int(row_slot[t]), e) for t in range(rows) for e in (ids[t].tolist() if ids is not None else [0])}
+    matrix_bytes = sum(lora_ranks[slot] for slot, _ in used) * per_rank * dtype.itemsize
+    copies = _copies(matrix_bytes, rows)
+    slots, arena = _adapters(site, copies, dtype, generator, lora_ranks)
     row_ranks = [lora_ranks[i // (num_rows // rows) % len(lora_ranks)] for i in range(num_rows)]
     x = torch.randn(rows, HIDDEN, generator=generator).to(dtype)
     y = torch.zeros(num_rows, site.total_out_features, dtype=dtype)
@@ -117,12 +120,13 @@ def lora_case(
     return Case(
         {"op": "lora", "site": site.name, "rows": rows, "dtype": str(dtype), "lora_ranks": lora_ranks,
          "segments": len(used), "sum_of_ranks": sum(row_ranks), "rows_x_max_rank": num_rows * max(row_ranks)},
-        (sum(lora_ranks[slot] for slot, _ in used) * per_rank + x.numel() + 2 * y.numel()) * dtype.itemsize,
-        2 * per_rank * sum(row_ranks),
+        matrix_bytes + x.nbytes + 2 * y.nbytes,
+        2 * len(site.modules) * HIDDEN * sum(row_ranks),
         {"own": partial(run, "sgmv"), "bgmv": partial(run, "bgmv"), "mbgmv": partial(run, "mbgmv"),
          "mm loop": _mm_loop(x, ids, site, row_slot, slots, arena, y, lora_ranks)},
         lambda: _error(run("sgmv", 0, torch.zeros_like(y)), exact),
         copies,
+        fp32_flops=2 * site.total_out_features * sum(row_ranks),
     )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ __all__ = [
 _threads = torch.get_num_threads
 isa = cpu_library.isa
 
-_MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "avx2": (16, 16), "portable": (4, 4)}
-LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS[isa()], strict=True))
+_MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (16, 4096), "avx2": (16, 16)}
+LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
 """Up to this many rows `linear` beats torch's, by dtype (measured with AVX-512, cautious elsewhere)."""
 
 

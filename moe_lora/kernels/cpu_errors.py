@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,23 +57,31 @@ def lora_error(
     if refusal == _BAD_SLOT:
         return f"row_slot holds a slot outside -1 .. {slots.num_slots - 1}"
     assert refusal == _BAD_OFFSET, refusal
-    experts = [0] if ids is None else [expert for expert in ids.unique().tolist() if expert >= 0]
-    for slot in (slot for slot in row_slot.unique().tolist() if slot >= 0):
-        for expert in experts:
-            for module, width in enumerate(site.out_features):
-                index = (slot, layer, site.entry(module, expert))
-                for name, table, cells in (
-                    ("a_offset", slots.a_offset, site.in_features),
-                    ("b_offset", slots.b_offset, width),
-                ):
-                    offset, lora_rank = int(table[index]), int(slots.lora_rank[index])
-                    num_bytes = lora_rank * cells * dtype.itemsize
-                    fits = 0 <= offset <= arena_bytes - num_bytes and offset % dtype.itemsize == 0
-                    if lora_rank > 0 and not fits:
-                        return (
-                            f"{name}[{slot}, {layer}, {index[2]}]={offset}: {num_bytes} bytes from there do not "
-                            f"lie in the arena of {arena_bytes} bytes at a multiple of {dtype.itemsize}"
-                        )
+    return _offset_error(ids, site, layer, row_slot, slots, arena_bytes, dtype.itemsize)
+
+
+def _offset_error(
+    ids: torch.Tensor | None,
+    site: Site,
+    layer: int,
+    row_slot: torch.Tensor,
+    slots: SlotTable,
+    arena_bytes: int,
+    itemsize: int,
+) -> str:
+    """Names the first matrix of the batch that does not lie in the arena."""
+    experts = [0] if ids is None else ids[ids >= 0].unique().tolist()
+    for slot, expert in itertools.product(row_slot[row_slot >= 0].unique().tolist(), experts):
+        for module, width in enumerate(site.out_features):
+            index = (slot, layer, site.entry(module, expert))
+            for name, row_features in (("a_offset", site.in_features), ("b_offset", width)):
+                offset = int(getattr(slots, name)[index])
+                num_bytes = int(slots.lora_rank[index]) * row_features * itemsize
+                if num_bytes > 0 and (not 0 <= offset <= arena_bytes - num_bytes or offset % itemsize):
+                    return (
+                        f"{name}[{slot}, {layer}, {index[2]}]={offset}: {num_bytes} bytes from there must "
+                        f"lie in the arena of {arena_bytes} bytes and start at a multiple of {itemsize}"
+                    )
     raise AssertionError("the library refused an offset that fits")
 
 

@@ -6,7 +6,7 @@ import ctypes
 import importlib.util
 import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch  # before the library: both then share one OpenMP thread pool
 
@@ -69,7 +69,7 @@ def _load() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Instruction set in use: avx512_bf16, avx512, avx2 or portable."""
+    """Instruction set in use: amx_bf16, avx512_bf16, avx512, avx2 or portable (or amx_emulated, in tests)."""
     return lib.moe_lora_isa().decode()
 
 
@@ -77,7 +77,7 @@ def set_isa(name: str) -> None:
     """Use a lower instruction set than the best one. Raises ValueError if this processor lacks it."""
     if lib.moe_lora_set_isa(name.encode()) != 0:
         raise ValueError(
-            f"MOE_LORA_ISA={name!r} is unknown or this processor lacks it; choose one of "
+            f"MOE_LORA_ISA={name!r} is unknown or this processor lacks it; choose one of amx_bf16, "
             "avx512_bf16, avx512, avx2, portable, or unset it"
         )
 
@@ -102,7 +102,7 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int) -> int:
-    """Address of a contiguous CPU tensor. Raises ValueError if dtype, element count, layout or device differ."""
+    """Address of a contiguous CPU tensor. Raises ValueError if dtype, size, layout or device differ."""
     if x.dtype != dtype or not x.is_contiguous() or x.numel() != count or not x.is_cpu:
         raise ValueError(
             f"{name} must be contiguous {dtype} of {count} elements on the CPU, not {x.dtype} of shape "

@@ -5,11 +5,12 @@ Legend: T token rows, H input width, N output width, K experts per token, R LoRA
 Three ways to walk a batch, chosen by `kernel`; all give the same bits:
 
 - "sgmv", ours: the rows of one (adapter, expert) form a segment, whose matrices are read once, at true rank.
-  Costs the bytes of the distinct matrices that the batch touches.
-- "bgmv", Punica's gather per row (arXiv 2310.18547): no grouping, and every row reads and multiplies as many rows
-  of A and B as the largest rank of the batch has; what lies after a smaller matrix is multiplied too, and its
-  products discarded. Costs num_rows * max(R) (Toppings, equation 2).
-- "mbgmv", S-LoRA's (arXiv 2311.03285): no grouping, each row at its true rank. Costs sum(R) over the rows.
+  Cost: the distinct matrices that the batch touches.
+- "bgmv", Punica's gather per row (arXiv 2310.18547): no grouping, and every row reads and multiplies as many
+  rows of A and B as the largest rank of the batch has; what lies after a smaller matrix (moved back where the
+  arena would end) is multiplied too and its products discarded. A row whose adapter has nothing at the site
+  costs nothing. Cost: num_rows * max(R) (Toppings, equation 2).
+- "mbgmv", S-LoRA's (arXiv 2311.03285): no grouping, each row at its true rank. Cost: sum(R) over the rows.
 
 The two baselines are for measuring beside ours.
 """
@@ -52,7 +53,7 @@ class Shrunk:
             raise ValueError("this Shrunk was expanded before; call lora_shrink for another")
         return address
 
-    def __del__(self, release=_release) -> None:  # type: ignore[no-untyped-def]  # outlives the module's names
+    def __del__(self, release=_release) -> None:  # the module's names may be gone by then
         if self._address:
             release(self._address)
 
@@ -73,8 +74,8 @@ def lora_shrink(
     x: [T, H] or [T*K, H], fp32 or bf16, rows may be strided; the adapters are of the same dtype.  ids: [T, K]
     int32 at an expert site, -1 = no expert, else None.  row_slot: [T] int32, -1 = no adapter.  arena: [bytes]
     uint8; it must not change before the expand.  kernel: see the head of this file.
-    Modules that share A (same a_offset) are computed once. Raises ValueError for operands that don't fit, or a
-    matrix that would lie outside the arena.  Source: Punica (arXiv 2310.18547), SGMV shrink.
+    Modules that share A (same a_offset) are computed once. Raises ValueError for operands that don't fit, or
+    a matrix that would lie outside the arena.  Source: Punica (arXiv 2310.18547), SGMV shrink.
     """
     code = dtype_code(x)
     if ids is None:

@@ -64,10 +64,10 @@ def lora_delta(
     slots: SlotTable,
     arena: torch.Tensor,
 ) -> torch.Tensor:
-    """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B)  for the adapter of row i (and its expert).
+    """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), A and B those of row i's adapter.
 
-    A delta is a value of the model's dtype: computed in fp32, then rounded to x's dtype. Adding it to a site's
-    output rounds once more, `y = round(y + delta)`, so that a delta computed elsewhere gives the same y.
+    A delta is a value of the model's dtype: computed in fp32, then rounded to x's dtype. Adding it to a
+    site's output rounds once more, `y = round(y + delta)`, so that one computed elsewhere gives the same y.
 
     x: [T, H].  ids: None at a dense site, else [T, K] as in `expert_linear`.  row_slot: [T] int32, -1 = none.
     Returns [T, sum(out_features)] or [T*K, sum(out_features)] in x's dtype; zero where a row has no adapter.

@@ -10,7 +10,7 @@ import torch
 from moe_lora.kernels import cpu, cpu_library
 
 
-@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "portable"])
+@pytest.fixture(params=["amx_bf16", "amx_emulated", "avx512_bf16", "avx512", "avx2", "portable"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that this processor has, in turn."""
     best = cpu.isa()

@@ -121,7 +121,9 @@ def test_the_baselines_give_the_same_bits(isa, dtype, generator, site, kernel):
 
 
 @pytest.mark.parametrize("share_a", [False, True])
-def test_bgmv_discards_what_lies_beside_a_matrix_even_nan_and_stays_in_the_arena(isa, dtype, generator, share_a):
+def test_bgmv_discards_what_lies_beside_a_matrix_even_nan_and_stays_in_the_arena(
+    isa, dtype, generator, share_a
+):
     """The low-rank adapter comes last, so that padding it to the largest rank would run out of the arena."""
     slots, arena = packed_adapters(generator, GATE_UP, [40, 40, 3], dtype, share_a=share_a)
     used = int(slots.a_offset[2, LAYER, 1])

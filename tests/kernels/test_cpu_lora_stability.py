@@ -93,7 +93,9 @@ def test_with_experts_split_over_servers(site, rows, kind, bf16, seed, kernel):
     """Each server sees -1 for the experts of others; every expert's deltas come from one of them."""
     batch = Batch(GATE_UP if site is QKV else site, rows, kind, bf16, seed, kernel)
     assert batch.ids is not None
-    shares = [batch.deltas(batch.tokens, torch.where(batch.ids % 2 == half, batch.ids, -1)) for half in (0, 1)]
+    shares = [
+        batch.deltas(batch.tokens, torch.where(batch.ids % 2 == half, batch.ids, -1)) for half in (0, 1)
+    ]
     expert = batch.ids.flatten()[:, None]
     assert torch.equal(torch.where(expert % 2 == 0, *shares), batch.together)
     assert (shares[0][(expert % 2 == 1).flatten()] == 0).all()

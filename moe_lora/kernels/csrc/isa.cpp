@@ -1,33 +1,100 @@
 // Choice of the instruction set at run time.
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <vector>
 
 #include "kernels.h"
 #include "tiles.h"
 
+#ifdef MOE_LORA_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace {
 
-bool has_cpu_support(const char* name) {
 #ifdef MOE_LORA_X86
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (!strcmp(name, "avx2")) return avx2;
-    if (!strcmp(name, "avx512")) return avx512;
-    if (!strcmp(name, "avx512_bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
+bool has_avx512() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq");
+}
 #endif
-    return !strcmp(name, "portable");
+
+bf16 sample(int64_t i) {
+    const float value = float((i * 37) % 61 - 30) / 16;
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return {uint16_t(bits >> 16)};  // exact: few bits
 }
 
+float widened(bf16 value) {
+    const uint32_t bits = uint32_t(value.bits) << 16;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+
+// Whether the table's dots of bf16 agree with a plain loop, for whole and for partial tiles.
+bool passes_self_test(const IsaTable& table, int64_t rows, int64_t num_w, int64_t width) {
+    std::vector<bf16> x(rows * width), w(num_w * width);
+    for (size_t i = 0; i < x.size(); i++) x[i] = sample(int64_t(i));
+    for (size_t i = 0; i < w.size(); i++) w[i] = sample(int64_t(i) * 7 + 3);
+    std::vector<float> out(rows * num_w);
+    std::vector<const void*> x_rows(rows);
+    std::vector<void*> out_rows(rows);
+    for (int64_t i = 0; i < rows; i++) x_rows[i] = &x[i * width], out_rows[i] = &out[i * num_w];
+    table.dot_bf16_to_f32({x_rows.data(), w.data(), nullptr, out_rows.data(), rows, num_w, width, 0, nullptr});
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t n = 0; n < num_w; n++) {
+            double exact = 0, size = 0;
+            for (int64_t k = 0; k < width; k++) {
+                const double product = double(widened(x[i * width + k])) * widened(w[n * width + k]);
+                exact += product, size += std::fabs(product);
+            }
+            if (!(std::fabs(out[i * num_w + n] - exact) <= 1e-5 * size)) return false;
+        }
+    return true;
+}
+
+bool passes_self_test(const IsaTable& table) {
+    return passes_self_test(table, 37, 53, 130) && passes_self_test(table, 1, 32, 64);
+}
+
+#ifdef MOE_LORA_AMX
+// The processor has the tiles, the system lets this process use them, and they compute what they should.
+bool find_amx() {
+    unsigned a, b, c, d;
+    const bool in_processor =
+        __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) /* amx-bf16 */ && (d >> 24 & 1) /* amx-tile */;
+    if (!in_processor || !has_avx512() || !__builtin_cpu_supports("avx512bf16")) return false;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
+    return passes_self_test(*amx_bf16_table());
+}
+#endif
+
+// The table of this name; null if it is unknown or the processor lacks the instructions.
 const IsaTable* table_of(const char* name) {
 #ifdef MOE_LORA_X86
-    if (!strcmp(name, "avx512_bf16")) return avx512_bf16_table();
-    if (!strcmp(name, "avx512")) return avx512_table();
-    if (!strcmp(name, "avx2")) return avx2_table();
+    __builtin_cpu_init();
+    const bool avx512 = has_avx512();
+#ifdef MOE_LORA_AMX
+    static const bool amx = find_amx();
+    if (!strcmp(name, "amx_bf16")) return amx ? amx_bf16_table() : nullptr;
 #endif
-    return portable_table();
+    if (!strcmp(name, "avx512_bf16"))
+        return avx512 && __builtin_cpu_supports("avx512bf16") ? avx512_bf16_table() : nullptr;
+    if (!strcmp(name, "avx512")) return avx512 ? avx512_table() : nullptr;
+    if (!strcmp(name, "avx2"))
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2_table() : nullptr;
+#endif
+    if (!strcmp(name, "amx_emulated"))
+        return passes_self_test(*amx_emulated_table()) ? amx_emulated_table() : nullptr;
+    return !strcmp(name, "portable") ? portable_table() : nullptr;
 }
 
 const IsaTable* current = nullptr;
@@ -35,14 +102,15 @@ const IsaTable* current = nullptr;
 }  // namespace
 
 int32_t moe_lora_set_isa(const char* name) {
-    if (!has_cpu_support(name)) return -1;
-    current = table_of(name);
+    const IsaTable* table = table_of(name);
+    if (!table) return -1;
+    current = table;
     return 0;
 }
 
 const IsaTable& isa() {
     if (!current)
-        for (const char* name : {"avx512_bf16", "avx512", "avx2", "portable"})
+        for (const char* name : {"amx_bf16", "avx512_bf16", "avx512", "avx2", "portable"})
             if (moe_lora_set_isa(name) == 0) break;
     return *current;
 }

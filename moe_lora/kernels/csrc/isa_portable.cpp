@@ -8,7 +8,7 @@ typedef int32_t QuadInt __attribute__((vector_size(16)));
 
 struct Portable {
     using V = Quad;
-    static constexpr int kLanes = 4, kMaxRows = 2;
+    static constexpr int kLanes = 4, kMaxRows = 2, kTallRows = 2;
 
     static inline V zero() { return Quad{0, 0, 0, 0}; }
     static inline V set1(float value) { return Quad{value, value, value, value}; }

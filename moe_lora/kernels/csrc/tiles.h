@@ -57,7 +57,12 @@ struct IsaTable {
 const IsaTable* avx2_table();
 const IsaTable* avx512_table();
 const IsaTable* avx512_bf16_table();
+#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define MOE_LORA_AMX 1
+const IsaTable* amx_bf16_table();
 #endif
+#endif
+const IsaTable* amx_emulated_table();
 const IsaTable* portable_table();
 
 // The table in use: the best that this processor has, or the one that MOE_LORA_ISA names.

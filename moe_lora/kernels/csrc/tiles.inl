@@ -54,7 +54,19 @@ static inline const char* fetch_ahead(const char* ahead, int lines) {
     return ahead + lines * Bytes;
 }
 
-// M rows of x against N (4 or 1) rows of w; the four sums of a row are reduced together.
+// Adds the bias and rounds; `count` of the four sums are wanted.
+template <class Out, int Count>
+static inline void store_sums(Quad sums, Out* out, const Out* bias) {
+    Out four[4] = {};
+    if (bias) {
+        memcpy(four, bias, Count * sizeof(Out));
+        sums += load_quad(four);
+    }
+    store_quad(four, sums);
+    memcpy(out, four, Count * sizeof(Out));
+}
+
+// M rows of x against N (4, 2 or 1) rows of w; four sums are reduced together, those of two rows if N is 2.
 template <class I, class T, class Out, int M, int N>
 static inline void dot_block(const DotTile& t, int64_t row, int64_t n, Prefetch& prefetch) {
     using D = typename I::template Dot<T>;
@@ -96,20 +108,21 @@ static inline void dot_block(const DotTile& t, int64_t row, int64_t n, Prefetch&
     }
     prefetch.at = ahead;
     const Out* bias = t.bias ? static_cast<const Out*>(t.bias) + n : nullptr;
-    MOE_LORA_UNROLL
-    for (int i = 0; i < M; i++) {
-        Out* out = static_cast<Out*>(t.out[row + i]) + t.column + n;
-        Quad sums = I::sum4(acc[i][0], acc[i][N > 1], acc[i][N > 2 ? 2 : 0], acc[i][N > 3 ? 3 : 0]);
-        if constexpr (N == 4) {
-            if (bias) sums += load_quad(bias);
-            store_quad(out, sums);
-        } else {
-            static_assert(N == 1, "one weight or four");
-            if (bias) sums += widen(*bias);
-            Out four[4];
-            store_quad(four, sums);
-            *out = four[0];
+    static_assert(N == 4 || N == 2 || N == 1, "a row of four sums, two rows of two, or one");
+    const auto out = [&](int i) { return static_cast<Out*>(t.out[row + i]) + t.column + n; };
+    if constexpr (N == 2) {
+        MOE_LORA_UNROLL
+        for (int i = 0; i < M; i += 2) {
+            constexpr int kLast = M - 1;
+            const int second = i < kLast ? i + 1 : i;
+            const Quad sums = I::sum4(acc[i][0], acc[i][1], acc[second][0], acc[second][1]);
+            store_sums<Out, 2>(sums, out(i), bias);
+            if (second > i) store_sums<Out, 2>(Quad{sums[2], sums[3], 0, 0}, out(second), bias);
         }
+    } else {
+        MOE_LORA_UNROLL
+        for (int i = 0; i < M; i++)
+            store_sums<Out, N>(I::sum4(acc[i][0], acc[i][N > 1], acc[i][N > 2 ? 2 : 0], acc[i][N > 3 ? 3 : 0]), out(i), bias);
     }
 }
 
@@ -120,12 +133,32 @@ static inline void dot_rows(const DotTile& t, int64_t row, int rows, int64_t n, 
     dot_block<I, T, Out, M, N>(t, row, n, prefetch);
 }
 
+// More rows than a group of four weights has registers for, but few enough for two weights: one pass over w, if
+// x, which each pair of weights reads anew, stays in the first-level cache.
+template <class I, class T, class Out>
+static void dot_pairs(const DotTile& t) {
+    const int64_t row_bytes = t.width * int64_t(sizeof(T));
+    const char* w = static_cast<const char*>(t.w);
+    for (int64_t n = 0; n < t.num_w; n += 2) {
+        const bool pair = n + 2 <= t.num_w;
+        const char* ahead = n + 4 < t.num_w ? w + (n + 4) * row_bytes : static_cast<const char*>(t.next);
+        Prefetch prefetch{ahead, ahead ? ahead + 2 * row_bytes : ahead, 2};
+        if (pair)
+            dot_rows<I, T, Out, 2, I::kTallRows>(t, 0, int(t.rows), n, prefetch);
+        else
+            for (int64_t row = 0; row < t.rows; row++) dot_block<I, T, Out, 1, 1>(t, row, n, prefetch);
+    }
+}
+
 // Rows in balanced groups that fit the registers. If all of x, the current and the following weights fit the
 // first-level cache, weights come from memory four rows at a time; else a block of them stays in the second-level
 // cache while all groups pass over it. The following weights are fetched meanwhile.
 template <class I, class T, class Out>
 static void dot_tile(const DotTile& t) {
     const int64_t row_bytes = t.width > 0 ? t.width * int64_t(sizeof(T)) : 1;
+    if constexpr (I::kTallRows > I::kMaxRows)
+        if (t.rows > I::kMaxRows && t.rows <= I::kTallRows && t.rows * row_bytes <= kFirstCacheBytes / 2)
+            return dot_pairs<I, T, Out>(t);
     const int64_t groups = (t.rows + I::kMaxRows - 1) / I::kMaxRows;
     int64_t block = 4;
     if (groups > 1 && (t.rows + 8) * row_bytes > kFirstCacheBytes) block = kBlockBytes / row_bytes / 4 * 4;

@@ -2,7 +2,7 @@
 
 struct Avx2 {
     using V = __m256;
-    static constexpr int kLanes = 8, kMaxRows = 3;
+    static constexpr int kLanes = 8, kMaxRows = 3, kTallRows = 3;
 
     static inline V zero() { return _mm256_setzero_ps(); }
     static inline V set1(float value) { return _mm256_set1_ps(value); }

@@ -2,7 +2,7 @@
 
 struct Avx512 {
     using V = __m512;
-    static constexpr int kLanes = 16, kMaxRows = 6;
+    static constexpr int kLanes = 16, kMaxRows = 6, kTallRows = 12;
 
     static inline V zero() { return _mm512_setzero_ps(); }
     static inline V set1(float value) { return _mm512_set1_ps(value); }

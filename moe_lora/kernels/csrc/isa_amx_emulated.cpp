@@ -1,0 +1,53 @@
+// The driver of the AMX path over plain loops, so that it can be tested on any processor. Never chosen by itself.
+#include <cstdlib>
+
+#include "tiles.h"
+
+namespace {
+#include "tiles.inl"
+#include "amx.inl"
+
+struct EmulatedTiles {
+    static inline char* reg(int number) {
+        alignas(64) static thread_local char all[8][1024];
+        return all[number];
+    }
+    static inline float element(const char* tile, int64_t row, int64_t column) {
+        bf16 value;
+        memcpy(&value, tile + row * 64 + column * 2, 2);
+        return widen(value);
+    }
+
+    static inline void begin() {}
+    static inline void end() {}
+    template <int R>
+    static inline void zero() {
+        memset(reg(R), 0, 1024);
+    }
+    template <int R>
+    static inline void load(const void* p, int64_t stride) {
+        for (int64_t i = 0; i < 16; i++) memcpy(reg(R) + i * 64, static_cast<const char*>(p) + i * stride, 64);
+    }
+    template <int R>
+    static inline void store(void* p, int64_t stride) {
+        for (int64_t i = 0; i < 16; i++) memcpy(static_cast<char*>(p) + i * stride, reg(R) + i * 64, 64);
+    }
+    template <int C, int A, int B>
+    static inline void dot() {
+        float c[16][16];
+        memcpy(c, reg(C), sizeof(c));
+        for (int m = 0; m < 16; m++)
+            for (int k = 0; k < 16; k++) {
+                const float even = element(reg(A), m, 2 * k), odd = element(reg(A), m, 2 * k + 1);
+                for (int n = 0; n < 16; n++)
+                    c[m][n] += even * element(reg(B), k, 2 * n) + odd * element(reg(B), k, 2 * n + 1);
+            }
+        memcpy(reg(C), c, sizeof(c));
+    }
+};
+}  // namespace
+
+const IsaTable* amx_emulated_table() {
+    static const IsaTable table = with_tile_dots<EmulatedTiles>("amx_emulated", *portable_table());
+    return &table;
+}
