@@ -229,7 +229,7 @@ from bench.lora_kernel_own import gpu_phases
 from bench.lora_kernel_runs import check
 from tests.bench.test_lora_kernels import spec_of
 
-case = Case(spec_of(2, num_rows=2, lora_ranks=(3,)), torch.device("cpu"), 0)
+case = Case(spec_of(2, num_rows=2, lora_ranks=(8,), dtype=torch.bfloat16), torch.device("cpu"), 0)
 for options in ({"kernel": "sgmv"}, {"kernel": "mbgmv"}, {"kernel": "sgmv", "algorithm": "wgmma"}):
     check(case, gpu_phases(options)(case))
 """
