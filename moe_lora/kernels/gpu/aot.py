@@ -90,7 +90,7 @@ def config_builds(kernel: str, config: Config, dtype: str, phase: str) -> list[B
                     **common,
                     **_blocks(launched),
                     "STAGES": launched["num_stages"],
-                    "UPCAST": False,
+                    "INTERPRETED": False,
                     "ALIGNED": aligned,
                 },
                 "WARP_SPECIALIZE": launched["warp_specialize"],
@@ -105,14 +105,16 @@ def config_builds(kernel: str, config: Config, dtype: str, phase: str) -> list[B
                 add("wgmma", kernel, {**constants, "PARTS": 2, "X_DIVISOR": 1}, **more)
         if config.get("split_k", 1) > 1:
             sizes = {"BLOCK_T": config["block_t"], "SPLIT_K": config["split_k"]}
-            add("wgmma", "join_splits", {"MODULES": modules, **sizes}, num_warps=4)
+            add("wgmma", "join_splits", {"MODULES": modules, "INTERPRETED": False, **sizes}, num_warps=4)
     elif kernel.startswith("vector"):
         for padded in (False, True):
-            own = {"X_DIVISOR": 1} if kernel == "vector_shrink" else {"ADD": True, "SPLIT_K": 2}
+            own = {"ADD": True, "SPLIT_K": 2, "INTERPRETED": False}
+            if kernel == "vector_shrink":
+                own = {"X_DIVISOR": 1}
             constants = {**common, **_blocks(config), **own, "PADDED": padded}
             add("vector", kernel, constants, types={"h": "*fp32"})
     else:
-        constants = {**common, **_blocks(config), "UPCAST": False, "X_DIVISOR": 1}
+        constants = {**common, **_blocks(config), "INTERPRETED": False, "X_DIVISOR": 1}
         add("fused", kernel, constants)
     return made
 

@@ -45,14 +45,14 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "split_k": (1, 2, 4),
         "num_stages": (1, 2, 4),
         "num_warps": (4, 8),
-        "programs_per_sm": (4, 8),
+        "programs_per_sm": (2, 4, 8),
     },
     "vector_expand": {
         "block_r": (16, 32),
         "block_c": (64, 128, 256),
         "num_stages": (1, 2, 4),
         "num_warps": (4, 8),
-        "programs_per_sm": (4, 8),
+        "programs_per_sm": (2, 4, 8),
     },
     "fused_delta": {
         "block_t": (16, 32),

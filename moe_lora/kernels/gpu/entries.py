@@ -68,19 +68,30 @@ def num_blocks(width0, width1, width2, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b in fp32.  UPCAST: the interpreter's product of two bf16 tiles is wrong."""
-    if UPCAST:
+def dot(a, b, acc, INTERPRETED: tl.constexpr):
+    """acc + a @ b in fp32.  (The interpreter's product of two bf16 tiles is wrong.)"""
+    if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
-def put_delta(pointers, total, scale, mask, ADD: tl.constexpr):
+def rounded(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """fp32 values in DTYPE, rounded to nearest even, which the interpreter, by itself, does not do for
+    bf16."""
+    if INTERPRETED and DTYPE.is_bf16():
+        bits = values.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        values = bits.to(tl.float32, bitcast=True)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def put_delta(pointers, total, scale, mask, ADD: tl.constexpr, INTERPRETED: tl.constexpr):
     """y = round(y + round(scale * total)) if ADD, else y = round(scale * total)."""
     dtype = pointers.dtype.element_ty
-    delta = (total * scale).to(dtype)
+    delta = rounded(total * scale, dtype, INTERPRETED)
     if ADD:
         before = tl.load(pointers, mask=mask, other=0.0)
-        delta = (before.to(tl.float32) + delta.to(tl.float32)).to(dtype)
+        delta = rounded(before.to(tl.float32) + delta.to(tl.float32), dtype, INTERPRETED)
     tl.store(pointers, delta, mask=mask)

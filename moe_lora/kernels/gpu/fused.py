@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import NOT_SPECIALIZED, dot, entry_of, matrix, put_delta, rank_of
+from .entries import NOT_SPECIALIZED, dot, entry_of, matrix, put_delta, rank_of, rounded
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -38,7 +38,7 @@ def fused_delta(
     y_stride,
     X_DIVISOR: tl.constexpr,
     MODULES: tl.constexpr,
-    UPCAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,10 +71,10 @@ def fused_delta(
                 mask_RK = (r < rank)[:, None] & (k < width)[None, :]
                 a_RK = tl.load(a + r[:, None] * width + k[None, :], mask=mask_RK, other=0.0)
                 x_KT = tl.load(x_rows + k[:, None], mask=inside[None, :] & (k < width)[:, None], other=0.0)
-                h_T = dot(a_RK, x_KT, h_T, UPCAST)
+                h_T = dot(a_RK, x_KT, h_T, INTERPRETED)
             h_T = tl.where((r < rank)[:, None], h_T, 0.0)
-            high = h_T.to(dtype)
-            low = (h_T - high.to(tl.float32)).to(dtype)
+            high = rounded(h_T, dtype, INTERPRETED)
+            low = rounded(h_T - high.to(tl.float32), dtype, INTERPRETED)
             out_width = tl.where(module == 0, width0, tl.where(module == 1, width1, width2))
             base = tl.where(module == 0, 0, tl.where(module == 1, width0, width0 + width1))
             b = matrix(arena, b_offset, entry, dtype)
@@ -84,7 +84,7 @@ def fused_delta(
                 c = c0 + tl.arange(0, BLOCK_C)
                 mask_RC = (r < rank)[:, None] & (c < out_width)[None, :]
                 b_RC = tl.load(b + r[:, None] * out_width + c[None, :], mask=mask_RC, other=0.0)
-                delta_T = dot(tl.trans(b_RC), high, tl.zeros((BLOCK_C, BLOCK_T), tl.float32), UPCAST)
-                delta_T = dot(tl.trans(b_RC), low, delta_T, UPCAST)
+                delta_T = dot(tl.trans(b_RC), high, tl.zeros((BLOCK_C, BLOCK_T), tl.float32), INTERPRETED)
+                delta_T = dot(tl.trans(b_RC), low, delta_T, INTERPRETED)
                 mask_CT = inside[None, :] & (c < out_width)[:, None]
-                put_delta(y_rows + c[:, None], delta_T, scale, mask_CT, False)
+                put_delta(y_rows + c[:, None], delta_T, scale, mask_CT, False, INTERPRETED)

@@ -40,7 +40,7 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
         X_DIVISOR=problem.rows_per_input,
         MODULES=problem.modules,
         PARTS=2 if split_k == 1 else 1,
-        UPCAST=launch.interpreted(),
+        INTERPRETED=launch.interpreted(),
         ALIGNED=aligned,
         WARP_SPECIALIZE=config["warp_specialize"],
         **_threads(config),
@@ -57,6 +57,7 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
             MODULES=problem.modules,
             BLOCK_T=config["block_t"],
             SPLIT_K=split_k,
+            INTERPRETED=launch.interpreted(),
         )
     return h
 
@@ -85,7 +86,7 @@ def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Ten
         *(problem.num_rows, *problem.out_widths, y.stride(0), problem.h_width),
         MODULES=problem.modules,
         ADD=add,
-        UPCAST=launch.interpreted(),
+        INTERPRETED=launch.interpreted(),
         ALIGNED=aligned,
         WARP_SPECIALIZE=config["warp_specialize"],
         **_threads(config),
@@ -143,6 +144,7 @@ def vector_expand(
         SPLIT_K=h.shape[0],
         ADD=add,
         PADDED=kernel == "bgmv",
+        INTERPRETED=launch.interpreted(),
         **_threads(config),
         BLOCK_R=config["block_r"],
         BLOCK_C=config["block_c"],
@@ -182,7 +184,7 @@ def fused(problem: Problem, choice: Choice, out: torch.Tensor) -> None:
         *(x.shape[1], *problem.out_widths, x.stride(0), out.stride(0)),
         X_DIVISOR=problem.rows_per_input,
         MODULES=problem.modules,
-        UPCAST=launch.interpreted(),
+        INTERPRETED=launch.interpreted(),
         **_threads(config),
         BLOCK_T=config["block_t"],
         BLOCK_R=config["block_r"],

@@ -4,8 +4,9 @@ baselines.
 Legend: R rows, H input width, C output columns, S parts of H summed apart, M modules of the site.
 
 A work item reads a few rank rows (shrink) or a block of columns (expand) of one matrix with 16-byte loads.
-Many small programs per SM keep bytes in flight: 8 programs with two stages of an 8 x 512 two-byte tile are
-128 KB per SM, five times what 4.3 TB/s at 0.8 us of latency asks for (a reckoning; not measured on a GPU).
+Small programs keep bytes in flight: 4 programs per SM (110 registers a thread allow 4) with four stages of an
+8 x 512 two-byte tile have 3 x 8 KB each on the way, 96 KB per SM, where 4.3 TB/s at 0.8 us of latency asks
+for 26 KB.  These are reckonings; nothing has been measured on a GPU.
 
 PADDED is Punica's BGMV as it runs mixed ranks: every row is computed, and read, at the batch's maximum rank.
 What lies behind a matrix is read within the arena's bounds and discarded by a select.
@@ -139,6 +140,7 @@ def vector_expand(
     SPLIT_K: tl.constexpr,
     ADD: tl.constexpr,
     PADDED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -176,4 +178,4 @@ def vector_expand(
             if rank > 0:
                 y_row = y + tl.load(rows + position).to(tl.int64) * y_stride + base
                 scale = tl.load(scales + first_entry + module)
-                put_delta(y_row + c, tl.sum(products, axis=0), scale, c < width, ADD)
+                put_delta(y_row + c, tl.sum(products, axis=0), scale, c < width, ADD, INTERPRETED)

@@ -33,6 +33,7 @@ from .entries import (
     num_blocks,
     put_delta,
     rank_of,
+    rounded,
 )
 
 BLOCK_R = tl.constexpr(64)
@@ -40,13 +41,24 @@ BLOCK_C = tl.constexpr(64)
 
 
 @triton.jit
-def put_h(h, h_T, position, inside, first_row, r, num_h_rows, h_width, PARTS: tl.constexpr):
+def put_h(
+    h,
+    h_T,
+    position,
+    inside,
+    first_row,
+    r,
+    num_h_rows,
+    h_width,
+    PARTS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Store a [rank rows, tokens] tile as hi (and lo) rows of h."""
     pointers = h + (first_row + position)[None, :].to(tl.int64) * h_width + r[:, None]
-    high = h_T.to(h.dtype.element_ty)
+    high = rounded(h_T, h.dtype.element_ty, INTERPRETED)
     tl.store(pointers, high, mask=inside[None, :])
     if PARTS == 2:
-        low = (h_T - high.to(tl.float32)).to(h.dtype.element_ty)
+        low = rounded(h_T - high.to(tl.float32), h.dtype.element_ty, INTERPRETED)
         tl.store(pointers + num_h_rows.to(tl.int64) * h_width, low, mask=inside[None, :])
 
 
@@ -73,7 +85,7 @@ def wgmma_shrink(
     MODULES: tl.constexpr,
     PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -116,10 +128,12 @@ def wgmma_shrink(
                     mask_RK = (r < rank)[:, None] & (k < width)[None, :]
                     a_RK = tl.load(a + r[:, None] * width + k[None, :], mask=mask_RK, other=0.0)
                 x_KT = tl.load(x_rows + k[:, None], mask=inside[None, :] & (k < width)[:, None], other=0.0)
-                h_T = dot(a_RK, x_KT, h_T, UPCAST)
+                h_T = dot(a_RK, x_KT, h_T, INTERPRETED)
             h_T = tl.where((r < rank)[:, None], h_T, 0.0)
             part = split * MODULES + module
-            put_h(h, h_T, position, inside, part * num_rows, r, MODULES * num_rows, h_width, PARTS)
+            put_h(
+                h, h_T, position, inside, part * num_rows, r, MODULES * num_rows, h_width, PARTS, INTERPRETED
+            )
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -139,6 +153,7 @@ def join_splits(
     MODULES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """h = sum over s of partial[s], in order of s.  partial: [S, M, R, h_width] fp32, h as
     `wgmma_shrink`'s."""
@@ -158,7 +173,18 @@ def join_splits(
                     row = (split * MODULES + module) * num_rows + position
                     pointers = partial + row[None, :].to(tl.int64) * h_width + r[:, None]
                     h_T += tl.load(pointers, mask=inside[None, :], other=0.0)
-                put_h(h, h_T, position, inside, module * num_rows, r, MODULES * num_rows, h_width, 2)
+                put_h(
+                    h,
+                    h_T,
+                    position,
+                    inside,
+                    module * num_rows,
+                    r,
+                    MODULES * num_rows,
+                    h_width,
+                    2,
+                    INTERPRETED,
+                )
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -186,7 +212,7 @@ def wgmma_expand(
     MODULES: tl.constexpr,
     ADD: tl.constexpr,
     ALIGNED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCKS_PER_ITEM: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
@@ -230,8 +256,8 @@ def wgmma_expand(
                         mask_RC = (r < rank)[:, None] & (c < width)[None, :]
                         b_RC = tl.load(b + r[:, None] * width + c[None, :], mask=mask_RC, other=0.0)
                     h_TR = h_tiles.load([h_row, r0])
-                    delta_T = dot(tl.trans(b_RC), tl.trans(h_TR), delta_T, UPCAST)
+                    delta_T = dot(tl.trans(b_RC), tl.trans(h_TR), delta_T, INTERPRETED)
                     low_TR = h_tiles.load([h_row + h_rows, r0])
-                    delta_T = dot(tl.trans(b_RC), tl.trans(low_TR), delta_T, UPCAST)
+                    delta_T = dot(tl.trans(b_RC), tl.trans(low_TR), delta_T, INTERPRETED)
                 mask_CT = inside[None, :] & (c < width)[:, None]
-                put_delta(y_rows + c[:, None], delta_T, scale, mask_CT, ADD)
+                put_delta(y_rows + c[:, None], delta_T, scale, mask_CT, ADD, INTERPRETED)
