@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TRACE ?= demo/trace.csv
 DEMO_ARGS ?=
 
-.PHONY: venv demo test lint format clean
+.PHONY: venv demo test lint format kernels-aot clean
 
 venv: $(VENV)/.installed
 
@@ -30,6 +30,10 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+
+# Compile every Triton kernel for sm_90a, without a GPU, and check what the compiler made of it.
+kernels-aot: venv
+	$(BIN)/python -m moe_lora.kernels.gpu.aot
 
 format: venv
 	$(BIN)/ruff check --fix .

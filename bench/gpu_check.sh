@@ -1,11 +1,42 @@
 #!/usr/bin/env bash
-# Smoke of the engine on a CUDA device: tests marked `gpu`, the demo's answers, and decode speed of a small model.
-# Takes a few minutes; writes to the folder given as first argument (default: bench/results).
-set -euo pipefail
+# Everything that needs one Hopper GPU, in under 9 minutes: versions, kernel and engine tests, tuning of the LoRA
+# kernels, their benchmark, smoke of the engine. A part that fails or runs out of time does not stop the next ones;
+# the exit status is that of the worst. Writes to the folder given as first argument (default: bench/results), as
+# it goes, so that a part cut off leaves what it had. Installs nothing but the C++ library, built in place.
+#
+#   bench/gpu_check.sh [FOLDER]     PYTHON=python3.12 bench/gpu_check.sh    BENCH_ARGS=--quick bench/gpu_check.sh
+set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-bench/results}
 PYTHON=${PYTHON:-python3}
+BENCH_ARGS=${BENCH_ARGS:-}
 mkdir -p "$OUT"
-$PYTHON setup.py -q build_ext --inplace
-$PYTHON -m pytest -m gpu tests 2>&1 | tee "$OUT/gpu_tests.txt"
-$PYTHON -m bench.gpu_smoke --out "$OUT/gpu_smoke.jsonl"
+export PYTHONUNBUFFERED=1
+worst=0
+
+# part SECONDS NAME COMMAND...: run it under a hard limit, its output also to FOLDER/gpu_NAME.txt
+part() {
+    local limit=$1 name=$2 status
+    shift 2
+    echo "== $name (at most $limit s)"
+    timeout --kill-after=5 "$limit" "$@" 2>&1 | tee "$OUT/gpu_$name.txt"
+    status=${PIPESTATUS[0]}
+    [ "$status" -eq 0 ] || { echo "== $name FAILED with status $status (124: out of time)"; worst=1; }
+    echo "== $name: done after $SECONDS s"
+}
+
+part 20 versions "$PYTHON" -c '
+import sys, torch, triton, transformers, peft
+print("python", sys.version.split()[0])
+for package in (torch, triton, transformers, peft):
+    print(package.__name__, package.__version__)
+print(torch.cuda.get_device_name() if torch.cuda.is_available() else "NO CUDA DEVICE")'
+part 60 build "$PYTHON" setup.py -q build_ext --inplace
+part 110 tests "$PYTHON" -m pytest -m gpu -q --durations=5 tests/kernels tests/engine
+part 90 tuning "$PYTHON" -m bench.autotune_lora --budget-s 60 --state "$OUT/lora_tuning.json"
+cp moe_lora/kernels/gpu/configs/*.json "$OUT/" 2>/dev/null
+# shellcheck disable=SC2086
+part 180 lora "$PYTHON" -m bench.bench_lora_kernels --device cuda --budget-s 150 $BENCH_ARGS \
+    --out "$OUT/lora_kernels_gpu.jsonl" --plot "$OUT/lora_kernels_gpu.png"
+part 75 smoke "$PYTHON" -m bench.gpu_smoke --out "$OUT/gpu_smoke.jsonl"
+exit "$worst"

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from moe_lora.core.shape import MATRIX_ALIGN_BYTES
+
+if TYPE_CHECKING:
+    from moe_lora.core.shape import Site
+
+MAX_LORA_RANK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +64,7 @@ class SlotTable:
         self.lora_rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
         self.max_lora_ranks: list[tuple[int, ...]] = [()] * num_slots
+        self._checked: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}
 
     @property
     def num_slots(self) -> int:
@@ -74,6 +83,42 @@ class SlotTable:
         self.b_offset[slot, layer].copy_(starts[:, 1])
         self.scale[slot, layer].copy_(scale)
         self.lora_rank[slot, layer].copy_(table[:, 2])
+
+    def checked_rank(self, site: Site, itemsize: int, arena_bytes: int) -> int:
+        """Largest rank of any adapter at `site`, having checked that its matrices lie within the arena.
+
+        itemsize: bytes of an element.  Looks at the tables, and so waits for the device, only if one was
+        written since the last call.  Raises ValueError for an offset or a rank outside what is allowed.
+        """
+        key = (site.entry_base, itemsize, arena_bytes)
+        tables = (self.a_offset, self.b_offset, self.lora_rank)
+        versions = tuple(table._version for table in tables)
+        if self._checked.get(key, ((), 0))[0] != versions:
+            self._checked[key] = (versions, self._check_site(site, itemsize, arena_bytes))
+        return self._checked[key][1]
+
+    def _check_site(self, site: Site, itemsize: int, arena_bytes: int) -> int:
+        modules = len(site.modules)
+        entries = slice(site.entry_base, site.entry(0, max(1, site.num_experts)))
+        ranks = self.lora_rank[:, :, entries].cpu().long()
+        out = torch.tensor(site.out_features).repeat(ranks.shape[2] // modules)
+        bad = (ranks < 0) | (ranks > MAX_LORA_RANK)
+        for name, offsets, width in (
+            ("a_offset", self.a_offset, torch.full_like(out, site.in_features)),
+            ("b_offset", self.b_offset, out),
+        ):
+            start = offsets[:, :, entries].cpu()
+            end = start + ranks * width * itemsize
+            bad |= (ranks > 0) & ((start < 0) | (start % MATRIX_ALIGN_BYTES != 0) | (end > arena_bytes))
+            if bad.any():
+                index = tuple(bad.nonzero()[0].tolist())
+                raise ValueError(
+                    f"{name} {int(start[index])} with rank {int(ranks[index])} at slot {index[0]}, layer "
+                    f"{index[1]}, entry {index[2]} of site {site.name!r} does not fit: offsets are multiples "
+                    f"of {MATRIX_ALIGN_BYTES}, matrices end within the arena's {arena_bytes} bytes, ranks "
+                    f"lie between 0 and {MAX_LORA_RANK}"
+                )
+        return int(ranks.max()) if ranks.numel() else 0
 
     def clear(self, slot: int) -> None:
         """Make `slot` mean "no delta anywhere"."""

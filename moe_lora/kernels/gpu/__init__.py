@@ -1,0 +1,1 @@
+"""LoRA kernels in Triton for Hopper GPUs; importable without Triton, which is needed at the first launch."""

@@ -1,0 +1,97 @@
+"""What every LoRA kernel reads first: the slot table's entry of a (slot, layer, module, expert).
+
+The tables are [N, L, X]; `slot_stride` is L * X and `table_base` is layer * X + the site's first entry.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NOT_SPECIALIZED = (
+    *("arena_bytes", "slot_stride", "table_base", "min_rank", "max_rank", "padded_rank"),
+    *("lanes", "num_rows"),
+)
+"""Numbers whose value must not lead to another compilation in the middle of serving."""
+
+
+@triton.jit
+def entry_of(slot, expert, module, slot_stride, table_base, MODULES: tl.constexpr):
+    """Flat index of the entry in the slot table."""
+    return slot.to(tl.int64) * slot_stride + table_base + expert * MODULES + module
+
+
+@triton.jit
+def rank_of(lora_rank, entry, min_rank, max_rank):
+    """The entry's true rank, 0 if it is outside the ranks that this launch serves."""
+    rank = tl.load(lora_rank + entry)
+    return tl.where((rank >= min_rank) & (rank <= max_rank), rank, 0)
+
+
+@triton.jit
+def first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES: tl.constexpr):
+    """First module of the site whose A is this module's: h is computed for it alone."""
+    offset = tl.load(a_offset + first_entry + module)
+    rank = tl.load(lora_rank + first_entry + module)
+    first = module
+    for other in tl.static_range(MODULES - 1):
+        same = tl.load(a_offset + first_entry + other) == offset
+        same = same & (tl.load(lora_rank + first_entry + other) == rank) & (other < first)
+        first = tl.where(same, other, first)
+    return first
+
+
+@triton.jit
+def matrix(arena, offsets, entry, DTYPE: tl.constexpr):
+    """Pointer to the first element of a packed matrix; matrices start at multiples of 64 bytes."""
+    offset = tl.multiple_of(tl.load(offsets + entry), 64)
+    return (arena + offset).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def module_of_block(block, width0, width1, width2, BLOCK_C: tl.constexpr, MODULES: tl.constexpr):
+    """(module, first column within it, its width, its first column in y) of a block of output columns."""
+    # Selects, not branches: with branches here the compiler gives up warp specialization of the loop below.
+    first1 = tl.cdiv(width0, BLOCK_C)
+    first2 = first1 + tl.cdiv(width1, BLOCK_C)
+    module = tl.minimum((block >= first1).to(tl.int32) + (block >= first2).to(tl.int32), MODULES - 1)
+    first = tl.where(module == 0, 0, tl.where(module == 1, first1, first2))
+    width = tl.where(module == 0, width0, tl.where(module == 1, width1, width2))
+    base = tl.where(module == 0, 0, tl.where(module == 1, width0, width0 + width1))
+    return module, (block - first) * BLOCK_C, width, base
+
+
+@triton.jit
+def num_blocks(width0, width1, width2, BLOCK_C: tl.constexpr):
+    """Blocks of output columns of all modules; absent ones are 0 wide."""
+    return tl.cdiv(width0, BLOCK_C) + tl.cdiv(width1, BLOCK_C) + tl.cdiv(width2, BLOCK_C)
+
+
+@triton.jit
+def dot(a, b, acc, INTERPRETED: tl.constexpr):
+    """acc + a @ b in fp32.  (The interpreter's product of two bf16 tiles is wrong.)"""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounded(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """fp32 values in DTYPE, rounded to nearest even, which the interpreter, by itself, does not do for
+    bf16."""
+    if INTERPRETED and DTYPE.is_bf16():
+        bits = values.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        values = bits.to(tl.float32, bitcast=True)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def put_delta(pointers, total, scale, mask, ADD: tl.constexpr, INTERPRETED: tl.constexpr):
+    """y = round(y + round(scale * total)) if ADD, else y = round(scale * total)."""
+    dtype = pointers.dtype.element_ty
+    delta = rounded(total * scale, dtype, INTERPRETED)
+    if ADD:
+        before = tl.load(pointers, mask=mask, other=0.0)
+        delta = rounded(before.to(tl.float32) + delta.to(tl.float32), dtype, INTERPRETED)
+    tl.store(pointers, delta, mask=mask)

@@ -1,0 +1,93 @@
+"""Triton kernels that sort rows into segments and cut segments into tiles; see `segments`.
+
+Legend: R rows, N slots, E experts, K experts per token.  Each sorted position has a description of four
+int32: first and last + 1 position of its segment, slot, expert.  Tiles have the same four, for their own
+rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _row_keys(
+    row, row_slot, ids, num_rows, num_slots, num_experts, TOP_K: tl.constexpr, HAS_IDS: tl.constexpr
+):
+    """expert * N + slot of each row; E * N where the row has no adapter, E * N + 1 past the last row."""
+    inside = row < num_rows
+    slot = tl.load(row_slot + row // TOP_K, mask=inside, other=-1)
+    expert = tl.zeros_like(slot)
+    if HAS_IDS:
+        expert = tl.load(ids + row, mask=inside, other=-1)
+    fits = (slot >= 0) & (slot < num_slots) & (expert >= 0) & (expert < num_experts)
+    key = tl.where(fits, expert * num_slots + slot, num_experts * num_slots)
+    return tl.where(inside, key, num_experts * num_slots + 1)
+
+
+@triton.jit
+def sort_rows(
+    row_slot,
+    ids,
+    rows,
+    described,
+    count,
+    num_rows,
+    num_slots,
+    num_experts,
+    TOP_K: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+):
+    """Stable sort by counting: a row's position is how many rows have a smaller key, or its own and come
+    first.
+
+    Quadratic in R, but one launch: right for decode steps, where sorting must cost microseconds.
+    """
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = _row_keys(mine, row_slot, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
+    smaller = tl.zeros((BLOCK,), tl.int32)
+    before = tl.zeros((BLOCK,), tl.int32)
+    equal = tl.zeros((BLOCK,), tl.int32)
+    with_adapter = 0
+    for first in tl.range(0, num_rows, BLOCK_OTHER):
+        other = first + tl.arange(0, BLOCK_OTHER)
+        other_key = _row_keys(other, row_slot, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
+        same = other_key[None, :] == key[:, None]
+        smaller += tl.sum((other_key[None, :] < key[:, None]).to(tl.int32), axis=1)
+        before += tl.sum((same & (other[None, :] < mine[:, None])).to(tl.int32), axis=1)
+        equal += tl.sum(same.to(tl.int32), axis=1)
+        with_adapter += tl.sum((other_key < num_experts * num_slots).to(tl.int32), axis=0)
+    inside = mine < num_rows
+    position = smaller + before
+    tl.store(rows + position, mine, mask=inside)
+    none = key >= num_experts * num_slots
+    tl.store(described + position * 4, smaller, mask=inside)
+    tl.store(described + position * 4 + 1, smaller + equal, mask=inside)
+    tl.store(described + position * 4 + 2, tl.where(none, -1, key % num_slots), mask=inside)
+    tl.store(described + position * 4 + 3, tl.where(none, -1, key // num_slots), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(count, with_adapter)
+
+
+@triton.jit
+def cut_tiles(described, count, tiles, num_tiles, tile_rows, BLOCK: tl.constexpr):
+    """One tile per `tile_rows` positions of each segment, in order of position.  One program."""
+    total = tl.load(count)
+    written = 0
+    for first in tl.range(0, total, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        inside = position < total
+        segment_first = tl.load(described + position * 4, mask=inside, other=0)
+        segment_end = tl.load(described + position * 4 + 1, mask=inside, other=0)
+        starts = inside & ((position - segment_first) % tile_rows == 0)
+        tile = written + tl.cumsum(starts.to(tl.int32), axis=0) - 1
+        tl.store(tiles + tile * 4, position, mask=starts)
+        tl.store(tiles + tile * 4 + 1, tl.minimum(position + tile_rows, segment_end), mask=starts)
+        for part in tl.static_range(2, 4):
+            value = tl.load(described + position * 4 + part, mask=inside, other=0)
+            tl.store(tiles + tile * 4 + part, value, mask=starts)
+        written += tl.sum(starts.to(tl.int32), axis=0)
+    tl.store(num_tiles, written)

@@ -1,0 +1,138 @@
+"""Rows of a step sorted by (expert, adapter), and tiles of them: the work lists of the LoRA kernels.
+
+Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.
+
+Everything is built on the device with sizes known on the host, so nothing waits and graphs can be captured.
+Sorted once per (row_slot, ids), it serves gate_up and down of a layer, or all dense sites of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from . import launch
+
+SORT_MAX_ROWS = 4096
+"""Above this many rows `torch.sort` replaces the counting sort; both are stable and give the same order."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """table: [R, 4] int32, of which the first `count` ([1] int32) rows are (first position, last + 1, slot,
+    expert)."""
+
+    table: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Rows in sorted order.
+
+    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, per
+    position the first and last + 1 position of its segment, slot and expert (-1, -1 where the row has no
+    adapter).
+    count: [1] int32 rows with an adapter.
+    """
+
+    rows: torch.Tensor
+    described: torch.Tensor
+    count: torch.Tensor
+    _tiles: dict[int, Tiles] = field(default_factory=dict)
+
+    def tiles(self, tile_rows: int) -> Tiles:
+        """Segments cut into tiles of at most `tile_rows` rows; made once per size."""
+        if tile_rows not in self._tiles:
+            tiles = Tiles(torch.empty_like(self.described), torch.empty_like(self.count))
+            operands = (self.described, self.count, tiles.table, tiles.count, tile_rows)
+            launch.start(launch.kernels("segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8)
+            self._tiles[tile_rows] = tiles
+        return self._tiles[tile_rows]
+
+
+def build_segments(
+    row_slot: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+) -> Segments:
+    """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
+
+    row_slot: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
+    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 is taken as
+    1).
+    Raises ValueError for other shapes, dtypes or devices.  Does not wait for the device.
+    """
+    check_rows_and_ids(row_slot, ids)
+    num_rows = row_slot.numel() if ids is None else ids.numel()
+    experts = max(1, num_experts)
+    rows = torch.empty(num_rows, dtype=torch.int32, device=row_slot.device)
+    described = torch.empty(num_rows, 4, dtype=torch.int32, device=row_slot.device)
+    count = torch.zeros(1, dtype=torch.int32, device=row_slot.device)
+    segments = Segments(rows=rows, described=described, count=count)
+    if num_rows == 0:
+        return segments
+    if num_rows > SORT_MAX_ROWS:
+        return _sorted_by_torch(row_slot, ids, num_slots, experts)
+    block = 64
+    launch.start(
+        launch.kernels("segment_kernels").sort_rows,
+        -(-num_rows // block),
+        *(row_slot, row_slot if ids is None else ids, rows, described, count, num_rows, num_slots, experts),
+        TOP_K=1 if ids is None else ids.shape[1],
+        HAS_IDS=ids is not None,
+        BLOCK=block,
+        BLOCK_OTHER=128,
+        num_warps=8,
+    )
+    return segments
+
+
+def unsorted_rows(row_slot: torch.Tensor, ids: torch.Tensor | None) -> Segments:
+    """Every row in its own place, as the per-row baselines take them; `count` is R."""
+    check_rows_and_ids(row_slot, ids)
+    slot, expert = _slots_and_experts(row_slot, ids)
+    position = torch.arange(slot.numel(), dtype=torch.int32, device=slot.device)
+    described = torch.stack([position, position + 1, torch.where(expert < 0, -1, slot), expert], 1)
+    count = torch.full((1,), slot.numel(), dtype=torch.int32, device=slot.device)
+    return Segments(rows=position, described=described, count=count)
+
+
+def check_rows_and_ids(row_slot: torch.Tensor, ids: torch.Tensor | None) -> None:
+    """Raises ValueError unless row_slot is [T] and ids [T, K], both int32, contiguous, on one device."""
+    for name, tensor, dims in (("row_slot", row_slot, 1), ("ids", ids, 2)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int32 or tensor.dim() != dims or not tensor.is_contiguous():
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            raise ValueError(f"{name} is {shape} {dtype}; it must be int32, contiguous, {dims}-dimensional")
+    if ids is not None and (ids.shape[0] != row_slot.shape[0] or ids.device != row_slot.device):
+        raise ValueError(
+            f"ids {tuple(ids.shape)} on {ids.device} do not fit row_slot {tuple(row_slot.shape)} on "
+            f"{row_slot.device}; both have one row per token and lie on one device"
+        )
+
+
+def _slots_and_experts(row_slot: torch.Tensor, ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if ids is None:
+        return row_slot, torch.zeros_like(row_slot)
+    return row_slot[:, None].expand(ids.shape).reshape(-1), ids.reshape(-1)
+
+
+def _sorted_by_torch(
+    row_slot: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+) -> Segments:
+    slot, expert = _slots_and_experts(row_slot, ids)
+    fits = (slot >= 0) & (slot < num_slots) & (expert >= 0) & (expert < num_experts)
+    key, rows = torch.where(fits, expert * num_slots + slot, num_experts * num_slots).sort(stable=True)
+    none = key >= num_experts * num_slots
+    described = torch.stack(
+        [
+            torch.searchsorted(key, key, out_int32=True),
+            torch.searchsorted(key, key, right=True, out_int32=True),
+            torch.where(none, -1, key % num_slots),
+            torch.where(none, -1, key // num_slots),
+        ],
+        1,
+    )
+    count = (~none).sum(dtype=torch.int32).reshape(1)
+    return Segments(rows=rows.int(), described=described, count=count)

@@ -1,0 +1,223 @@
+"""One function per kernel: workspace, grid and constants of its launch.
+
+Legend: R rows, M modules of the site, S parts of the input width that are summed apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import launch
+from .configs import Choice, Config
+from .problem import Problem
+
+_RANK_ROWS = 64
+_COLUMNS = 64
+
+
+def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
+    """h of all rows: [2, M, R, h_width] of the model's dtype, hi and lo."""
+    kernels, x = launch.kernels("wgmma"), problem.x
+    aligned = x.shape[1] % 16 == 0
+    if aligned and not (_aligned(x) and x.stride(0) % 16 == 0):
+        x = x.clone(
+            memory_format=torch.contiguous_format
+        )  # the path may depend on the width, not on where x lies
+    config = pipeline(problem.config("wgmma_shrink"), aligned)
+    split_k, slots = config["split_k"], problem.slots
+    tiles, lanes = problem.segments.tiles(config["block_t"]), -(-problem.max_lora_rank // _RANK_ROWS)
+    h = _workspace(problem, 2, x.dtype)
+    target = h if split_k == 1 else _workspace(problem, split_k, torch.float32)
+    max_items = problem.num_rows * problem.modules * split_k * lanes
+    launch.start(
+        kernels.wgmma_shrink,
+        launch.num_programs(x.device, config, max_items),
+        *(x, problem.segments.rows, tiles.table, tiles.count, slots.a_offset, slots.lora_rank, problem.arena),
+        *(target, *problem.entry_strides, choice.min_rank, choice.max_rank, lanes),
+        *(problem.num_rows, x.shape[1], x.stride(0), problem.h_width),
+        X_DIVISOR=problem.rows_per_input,
+        MODULES=problem.modules,
+        PARTS=2 if split_k == 1 else 1,
+        INTERPRETED=launch.interpreted(),
+        ALIGNED=aligned,
+        WARP_SPECIALIZE=config["warp_specialize"],
+        **_threads(config),
+        BLOCK_T=config["block_t"],
+        BLOCK_K=config["block_k"],
+        SPLIT_K=split_k,
+    )
+    if split_k > 1:
+        launch.start(
+            kernels.join_splits,
+            launch.num_programs(x.device, {"programs_per_sm": 8}, problem.num_rows * problem.modules),
+            *(target, tiles.table, tiles.count, slots.a_offset, slots.lora_rank, h, *problem.entry_strides),
+            *(choice.min_rank, choice.max_rank, problem.num_rows, problem.h_width),
+            MODULES=problem.modules,
+            BLOCK_T=config["block_t"],
+            SPLIT_K=split_k,
+            INTERPRETED=launch.interpreted(),
+        )
+    return h
+
+
+def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Tensor, add: bool) -> None:
+    """y += delta, or y = delta, from `wgmma_shrink`'s h."""
+    slots, size = problem.slots, y.element_size()
+    aligned = all(width * size % 16 == 0 for width in problem.out_widths)
+    config = pipeline(problem.config("wgmma_expand"), aligned)
+    tiles = problem.segments.tiles(config["block_t"])
+    item_columns = _COLUMNS * config["blocks_per_item"]
+    max_items = problem.num_rows * sum(-(-width // item_columns) for width in problem.out_widths)
+    launch.start(
+        launch.kernels("wgmma").wgmma_expand,
+        launch.num_programs(y.device, config, max_items),
+        *(
+            h,
+            problem.segments.rows,
+            tiles.table,
+            tiles.count,
+            slots.a_offset,
+            slots.b_offset,
+            slots.lora_rank,
+        ),
+        *(slots.scale, problem.arena, y, *problem.entry_strides, choice.min_rank, choice.max_rank),
+        *(problem.num_rows, *problem.out_widths, y.stride(0), problem.h_width),
+        MODULES=problem.modules,
+        ADD=add,
+        INTERPRETED=launch.interpreted(),
+        ALIGNED=aligned,
+        WARP_SPECIALIZE=config["warp_specialize"],
+        **_threads(config),
+        BLOCK_T=config["block_t"],
+        BLOCKS_PER_ITEM=config["blocks_per_item"],
+    )
+
+
+def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor:
+    """h of all rows in S parts: [S, M, R, h_width] fp32.  kernel: a baseline is launched without
+    persistence."""
+    config, slots, x = problem.config("vector_shrink"), problem.slots, problem.x
+    split_k, lanes = config["split_k"], -(-problem.max_lora_rank // config["block_r"])
+    h = _workspace(problem, split_k, torch.float32)
+    items = problem.num_rows * problem.modules * split_k * lanes
+    launch.start(
+        launch.kernels("vector").vector_shrink,
+        launch.num_programs(x.device, config, items) if kernel == "sgmv" else items,
+        *(x, problem.segments.rows, problem.segments.described, problem.segments.count),
+        *(slots.a_offset, slots.lora_rank, problem.arena, h, problem.arena.numel(), *problem.entry_strides),
+        *(
+            choice.min_rank,
+            choice.max_rank,
+            lanes,
+            problem.num_rows,
+            x.shape[1],
+            x.stride(0),
+            problem.h_width,
+        ),
+        X_DIVISOR=problem.rows_per_input,
+        MODULES=problem.modules,
+        PADDED=kernel == "bgmv",
+        **_threads(config),
+        BLOCK_R=config["block_r"],
+        BLOCK_K=config["block_k"],
+        SPLIT_K=split_k,
+    )
+    return h
+
+
+def vector_expand(
+    problem: Problem, choice: Choice, kernel: str, h: torch.Tensor, y: torch.Tensor, add: bool
+) -> None:
+    """y += delta, or y = delta, from `vector_shrink`'s h."""
+    config, slots = problem.config("vector_expand"), problem.slots
+    items = problem.num_rows * sum(-(-width // config["block_c"]) for width in problem.out_widths)
+    launch.start(
+        launch.kernels("vector").vector_expand,
+        launch.num_programs(y.device, config, items) if kernel == "sgmv" else items,
+        *(h, problem.segments.rows, problem.segments.described, problem.segments.count, slots.a_offset),
+        *(slots.b_offset, slots.lora_rank, slots.scale, problem.arena, y, problem.arena.numel()),
+        *(*problem.entry_strides, choice.min_rank, choice.max_rank, problem.max_lora_rank),
+        *(problem.num_rows, *problem.out_widths, y.stride(0), problem.h_width),
+        MODULES=problem.modules,
+        SPLIT_K=h.shape[0],
+        ADD=add,
+        PADDED=kernel == "bgmv",
+        INTERPRETED=launch.interpreted(),
+        **_threads(config),
+        BLOCK_R=config["block_r"],
+        BLOCK_C=config["block_c"],
+    )
+
+
+def check_choice(problem: Problem, choice: Choice) -> None:
+    """Raises ValueError if the algorithm cannot serve the dtype or the ranks of the class."""
+    algorithm, rank = choice.algorithm, min(problem.max_lora_rank, choice.max_rank)
+    if algorithm != "vector" and problem.x.dtype == torch.float32:
+        raise ValueError(f"algorithm={algorithm!r} takes bfloat16 or float16, x is float32; use 'vector'")
+    if algorithm == "fused" and rank > problem.config("fused_delta")["block_r"]:
+        raise ValueError(
+            f"algorithm='fused' takes ranks up to {problem.config('fused_delta')['block_r']}, an adapter at "
+            f"site {problem.site.name!r} may have {rank}; use algorithm='wgmma' or 'vector'"
+        )
+
+
+def fused(problem: Problem, choice: Choice, out: torch.Tensor) -> None:
+    """out = delta of the rows whose adapters are of the class."""
+    config, slots, x = problem.config("fused_delta"), problem.slots, problem.x
+    tiles = problem.segments.tiles(config["block_t"])
+    max_items = problem.num_rows * problem.modules * config["column_parts"]
+    launch.start(
+        launch.kernels("fused").fused_delta,
+        launch.num_programs(x.device, config, max_items),
+        *(
+            x,
+            problem.segments.rows,
+            tiles.table,
+            tiles.count,
+            slots.a_offset,
+            slots.b_offset,
+            slots.lora_rank,
+        ),
+        *(slots.scale, problem.arena, out, *problem.entry_strides, choice.min_rank, choice.max_rank),
+        *(x.shape[1], *problem.out_widths, x.stride(0), out.stride(0)),
+        X_DIVISOR=problem.rows_per_input,
+        MODULES=problem.modules,
+        INTERPRETED=launch.interpreted(),
+        **_threads(config),
+        BLOCK_T=config["block_t"],
+        BLOCK_R=config["block_r"],
+        BLOCK_K=config["block_k"],
+        BLOCK_C=config["block_c"],
+        COLUMN_PARTS=config["column_parts"],
+    )
+
+
+def _workspace(problem: Problem, parts: int, dtype: torch.dtype) -> torch.Tensor:
+    shape = (parts, problem.modules, problem.num_rows, problem.h_width)
+    return torch.empty(shape, dtype=dtype, device=problem.x.device)
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % 16 == 0
+
+
+def pipeline(config: Config, aligned: bool) -> Config:
+    """The configuration as launched where rows are, or are not, multiples of 16 bytes.
+
+    Only aligned rows can go by TMA, and only such loops be specialized.  Element-wise loads of odd rows need
+    many registers: smaller steps and more threads keep them from spilling.
+    """
+    if aligned:
+        return config
+    odd = {**config, "warp_specialize": False, "num_warps": 2 * config["num_warps"], "num_stages": 2}
+    return {**odd, "block_k": 32} if "block_k" in config else odd
+
+
+def _threads(config: Config) -> dict[str, Any]:
+    return {
+        "STAGES": config["num_stages"],
+        "num_stages": config["num_stages"],
+        "num_warps": config["num_warps"],
+    }

@@ -1,0 +1,128 @@
+"""The autotuner's search and what it writes, with invented times."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bench.autotune_lora import TUNING_GPU, main, targets
+from bench.lora_tuning import (
+    Found,
+    Target,
+    descend,
+    enumerate_all,
+    in_turn,
+    neighbours,
+    rank_classes,
+    updated,
+)
+from moe_lora.kernels.gpu.choose import choose
+from moe_lora.kernels.gpu.configs import Config, config_space, load_table
+
+TARGET = Target(kernel="vector_expand", dtype="bf16", phase="decode", in_features=4096, out_features=4096)
+WIDTHS = (4096, 4096)
+
+
+def start() -> Config:
+    return config_space(TARGET.kernel)[0]
+
+
+def goal() -> Config:
+    return config_space(TARGET.kernel)[-1]
+
+
+def distance(config: Config) -> float:
+    """Fastest at `goal`, and slower with every value that differs."""
+    return 1.0 + sum(config[name] != value for name, value in goal().items())
+
+
+def test_neighbours_differ_in_one_value_and_lie_in_the_space() -> None:
+    space = config_space(TARGET.kernel)
+    for config in neighbours(TARGET.kernel, start()):
+        assert config in space
+        assert sum(config[name] != value for name, value in start().items()) == 1
+
+
+def test_descent_finds_the_best_without_measuring_everything() -> None:
+    found = Found()
+    steps = list(descend(TARGET, start(), distance, found))
+    assert found.best(TARGET.key) == goal()
+    assert len(steps) == len(found.seconds[TARGET.key]) < len(config_space(TARGET.kernel)) / 2
+
+
+def test_enumeration_measures_the_whole_space_once() -> None:
+    found = Found()
+    assert len(list(enumerate_all(TARGET, start(), distance, found))) == len(config_space(TARGET.kernel))
+    assert found.best(TARGET.key) == goal()
+
+
+def test_a_second_run_goes_on_where_the_first_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    first = descend(TARGET, start(), distance, Found.load(path))
+    done = [next(first) for _ in range(4)]
+
+    def measure(config: Config) -> float:
+        assert config not in done
+        return distance(config)
+
+    found = Found.load(path)
+    list(descend(TARGET, start(), measure, found))
+    assert found.best(TARGET.key) == goal()
+
+
+def test_what_failed_is_never_the_best_and_is_remembered(tmp_path: Path) -> None:
+    found = Found.load(tmp_path / "state.json")
+    list(descend(TARGET, start(), lambda config: math.inf, found))
+    assert found.best(TARGET.key) is None
+    assert Found.load(tmp_path / "state.json").seconds == found.seconds
+
+
+def test_searches_take_turns_until_time_is_up() -> None:
+    turns: list[str] = []
+
+    def search(name: str, length: int):  # type: ignore[no-untyped-def]
+        for _ in range(length):
+            turns.append(name)
+            yield name
+
+    assert in_turn([search("a", 3), search("b", 1)], lambda: False) == 4
+    assert turns == ["a", "b", "a", "a"]
+    assert in_turn([search("c", 9)], lambda: turns.count("c") == 2) == 2
+
+
+def test_rank_classes_cover_every_rank_and_merge_equal_neighbours() -> None:
+    seconds = {
+        8: {"vector": 1.0, "wgmma": 2.0},
+        16: {"vector": 1.0, "wgmma": 2.0},
+        64: {"vector": 3.0, "wgmma": 2.0},
+        128: {"vector": math.inf, "wgmma": 5.0},
+    }
+    assert rank_classes(seconds) == [(1, 16, "vector"), (17, 512, "wgmma")]
+    assert rank_classes({8: {"vector": math.inf}}) == []
+    assert rank_classes({}) == []
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_table_takes_what_was_found_and_keeps_the_rest(whole: bool) -> None:
+    table, found = load_table(TUNING_GPU), Found()
+    list(descend(TARGET, start(), distance, found))
+    new = updated(table, [TARGET], found, {(TARGET, whole): [(1, 16, "vector"), (17, 512, "wgmma")]}, "note")
+    assert new.config(TARGET.kernel, "bf16", "decode", *WIDTHS) == goal()
+    other = (TARGET.kernel, "bf16", "prefill", *WIDTHS)
+    assert new.config(*other) == table.config(*other)
+    (shape,) = {shape.model: shape for shape in targets("bf16").values() if shape.model == "dense"}.values()
+    classes = choose(shape.site, "bf16", True, new, whole=whole)
+    assert [(c.algorithm, c.min_rank, c.max_rank) for c in classes] == [("vector", 1, 16), ("wgmma", 17, 512)]
+    assert choose(shape.site, "bf16", False, new) == choose(shape.site, "bf16", False, table)
+    again = updated(new, [TARGET], found, {(TARGET, whole): [(1, 512, "wgmma")]}, "note")
+    assert len(again.entries) == len(new.entries)
+    assert len(choose(shape.site, "bf16", True, again, whole=whole)) == 1
+
+
+def test_dry_run_names_every_target_without_a_gpu() -> None:
+    done = CliRunner().invoke(main, ["--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert all(target.key in done.output for target in targets("bf16"))

@@ -1,0 +1,107 @@
+"""Sites and batches for the GPU kernel tests, small enough for the interpreter, and an fp64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_lora.kernels.reference import arena_rows, input_rows
+from moe_lora.kernels.step import SlotTable
+
+from ..kernel_cases import SiteCase, packed_adapters, popularity, random
+
+LAYER = 1
+RANKS = [8, 1, 70, 0, 3]
+QKV = SiteCase("qkv", ("q", "k", "v"), 64, (80, 16, 24))
+ODD = SiteCase("o", ("o",), 37, (29,))
+GATE_UP = SiteCase("gate_up", ("gate", "up"), 48, (32, 32), num_experts=3)
+DOWN = SiteCase("down", ("down",), 35, (21,), num_experts=3)
+SITES = (QKV, ODD, GATE_UP, DOWN)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+
+
+@dataclass
+class Batch:
+    """Operands of one site, on one device."""
+
+    x: torch.Tensor
+    ids: torch.Tensor | None
+    site: SiteCase
+    row_slot: torch.Tensor
+    slots: SlotTable
+    arena: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_slot.numel() if self.ids is None else self.ids.numel()
+
+    def operands(self):
+        return self.x, self.ids, self.site, LAYER, self.row_slot, self.slots, self.arena
+
+    def output(self, fill: float = float("nan")) -> torch.Tensor:
+        return torch.full((self.num_rows, sum(self.site.out_features)), fill).to(self.x)
+
+    def tokens(self, pick: list[int]) -> Batch:
+        """The same adapters with these tokens only."""
+        index = torch.tensor(pick, dtype=torch.long, device=self.x.device)
+        per_token = self.x.shape[0] // self.row_slot.numel()
+        x = self.x.unflatten(0, (-1, per_token))[index].flatten(0, 1)
+        ids = None if self.ids is None else self.ids[index]
+        return Batch(x, ids, self.site, self.row_slot[index], self.slots, self.arena)
+
+
+def make_batch(
+    site: SiteCase,
+    dtype: torch.dtype,
+    kind: str,
+    device: torch.device,
+    *,
+    tokens: int = 5,
+    lora_ranks: list[int] = RANKS,
+    share_a: bool = False,
+    seed: int = 7,
+) -> Batch:
+    """A random batch; the bytes around its matrices are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    slots, arena = packed_adapters(generator, site, lora_ranks, dtype, share_a=share_a)
+    arena = torch.cat([arena, torch.full((64,), 255, dtype=torch.uint8)]).to(device)
+    for name in ("a_offset", "b_offset", "lora_rank", "scale"):
+        setattr(slots, name, getattr(slots, name).to(device))
+    row_slot = popularity(generator, kind, tokens, len(lora_ranks)).to(device)
+    ids = None
+    if site.num_experts:
+        ids = torch.randint(-1, site.num_experts, (tokens, 2), generator=generator).int().to(device)
+    x = random(generator, tokens * (2 if site.name == "down" else 1), site.in_features, dtype=dtype)
+    return Batch(x.to(device), ids, site, row_slot, slots, arena)
+
+
+def exact_delta(batch: Batch) -> torch.Tensor:
+    """Deltas in fp64, row by row."""
+    out = torch.zeros(batch.num_rows, sum(batch.site.out_features), dtype=torch.float64)
+    top_k = 1 if batch.ids is None else batch.ids.shape[1]
+    source = range(batch.num_rows) if batch.ids is None else input_rows(batch.x, batch.ids).tolist()
+    experts = [0] * batch.num_rows if batch.ids is None else batch.ids.flatten().tolist()
+    slots, x, arena = batch.slots, batch.x.cpu().double(), batch.arena.cpu()
+    for row, (expert, x_row) in enumerate(zip(experts, source, strict=True)):
+        slot = int(batch.row_slot[row // top_k])
+        if slot < 0 or expert < 0:
+            continue
+        for module, (column, width) in enumerate(
+            zip(batch.site.columns, batch.site.out_features, strict=True)
+        ):
+            index = (slot, LAYER, batch.site.entry(module, expert))
+            a, b = (
+                arena_rows(
+                    arena, int(offset[index]), int(slots.lora_rank[index]), size, batch.x.dtype
+                ).double()
+                for offset, size in ((slots.a_offset, batch.site.in_features), (slots.b_offset, width))
+            )
+            out[row, column : column + width] = float(slots.scale[index]) * (x[x_row] @ a.T) @ b
+    return out
+
+
+def assert_delta(actual: torch.Tensor, batch: Batch) -> None:
+    """Within one rounding of the dtype of the fp64 oracle."""
+    tolerance = TOLERANCE[batch.x.dtype]
+    torch.testing.assert_close(actual.double().cpu(), exact_delta(batch), rtol=tolerance, atol=tolerance / 4)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_lora.kernels.gpu import segments
+
+
+def described_rows(row_slot, ids) -> list[tuple[int, int, int]]:
+    """(expert, slot, row) of each row with an adapter, in the order that segments promise."""
+    top_k = 1 if ids is None else ids.shape[1]
+    slots = [int(slot) for slot in row_slot for _ in range(top_k)]
+    experts = [0] * len(slots) if ids is None else ids.flatten().tolist()
+    return sorted(
+        (expert, slot, row)
+        for row, (slot, expert) in enumerate(zip(slots, experts, strict=True))
+        if slot >= 0 and expert >= 0
+    )
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    slots=st.lists(st.integers(-1, 3), max_size=40),
+    top_k=st.integers(0, 3),
+    tile_rows=st.sampled_from([1, 2, 16]),
+    by_torch=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_segments_are_a_sorted_permutation_cut_into_tiles(device, slots, top_k, tile_rows, by_torch, seed):
+    row_slot = torch.tensor(slots, dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, 3, (len(slots), top_k), generator=generator).int().to(device) if top_k else None
+    limit = segments.SORT_MAX_ROWS
+    try:
+        segments.SORT_MAX_ROWS = 0 if by_torch else limit
+        built = segments.build_segments(row_slot, ids, 4, 3 if top_k else 0)
+    finally:
+        segments.SORT_MAX_ROWS = limit
+    expected, count = described_rows(row_slot, ids), int(built.count)
+    rows = built.rows.tolist()
+    assert sorted(rows) == list(range(len(slots) * max(1, top_k)))
+    found = [(expert, slot) for _, _, slot, expert in built.described.tolist()]
+    assert [(*pair, row) for pair, row in zip(found, rows, strict=True)][:count] == expected
+    assert found[count:] == [(-1, -1)] * (len(rows) - count)
+    tiles = built.tiles(tile_rows)
+    place = 0
+    for first, end, slot, expert in tiles.table[: int(tiles.count)].tolist():
+        assert first == place < end <= first + tile_rows
+        assert found[first:end] == [(expert, slot)] * (end - first)
+        place = end
+        # A tile ends where it is full or its segment ends.
+        assert end - first == tile_rows or end == count or found[end] != (expert, slot)
+    assert place == count
+
+
+def test_slots_and_experts_outside_the_tables_count_as_none(device):
+    row_slot = torch.tensor([0, 7, -5], dtype=torch.int32, device=device)
+    ids = torch.tensor([[0, 9], [0, 1], [1, 0]], dtype=torch.int32, device=device)
+    built = segments.build_segments(row_slot, ids, 4, 3)
+    assert int(built.count) == 1
+    assert int(built.rows[0]) == 0
+
+
+def test_wrong_shapes_and_dtypes_are_refused(device):
+    row_slot = torch.zeros(4, dtype=torch.int32, device=device)
+    for slots, ids in [
+        (row_slot.long(), None),
+        (row_slot[::2], None),
+        (row_slot, row_slot),
+        (row_slot, row_slot[:2, None]),
+        (row_slot, row_slot[:, None].float()),
+    ]:
+        with pytest.raises(ValueError):
+            segments.build_segments(slots, ids, 4, 1)
