@@ -95,7 +95,7 @@ def test_package_imports_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from moe_lora.kernels.gpu import lora, launch, configs, aot\n"
-        "try: launch.kernels('wgmma')\n"
+        "try: launch.kernels('wgmma_expand')\n"
         "except ImportError as error: assert 'pip install triton' in str(error), error\n"
         "else: raise SystemExit(1)"
     )
