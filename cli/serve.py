@@ -51,7 +51,10 @@ _ENGINE = (
         help="Processes that share the experts; must divide their number.  [default: 1]",
     ),
     click.option(
-        "--threads", "num_threads", type=int, help="CPU threads, all processes together.  [default: all cores]"
+        "--threads",
+        "num_threads",
+        type=int,
+        help="CPU threads, all processes together.  [default: all cores]",
     ),
 )
 

@@ -25,8 +25,8 @@ class EngineConfig:
     decode_buckets: batch sizes that decode steps are padded to, one compiled graph each; None = on CPU one
     graph for any size (and one for size 1), on CUDA powers of two.  expert_parallel: processes that the
     engine consists of, each with its share of the experts.  num_threads: CPU threads of the engine, all
-    processes together; None = all cores.  starvation_s: a request that waits longer than this for its adapter stops
-    younger ones from being admitted before it.
+    processes together; None = all cores.  starvation_s: a request that waits longer than this for its
+    adapter stops younger ones from being admitted before it.
     """
 
     model_dir: str

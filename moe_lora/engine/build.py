@@ -39,16 +39,16 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
     the engine, or if it can't be built.  Raises ConfigError or AdapterError for anything that can be known
     at start.
     """
-    check_expert_parallel(
-        ModelShape.from_hf_config(read_config(Path(config.model_dir))).num_experts, config.expert_parallel
-    )
-    if config.expert_parallel == 1:
-        return _build(config, None)
-    followers = followers or start_followers(config)
     try:
+        hf_config = read_config(Path(config.model_dir))
+        check_expert_parallel(ModelShape.from_hf_config(hf_config).num_experts, config.expert_parallel)
+        if config.expert_parallel > 1:
+            followers = followers or start_followers(config)
+            followers.set_up(config)
         return _build(config, followers)
     except BaseException:
-        followers.close()
+        if followers is not None:
+            followers.close()
         raise
 
 
@@ -86,9 +86,7 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         "engine ready: %s, %d adapters, %.3f GB arena on %s, %d processes",
         *(info.name, len(adapters), rank.arena.numel() / 1e9, rank.device, config.expert_parallel),
     )
-    return EngineCore(
-        info, shape, dtype, scheduler, runner, residency, blocks, clock, config.seed, followers
-    )
+    return EngineCore(info, shape, dtype, scheduler, runner, residency, blocks, clock, config.seed, followers)
 
 
 def _parts(rank: Rank, followers: Followers | None, sizes: ShardSizes) -> tuple[ModelRunner, SlotWriter]:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def follow(connection: Connection) -> None:
     """Carry out what rank 0 says until it says `End`; the process ends at once when rank 0 is gone."""
-    setup: SetUp = connection.recv()
+    setup: SetUp = _receive(connection)
     threading.Thread(
         target=_end_with_leader, args=(connection.fileno(), setup.directory), name="leader-watch", daemon=True
     ).start()

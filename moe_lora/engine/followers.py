@@ -62,29 +62,39 @@ class End:
 
 
 class Followers:
-    """Ranks 1 .. P-1.  connections: one each, in rank order.  processes: those that this process started."""
+    """Ranks 1 .. P-1.
+
+    connections: one each, in rank order.  directory: see `SetUp`.  processes: the followers, if this process
+    started them.
+    """
 
     def __init__(
         self,
-        config: EngineConfig,
         connections: Sequence[Connection],
+        directory: Path,
         processes: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
         self._connections = connections
         self._processes = processes
         self._ending = threading.Event()
-        self.directory = Path(tempfile.mkdtemp(prefix="moe_lora-"))
-        for dist_rank, connection in enumerate(connections, start=1):
-            connection.send(SetUp(config, dist_rank, self.directory))
+        self.directory = directory
+
+    def set_up(self, config: EngineConfig) -> None:
+        """Have all load their part of the model; `settle` waits for it."""
+        for dist_rank in range(1, len(self._connections) + 1):
+            self._send(dist_rank, packed_message(SetUp(config, dist_rank, self.directory)))
 
     def tell(self, message: Any) -> None:
         """Send to all.  Raises EngineDeadError if one is gone."""
         data = packed_message(message)
-        for dist_rank, connection in enumerate(self._connections, start=1):
-            try:
-                connection.send_bytes(data)
-            except OSError as error:
-                raise self._lost(dist_rank) from error
+        for dist_rank in range(1, len(self._connections) + 1):
+            self._send(dist_rank, data)
+
+    def _send(self, dist_rank: int, data: bytes) -> None:
+        try:
+            self._connections[dist_rank - 1].send_bytes(data)
+        except OSError as error:
+            raise self._lost(dist_rank) from error
 
     def settle(self) -> None:
         """Wait until all have answered.  Raises what kept one from doing what it was told."""
@@ -157,4 +167,9 @@ def start_followers(config: EngineConfig) -> Followers:
                 )
             )
         connections.append(Connection(ours.detach()))
-    return Followers(config, connections, processes)
+    return Followers(connections, instance_directory(), processes)
+
+
+def instance_directory() -> Path:
+    """A new directory that only this user can enter: it stands in for passwords between the ranks."""
+    return Path(tempfile.mkdtemp(prefix="moe_lora-"))

@@ -61,9 +61,7 @@ class Rank:
 
     def join(self, directory: Path) -> ExpertExchange:
         """Meet the other ranks; returns once all are there."""
-        group = open_group(
-            directory / RENDEZVOUS, self.dist_rank, self.config.expert_parallel, self.device
-        )
+        group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.expert_parallel, self.device)
         return choose_exchange(group, self.shape.num_experts, self.device)
 
     def own_slots(self) -> RankSlots:

@@ -102,9 +102,7 @@ class ModelRunner:
         """Without buckets any step does, with buckets a decode step of a bucket."""
         if self._eager:
             return False
-        return not self._buckets or (
-            num_rows in self._buckets and all(item.num_tokens == 1 for item in plan)
-        )
+        return not self._buckets or (num_rows in self._buckets and all(item.num_tokens == 1 for item in plan))
 
     def _rows(self, plan: Seq[Scheduled], num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids [T], positions [T] and the rows whose logits are wanted, all int64."""

@@ -29,9 +29,7 @@ class SlotWriter(Protocol):
         """Room that each layer of the adapter takes in an arena."""
         ...
 
-    def write(
-        self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]
-    ) -> PackedAdapter:
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> PackedAdapter:
         """Put the adapter into the arena and make `slot` mean it; returns what to keep of it from now on."""
         ...
 
@@ -58,9 +56,7 @@ class LocalSlotWriter:
     def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
         return [layer.nbytes for layer in packed.layers]
 
-    def write(
-        self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]
-    ) -> PackedAdapter:
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> PackedAdapter:
         write_slot(self._slots, slot, self._arena, packed, layer_offsets_bytes)
         return packed
 
@@ -117,9 +113,7 @@ class GroupSlotWriter:
     def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
         return self._sizes.layer_bytes(packed)
 
-    def write(
-        self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]
-    ) -> PackedAdapter:
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> PackedAdapter:
         if packed.content_hash not in self._store:
             self._store.put(packed)
             packed = self._store.get(packed.content_hash, packed.name)
@@ -152,7 +146,9 @@ class ShardSizes:
     def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
         sizes = self._known.get(packed.content_hash)
         if sizes is None:
-            shards = [[shard_layer(layer, self._shape, kept) for kept in self._kept] for layer in packed.layers]
+            shards = [
+                [shard_layer(layer, self._shape, kept) for kept in self._kept] for layer in packed.layers
+            ]
             sizes = [
                 max(map(_num_elements, ranks)) * layer.data.element_size()
                 for layer, ranks in zip(packed.layers, shards, strict=True)

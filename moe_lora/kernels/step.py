@@ -8,6 +8,7 @@ These tensors never enter a compiled graph: operations reach them through a chan
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -83,7 +84,7 @@ class StepTables:
 
     def to(self, device: torch.device) -> StepTables:
         """The same tables with every tensor on `device`."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)

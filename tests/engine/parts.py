@@ -50,7 +50,9 @@ class Parts:
         self.blocks = BlockManager(self.pages, BLOCK_SIZE, kv_pages, prefix_caching=True)
         self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(max_loras, 1, 1, torch.device("cpu"))
-        self.placement = LocalPlacement(self.pages, PAGE_BYTES, LocalSlotWriter(self.slots, self.arena), self.blocks)
+        self.placement = LocalPlacement(
+            self.pages, PAGE_BYTES, LocalSlotWriter(self.slots, self.arena), self.blocks
+        )
         self.residency = Residency(self.placement, self.blocks, self.clock)
         self.scheduler = Scheduler(
             self.blocks,
