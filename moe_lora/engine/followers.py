@@ -131,8 +131,11 @@ class Followers:
                 how = "closed its connection"
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
-    def close(self) -> None:
-        """End all followers, and what the instance left on disk; may be called again."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End all followers, and what the instance left on disk; may be called again.
+
+        at_once: don't wait for them to end on their own; one may hang.
+        """
         if self._ending.is_set():
             return
         self._ending.set()
@@ -144,7 +147,7 @@ class Followers:
             connection.close()
         for process in self._processes:
             try:
-                process.wait(STOP_TIMEOUT_S)
+                process.wait(0 if at_once else STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from moe_lora.adapters import read_adapter
 from moe_lora.core.errors import ConfigError
@@ -19,6 +20,7 @@ from moe_lora.execution.local import LocalBackend
 from moe_lora.kernels.step import KvLayout, SlotTable, StepTables
 from moe_lora.models.families import load_model
 from tests.families import MOE_FAMILIES, NUM_EXPERTS, NUM_LAYERS
+from tests.models.generated_code import operations
 
 CPU = torch.device("cpu")
 NUM_ROWS = 21
@@ -78,6 +80,32 @@ def test_sums_over_experts_are_the_same_bits(family, size, dtype, served, tmp_pa
             for ours, full in zip(found, expected, strict=True):
                 assert torch.equal(ours, full)
     assert (expected[0][0] - expected[1][0]).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_compiled_code_exchanges_rows_once_their_deltas_are_added(family, served):
+    class NobodyElse:
+        def fill(self, y, ids):
+            pass
+
+    def run(compiled):
+        torch._dynamo.reset()
+        rank = RankOfLayers(served(family), torch.float32, 2, 1, NobodyElse())
+        for layer in rank.model.layers if compiled else ():
+            layer.mlp.forward = torch.compile(layer.mlp.forward, fullgraph=True)
+        return rank.run(torch.randn(NUM_ROWS, 32, generator=torch.Generator().manual_seed(0)))
+
+    found, codes = run_and_get_code(run, True)
+    for ours, eager in zip(found, run(False), strict=True):
+        assert (ours - eager).abs().max() < 1e-4
+    for code in codes:
+        calls = operations(code)
+        [exchange] = [call for call in calls if call.name == "exchange_experts"]
+        adds = [call for call in calls if call.name == "lora_add_to"]
+        assert len(adds) == 3
+        assert adds[-1].operands[2] == exchange.operands[1]
+        assert adds[-1].position < exchange.position
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
