@@ -59,7 +59,9 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         followers.settle()
     adapters = [(read_adapter(Path(path), shape, dtype, name), path) for name, path in config.adapters]
     sizes = ShardSizes(shape, config.expert_parallel)
-    adapter_bytes = [sum(sizes.layer_bytes(packed)) for packed, _ in adapters]
+    adapter_bytes = [
+        packed.nbytes if followers is None else sum(sizes.layer_bytes(packed)) for packed, _ in adapters
+    ]
     size = arena_size(config, shape, layout, adapter_bytes, rank.free_bytes())
     if followers is not None:
         followers.tell(Allocate(size.num_pages * layout.page_bytes))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.shard import LayerShard, entries_of_experts, shard_layer
+from moe_lora.core.errors import AdapterError, CapacityError
 from moe_lora.core.expert_parallel import experts_of_rank
 from moe_lora.core.shape import ModelShape
 from moe_lora.execution.slots import write_slot
@@ -29,8 +32,15 @@ class SlotWriter(Protocol):
         """Room that each layer of the adapter takes in an arena."""
         ...
 
-    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> PackedAdapter:
-        """Put the adapter into the arena and make `slot` mean it; returns what to keep of it from now on."""
+    def keep(self, packed: PackedAdapter) -> PackedAdapter:
+        """Take on an adapter, once for each time that `forget` will end it; returns what to keep of it.
+
+        Raises CapacityError if there is no room for that.
+        """
+        ...
+
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> None:
+        """Put a kept adapter into the arena and make `slot` mean it."""
         ...
 
     def clear(self, slot: int) -> None:
@@ -38,7 +48,7 @@ class SlotWriter(Protocol):
         ...
 
     def forget(self, packed: PackedAdapter) -> None:
-        """The adapter will not be written again."""
+        """End what `keep` began."""
         ...
 
 
@@ -56,9 +66,11 @@ class LocalSlotWriter:
     def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
         return [layer.nbytes for layer in packed.layers]
 
-    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> PackedAdapter:
-        write_slot(self._slots, slot, self._arena, packed, layer_offsets_bytes)
+    def keep(self, packed: PackedAdapter) -> PackedAdapter:
         return packed
+
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> None:
+        write_slot(self._slots, slot, self._arena, packed, layer_offsets_bytes)
 
     def clear(self, slot: int) -> None:
         self._slots.clear(slot)
@@ -105,6 +117,7 @@ class GroupSlotWriter:
         self._sizes = sizes
         self._store = store
         self._followers = followers
+        self._num_kept: Counter[str] = Counter()
 
     @property
     def num_slots(self) -> int:
@@ -113,23 +126,34 @@ class GroupSlotWriter:
     def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
         return self._sizes.layer_bytes(packed)
 
-    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> PackedAdapter:
-        if packed.content_hash not in self._store:
+    def keep(self, packed: PackedAdapter) -> PackedAdapter:
+        """In the host store, mapped: what was read into this process's memory may go."""
+        try:
             self._store.put(packed)
-            packed = self._store.get(packed.content_hash, packed.name)
+            stored = self._store.get(packed.content_hash, packed.name)
+        except (OSError, SafetensorError, AdapterError) as error:
+            raise CapacityError(
+                f"adapter {packed.name!r} of {packed.nbytes / 1e9:.3f} GB can't be kept in "
+                f"{self._store.directory} ({error}); free room there or let TMPDIR name another place"
+            ) from error
+        self._num_kept[packed.content_hash] += 1
+        return stored
+
+    def write(self, slot: int, packed: PackedAdapter, layer_offsets_bytes: Sequence[int]) -> None:
         self._followers.tell(WriteSlot(slot, packed.content_hash, tuple(layer_offsets_bytes)))
         self._own.write(slot, packed, layer_offsets_bytes)
         # Until followers have read it, the file must not go, nor a failure to read it go unnoticed.
         self._followers.settle()
-        return packed
 
     def clear(self, slot: int) -> None:
         self._followers.tell(ClearSlot(slot))
         self._own.slots.clear(slot)
 
     def forget(self, packed: PackedAdapter) -> None:
-        self._sizes.forget(packed)
-        self._store.remove(packed.content_hash)
+        self._num_kept[packed.content_hash] -= 1
+        if not self._num_kept[packed.content_hash]:
+            self._sizes.forget(packed)
+            self._store.remove(packed.content_hash)
 
 
 class ShardSizes:
