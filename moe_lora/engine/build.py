@@ -19,7 +19,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.models.families import read_config
 
 from .core import EngineCore
-from .followers import HOST_STORE, Allocate, Followers, start_followers
+from .followers import HOST_STORE, Allocate, Followers, Report, start_followers
 from .placement import LocalPlacement
 from .rank import Rank
 from .residency import Residency
@@ -75,6 +75,9 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     for packed, path in adapters:
         residency.add(packed, path)
     runner.warm_up()
+    if followers is not None:
+        followers.tell(Report())
+        followers.settle()
     scheduler = Scheduler(
         blocks,
         residency,

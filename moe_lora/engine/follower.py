@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from .followers import HOST_STORE, Allocate, Done, End, SetUp
+from .followers import HOST_STORE, Allocate, Done, End, Report, SetUp
 from .step_batch import StepBatch, packed_message
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ def _obey(connection: Connection, rank: Any, runner: Any, store_dir: Path) -> No
                 _send(connection, Done())
         elif isinstance(message, ClearSlot):
             slots.slots.clear(message.slot)
+        elif isinstance(message, Report):
+            _send(connection, Done())
         else:
             assert isinstance(message, End), message
             return

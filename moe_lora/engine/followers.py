@@ -50,6 +50,11 @@ class Allocate:
 
 
 @dataclass(frozen=True)
+class Report:
+    """Answer once everything before this is done."""
+
+
+@dataclass(frozen=True)
 class Done:
     """A follower's answer.  error: why it could not."""
 
@@ -96,10 +101,19 @@ class Followers:
         except OSError as error:
             raise self._lost(dist_rank) from error
 
-    def settle(self) -> None:
-        """Wait until all have answered.  Raises what kept one from doing what it was told."""
+    def settle(self, within_s: float | None = None) -> None:
+        """Wait until all have answered.
+
+        Raises what kept one from doing what it was told, EngineDeadError if one is gone or does not answer
+        within this time (None: however long it takes).
+        """
         for dist_rank, connection in enumerate(self._connections, start=1):
             try:
+                if not connection.poll(within_s):
+                    raise EngineDeadError(
+                        f"rank {dist_rank} of this instance does not answer within {within_s:g} s; "
+                        "restart the instance"
+                    )
                 done: Done = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError) as error:
                 raise self._lost(dist_rank) from error

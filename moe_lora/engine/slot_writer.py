@@ -16,6 +16,7 @@ from moe_lora.adapters.shard import LayerShard, entries_of_experts, shard_layer
 from moe_lora.core.errors import AdapterError, CapacityError
 from moe_lora.core.expert_parallel import experts_of_rank
 from moe_lora.core.shape import ModelShape
+from moe_lora.execution import exchange
 from moe_lora.execution.slots import write_slot
 from moe_lora.kernels.step import SlotTable
 
@@ -143,7 +144,7 @@ class GroupSlotWriter:
         self._followers.tell(WriteSlot(slot, packed.content_hash, tuple(layer_offsets_bytes)))
         self._own.write(slot, packed, layer_offsets_bytes)
         # Until followers have read it, the file must not go, nor a failure to read it go unnoticed.
-        self._followers.settle()
+        self._followers.settle(exchange.TIMEOUT_S)
 
     def clear(self, slot: int) -> None:
         self._followers.tell(ClearSlot(slot))

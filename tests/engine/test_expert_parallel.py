@@ -16,7 +16,8 @@ import pytest
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.config import EngineConfig
-from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
+from moe_lora.engine.followers import HOST_STORE
 from moe_lora.engine.process import ProcessClient
 from moe_lora.execution import exchange
 from tests.families import MOE_FAMILIES
@@ -105,8 +106,12 @@ def assert_new_version_reaches_all_ranks(llm: LLM, model) -> None:
     assert llm.generate(prompt, [first], GREEDY)[0].token_ids == before
     for path in model.adapters:
         llm.unload_adapter(path.name)
-    store = llm.client.core._followers.directory
-    assert not list(store.rglob("*.safetensors"))
+    store = llm.client.core._followers.directory / HOST_STORE
+    assert not list(store.iterdir())
+    store.rmdir()
+    with pytest.raises(CapacityError, match="let TMPDIR name another place"):
+        llm.publish_adapter("late", str(model.adapters[0]))
+    assert llm.generate(prompt, None, GREEDY)[0].finish_reason == "length"
 
 
 COMPILED = [
@@ -132,14 +137,16 @@ def two_ranks(**changes) -> Iterator[LLM]:
         yield llm
 
 
-def test_follower_killed_between_requests_ends_the_engine():
+def test_follower_killed_between_requests_ends_its_engine_and_no_other():
     with two_ranks() as llm:
         directory = llm.client.core._followers.directory
         [follower] = followers_of(os.getpid())
-        os.kill(follower, signal.SIGKILL)
-        assert comes_true(lambda: not directory.exists())
-        with pytest.raises(EngineDeadError, match="rank 1 of this instance was killed by SIGKILL"):
-            llm.generate("ab=")
+        with two_ranks() as other:
+            os.kill(follower, signal.SIGKILL)
+            assert comes_true(lambda: not directory.exists())
+            with pytest.raises(EngineDeadError, match="rank 1 of this instance was killed by SIGKILL"):
+                llm.generate("ab=")
+            assert other.generate("ab=", sampling=GREEDY)[0].finish_reason == "length"
 
 
 def test_follower_killed_in_a_step_fails_the_requests():
@@ -152,13 +159,15 @@ def test_follower_killed_in_a_step_fails_the_requests():
         killer.wait()
 
 
-def test_follower_that_hangs_ends_the_engine(monkeypatch):
-    monkeypatch.setattr(exchange, "TIMEOUT_S", 3.0)
-    with two_ranks() as llm:
+@pytest.mark.parametrize("adapter", [None, "upper"])
+def test_follower_that_hangs_ends_the_engine(adapter, monkeypatch):
+    """In a step, or while an adapter is brought in."""
+    monkeypatch.setattr(exchange, "TIMEOUT_S", 2.0)
+    with two_ranks(adapters={"upper": str(MODEL.parent / "adapters" / "upper")}) as llm:
         [follower] = followers_of(os.getpid())
         os.kill(follower, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="does not answer"):
-            llm.generate("ab=", sampling=SamplingParams(max_tokens=4))
+            llm.generate("ab=", adapter, SamplingParams(max_tokens=4))
         assert comes_true(lambda: not is_running(follower))
 
 
