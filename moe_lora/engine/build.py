@@ -66,6 +66,8 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     if followers is not None:
         followers.tell(Allocate(size.num_pages * layout.page_bytes))
     rank.allocate(size.num_pages * layout.page_bytes)
+    if followers is not None:
+        followers.settle()
     runner, writer = _parts(rank, followers, sizes)
     clock = WallClock()
     pages = PageAllocator(size.num_pages)

@@ -1,12 +1,11 @@
 """The other ranks of an instance, as rank 0 sees them: processes of this host behind one connection each.
 
 Rank 0 schedules.  What it tells its followers (`engine.follower`) arrives in order: what they need to set
-up, then steps and slots to fill, then the end.  Either side notices at once when the other is gone.
+up, then steps and slots to fill.  Hanging up ends them; either side notices at once when the other is gone.
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
 import shutil
 import signal
@@ -26,8 +25,6 @@ from moe_lora.core.errors import EngineDeadError
 
 from .process import STOP_TIMEOUT_S, worker_environment
 from .step_batch import packed_message
-
-logger = logging.getLogger(__name__)
 
 RENDEZVOUS, HOST_STORE = "rendezvous", "adapters"
 """What lies in an instance's directory: the file its ranks find each other by, and packed adapters."""
@@ -59,11 +56,6 @@ class Done:
     """A follower's answer.  error: why it could not."""
 
     error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class End:
-    """The last message."""
 
 
 class Followers:
@@ -154,10 +146,6 @@ class Followers:
             return
         self._ending.set()
         for connection in self._connections:
-            try:
-                connection.send_bytes(packed_message(End()))
-            except OSError:
-                logger.info("a follower is gone already")
             connection.close()
         for process in self._processes:
             try:

@@ -42,7 +42,7 @@ def test_keeping_all_entries_is_one_copy_of_the_same_bytes(checkpoint, shape_of,
         assert torch.equal(shard.scale, layer.scale)
 
 
-@pytest.mark.parametrize("family", ("qwen3_moe", "dbrx"))
+@pytest.mark.parametrize("family", ["qwen3_moe", "dbrx"])
 def test_ranks_keep_dense_entries_all_and_each_expert_once(family, shape_of):
     shape = shape_of(family)
     halves = np.stack([entries_of_experts(shape, experts) for experts in (range(2), range(2, 4))])
