@@ -3,9 +3,10 @@
 Legend: R rows, H input width, C output columns, S parts of H summed apart, M modules of the site.
 
 wgmma's 64 rows are rank rows (or output columns) and its N the tile's tokens, 16 to 64, so that a tile of few
-tokens wastes little.  Weights come by TMA: a descriptor per matrix is made on the device from the slot table, and its bounds make rows past the true rank
-zeros that are never read.  x rows of a segment lie anywhere (TMA can't gather on sm_90), so they are copied
-by pointer (cp.async) in the same pipeline.  A persistent grid walks the tiles that `segments` counted.
+tokens wastes little.  Weights come by TMA: a descriptor per matrix is made on the device from the slot table,
+and its bounds make rows past the true rank zeros that are never read.  x rows of a segment lie anywhere (TMA
+can't gather on sm_90), so they are copied by pointer (cp.async) in the same pipeline.  A persistent grid
+walks the tiles that `segments` counted.
 Rows that are not multiples of 16 bytes can't go by TMA: ALIGNED = False loads them element by element.
 
 Bytes in flight: 4.3 TB/s at about 0.8 us of latency asks for 26 KB per SM.  Shrink in decode keeps 6 stages
