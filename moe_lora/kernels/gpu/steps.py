@@ -21,7 +21,8 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     """h of all rows: [2, M, R, h_width] of the model's dtype, hi and lo."""
     kernels, x = launch.kernels("wgmma_shrink"), problem.x
     aligned = x.shape[1] % 16 == 0
-    x = x.index_select(0, problem.segments.rows // problem.rows_per_input)
+    rows, per_input = problem.segments.rows, problem.rows_per_input
+    x = x.index_select(0, rows if per_input == 1 else rows // per_input)
     config = pipeline(problem.config("wgmma_shrink"), aligned)
     split_k, slots = config["split_k"], problem.slots
     tiles, lanes = problem.segments.tiles(config["block_t"]), -(-problem.max_lora_rank // _RANK_ROWS)
