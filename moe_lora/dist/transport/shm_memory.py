@@ -82,8 +82,8 @@ def map_peer_segment(
     except OSError as error:
         raise PeerUnreachableError(
             f"window {found.label!r} of {found.peer!r} (process {pid}) can't be opened: {error.strerror}; "
-            "the process has ended or freed it, or runs as another user or in another PID namespace (then use "
-            "transport 'gloo' or 'nixl')"
+            "the process has ended or freed it, or runs as another user or in another PID namespace (then "
+            "use transport 'gloo' or 'nixl')"
         ) from None
     try:
         known = os.pread(fd, _HEADER.size, 0)
