@@ -10,7 +10,9 @@ from .contract import Store, Transport
 
 _PLACES = {
     "shm": ("shm", "ShmTransport"),
+    "gloo": ("gloo", "GlooTransport"),
 }
+KINDS = tuple(_PLACES)
 
 
 def make_transport(kind: str, *, name: str, store: Store | None = None, **options: Any) -> Transport:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -86,7 +87,8 @@ class _Process:
             ) from None
         weakref.finalize(self, os.close, self.pidfd)
         # The tag is checked after the handle was taken, so the handle is this process's and no later one's.
-        self.bell = map_peer_segment(found, medium["bell_fd"], medium["bell_tag"], 0, 0)
+        bell = replace(found, num_bytes=0, num_signals=0)
+        self.bell = map_peer_segment(bell, medium["bell_fd"], medium["bell_tag"])
 
 
 class ShmRemoteWindow:
@@ -172,9 +174,7 @@ class ShmTransport:
         process = self._processes.get(key)
         if process is None:
             process = self._processes[key] = _Process(found)
-        segment = map_peer_segment(
-            found, found.medium["fd"], found.medium["tag"], found.num_bytes, found.num_signals
-        )
+        segment = map_peer_segment(found, found.medium["fd"], found.medium["tag"])
         remote = ShmRemoteWindow(found, process, segment)
         if not remote.alive():
             raise PeerUnreachableError(

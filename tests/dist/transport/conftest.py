@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from moe_lora.dist.transport import Transport, make_transport
+from moe_lora.dist.transport import KINDS, Transport, make_transport
 
 from .peers import Peer
 
@@ -48,7 +48,7 @@ def shared_peer() -> Iterator[Peer]:
     peer.kill()
 
 
-@pytest.fixture(scope="module", params=["shm"])
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "nixl" and importlib.util.find_spec("nixl") is None:
         pytest.skip("nixl is not installed; pip install 'moe-lora[nixl]'")

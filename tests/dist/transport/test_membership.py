@@ -18,12 +18,16 @@ from .peers import TIMEOUT_S, Peer, pattern
 NUM_PUTS_TILL_NOTICED = 500
 
 
+def put_often(pair: Pair, remote: RemoteWindow) -> None:
+    """A medium may take some puts before it notices that nobody is there."""
+    for value in range(1, NUM_PUTS_TILL_NOTICED):
+        pair.here.put_signal(remote, 0, pattern(1000, 1), 0, value)
+        pair.here.quiet(remote)
+
+
 def expect_gone(pair: Pair, remote: RemoteWindow) -> None:
-    """Puts raise, perhaps not the first: a medium may take some before it notices."""
     with pytest.raises(PeerGoneError, match=f"{remote.label!r} of {remote.peer!r}"):
-        for value in range(1, NUM_PUTS_TILL_NOTICED):
-            pair.here.put_signal(remote, 0, pattern(1000, 1), 0, value)
-            pair.here.quiet(remote)
+        put_often(pair, remote)
 
 
 def test_a_killed_peer_is_noticed_and_its_return_found(mortal_pair: Pair) -> None:
@@ -146,5 +150,5 @@ def test_closing_gives_back_files_and_threads(kind: str, pair: Pair, shared_peer
 
 
 def test_unknown_transport_is_refused() -> None:
-    with pytest.raises(ValueError, match="'pigeon' is unknown; choose one of shm"):
+    with pytest.raises(ValueError, match="'pigeon' is unknown; choose one of shm, "):
         make_transport("pigeon", name="x")
