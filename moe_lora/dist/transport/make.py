@@ -11,6 +11,7 @@ from .contract import Store, Transport
 _PLACES = {
     "shm": ("shm", "ShmTransport"),
     "gloo": ("gloo", "GlooTransport"),
+    "nixl": ("nixl", "NixlTransport"),
 }
 KINDS = tuple(_PLACES)
 

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore
 from moe_lora.dist.transport import make_transport
 
 TIMEOUT_S = 20.0
+POLL_S = 0.002
 
 
 def pattern(num_bytes: int, seed: int) -> torch.Tensor:
@@ -78,6 +79,8 @@ def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     driven = Driven()
     while True:
+        while driven.transport and not pipe.poll(POLL_S):
+            driven.transport.wait_any([], 0.0)  # some media get on only while their process waits
         try:
             method, arguments = pipe.recv()
         except EOFError:

@@ -1,0 +1,414 @@
+"""Transport over NIXL (UCX underneath): one-sided writes with a notification, on one host and between hosts.
+
+Optional: pip install 'moe-lora[nixl]'.  Signals travel as notifications; whoever waits collects them and raises
+the local words.  NIXL's progress thread stays off, as it burns a core: so connecting, and between hosts (TCP)
+every put, gets on only while the target waits or puts.  UCX reads its own variables, such as UCX_TLS=tcp,self or
+UCX_NET_DEVICES=eth0.  Where Debian's Open MPI is installed, UCX_MODULES=cma avoids a crash at exit.
+
+A header page before each window's data {magic, tag, num_bytes, num_signals, freed} is read when attaching and
+in `quiet`, which is how a freed window is noticed.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import logging
+import mmap
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from moe_lora.core.errors import PeerGoneError, PeerUnreachableError
+
+from .contract import RemoteWindow, Store, Window
+from .descriptor import (
+    Descriptor,
+    as_bytes,
+    check_new_window,
+    check_range,
+    check_same_size,
+    check_signal,
+    check_sizes,
+    check_tensor,
+)
+from .directory import Directory
+from .shm_library import SignalWords, Waiter, lines
+
+_log = logging.getLogger(__name__)
+
+_MAGIC = int.from_bytes(b"moelora1", "little")
+_HEADER = struct.Struct("<QQQQQ")
+_FREED_OFFSET = 32
+_NOTICE = struct.Struct("<qqQ")
+# Windows that were freed, for as long as the process lives: peers may write to their addresses once more.
+_discarded: list[NixlWindow] = []
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+
+
+class NixlWindow:
+    """Registered memory."""
+
+    def __init__(
+        self, owner: NixlTransport, number: int, label: str, num_bytes: int, num_signals: int
+    ) -> None:
+        check_sizes(label, num_bytes, num_signals)
+        self.label, self.num_bytes, self.num_signals, self.number = label, num_bytes, num_signals, number
+        self._map = mmap.mmap(-1, mmap.PAGESIZE + num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._tag = secrets.randbits(62)
+        header = _HEADER.pack(_MAGIC, self._tag, num_bytes, num_signals, 0)
+        self.memory[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self.bytes = self.memory[mmap.PAGESIZE :]
+        self.words = SignalWords(lines(num_signals), owner.doorbell)
+        self._owner = owner
+
+    def descriptor(self) -> bytes:
+        """As in the contract; the medium is NIXL's metadata and the address."""
+        agent, metadata = self._owner.identity()
+        return Descriptor(
+            kind=NixlTransport.kind,
+            peer=self._owner.name,
+            label=self.label,
+            generation=self._owner.generation,
+            num_bytes=self.num_bytes,
+            num_signals=self.num_signals,
+            medium={
+                "agent": agent,
+                "metadata": base64.b64encode(metadata).decode(),
+                "address": self.memory.data_ptr(),
+                "tag": self._tag,
+                "window": self.number,
+            },
+        ).encode()
+
+    def read_signal(self, signal: int) -> int:
+        """Present value, after collecting what has arrived."""
+        check_signal(self, signal)
+        self._owner.collect()
+        return self.words.read(signal)
+
+    def set_signal(self, signal: int, value: int) -> None:
+        """Set the value here and wake this process's waiters."""
+        check_signal(self, signal, value)
+        self.words.set(signal, value)
+
+    def free(self) -> None:
+        """Later puts change nothing, and the sender's next quiet raises PeerGoneError; views read zeros."""
+        self._owner.forget(self)
+
+    def discard(self) -> None:
+        """Give the pages back, and keep the addresses: a late put of a peer must hit nothing else."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+        self.memory[_FREED_OFFSET] = 1
+
+
+class NixlRemoteWindow:
+    """A peer's window, and the transfers to it that are under way."""
+
+    def __init__(self, found: Descriptor, transport: NixlTransport) -> None:
+        self.peer, self.label, self.generation = found.peer, found.label, found.generation
+        self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
+        self.agent: str = found.medium["agent"]
+        self.address: int = found.medium["address"]
+        self.number: int = found.medium["window"]
+        self.tag: int = found.medium["tag"]
+        self.reachable = True
+        self.pending: list[tuple[Any, Any, torch.Tensor]] = []
+        self._transport = transport
+
+    def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
+        """None: the memory is not mapped here."""
+        check_range(self, offset_bytes, num_bytes)
+        return None
+
+    def signal(self, signal: int, value: int) -> None:
+        """Raise a signal behind the puts before it."""
+        self._transport.put_signal(self, 0, None, signal, value)
+
+    def alive(self) -> bool:
+        """True until something sent did not arrive."""
+        return self.reachable
+
+    def gone(self, reason: object) -> PeerGoneError:
+        """Marks the window as lost; the error to raise."""
+        self.reachable = False
+        return PeerGoneError(
+            f"window {self.label!r} of {self.peer!r} generation {self.generation} is gone ({reason}); open its "
+            "newest window"
+        )
+
+
+class NixlTransport:
+    """NIXL writes with notifications; see the contract."""
+
+    kind = "nixl"
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        store: Store | None = None,
+        spin_s: float = 20e-6,
+        timeout_s: float = 30.0,
+        error_handling: str = "none",
+    ) -> None:
+        """timeout_s: of one transfer, after which the peer counts as gone.  error_handling: UCX's mode, "none"
+        (several times faster on one host) or "peer"."""
+        from nixl import _bindings
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.name = name
+        self._directory = Directory(store, self.kind, name)
+        self.generation = self._directory.generation
+        # A name per incarnation: a peer that returns is a new agent, and nothing of the old one is in its way.
+        self._agent_name = f"{name}#{self.generation}-{secrets.token_hex(4)}"
+        config = nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent: Any = nixl_agent(self._agent_name, config)
+        self._agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
+        self._lock = threading.RLock()
+        self._timeout_s, self._spin_s = timeout_s, spin_s
+        self._errors = tuple(
+            error
+            for error in vars(_bindings).values()
+            if isinstance(error, type) and issubclass(error, Exception)
+        )
+        self.doorbell = lines(1)
+        self._waiter = Waiter(self.doorbell, spin_s)
+        self._scratch = torch.zeros(_HEADER.size, dtype=torch.uint8)
+        self._numbers = itertools.count()
+        self._windows: dict[int, tuple[NixlWindow, Any]] = {}
+        self._remotes: set[NixlRemoteWindow] = set()
+        self._closed = False
+
+    def identity(self) -> tuple[str, bytes]:
+        """Agent name and metadata, for descriptors."""
+        with self._lock:
+            return self._agent_name, self._agent.get_agent_metadata()
+
+    def alloc(self, label: str, num_bytes: int, num_signals: int) -> NixlWindow:
+        """A window of registered memory."""
+        check_new_window(
+            self.name, label, {window.label for window, _ in self._windows.values()}, self._closed
+        )
+        window = NixlWindow(self, next(self._numbers), label, num_bytes, num_signals)
+        with self._lock:
+            self._windows[window.number] = window, self._agent.register_memory(window.memory)
+        self._directory.publish(label, window.descriptor())
+        return window
+
+    def forget(self, window: NixlWindow) -> None:
+        """Called by a window that is freed."""
+        with self._lock:
+            if window.number in self._windows:
+                # It stays registered: a late put must end well at the sender, too, and change nothing here.
+                window.discard()
+                _discarded.append(self._windows.pop(window.number)[0])
+
+    def attach(self, descriptor: bytes) -> NixlRemoteWindow:
+        """Connect to the window's owner, and read the window's header."""
+        return self._attach(descriptor, self._timeout_s)
+
+    def open(self, peer: str, label: str, timeout_s: float) -> NixlRemoteWindow:
+        """Attach to the newest window of that name."""
+        return self._directory.find(peer, label, lambda data: self._attach(data, timeout_s), timeout_s)
+
+    def _attach(self, descriptor: bytes, timeout_s: float) -> NixlRemoteWindow:
+        found = Descriptor.decode(descriptor, self.kind)
+        remote = NixlRemoteWindow(found, self)
+        try:
+            with self._lock:
+                self._agent.add_remote_agent(base64.b64decode(found.medium["metadata"]))
+                self._remotes.add(remote)
+            size = self._read_header(remote, timeout_s)
+        except PeerGoneError as error:
+            self.detach(remote)
+            raise PeerUnreachableError(
+                f"window {found.label!r} of {found.peer!r} can't be reached: {error}; check that its process "
+                "runs and waits for signals"
+            ) from None
+        try:
+            check_same_size(found, *size)
+        except ValueError:
+            self.detach(remote)
+            raise
+        return remote
+
+    def _read_header(self, remote: NixlRemoteWindow, timeout_s: float) -> tuple[int, int]:
+        with self._lock:
+            self._finish([self._start("READ", self._scratch, remote, 0, b"")], remote, timeout_s)
+            magic, tag, num_bytes, num_signals, freed = _HEADER.unpack(bytes(self._scratch.numpy()))
+        if freed or (magic, tag) != (_MAGIC, remote.tag):
+            raise remote.gone("it was freed")
+        return num_bytes, num_signals
+
+    def _start(
+        self, operation: str, tensor: torch.Tensor, remote: NixlRemoteWindow, offset: int, notice: bytes
+    ) -> tuple[Any, Any, torch.Tensor]:
+        """Begin a transfer; the caller holds the lock. Returns handle, registration, and the tensor to keep."""
+        registered = self._agent.register_memory([(tensor.data_ptr(), tensor.nbytes, 0, "")], "DRAM")
+        here = self._agent.get_xfer_descs([(tensor.data_ptr(), tensor.nbytes, 0)], "DRAM")
+        there = self._agent.get_xfer_descs([(remote.address + offset, tensor.nbytes, 0)], "DRAM")
+        try:
+            handle = self._agent.initialize_xfer(operation, here, there, remote.agent, notice)
+            self._agent.transfer(handle)
+        except self._errors as error:
+            self._agent.deregister_memory(registered)
+            raise remote.gone(error) from None
+        return handle, registered, tensor
+
+    def _finish(
+        self, transfers: list[tuple[Any, Any, torch.Tensor]], remote: NixlRemoteWindow, timeout_s: float
+    ) -> None:
+        """Wait for transfers to end; the list is emptied whatever happens."""
+        deadline = time.monotonic() + timeout_s
+        while transfers:
+            handle, registered, _ = transfers[0]
+            with self._lock:
+                try:
+                    state = self._agent.check_xfer_state(handle)
+                    reason: object = "its process has ended"
+                except self._errors as error:
+                    state, reason = "ERR", error
+                if state == "PROC" and time.monotonic() < deadline:
+                    self.collect()  # the peer may be waiting for us to take what it puts
+                    continue
+                transfers.pop(0)
+                self._release(handle, registered)
+            if state != "DONE":
+                for handle, registered, _ in transfers:
+                    self._release(handle, registered)
+                transfers.clear()
+                late = f"no answer within timeout_s={timeout_s:g}"
+                raise remote.gone(reason if state == "ERR" else late)
+
+    def _release(self, handle: Any, registered: Any) -> None:
+        with self._lock:
+            try:
+                self._agent.release_xfer_handle(handle)
+            except self._errors:
+                _log.warning("NIXL keeps a transfer that can't be cancelled")
+            self._agent.deregister_memory(registered)
+
+    def put_signal(
+        self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
+    ) -> None:
+        """Write with a notification; puts may overtake each other unless `fence` stands between."""
+        assert isinstance(dst, NixlRemoteWindow)
+        check_signal(dst, signal, value)
+        num_bytes = 0 if src is None else check_tensor(src, "src")
+        check_range(dst, offset_bytes if num_bytes else 0, num_bytes)
+        self._check_live(dst)
+        notice = _NOTICE.pack(dst.number, signal, value)
+        if src is None or not num_bytes:
+            self.fence(dst)
+            with self._lock:
+                try:
+                    self._agent.send_notif(dst.agent, notice)
+                except self._errors as error:
+                    raise dst.gone(error) from None
+            return
+        with self._lock:
+            transfer = self._start("WRITE", as_bytes(src), dst, mmap.PAGESIZE + offset_bytes, notice)
+            dst.pending.append(transfer)
+
+    def _check_live(self, remote: NixlRemoteWindow) -> None:
+        if remote not in self._remotes or not remote.reachable:
+            raise remote.gone("its process has ended, or the window was freed or detached from")
+
+    def get(self, src: RemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
+        """Read, and wait for it."""
+        assert isinstance(src, NixlRemoteWindow)
+        check_range(src, offset_bytes, check_tensor(out, "out"))
+        self._check_live(src)
+        if out.nbytes:
+            with self._lock:
+                transfer = self._start("READ", as_bytes(out), src, mmap.PAGESIZE + offset_bytes, b"")
+            self._finish([transfer], src, self._timeout_s)
+
+    def fence(self, dst: RemoteWindow) -> None:
+        """Wait for the puts before."""
+        assert isinstance(dst, NixlRemoteWindow)
+        with self._lock:
+            self._check_live(dst)
+            pending, dst.pending = dst.pending, []
+        self._finish(pending, dst, self._timeout_s)
+
+    def quiet(self, dst: RemoteWindow) -> None:
+        """Wait for the puts before, and see that the window still stands."""
+        assert isinstance(dst, NixlRemoteWindow)
+        self.fence(dst)
+        self._read_header(dst, self._timeout_s)
+
+    def collect(self) -> None:
+        """Turn notifications that have arrived into signals; also lets UCX get on with what is under way."""
+        with self._lock:
+            if self._closed:
+                return
+            for notices in self._agent.get_new_notifs().values():
+                for notice in notices:
+                    number, signal, value = _NOTICE.unpack(notice)
+                    if number in self._windows:
+                        self._windows[number][0].words.raise_to(signal, value)
+
+    def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
+        """Collect notifications until the signal has reached the value."""
+        assert isinstance(window, NixlWindow)
+        if self.wait_any([(window, signal, at_least)], timeout_s) is None:
+            return self._waiter.until(window, signal, at_least, 0.0)
+        return window.words.read(signal)
+
+    def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
+        """Collect notifications until a signal has reached its value; the pauses grow to a millisecond."""
+        local = cast("Sequence[tuple[NixlWindow, int, int]]", waits)
+        start = time.monotonic()
+        pause_s = 0.0
+        while True:
+            self.collect()
+            passed_s = time.monotonic() - start
+            left_s = _LONGEST_SLEEP_S if timeout_s is None else max(0.0, timeout_s - passed_s)
+            found = self._waiter.any(local, min(pause_s, left_s))
+            if found is not None or left_s == 0.0:
+                return found
+            if passed_s > self._spin_s:
+                pause_s = min(max(2 * pause_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)
+
+    def detach(self, remote: RemoteWindow) -> None:
+        """Let a peer's window go, and its process with its last."""
+        assert isinstance(remote, NixlRemoteWindow)
+        with self._lock:
+            if remote not in self._remotes:
+                return
+            self._remotes.discard(remote)
+            remote.reachable = False
+            for handle, registered, _ in remote.pending:
+                self._release(handle, registered)
+            remote.pending.clear()
+            if all(other.agent != remote.agent for other in self._remotes):
+                try:
+                    self._agent.remove_remote_agent(remote.agent)
+                except self._errors:
+                    _log.info("NIXL had lost %s before it was detached from", remote.agent)
+
+    def close(self) -> None:
+        """Free and detach all."""
+        with self._lock:
+            if self._closed:
+                return
+            for remote in list(self._remotes):
+                self.detach(remote)
+            for window, _ in list(self._windows.values()):
+                window.free()
+            self._closed = True
+            self._agent = None
+
+    def __enter__(self) -> NixlTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
