@@ -203,8 +203,8 @@ class GlooTransport:
             return remote
         except (OSError, RuntimeError) as error:
             raise PeerUnreachableError(
-                f"{found.peer!r} at {host}:{port} can't be reached ({str(error).splitlines()[0]}); check that "
-                "it runs and that its option host= is an address this host reaches"
+                f"{found.peer!r} at {host}:{port} can't be reached ({str(error).splitlines()[0]}); check "
+                "that it runs and that its option host= is an address this host reaches"
             ) from None
         finally:
             self._drop_unused_links()

@@ -1,9 +1,9 @@
-"""Transport over NIXL (UCX underneath): one-sided writes with a notification, on one host and between hosts.
+"""Transport over NIXL (UCX underneath): one-sided writes with a notification, also between hosts.
 
-Optional: pip install 'moe-lora[nixl]'.  Signals travel as notifications; whoever waits collects them and raises
-the local words.  NIXL's progress thread stays off, as it burns a core: so connecting, and between hosts (TCP)
-every put, gets on only while the target waits or puts.  UCX reads its own variables, such as UCX_TLS=tcp,self or
-UCX_NET_DEVICES=eth0.  Where Debian's Open MPI is installed, UCX_MODULES=cma avoids a crash at exit.
+Optional: pip install 'moe-lora[nixl]'.  Signals travel as notifications; whoever waits collects them and
+raises the local words.  NIXL's progress thread stays off, as it burns a core: so connecting, and between hosts (TCP)
+every put, gets on only while the target waits or puts.  UCX reads its own variables, such as UCX_TLS=tcp,self
+or UCX_NET_DEVICES=eth0.  Where Debian's Open MPI is installed, UCX_MODULES=cma avoids a crash at exit.
 
 A header page before each window's data {magic, tag, num_bytes, num_signals, freed} is read when attaching and
 in `quiet`, which is how a freed window is noticed.
@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -38,7 +38,7 @@ from .descriptor import (
     check_tensor,
 )
 from .directory import Directory
-from .shm_library import SignalWords, Waiter, lines
+from .shm_library import SignalWords, Waiter, lines, too_late
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ _FREED_OFFSET = 32
 _NOTICE = struct.Struct("<qqQ")
 # Windows that were freed, for as long as the process lives: peers may write to their addresses once more.
 _discarded: list[NixlWindow] = []
+_Transfer: TypeAlias = tuple[Any, Any, torch.Tensor]  # handle, registration, the tensor to keep till the end
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 
 
@@ -119,7 +120,8 @@ class NixlRemoteWindow:
         self.number: int = found.medium["window"]
         self.tag: int = found.medium["tag"]
         self.reachable = True
-        self.pending: list[tuple[Any, Any, torch.Tensor]] = []
+        self.process_lost = False
+        self.pending: list[_Transfer] = []
         self._transport = transport
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
@@ -135,12 +137,13 @@ class NixlRemoteWindow:
         """True until something sent did not arrive."""
         return self.reachable
 
-    def gone(self, reason: object) -> PeerGoneError:
+    def gone(self, reason: object, process_lost: bool = True) -> PeerGoneError:
         """Marks the window as lost; the error to raise."""
         self.reachable = False
+        self.process_lost |= process_lost
         return PeerGoneError(
-            f"window {self.label!r} of {self.peer!r} generation {self.generation} is gone ({reason}); open its "
-            "newest window"
+            f"window {self.label!r} of {self.peer!r} generation {self.generation} is gone ({reason}); open "
+            "its newest window"
         )
 
 
@@ -159,14 +162,14 @@ class NixlTransport:
         error_handling: str = "none",
     ) -> None:
         """timeout_s: of one transfer, after which the peer counts as gone.  error_handling: UCX's mode, "none"
-        (several times faster on one host) or "peer"."""
+        (quicker on one host) or "peer"."""
         from nixl import _bindings
         from nixl._api import nixl_agent, nixl_agent_config
 
         self.name = name
         self._directory = Directory(store, self.kind, name)
         self.generation = self._directory.generation
-        # A name per incarnation: a peer that returns is a new agent, and nothing of the old one is in its way.
+        # A name per incarnation: a peer that returns is a new agent, free of what is left of the old one.
         self._agent_name = f"{name}#{self.generation}-{secrets.token_hex(4)}"
         config = nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = nixl_agent(self._agent_name, config)
@@ -244,13 +247,13 @@ class NixlTransport:
             self._finish([self._start("READ", self._scratch, remote, 0, b"")], remote, timeout_s)
             magic, tag, num_bytes, num_signals, freed = _HEADER.unpack(bytes(self._scratch.numpy()))
         if freed or (magic, tag) != (_MAGIC, remote.tag):
-            raise remote.gone("it was freed")
+            raise remote.gone("it was freed", process_lost=False)
         return num_bytes, num_signals
 
     def _start(
         self, operation: str, tensor: torch.Tensor, remote: NixlRemoteWindow, offset: int, notice: bytes
-    ) -> tuple[Any, Any, torch.Tensor]:
-        """Begin a transfer; the caller holds the lock. Returns handle, registration, and the tensor to keep."""
+    ) -> _Transfer:
+        """Begin a transfer; the caller holds the lock."""
         registered = self._agent.register_memory([(tensor.data_ptr(), tensor.nbytes, 0, "")], "DRAM")
         here = self._agent.get_xfer_descs([(tensor.data_ptr(), tensor.nbytes, 0)], "DRAM")
         there = self._agent.get_xfer_descs([(remote.address + offset, tensor.nbytes, 0)], "DRAM")
@@ -262,32 +265,38 @@ class NixlTransport:
             raise remote.gone(error) from None
         return handle, registered, tensor
 
-    def _finish(
-        self, transfers: list[tuple[Any, Any, torch.Tensor]], remote: NixlRemoteWindow, timeout_s: float
-    ) -> None:
-        """Wait for transfers to end; the list is emptied whatever happens."""
-        deadline = time.monotonic() + timeout_s
-        while transfers:
-            handle, registered, _ = transfers[0]
-            with self._lock:
+    def _ended(self, transfers: list[_Transfer], remote: NixlRemoteWindow) -> bool:
+        """Let transfers get on, drop those that are done; whether none is left. Raises PeerGoneError."""
+        with self._lock:
+            while transfers:
                 try:
-                    state = self._agent.check_xfer_state(handle)
+                    state = self._agent.check_xfer_state(transfers[0][0])
                     reason: object = "its process has ended"
                 except self._errors as error:
                     state, reason = "ERR", error
-                if state == "PROC" and time.monotonic() < deadline:
-                    self.collect()  # the peer may be waiting for us to take what it puts
-                    continue
-                transfers.pop(0)
-                self._release(handle, registered)
-            if state != "DONE":
-                for handle, registered, _ in transfers:
-                    self._release(handle, registered)
-                transfers.clear()
-                late = f"no answer within timeout_s={timeout_s:g}"
-                raise remote.gone(reason if state == "ERR" else late)
+                if state == "PROC":
+                    return False
+                self._release(transfers.pop(0))
+                if state != "DONE":
+                    self._give_up(transfers)
+                    raise remote.gone(reason)
+        return True
 
-    def _release(self, handle: Any, registered: Any) -> None:
+    def _finish(self, transfers: list[_Transfer], remote: NixlRemoteWindow, timeout_s: float) -> None:
+        """Wait until transfers have ended."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ended(transfers, remote):
+            if time.monotonic() > deadline:
+                self._give_up(transfers)
+                raise remote.gone(f"no answer within timeout_s={timeout_s:g}")
+            self.collect()  # the peer may be waiting for this process to take what it puts
+
+    def _give_up(self, transfers: list[_Transfer]) -> None:
+        while transfers:
+            self._release(transfers.pop())
+
+    def _release(self, transfer: _Transfer) -> None:
+        handle, registered, _ = transfer
         with self._lock:
             try:
                 self._agent.release_xfer_handle(handle)
@@ -298,7 +307,8 @@ class NixlTransport:
     def put_signal(
         self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
-        """Write with a notification; puts may overtake each other unless `fence` stands between."""
+        """Write with a notification.  The put gets on while this process waits, fences or quiets; puts may
+        overtake each other unless `fence` stands between."""
         assert isinstance(dst, NixlRemoteWindow)
         check_signal(dst, signal, value)
         num_bytes = 0 if src is None else check_tensor(src, "src")
@@ -319,7 +329,7 @@ class NixlTransport:
 
     def _check_live(self, remote: NixlRemoteWindow) -> None:
         if remote not in self._remotes or not remote.reachable:
-            raise remote.gone("its process has ended, or the window was freed or detached from")
+            raise remote.gone("its process has ended, or it was freed or detached from", process_lost=False)
 
     def get(self, src: RemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
         """Read, and wait for it."""
@@ -350,17 +360,27 @@ class NixlTransport:
         with self._lock:
             if self._closed:
                 return
+            for remote in self._remotes:
+                if remote.pending:
+                    self._push(remote)
             for notices in self._agent.get_new_notifs().values():
                 for notice in notices:
                     number, signal, value = _NOTICE.unpack(notice)
                     if number in self._windows:
                         self._windows[number][0].words.raise_to(signal, value)
 
+    def _push(self, remote: NixlRemoteWindow) -> None:
+        # NIXL sends a notification when the writer looks at its transfer and finds it done.
+        try:
+            self._ended(remote.pending, remote)
+        except PeerGoneError as error:
+            _log.info("%s", error)  # whoever puts next is told
+
     def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
         """Collect notifications until the signal has reached the value."""
         assert isinstance(window, NixlWindow)
         if self.wait_any([(window, signal, at_least)], timeout_s) is None:
-            return self._waiter.until(window, signal, at_least, 0.0)
+            raise too_late(window, signal, at_least, timeout_s)
         return window.words.read(signal)
 
     def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
@@ -379,17 +399,16 @@ class NixlTransport:
                 pause_s = min(max(2 * pause_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)
 
     def detach(self, remote: RemoteWindow) -> None:
-        """Let a peer's window go, and its process with its last."""
+        """Let a peer's window go, and with its last a process that has ended."""
         assert isinstance(remote, NixlRemoteWindow)
         with self._lock:
             if remote not in self._remotes:
                 return
             self._remotes.discard(remote)
             remote.reachable = False
-            for handle, registered, _ in remote.pending:
-                self._release(handle, registered)
-            remote.pending.clear()
-            if all(other.agent != remote.agent for other in self._remotes):
+            self._give_up(remote.pending)
+            # Not while it lives: over TCP a process that was removed can't be added again.
+            if remote.process_lost and all(other.agent != remote.agent for other in self._remotes):
                 try:
                     self._agent.remove_remote_agent(remote.agent)
                 except self._errors:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,6 +99,7 @@ class Peer:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
+        self.meanwhile: Callable[[], object] = lambda: None
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -106,7 +109,10 @@ class Peer:
         self._pipe.send((method, arguments))
 
     def finish(self) -> Any:
-        assert self._pipe.poll(3 * TIMEOUT_S), "the peer does not answer"
+        deadline = time.monotonic() + 3 * TIMEOUT_S
+        while not self._pipe.poll(POLL_S):
+            assert time.monotonic() < deadline, "the peer does not answer"
+            self.meanwhile()
         good, result = self._pipe.recv()
         if not good:
             raise result
