@@ -76,7 +76,10 @@ class RemoteWindow(Protocol):
 
 
 class Transport(Protocol):
-    """One process's end. Made by `make_transport`; closed by `close` or as a context manager."""
+    """One process's end. Made by `make_transport`; closed by `close` or as a context manager.
+
+    Puts, gets and waits may be called from any thread; the rest from one at a time.
+    """
 
     kind: str
     name: str
@@ -100,7 +103,9 @@ class Transport(Protocol):
         """dst[offset : offset + src.nbytes] = src, then signal = max(signal, value).
 
         src: contiguous, on the CPU, any dtype, or None for the signal alone; not to be changed before
-        `quiet(dst)`.  Asynchronous where the medium is.  Any offset and length, zero too.
+        `quiet(dst)`.  Asynchronous where the medium is: over NIXL a put gets on while its process waits or
+        quiets, and puts may overtake each other unless `fence` stands between.
+        Any offset and length, zero too.
         Raises ValueError beyond the window, PeerGoneError.
         """
 

@@ -63,9 +63,12 @@ def check_same_size(found: Descriptor, num_bytes: int, num_signals: int) -> None
 class Sized(Protocol):
     """What the bounds checks look at."""
 
-    label: str
-    num_bytes: int
-    num_signals: int
+    @property
+    def label(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_signals(self) -> int: ...
 
 
 def check_sizes(label: str, num_bytes: int, num_signals: int) -> None:

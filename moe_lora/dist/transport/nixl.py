@@ -1,9 +1,10 @@
 """Transport over NIXL (UCX underneath): one-sided writes with a notification, also between hosts.
 
 Optional: pip install 'moe-lora[nixl]'.  Signals travel as notifications; whoever waits collects them and
-raises the local words.  NIXL's progress thread stays off, as it burns a core: so connecting, and between hosts (TCP)
-every put, gets on only while the target waits or puts.  UCX reads its own variables, such as UCX_TLS=tcp,self
-or UCX_NET_DEVICES=eth0.  Where Debian's Open MPI is installed, UCX_MODULES=cma avoids a crash at exit.
+raises the local words.  NIXL's progress thread stays off, as it burns a core: so connecting, and between
+hosts (TCP) every put, gets on only while the target waits or puts.  UCX reads its own variables, such as
+UCX_TLS=tcp,self or UCX_NET_DEVICES=eth0.  Where Debian's Open MPI is installed, UCX_MODULES=cma avoids a
+crash at exit.
 
 A header page before each window's data {magic, tag, num_bytes, num_signals, freed} is read when attaching and
 in `quiet`, which is how a freed window is noticed.
@@ -20,7 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 
@@ -34,117 +35,18 @@ from .descriptor import (
     check_range,
     check_same_size,
     check_signal,
-    check_sizes,
     check_tensor,
 )
 from .directory import Directory
-from .shm_library import SignalWords, Waiter, lines, too_late
+from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlWindow, Transfer
+from .shm_library import Waiter, lines, too_late
 
 _log = logging.getLogger(__name__)
 
-_MAGIC = int.from_bytes(b"moelora1", "little")
-_HEADER = struct.Struct("<QQQQQ")
-_FREED_OFFSET = 32
 _NOTICE = struct.Struct("<qqQ")
 # Windows that were freed, for as long as the process lives: peers may write to their addresses once more.
 _discarded: list[NixlWindow] = []
-_Transfer: TypeAlias = tuple[Any, Any, torch.Tensor]  # handle, registration, the tensor to keep till the end
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
-
-
-class NixlWindow:
-    """Registered memory."""
-
-    def __init__(
-        self, owner: NixlTransport, number: int, label: str, num_bytes: int, num_signals: int
-    ) -> None:
-        check_sizes(label, num_bytes, num_signals)
-        self.label, self.num_bytes, self.num_signals, self.number = label, num_bytes, num_signals, number
-        self._map = mmap.mmap(-1, mmap.PAGESIZE + num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._tag = secrets.randbits(62)
-        header = _HEADER.pack(_MAGIC, self._tag, num_bytes, num_signals, 0)
-        self.memory[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self.bytes = self.memory[mmap.PAGESIZE :]
-        self.words = SignalWords(lines(num_signals), owner.doorbell)
-        self._owner = owner
-
-    def descriptor(self) -> bytes:
-        """As in the contract; the medium is NIXL's metadata and the address."""
-        agent, metadata = self._owner.identity()
-        return Descriptor(
-            kind=NixlTransport.kind,
-            peer=self._owner.name,
-            label=self.label,
-            generation=self._owner.generation,
-            num_bytes=self.num_bytes,
-            num_signals=self.num_signals,
-            medium={
-                "agent": agent,
-                "metadata": base64.b64encode(metadata).decode(),
-                "address": self.memory.data_ptr(),
-                "tag": self._tag,
-                "window": self.number,
-            },
-        ).encode()
-
-    def read_signal(self, signal: int) -> int:
-        """Present value, after collecting what has arrived."""
-        check_signal(self, signal)
-        self._owner.collect()
-        return self.words.read(signal)
-
-    def set_signal(self, signal: int, value: int) -> None:
-        """Set the value here and wake this process's waiters."""
-        check_signal(self, signal, value)
-        self.words.set(signal, value)
-
-    def free(self) -> None:
-        """Later puts change nothing, and the sender's next quiet raises PeerGoneError; views read zeros."""
-        self._owner.forget(self)
-
-    def discard(self) -> None:
-        """Give the pages back, and keep the addresses: a late put of a peer must hit nothing else."""
-        self._map.madvise(mmap.MADV_DONTNEED)
-        self.memory[_FREED_OFFSET] = 1
-
-
-class NixlRemoteWindow:
-    """A peer's window, and the transfers to it that are under way."""
-
-    def __init__(self, found: Descriptor, transport: NixlTransport) -> None:
-        self.peer, self.label, self.generation = found.peer, found.label, found.generation
-        self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
-        self.agent: str = found.medium["agent"]
-        self.address: int = found.medium["address"]
-        self.number: int = found.medium["window"]
-        self.tag: int = found.medium["tag"]
-        self.reachable = True
-        self.process_lost = False
-        self.pending: list[_Transfer] = []
-        self._transport = transport
-
-    def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
-        """None: the memory is not mapped here."""
-        check_range(self, offset_bytes, num_bytes)
-        return None
-
-    def signal(self, signal: int, value: int) -> None:
-        """Raise a signal behind the puts before it."""
-        self._transport.put_signal(self, 0, None, signal, value)
-
-    def alive(self) -> bool:
-        """True until something sent did not arrive."""
-        return self.reachable
-
-    def gone(self, reason: object, process_lost: bool = True) -> PeerGoneError:
-        """Marks the window as lost; the error to raise."""
-        self.reachable = False
-        self.process_lost |= process_lost
-        return PeerGoneError(
-            f"window {self.label!r} of {self.peer!r} generation {self.generation} is gone ({reason}); open "
-            "its newest window"
-        )
 
 
 class NixlTransport:
@@ -161,8 +63,8 @@ class NixlTransport:
         timeout_s: float = 30.0,
         error_handling: str = "none",
     ) -> None:
-        """timeout_s: of one transfer, after which the peer counts as gone.  error_handling: UCX's mode, "none"
-        (quicker on one host) or "peer"."""
+        """timeout_s: of one transfer, after which the peer counts as gone.  error_handling: UCX's mode,
+        "none" (quicker on one host) or "peer"."""
         from nixl import _bindings
         from nixl._api import nixl_agent, nixl_agent_config
 
@@ -183,7 +85,7 @@ class NixlTransport:
         )
         self.doorbell = lines(1)
         self._waiter = Waiter(self.doorbell, spin_s)
-        self._scratch = torch.zeros(_HEADER.size, dtype=torch.uint8)
+        self._scratch = torch.zeros(HEADER.size, dtype=torch.uint8)
         self._numbers = itertools.count()
         self._windows: dict[int, tuple[NixlWindow, Any]] = {}
         self._remotes: set[NixlRemoteWindow] = set()
@@ -245,14 +147,14 @@ class NixlTransport:
     def _read_header(self, remote: NixlRemoteWindow, timeout_s: float) -> tuple[int, int]:
         with self._lock:
             self._finish([self._start("READ", self._scratch, remote, 0, b"")], remote, timeout_s)
-            magic, tag, num_bytes, num_signals, freed = _HEADER.unpack(bytes(self._scratch.numpy()))
-        if freed or (magic, tag) != (_MAGIC, remote.tag):
+            magic, tag, num_bytes, num_signals, freed = HEADER.unpack(bytes(self._scratch.numpy()))
+        if freed or (magic, tag) != (MAGIC, remote.tag):
             raise remote.gone("it was freed", process_lost=False)
         return num_bytes, num_signals
 
     def _start(
         self, operation: str, tensor: torch.Tensor, remote: NixlRemoteWindow, offset: int, notice: bytes
-    ) -> _Transfer:
+    ) -> Transfer:
         """Begin a transfer; the caller holds the lock."""
         registered = self._agent.register_memory([(tensor.data_ptr(), tensor.nbytes, 0, "")], "DRAM")
         here = self._agent.get_xfer_descs([(tensor.data_ptr(), tensor.nbytes, 0)], "DRAM")
@@ -265,7 +167,7 @@ class NixlTransport:
             raise remote.gone(error) from None
         return handle, registered, tensor
 
-    def _ended(self, transfers: list[_Transfer], remote: NixlRemoteWindow) -> bool:
+    def _ended(self, transfers: list[Transfer], remote: NixlRemoteWindow) -> bool:
         """Let transfers get on, drop those that are done; whether none is left. Raises PeerGoneError."""
         with self._lock:
             while transfers:
@@ -282,7 +184,7 @@ class NixlTransport:
                     raise remote.gone(reason)
         return True
 
-    def _finish(self, transfers: list[_Transfer], remote: NixlRemoteWindow, timeout_s: float) -> None:
+    def _finish(self, transfers: list[Transfer], remote: NixlRemoteWindow, timeout_s: float) -> None:
         """Wait until transfers have ended."""
         deadline = time.monotonic() + timeout_s
         while not self._ended(transfers, remote):
@@ -291,11 +193,11 @@ class NixlTransport:
                 raise remote.gone(f"no answer within timeout_s={timeout_s:g}")
             self.collect()  # the peer may be waiting for this process to take what it puts
 
-    def _give_up(self, transfers: list[_Transfer]) -> None:
+    def _give_up(self, transfers: list[Transfer]) -> None:
         while transfers:
             self._release(transfers.pop())
 
-    def _release(self, transfer: _Transfer) -> None:
+    def _release(self, transfer: Transfer) -> None:
         handle, registered, _ = transfer
         with self._lock:
             try:

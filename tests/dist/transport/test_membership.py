@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from .conftest import Pair
 from .peers import TIMEOUT_S, Peer, pattern
 
 NUM_PUTS_TILL_NOTICED = 500
+ROOT = Path(__file__).parents[3]
 
 
 def put_often(pair: Pair, remote: RemoteWindow) -> None:
@@ -147,6 +152,23 @@ def test_closing_gives_back_files_and_threads(kind: str, pair: Pair, shared_peer
         last = live_through()
     there = shared_peer.call("footprint")
     assert (last, there) == (first, first_there)
+
+
+def test_a_process_that_never_closes_ends_cleanly() -> None:
+    """Threads that wait inside a library would abort the interpreter on its way out."""
+    program = """
+from moe_lora.dist.transport import make_transport
+for kind in ("shm", "gloo"):
+    here, there = make_transport(kind, name="a"), make_transport(kind, name="b")
+    window = here.alloc("w", 100, 1)
+    remote = there.attach(window.descriptor())
+    there.put_signal(remote, 0, None, 0, 1)
+    here.signal_wait_until(window, 0, 1, 20.0)
+raise KeyboardInterrupt
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_unknown_transport_is_refused() -> None:
