@@ -47,7 +47,8 @@ _log = logging.getLogger(__name__)
 _NOTICE = struct.Struct("<qqQ")
 # Windows that were freed, for as long as the process lives: peers may write to their addresses once more.
 _discarded: list[NixlWindow] = []
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+# A pause is this share of the time waited so far, so that it adds little to that, within limits.
+_PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 50e-6, 2e-3
 
 
 class NixlTransport:
@@ -64,7 +65,7 @@ class NixlTransport:
         timeout_s: float = 30.0,
         error_handling: str = "none",
     ) -> None:
-        """spin_s: how long a wait looks without pause, then it sleeps 50 us, growing to 1 ms, between looks.
+        """spin_s: how long a wait looks without pause; then pauses grow from 50 us to 2 ms.
         timeout_s: of one transfer, after which the peer counts as gone.  error_handling: UCX's mode,
         "none" (quicker on one host) or "peer"."""
         try:
@@ -72,7 +73,8 @@ class NixlTransport:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise ConfigError(
-                f"transport 'nixl' can't be imported ({error}); pip install 'moe-lora[nixl]', or use 'shm' or 'gloo'"
+                f"transport 'nixl' can't be imported ({error}); pip install 'moe-lora[nixl]', or use "
+                "another transport"
             ) from None
 
         self.name = name
@@ -91,7 +93,7 @@ class NixlTransport:
             if isinstance(found, type) and issubclass(found, Exception)
         )
         self.doorbell = lines(1)
-        self._waiter = Waiter(self.doorbell, spin_s)
+        self._waiter = Waiter(self.doorbell, 0.0)  # the loop in wait_any spins
         self._transfers = Transfers(self._agent, self._errors, self._lock, self.collect)
         self._numbers = itertools.count()
         self._windows: dict[int, tuple[NixlWindow, Any]] = {}
@@ -239,19 +241,18 @@ class NixlTransport:
         return window.words.read(signal)
 
     def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
-        """Collect notifications until a signal has reached its value; the pauses grow to a millisecond."""
+        """Collect notifications until a signal has reached its value; the pauses grow to 2 ms."""
         local = cast("Sequence[tuple[NixlWindow, int, int]]", waits)
         start = time.monotonic()
-        pause_s = 0.0
         while True:
             self.collect()
             passed_s = time.monotonic() - start
-            left_s = _LONGEST_SLEEP_S if timeout_s is None else max(0.0, timeout_s - passed_s)
-            found = self._waiter.any(local, min(pause_s, left_s))
-            if found is not None or left_s == 0.0:
+            pause_s = min(max(_PAUSE_SHARE * passed_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+            if timeout_s is not None:
+                pause_s = min(pause_s, max(0.0, timeout_s - passed_s))
+            found = self._waiter.any(local, pause_s if passed_s > self._spin_s else 0.0)
+            if found is not None or (timeout_s is not None and passed_s >= timeout_s):
                 return found
-            if passed_s > self._spin_s:
-                pause_s = min(max(2 * pause_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)
 
     def detach(self, remote: RemoteWindow) -> None:
         """Let a peer's window go, and with its last a process that has ended."""
