@@ -7,13 +7,12 @@ the product starts there.
 from __future__ import annotations
 
 import multiprocessing
-import threading
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -45,6 +44,31 @@ class Outcome:
     tokens: Tokens
     tallies: Sequence[Tally]
     num_evictions: int
+
+    def complaints(self, expected: Tokens) -> list[str]:
+        """What is not as it must be; also a comparison that compared nothing."""
+        found = [
+            f"request {number} differs from token {_first_difference(ours, theirs)} on"
+            for number, (ours, theirs) in enumerate(zip(self.tokens, expected, strict=True))
+            if ours != theirs
+        ]
+        for rank, tally in enumerate(self.tallies):
+            if tally.num_wrong:
+                layer, site = divmod(tally.first_wrong, 100)
+                found.append(
+                    f"rank {rank}: {tally.num_wrong} rows differ, first in layer {layer} site {site}"
+                )
+            if tally.num_fallback_rows:
+                found.append(f"rank {rank}: {tally.num_fallback_rows} rows were not computed by the server")
+            if not tally.num_added or tally.num_requests <= tally.num_sites // 4:
+                found.append(f"rank {rank}: hardly anything was asked of the server: {tally}")
+        if not self.num_evictions:
+            found.append("no adapter was evicted")
+        return found
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    return next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
 
 
 def local_tokens(model: ServedModel, dtype: str) -> Tokens:

@@ -16,14 +16,14 @@ from tests.families import (
     make_checkpoint,
 )
 
-NUM_TOKENS = 32
-CAPACITY = 2
-"""Adapters that the LoRA Server holds at once: fewer than there are, so that they come and go."""
+NUM_TOKENS, FEW_TOKENS = 32, 4
+CAPACITY = 3
+"""Adapters that the LoRA Server holds at once: one fewer than there are."""
 
 _ADAPTERS = {
+    "attention": (3, ("qkv", "o"), "fused"),
     "all": (5, (*ALL_TARGETS, "router"), "fused"),
     "modules": (16, (*ALL_TARGETS, "router"), "per_expert"),
-    "attention": (3, ("qkv", "o"), "fused"),
     "experts": (33, ("gate_up", "down"), "fused"),
 }
 
@@ -57,16 +57,21 @@ def make_served_model(family: str, folder: Path) -> ServedModel:
 
 
 def requests_to(model: ServedModel) -> list[GenerateRequest]:
-    """For the base model and each adapter, two prompts, of 1 to 40 tokens, mixed."""
+    """Prompts of 1 to 40 tokens for the base model and each adapter, mixed.
+
+    The first adapter is soon done with, so that the last takes its place while the others are in use.
+    """
     rng = random.Random(3)
-    names = [None, *(name for name, _ in model.adapters)] * 2
-    rng.shuffle(names)
-    lengths = [40, 1, *(rng.randint(2, 30) for _ in names[2:])]
+    first, second, third, last = (name for name, _ in model.adapters)
+    names = [first, second, None, third, last, second, None, third, last]
+    lengths = [9, 40, 1, *(rng.randint(2, 30) for _ in names[3:])]
     return [
         GenerateRequest(
             request_id=str(number),
             prompt_token_ids=tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)),
-            sampling=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+            sampling=SamplingParams(
+                temperature=0.0, max_tokens=FEW_TOKENS if name == first else NUM_TOKENS, ignore_eos=True
+            ),
             adapter=name,
         )
         for number, (name, length) in enumerate(zip(names, lengths, strict=True))

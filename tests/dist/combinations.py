@@ -1,0 +1,29 @@
+"""What the LoRA Server must give the local backend's bits for."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from tests.families import FAMILIES, MOE_FAMILIES
+
+from .covering import Row
+
+TRANSPORTS = ("shm", "gloo", *(["nixl"] if importlib.util.find_spec("nixl") else []))
+"""Those of a CPU that are installed."""
+FACTORS = {
+    "family": FAMILIES,
+    "layout": ("EP1-PP1", "EP2-PP1", "EP1-PP2", "EP2-PP2", "EP4-PP2"),
+    "expert_parallel": ("1", "2"),
+    "transport": TRANSPORTS,
+    "dtype": ("float32", "bfloat16"),
+}
+
+
+def is_possible(row: Row) -> bool:
+    """A dense model has no experts to share among the ranks of an instance."""
+    return row["expert_parallel"] == "1" or row["family"] in MOE_FAMILIES
+
+
+def title(row: Row) -> str:
+    """The row's name, such as "mixtral EP2-PP1 p=2 shm float32"."""
+    return "{family} {layout} p={expert_parallel} {transport} {dtype}".format_map(row)
