@@ -150,6 +150,9 @@ def server_processes(config: EngineConfig, num_ranks: int) -> Iterator[None]:
             if started.error is not None:
                 raise started.error
         yield
+        # All at once: each takes a moment to end.
+        for connection in connections:
+            connection.close()
 
 
 @contextmanager

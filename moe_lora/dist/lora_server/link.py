@@ -118,7 +118,7 @@ class ServerLink(threading.Thread):
             answers.free()
 
     def stop(self) -> None:
+        """End the link; `join` waits for it."""
         self._stopping.set()
         if self.session is not None:
             self.session.break_off()
-        self.join(timeout=5.0)
