@@ -28,7 +28,7 @@ _ADAPTERS = (
     click.option(
         "--lora-kernel",
         type=click.Choice(["sgmv", "bgmv", "mbgmv"]),
-        help="How deltas are computed: true rank, or a baseline: padded (Punica), per row (S-LoRA).  [default: sgmv]",
+        help="sgmv: true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA).  [default: sgmv]",
     ),
     click.option("--lora-memory-gb", type=float, help=f"Room for resident adapters, in 10^9 bytes.  {_AUTO}"),
 )

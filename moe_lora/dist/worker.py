@@ -28,7 +28,7 @@ def serve_rank(connection: Connection) -> None:
     rank.run()
 
 
-def build_rank(start: StartRank):  # type: ignore[no-untyped-def]
+def build_rank(start: StartRank):
     """The `ServerRank` that a start message describes."""
     import torch
 
@@ -55,7 +55,7 @@ def build_rank(start: StartRank):  # type: ignore[no-untyped-def]
     )
 
 
-def _stop_with(connection: Connection, stop) -> None:  # type: ignore[no-untyped-def]
+def _stop_with(connection: Connection, stop) -> None:
     """The connection says nothing more: its end is the sign to stop."""
     try:
         connection.recv()

@@ -1,4 +1,4 @@
-"""The LoRA kernels of the device that the operands lie on: the CPU library, Triton on CUDA, else the reference.
+"""The LoRA kernels of the device that the operands lie on: CPU library, Triton on CUDA, else the reference.
 
 Legend: T token rows, H input width, N output width, K experts per token.
 

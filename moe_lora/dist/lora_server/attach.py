@@ -48,7 +48,9 @@ class LoraServerClient:
         self._client_rank = client_rank
         self._agreed = agreed_facts(shape, dtype, server, client_ranks)
         self.store = HostStore(server.store_dir)
-        partition = Partition(shape, Layout.parse(server.layout), client_ranks)
+        self.partition = partition = Partition(
+            shape, Layout.parse(server.layout), client_ranks, sites=server.sites
+        )
         self._transport = make_transport(server.transport, name=f"{instance}/{client_rank}")
         layout = FrameLayout(shape, dtype, max(server.max_rows, shape.num_experts_per_token))
         self.links: dict[int, ServerLink] = {}
