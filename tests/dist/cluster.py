@@ -25,7 +25,7 @@ from moe_lora.dist.worker import serve_rank
 from moe_lora.engine import build
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.follower import follow
-from moe_lora.engine.followers import Followers
+from moe_lora.engine.followers import Followers, instance_directory
 
 from .compared_backend import ComparedBackend, Tally, read_tally
 from .covering import Row
@@ -72,7 +72,7 @@ def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def local_tokens(model: ServedModel, dtype: str) -> Tokens:
-    """Greedy tokens of the local backend, all adapters resident."""
+    """Greedy tokens of the local backend."""
     engine = build.build_engine(settings(model, dtype))
     try:
         return answers(engine, requests_to(model))
@@ -83,7 +83,7 @@ def local_tokens(model: ServedModel, dtype: str) -> Tokens:
 def served_tokens(model: ServedModel, row: Row) -> Outcome:
     """The same from an instance of a LoRA Server.
 
-    row: family, layout, expert_parallel, transport, dtype.
+    row: a value of each of `combinations.FACTORS`.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="moe_lora-"))
@@ -94,6 +94,7 @@ def served_tokens(model: ServedModel, row: Row) -> Outcome:
             key="secret",
             store_dir=f"{directory}/store",
             transport=row["transport"],
+            sites=row["sites"],
             max_rows=MAX_ROWS,
         )
         expert_parallel = int(row["expert_parallel"])
@@ -101,7 +102,8 @@ def served_tokens(model: ServedModel, row: Row) -> Outcome:
         stack.enter_context(server_processes(config, Layout.parse(server.layout).num_ranks))
         engine = stack.enter_context(instance(config))
         tokens = answers(engine, requests_to(model))
-        stats = engine._residency.placement._leases.stats()
+        placement = engine._residency.placement
+        stats = getattr(placement, "_remote", placement)._leases.stats()
         assert stats is not None, "the leader does not answer"
         tallies = [read_tally(server.store_dir, rank) for rank in range(expert_parallel)]
     return Outcome(tokens, tallies, stats["num_evictions"])
@@ -115,6 +117,7 @@ def settings(model: ServedModel, dtype: str, **changes: Any) -> EngineConfig:
         device="cpu",
         eager=True,
         num_threads=1,
+        max_loras=CAPACITY,
         max_num_seqs=8,
         max_num_batched_tokens=16,
         kv_cache_gb=0.01,
@@ -162,7 +165,7 @@ def instance(config: EngineConfig) -> Iterator[EngineCore]:
         connections = [
             stack.enter_context(forked(follow_comparing)) for _ in range(1, config.expert_parallel)
         ]
-        followers = Followers(config, connections) if connections else None
+        followers = Followers(connections, instance_directory()) if connections else None
         engine = build.build_engine(config, followers)
         try:
             yield engine

@@ -16,14 +16,15 @@ FACTORS = {
     "expert_parallel": ("1", "2"),
     "transport": TRANSPORTS,
     "dtype": ("float32", "bfloat16"),
+    "sites": ("all", "experts"),
 }
 
 
 def is_possible(row: Row) -> bool:
-    """A dense model has no experts to share among the ranks of an instance."""
-    return row["expert_parallel"] == "1" or row["family"] in MOE_FAMILIES
+    """A dense model has no experts to share among ranks, or to have computed apart."""
+    return row["family"] in MOE_FAMILIES or (row["expert_parallel"] == "1" and row["sites"] == "all")
 
 
 def title(row: Row) -> str:
-    """The row's name, such as "mixtral EP2-PP1 p=2 shm float32"."""
-    return "{family} {layout} p={expert_parallel} {transport} {dtype}".format_map(row)
+    """The row's name, such as "mixtral EP2-PP1 p=2 shm float32 experts"."""
+    return "{family} {layout} p={expert_parallel} {transport} {dtype} {sites}".format_map(row)
