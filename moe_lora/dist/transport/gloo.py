@@ -62,7 +62,7 @@ class GlooTransport:
         atexit.register(self.close)  # a receiver left in gloo as the interpreter ends aborts the process
 
     def address(self) -> dict[str, Any]:
-        """Where peers find the store in which links are made; starts it with the first window."""
+        """Where peers come to make links; starts with the first window."""
         if self._reception is None:
             self._reception = Reception(self._host, self._device, self._timeout_s, self._windows.get)
         return {"host": self._host, "port": self._reception.port, "tag": self._reception.tag}
