@@ -69,6 +69,8 @@ class LoraServerClient:
     def close(self) -> None:
         for link in self.links.values():
             link.stop()
+        for link in self.links.values():
+            link.join(timeout=5.0)
         self._transport.close()
 
     def _hello(self, role: str) -> dict:
