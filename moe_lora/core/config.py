@@ -9,6 +9,7 @@ from .errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
 MAX_COUNT = 2**31 - 1
 _COUNTS = (
     "max_loras",
@@ -75,7 +76,8 @@ class EngineConfig:
     engine consists of, each with its share of the experts.  num_threads: CPU threads of the engine, all
     processes together; None = all cores.  num_instances: engines that share this machine; what is chosen
     from the free memory is divided by it.  starvation_s: a request that waits longer than this for its
-    adapter stops younger ones from being admitted before it.  lora_server: where deltas are computed; None
+    adapter stops younger ones from being admitted before it.  lora_kernel: how deltas are computed, "sgmv" or
+    one of the papers' baselines (see `kernels.lora`).  lora_server: where deltas are computed; None
     = here.  instance: this engine's name in a cluster.
     """
 
@@ -98,12 +100,14 @@ class EngineConfig:
     num_instances: int = 1
     starvation_s: float = 5.0
     seed: int = 0
+    lora_kernel: str = "sgmv"
     lora_server: LoraServerConfig | None = None
     instance: str = "instance-0"
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, DEVICES)
+        _choice("lora_kernel", self.lora_kernel, LORA_KERNELS)
         for name in _COUNTS:
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_threads"):

@@ -91,7 +91,9 @@ class Rank:
         announce: Callable[[StepBatch], None] | None = None,
     ) -> ModelRunner:
         """What computes this rank's part of steps (see `ModelRunner` for `announce`)."""
-        backend: LoraBackend = LocalBackend(self.shape, self.arena, self.slots)
+        backend: LoraBackend = LocalBackend(
+            self.shape, self.arena, self.slots, kernel=self.config.lora_kernel
+        )
         if self.lora_server is not None:
             backend = self.lora_server.backend
         context = ExecutionContext(self.arena, self.layout, backend, exchange)

@@ -19,7 +19,7 @@ _COLUMNS = 64
 
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     """h of all rows: [2, M, R, h_width] of the model's dtype, hi and lo."""
-    kernels, x = launch.kernels("wgmma"), problem.x
+    kernels, x = launch.kernels("wgmma_shrink"), problem.x
     aligned = x.shape[1] % 16 == 0
     if aligned and not (_aligned(x) and x.stride(0) % 16 == 0):
         x = x.clone(
@@ -71,7 +71,7 @@ def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Ten
     item_columns = _COLUMNS * config["blocks_per_item"]
     max_items = problem.num_rows * sum(-(-width // item_columns) for width in problem.out_widths)
     launch.start(
-        launch.kernels("wgmma").wgmma_expand,
+        launch.kernels("wgmma_expand").wgmma_expand,
         launch.num_programs(y.device, config, max_items),
         *(
             h,
