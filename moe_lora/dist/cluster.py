@@ -1,4 +1,4 @@
-"""cluster.yaml: the settings that every role of a cluster reads (fields: docs/cluster.md).  Imports no torch."""
+"""cluster.yaml: the settings that every role of a cluster reads (fields: docs/cluster.md)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class ClusterConfig:
         """The key of a cluster of several hosts.  Raises ConfigError without one."""
         if not self.key:
             raise ConfigError(
-                f"the roles of a cluster know each other by a secret; give key_file (or key), made by: {_MAKE_KEY}"
+                "the roles of a cluster know each other by a secret; give key_file (or key), made by: "
+                + _MAKE_KEY
             )
         return self.key
 
