@@ -1,4 +1,4 @@
-"""Sends requests from the host it runs on: {url, bodies, pause_s} on stdin, [[status, answer], ...] on stdout."""
+"""Sends requests from where it runs: {url, bodies, pause_s} on stdin, [[status, answer], ...] on stdout."""
 
 from __future__ import annotations
 

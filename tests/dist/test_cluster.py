@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .cluster_jobs import Cluster, Host, Job, alive, local_answers, make_requests, until
+from .cluster_jobs import Cluster, Host, alive, local_answers, make_requests, until
 
 REQUESTS = make_requests(16)
 NOBODY = "no LLM instance is running: none has dialled in"
