@@ -180,11 +180,13 @@ class EngineStats:
 class InstanceStats:
     """One of several engines behind a front end.  Counters are since the front end's start.
 
-    outstanding_tokens: tokens that its requests may still need (see `policies.routing.InstanceView`).
+    name: its number, or the name it dialled in with.  outstanding_tokens: tokens that its requests may
+    still need (see `policies.routing.InstanceView`).
     num_resent: requests that it left unfinished when it ended and that another instance took over.
     """
 
     index: int
+    name: str
     live: bool
     num_running: int
     num_waiting: int

@@ -95,7 +95,7 @@ class EngineCollector:
         ]
         for family, field in families:
             for instance in instances:
-                family.add_metric([*self._label, str(instance.index)], getattr(instance, field))
+                family.add_metric([*self._label, instance.name], getattr(instance, field))
             yield family
 
 

@@ -10,7 +10,6 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.config import LoraServerConfig
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.transport.make import make_transport
 from moe_lora.kernels.step import Lease
 
 from .client import RemoteBackend
@@ -20,6 +19,7 @@ from .link import ServerLink
 from .membership import find_rank
 from .partition import Layout, Partition
 from .rank import agreed_facts
+from .reach import server_transport
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class LoraServerClient:
         self.partition = partition = Partition(
             shape, Layout.parse(server.layout), client_ranks, sites=server.sites
         )
-        self._transport = make_transport(server.transport, name=f"{instance}/{client_rank}")
+        self._transport = server_transport(server, f"{instance}/{client_rank}")
         layout = FrameLayout(shape, dtype, max(server.max_rows, shape.num_experts_per_token))
         self.links: dict[int, ServerLink] = {}
         for server_rank in range(partition.layout.num_ranks):

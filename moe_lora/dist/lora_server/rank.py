@@ -21,7 +21,6 @@ from moe_lora.adapters.peft_format import read_adapter
 from moe_lora.core.config import LoraServerConfig
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.transport.make import make_transport
 
 from .control import ControlConnection, ControlServer, Handler, Message
 from .frames import PROTOCOL_VERSION, FrameLayout
@@ -31,6 +30,7 @@ from .membership import SILENCE_S, Membership, TurnsListener, find_rank
 from .memory import Memory, plan_memory
 from .orders import Orders
 from .partition import Layout, Partition
+from .reach import server_transport
 from .serving import DataLoop, ServerSession
 from .shelf import Shelf
 
@@ -88,7 +88,7 @@ class ServerRank:
         self._key = server.key.encode()
         self._store = HostStore(server.store_dir)
         self._name = f"lora-server-{config.server_rank}"
-        self._transport = make_transport(server.transport, name=self._name)
+        self._transport = server_transport(server, self._name)
         self._session_numbers = itertools.count()
         self._threads: list[Membership | TurnsListener] = []
         if config.server_rank == LEADER:
