@@ -64,10 +64,11 @@ class Door:
         threading.Thread(target=self._accept, name="engines-door", daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody in any more; those inside stay."""
-        # Closing alone would leave the accepting thread in its call.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        """Let nobody in any more; those inside stay.  May be called again."""
+        if self._listener.fileno() >= 0:
+            # Closing alone would leave the accepting thread in its call.
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
 
     def _accept(self) -> None:
         while True:

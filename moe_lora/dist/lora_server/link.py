@@ -11,6 +11,7 @@ from collections.abc import Callable
 from moe_lora.core.errors import LoraServerError, PeerUnreachableError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
+from .attend import attended
 from .control import ControlConnection, Message, dial
 from .frames import FrameLayout
 from .membership import SILENCE_S
@@ -63,7 +64,8 @@ class ServerLink(threading.Thread):
                 "max_rows": self._layout.max_rows,
                 "depth": self._depth,
             }
-            connection, welcome = dial(self._find(timeout_s), self._key, hello, timeout_s)
+            with attended(self._transport, answers):
+                connection, welcome = dial(self._find(timeout_s), self._key, hello, timeout_s)
             try:
                 with connection.beating():
                     requests = self._transport.attach(base64.b64decode(welcome["requests"]))
