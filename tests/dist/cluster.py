@@ -31,7 +31,7 @@ from .compared_backend import ComparedBackend, Tally, read_tally
 from .covering import Row
 from .served_models import CAPACITY, ServedModel, requests_to
 
-MAX_ROWS = 5
+MAX_ROWS = 7
 """Rows in a message: few, so that every prompt takes several."""
 STOP_S = 20.0
 Tokens = list[tuple[int, ...]]
