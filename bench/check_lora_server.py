@@ -2,8 +2,8 @@
 
     python -m bench.check_lora_server --out FILE.jsonl [--only transport=shm --only layout=EP2-PP1,EP4-PP2]
 
-See bench/README.md for what is compared.  One JSON line per combination, a summary at the end; the exit status
-is 1 if any combination differs or could not be run.
+See bench/README.md for what is compared.  One JSON line per combination, a summary at the end; the exit
+status is 1 if any combination differs or could not be run.
 """
 
 from __future__ import annotations
