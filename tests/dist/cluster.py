@@ -6,6 +6,7 @@ the product starts there.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import tempfile
 import threading
@@ -31,7 +32,7 @@ from .compared_backend import ComparedBackend, Tally, read_tally
 from .covering import Row
 from .served_models import CAPACITY, ServedModel, requests_to
 
-MAX_ROWS = 5
+MAX_ROWS = 7
 """Rows in a message: few, so that every prompt takes several."""
 STOP_S = 20.0
 Tokens = list[tuple[int, ...]]
@@ -80,10 +81,10 @@ def local_tokens(model: ServedModel, dtype: str) -> Tokens:
         engine.close()
 
 
-def served_tokens(model: ServedModel, row: Row) -> Outcome:
+def served_tokens(model: ServedModel, row: Row, *, eager: bool = True) -> Outcome:
     """The same from an instance of a LoRA Server.
 
-    row: a value of each of `combinations.FACTORS`.
+    row: a value of each of `combinations.FACTORS`.  eager: without compiled layers.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="moe_lora-"))
@@ -98,7 +99,9 @@ def served_tokens(model: ServedModel, row: Row) -> Outcome:
             max_rows=MAX_ROWS,
         )
         expert_parallel = int(row["expert_parallel"])
-        config = settings(model, row["dtype"], lora_server=server, expert_parallel=expert_parallel)
+        config = settings(
+            model, row["dtype"], lora_server=server, expert_parallel=expert_parallel, eager=eager
+        )
         stack.enter_context(server_processes(config, Layout.parse(server.layout).num_ranks))
         engine = stack.enter_context(instance(config))
         tokens = answers(engine, requests_to(model))
@@ -109,13 +112,13 @@ def served_tokens(model: ServedModel, row: Row) -> Outcome:
     return Outcome(tokens, tallies, stats["num_evictions"])
 
 
-def settings(model: ServedModel, dtype: str, **changes: Any) -> EngineConfig:
+def settings(model: ServedModel, dtype: str, *, eager: bool = True, **changes: Any) -> EngineConfig:
     return EngineConfig(
         model_dir=str(model.model_dir),
         adapters=model.adapters,
         dtype=dtype,
         device="cpu",
-        eager=True,
+        eager=eager,
         num_threads=1,
         max_loras=CAPACITY,
         max_num_seqs=8,
@@ -184,7 +187,8 @@ def forked(target: Callable[[Connection], None]) -> Iterator[Connection]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs,), daemon=True)
+    log_level = logging.getLogger("moe_lora").level
+    process = context.Process(target=_run, args=(target, theirs, log_level), daemon=True)
     with theirs:
         process.start()
     try:
@@ -195,3 +199,8 @@ def forked(target: Callable[[Connection], None]) -> Iterator[Connection]:
         if process.is_alive():
             process.kill()
             process.join()
+
+
+def _run(target: Callable[[Connection], None], connection: Connection, log_level: int) -> None:
+    logging.getLogger("moe_lora").setLevel(log_level)
+    target(connection)

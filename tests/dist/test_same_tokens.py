@@ -41,6 +41,15 @@ def test_bits_and_tokens_are_those_of_the_local_backend(row: Row, expected: Expe
     assert not complaints, f"{title(row)}: {'; '.join(complaints)}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_compiled_layers_add_the_same_bits(family: str, expected: Expected) -> None:
+    row = {name: values[0] for name, values in FACTORS.items()} | {"family": family, "layout": "EP2-PP2"}
+    row["expert_parallel"] = "2" if family == "mixtral" else "1"
+    model, tokens = expected(family, "float32")
+    assert not served_tokens(model, row, eager=False).complaints(tokens)
+
+
 def test_rows_cover_every_pair_that_is_possible() -> None:
     rows, possible = covering_rows(FACTORS, is_possible), all_rows(FACTORS, is_possible)
     wanted = {

@@ -89,7 +89,7 @@ class ControlConnection:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Beats are sent while the body runs: for something that takes long between two calls of `receive`."""
+        """Beats are sent while the body runs, which takes long and calls no `receive`."""
         done = threading.Event()
 
         def beat() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from .gloo_link import ATTACHED, OWNER, Link
 from .gloo_meeting import MeetingStore, receive
 
-
 _TAG_CHARS = 16
 
 
