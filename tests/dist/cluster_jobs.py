@@ -24,6 +24,7 @@ DEMO = ROOT / "demo"
 ADAPTERS = [name for name in json.loads((DEMO / "adapters" / "index.json").read_text()) if name != "demo"][:8]
 MAX_TOKENS = 8
 START_S = 120.0
+_WORKER = ("-m", "moe_lora.dist.worker", "--config", "cluster.yaml")
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class Job:
 class Cluster:
     """The jobs of one cluster file, a copy of which lies on every host."""
 
-    def __init__(self, hosts: Mapping[str, Host], *, transport: str, **settings: Any) -> None:
-        """hosts: by role: front-end, lora-server, and instances by their names."""
+    def __init__(self, hosts: Mapping[str, Host], *, transport: str, **engine: Any) -> None:
+        """hosts: by role: front-end, lora-server, and instances by their names.  engine: its settings."""
         self.hosts = dict(hosts)
         self.jobs: list[Job] = []
         self.url = f"http://{hosts['front-end'].address}:{free_port()}"
@@ -97,8 +98,8 @@ class Cluster:
             "served_model_name": "demo",
             "adapters": {name: str(DEMO / "adapters" / name) for name in ADAPTERS},
             "key": "a key of these tests",
-            "engine": {"dtype": "float32", "eager": True, "num_threads": 1, "num_instances": 2},
-            "lora_server": {**server, "address": f"{hosts['lora-server'].address}:{free_port()}", **settings},
+            "engine": {"dtype": "float32", "eager": True, "num_threads": 1, "num_instances": 2, **engine},
+            "lora_server": {**server, "address": f"{hosts['lora-server'].address}:{free_port()}"},
             "front_end": {
                 "host": hosts["front-end"].address,
                 "port": int(self.url.rpartition(":")[2]),
@@ -117,8 +118,12 @@ class Cluster:
     def lora_server(self, num_ranks: int = 2) -> Job:
         return self._start("lora-server", _torchrun(num_ranks, "--role", "lora-server"))
 
-    def instance(self, name: str) -> Job:
-        return self._start(name, _torchrun(1, "--role", "instance", "--name", name))
+    def instance(self, name: str, num_ranks: int = 1) -> Job:
+        return self._start(name, _torchrun(num_ranks, "--role", "instance", "--name", name))
+
+    def plain_instance(self, name: str) -> Job:
+        """Without torchrun."""
+        return self._start(name, [*_WORKER, "--role", "instance", "--name", name])
 
     def _start(self, name: str, words: Sequence[str]) -> Job:
         self.jobs.append(Job(self.hosts[name], name, words))
@@ -200,7 +205,7 @@ def local_answers(requests: Sequence[tuple[str | None, str]]) -> list[list[int]]
 
 def _torchrun(num_ranks: int, *options: str) -> list[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [*launch, "-m", "moe_lora.dist.worker", "--config", "cluster.yaml", *options]
+    return [*launch, *_WORKER, *options]
 
 
 def free_port() -> int:

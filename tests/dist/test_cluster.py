@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from .cluster_jobs import Cluster, Host, alive, local_answers, make_requests, until
@@ -40,6 +42,10 @@ def running(tmp_path_factory, expected) -> Iterator[Running]:
         cluster.stop()
 
 
+def metrics(cluster: Cluster) -> str:
+    return httpx.get(f"{cluster.url}/metrics", trust_env=False).text
+
+
 def test_until_an_instance_dials_in_requests_are_told_so(running):
     running.front_end.wait_for("Serving demo at")
     [(status, message)] = running.cluster.drive(REQUESTS[:1]).done()
@@ -61,6 +67,18 @@ def test_lora_server_comes_and_goes_without_the_instance(running, expected):
     running.lora_server.wait_for("instance instance-1 joined", 2)
     assert running.cluster.answers(REQUESTS) == expected
     assert running.instance.workers() == [before]
+
+
+def test_requests_of_an_instance_that_is_killed_go_on_at_the_other(running, expected):
+    second = running.cluster.plain_instance("instance-2")
+    running.front_end.wait_for("instance instance-2 dialled in")
+    drive = running.cluster.drive(REQUESTS * 4)
+    busy = r'instance_requests_running{instance="instance-2",model_name="demo"} [1-9]'
+    until(lambda: re.search(busy, metrics(running.cluster)), lambda: metrics(running.cluster))
+    second.process.kill()
+    second.process.wait(10)
+    assert drive.answers() == expected * 4
+    assert running.front_end.count("instance instance-2 left") == 1
 
 
 def test_instance_dials_a_new_front_end_with_its_model_in_place(running, expected):

@@ -43,7 +43,7 @@ def network(tmp_path_factory) -> Iterator[Network]:
 def cluster(network, request, monkeypatch) -> Iterator[Cluster]:
     monkeypatch.setenv("UCX_TLS", "tcp,self")  # UCX would find that these hosts share a memory
     hosts = network.hosts
-    cluster = Cluster(hosts, transport=request.param, lease_timeout_s=2.0)
+    cluster = Cluster(hosts, transport=request.param)
     try:
         yield cluster
     finally:
