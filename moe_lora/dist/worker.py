@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,14 +20,41 @@ logger = logging.getLogger(__name__)
 def serve_rank(connection: Connection) -> None:
     """Serve the rank that the first message describes until the connection closes."""
     start: StartRank = connection.recv()
+    stop = Stop()
+    threading.Thread(target=_await_end, args=(connection, stop), name="parent-watch", daemon=True).start()
     try:
         rank = build_rank(start)
     except Exception as error:
         connection.send(Started(error))
         return
     connection.send(Started())
-    threading.Thread(target=_stop_with, args=(connection, rank.stop), daemon=True).start()
-    rank.run()
+    stop.end_with(rank.stop)
+    try:
+        rank.run()
+    finally:
+        # The server's directory goes with it, also when the process that made it was killed.
+        if stop.asked and start.directory is not None:
+            shutil.rmtree(start.directory, ignore_errors=True)
+
+
+class Stop:
+    """How this process ends: at once while it is starting, then by the rank's own `stop`."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._lock = threading.Lock()
+        self._stop: Callable[[], None] | None = None
+
+    def end_with(self, stop: Callable[[], None]) -> None:
+        with self._lock:
+            self._stop = stop
+
+    def ask(self) -> None:
+        with self._lock:
+            self.asked = True
+            if self._stop is None:
+                os._exit(0)  # nothing else ends a wait for the leader, and nobody waits for this rank
+            self._stop()
 
 
 def build_rank(start: StartRank):  # type: ignore[no-untyped-def]
@@ -55,12 +84,12 @@ def build_rank(start: StartRank):  # type: ignore[no-untyped-def]
     )
 
 
-def _stop_with(connection: Connection, stop) -> None:  # type: ignore[no-untyped-def]
+def _await_end(connection: Connection, stop: Stop) -> None:
     """The connection says nothing more: its end is the sign to stop."""
     try:
         connection.recv()
     except (EOFError, OSError):
-        stop()
+        stop.ask()
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.dist.lora_server.attach import LoraServerClient
-from moe_lora.kernels.step import Lease
 
 from .adapter_version import AdapterVersion
 
@@ -26,8 +25,6 @@ class RemotePlacement:
         self._server = server
         self._store = server.store
         self._lock = threading.Lock()
-        self._known: dict[str, set[AdapterVersion]] = {}
-        self._granted: dict[str, Lease] = {}
         self._held: dict[int, AdapterVersion] = {}
         self._num_versions: Counter[str] = Counter()
         self.num_loads = self.num_evictions = self.loaded_bytes = 0
@@ -43,15 +40,13 @@ class RemotePlacement:
             return True
         adapter_id = adapter.packed.content_hash
         with self._lock:
-            lease = self._granted.get(adapter_id)
-            if lease is None and self._leases.connected:
-                self._leases.acquire(adapter_id)
-                return False
+            lease = self._leases.lease(adapter_id)
+            if lease is None and self._leases.acquire(adapter_id):
+                lease = self._leases.lease(adapter_id)
+                if lease is None:
+                    return False
             adapter.lease = lease
             self._held[adapter.uid] = adapter
-            self._known.setdefault(adapter_id, set()).add(adapter)
-        if lease is None:
-            self._leases.acquire(adapter_id)
         return True
 
     def let_go(self, adapter: AdapterVersion) -> None:
@@ -59,13 +54,8 @@ class RemotePlacement:
         with self._lock:
             self._held.pop(adapter.uid, None)
             adapter.lease = None
-            users = self._known.get(adapter_id, set())
-            users.discard(adapter)
-            if users:
-                return
-            self._known.pop(adapter_id, None)
-            self._granted.pop(adapter_id, None)
-        self._leases.release(adapter_id)
+            if all(other.packed.content_hash != adapter_id for other in self._held.values()):
+                self._leases.release(adapter_id)
 
     def drop(self, adapter: AdapterVersion) -> None:
         self.let_go(adapter)
@@ -82,14 +72,10 @@ class RemotePlacement:
         self._leases.stop()
         self._server.close()
 
-    def _take(self, adapter_id: str, lease: Lease | None) -> None:
-        """A lease was granted, or lost."""
+    def _take(self) -> None:
+        """Leases came or went."""
         with self._lock:
-            if lease is None:
-                self._granted.pop(adapter_id, None)
-            else:
-                self._granted[adapter_id] = lease
-            for adapter in self._known.get(adapter_id, ()):
-                adapter.lease = lease
+            for adapter in self._held.values():
+                adapter.lease = self._leases.lease(adapter.packed.content_hash)
         if self.on_change is not None:
             self.on_change()

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from moe_lora.core.errors import LoraServerError, PeerUnreachableError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
-from .control import ControlConnection, Message, dial
+from .control import SILENCE_S, ControlConnection, Message, dial
 from .frames import FrameLayout
-from .membership import SILENCE_S
 from .session import ClientSession
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class ServerLink(threading.Thread):
         depth: int,
         answer_timeout_s: float,
     ) -> None:
-        super().__init__(name=f"link-{hello['name']}", daemon=True)
+        super().__init__(name=f"link-{hello['name']}-{hello['server_rank']}", daemon=True)
         self._find = find
         self._key = key
         self._hello = hello
@@ -84,16 +83,24 @@ class ServerLink(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while not self._stopping.is_set():
+        problem = ""
+        while True:
             if self._connection is not None:
                 self._watch(self._connection)
                 self._stopping.wait(_RETRY_S)  # the engine's thread may still be waiting on the buffers
                 self._let_buffers_go()
+                self._connection = None
+            if self._stopping.is_set():
+                return
             try:
                 self._connection = self.connect(timeout_s=1.0)
-            except LoraServerError as error:
-                logger.debug("still no link to %s: %s", self._hello["name"], error)
-                self._connection = None
+                logger.info("%s is linked to the LoRA Server again", self.name)
+                problem = ""
+            except Exception as error:  # whatever it is, deltas are computed here meanwhile
+                if str(error) != problem:
+                    problem = str(error)
+                    logger.warning("%s: %s; deltas are computed here", self.name, problem)
+                self._stopping.wait(_RETRY_S)
 
     def _watch(self, connection: ControlConnection) -> None:
         try:
@@ -120,4 +127,5 @@ class ServerLink(threading.Thread):
         self._stopping.set()
         if self.session is not None:
             self.session.break_off()
-        self.join(timeout=5.0)
+        if self.ident is not None:
+            self.join(timeout=5.0)
