@@ -25,6 +25,11 @@ _ADAPTERS = (
         "--lora-dir", multiple=True, type=_FOLDER, help="Serve every PEFT adapter below, by folder name."
     ),
     click.option("--max-loras", type=int, help="Adapters resident on the device at once."),
+    click.option(
+        "--lora-kernel",
+        type=click.Choice(["sgmv", "bgmv", "mbgmv"]),
+        help="sgmv: true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA).  [default: sgmv]",
+    ),
     click.option("--lora-memory-gb", type=float, help=f"Room for resident adapters, in 10^9 bytes.  {_AUTO}"),
 )
 _WHERE = (

@@ -9,6 +9,7 @@ from .errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
 MAX_COUNT = 2**31 - 1
 _COUNTS = (
     "max_loras",
@@ -28,7 +29,8 @@ class LoraServerConfig:
     for them, in 10^9 bytes; None = capacity times the largest adapter known at the start (or one of rank
     16).  address: the first rank's control address, host:port or the path of a socket.  key: shared secret
     of the cluster.  store_dir: where packed adapters lie as files; ranks and instances of one host share
-    it.  sites: "all" LoRA sites are computed by the server, or only the "experts", the rest locally.
+    it.  sites: "all" LoRA sites are computed by the server, or only the "experts" and the rest by the
+    instances; "auto": the experts where the model has any.
     max_rows: rows in one message.  depth: messages on their way between one client and one server rank.
     answer_timeout_s: an answer that takes longer is computed by the instance itself.  load_gb_per_s: upper
     bound on the rate at which a rank loads adapters; None = none.
@@ -41,7 +43,7 @@ class LoraServerConfig:
     key: str
     store_dir: str
     transport: str = "shm"
-    sites: str = "all"
+    sites: str = "auto"
     max_rows: int = 512
     depth: int = 4
     answer_timeout_s: float = 30.0
@@ -49,7 +51,7 @@ class LoraServerConfig:
     load_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        _choice("lora_sites", self.sites, ("all", "experts"))
+        _choice("lora_sites", self.sites, ("auto", "all", "experts"))
         _at_least("lora_capacity", self.capacity, 1)
         _at_least("lora_message_rows", self.max_rows, 1)
         _at_least("lora_message_depth", self.depth, 1)
@@ -75,7 +77,8 @@ class EngineConfig:
     engine consists of, each with its share of the experts.  num_threads: CPU threads of the engine, all
     processes together; None = all cores.  num_instances: engines that share this machine; what is chosen
     from the free memory is divided by it.  starvation_s: a request that waits longer than this for its
-    adapter stops younger ones from being admitted before it.  lora_server: where deltas are computed; None
+    adapter stops younger ones from being admitted before it.  lora_kernel: how deltas are computed, "sgmv" or
+    one of the papers' baselines (see `kernels.lora`).  lora_server: where deltas are computed; None
     = here.  instance: this engine's name in a cluster.
     """
 
@@ -98,12 +101,14 @@ class EngineConfig:
     num_instances: int = 1
     starvation_s: float = 5.0
     seed: int = 0
+    lora_kernel: str = "sgmv"
     lora_server: LoraServerConfig | None = None
     instance: str = "instance-0"
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, DEVICES)
+        _choice("lora_kernel", self.lora_kernel, LORA_KERNELS)
         for name in _COUNTS:
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_threads"):

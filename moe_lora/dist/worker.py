@@ -57,7 +57,7 @@ class Stop:
             self._stop()
 
 
-def build_rank(start: StartRank):  # type: ignore[no-untyped-def]
+def build_rank(start: StartRank):
     """The `ServerRank` that a start message describes."""
     import torch
 

@@ -44,7 +44,23 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
         "port": 8000,
         "served_model_name": "base",
         "routing": "least_outstanding",
+        "lora_server": None,
     }
+
+
+def test_lora_server_options_reach_the_server(served, model_dir):
+    options = ["--lora-server", "EP2-PP1", "--lora-capacity", "7", "--lora-kernel", "mbgmv"]
+    assert run(model_dir, *options).exit_code == 0
+    [(config, keywords)] = served
+    assert config.lora_kernel == "mbgmv"
+    assert keywords["lora_server"] == {"layout": "EP2-PP1", "capacity": 7}
+
+
+def test_lora_server_options_without_a_lora_server_are_refused(served, model_dir):
+    result = run(model_dir, "--lora-capacity", "7")
+    assert result.exit_code == 2
+    assert "--lora-server" in result.output
+    assert not served
 
 
 def test_options_reach_the_engine(served, model_dir):

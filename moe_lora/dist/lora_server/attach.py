@@ -48,7 +48,9 @@ class LoraServerClient:
         self._agreed = agreed_facts(shape, dtype, server, client_ranks)
         layout = FrameLayout(shape, dtype, server.max_rows)
         self.store = HostStore(server.store_dir)
-        partition = Partition(shape, Layout.parse(server.layout), client_ranks)
+        self.partition = partition = Partition(
+            shape, Layout.parse(server.layout), client_ranks, sites=server.sites
+        )
         self._transport = make_transport(server.transport, name=f"{instance}/{client_rank}")
         self.links: dict[int, ServerLink] = {}
         for server_rank in range(partition.layout.num_ranks):

@@ -1,11 +1,12 @@
 """What every transport offers, in OpenSHMEM's words: memory others may write, and signals that count up.
 
 A process makes one Transport, allocates windows, and hands their descriptors to its peers, through a store
-(`open`) or by a way of its own (`attach`).  A peer puts bytes into a window and raises one of its signals;
-who sees the signal's value sees the bytes (release store, acquire load).  Signals are unsigned 64-bit, each on its own
-cache line.  A raise below the present value changes nothing, and waits ask for >=, so a value that was skipped
-can't hang a waiter.  Membership is elastic: a process that died returns as a new incarnation with a higher
-generation, and peers `open` or `attach` its new windows; nobody else restarts.
+(`open`) or by a way of its own (`attach`). A peer puts bytes into a window and raises one of its signals;
+who sees the signal's value sees the bytes (release store, acquire load). Signals are unsigned 64-bit, each
+on its own cache line, and have one writer at a time. A raise below the present value changes nothing, and
+waits ask for >=, so a value that was skipped can't hang a waiter. Membership is elastic: a process that
+died returns as a new incarnation with a higher generation, and peers `open` or `attach` its new windows;
+nobody else restarts.
 
 Source: InfiniLoRA section 5.1 (push-based communication); OpenSHMEM 1.5 section 9.8 (signals).
 """
@@ -75,7 +76,10 @@ class RemoteWindow(Protocol):
 
 
 class Transport(Protocol):
-    """One process's end. Made by `make_transport`; closed by `close` or as a context manager."""
+    """One process's end. Made by `make_transport`; closed by `close` or as a context manager.
+
+    Puts, gets and waits may be called from any thread; the rest from one at a time.
+    """
 
     kind: str
     name: str
@@ -99,7 +103,9 @@ class Transport(Protocol):
         """dst[offset : offset + src.nbytes] = src, then signal = max(signal, value).
 
         src: contiguous, on the CPU, any dtype, or None for the signal alone; not to be changed before
-        `quiet(dst)`.  Asynchronous where the medium is.  Any offset and length, zero too.
+        `quiet(dst)`.  Asynchronous where the medium is: over NIXL a put gets on while its process waits or
+        quiets, and puts may overtake each other unless `fence` stands between.
+        Any offset and length, zero too.
         Raises ValueError beyond the window, PeerGoneError.
         """
 
@@ -125,3 +131,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Free all windows, detach from all, stop threads. Idempotent."""
+
+    def __enter__(self) -> Transport: ...
+    def __exit__(self, *_: object) -> None: ...

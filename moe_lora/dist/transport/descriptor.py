@@ -51,12 +51,24 @@ class Descriptor:
         return found
 
 
+def check_same_size(found: Descriptor, num_bytes: int, num_signals: int) -> None:
+    """Raises ValueError unless the window itself is as large as its descriptor says."""
+    if (num_bytes, num_signals) != (found.num_bytes, found.num_signals):
+        raise ValueError(
+            f"window {found.label!r} of {found.peer!r} has {num_bytes} bytes and {num_signals} signals, its "
+            f"descriptor says {found.num_bytes} and {found.num_signals}; pass descriptors on unchanged"
+        )
+
+
 class Sized(Protocol):
     """What the bounds checks look at."""
 
-    label: str
-    num_bytes: int
-    num_signals: int
+    @property
+    def label(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_signals(self) -> int: ...
 
 
 def check_sizes(label: str, num_bytes: int, num_signals: int) -> None:

@@ -10,15 +10,18 @@ from .contract import Store, Transport
 
 _PLACES = {
     "shm": ("shm", "ShmTransport"),
+    "gloo": ("gloo", "GlooTransport"),
+    "nixl": ("nixl", "NixlTransport"),
 }
+KINDS = tuple(_PLACES)
 
 
 def make_transport(kind: str, *, name: str, store: Store | None = None, **options: Any) -> Transport:
     """One process's end of a transport.
 
-    kind: "shm" (one host, default choice).  name: unique in the cluster, such as "server/3"; a process that
-    returns after a crash uses its old name.  store: where windows are published; without one peers `attach` by
-    descriptors.  options: those of the kind's class.
+    kind: one of KINDS.  name: unique in the cluster, such as "server/3"; a process that returns after a crash
+    uses its old name.  store: where windows are published; without one, peers `attach` by descriptors.
+    options: those of the kind's class.
     Raises ValueError for an unknown kind.
     """
     if kind not in _PLACES:

@@ -5,133 +5,24 @@ All processes run as one user in one PID namespace.  Puts are complete when they
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from typing import cast
 
 import torch
 
-from moe_lora.core.errors import PeerGoneError, PeerUnreachableError
+from moe_lora.core.errors import PeerUnreachableError
 
 from . import shm_library
 from .contract import RemoteWindow, Store, Window
-from .descriptor import Descriptor, check_new_window, check_range, check_signal, check_sizes, check_tensor
+from .descriptor import Descriptor, check_new_window, check_range, check_signal, check_tensor
 from .directory import Directory
-from .shm_library import SignalWords, Waiter
-from .shm_memory import OwnSegment, Segment, map_peer_segment
+from .shm_library import Waiter
+from .shm_memory import OwnSegment, map_peer_segment
+from .shm_window import ShmProcess, ShmRemoteWindow, ShmWindow
 
 # Below this a copy is done without letting go of the GIL: getting it back may take longer than the copy.
 _SHORT_COPY_BYTES = 64 << 10
-
-
-class ShmWindow:
-    """Local memory in a segment of its own."""
-
-    def __init__(self, owner: ShmTransport, label: str, num_bytes: int, num_signals: int) -> None:
-        check_sizes(label, num_bytes, num_signals)
-        self.label, self.num_bytes, self.num_signals = label, num_bytes, num_signals
-        self._segment = OwnSegment(num_bytes, num_signals)
-        self.bytes = self._segment.data
-        self.words = SignalWords(self._segment.signals, owner.bell.doorbell)
-        self._owner = owner
-        self._freed = False
-
-    def descriptor(self) -> bytes:
-        """As in the contract; the medium is process, files, tags."""
-        bell = self._owner.bell
-        return Descriptor(
-            kind=ShmTransport.kind,
-            peer=self._owner.name,
-            label=self.label,
-            generation=self._owner.generation,
-            num_bytes=self.num_bytes,
-            num_signals=self.num_signals,
-            medium={
-                "pid": os.getpid(),
-                **{"fd": self._segment.fd, "tag": self._segment.tag},
-                **{"bell_fd": bell.fd, "bell_tag": bell.tag},
-            },
-        ).encode()
-
-    def read_signal(self, signal: int) -> int:
-        """Present value."""
-        check_signal(self, signal)
-        return self.words.read(signal)
-
-    def set_signal(self, signal: int, value: int) -> None:
-        """Set the value here and wake this process's waiters."""
-        check_signal(self, signal, value)
-        self.words.set(signal, value)
-
-    def free(self) -> None:
-        """Take the window back: later puts of peers raise PeerGoneError."""
-        if not self._freed:
-            self._freed = True
-            self._segment.free()
-            self._owner.forget(self)
-
-
-class _Process:
-    """A process that windows are attached of: its doorbell, and a handle that tells when it ends."""
-
-    def __init__(self, found: Descriptor) -> None:
-        medium = found.medium
-        try:
-            self.pidfd = os.pidfd_open(medium["pid"])
-        except OSError as error:
-            raise PeerUnreachableError(
-                f"process {medium['pid']} of {found.peer!r} does not run ({error.strerror}); open its newest "
-                "window"
-            ) from None
-        weakref.finalize(self, os.close, self.pidfd)
-        # The tag is checked after the handle was taken, so the handle is this process's and no later one's.
-        self.bell = map_peer_segment(found, medium["bell_fd"], medium["bell_tag"], 0, 0)
-
-
-class ShmRemoteWindow:
-    """A peer's window, mapped here."""
-
-    def __init__(self, found: Descriptor, peer: _Process, segment: Segment) -> None:
-        self.peer, self.label, self.generation = found.peer, found.label, found.generation
-        self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
-        self._process: _Process | None = peer
-        self._freed = segment.freed.data_ptr()
-        self._segment: Segment | None = segment
-        self.words = SignalWords(segment.signals, peer.bell.doorbell)
-
-    def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
-        """The peer's bytes."""
-        check_range(self, offset_bytes, num_bytes)
-        return self.live_segment().data[offset_bytes : offset_bytes + num_bytes]
-
-    def signal(self, signal: int, value: int) -> None:
-        """Raise a signal. Raises PeerGoneError."""
-        check_signal(self, signal, value)
-        self.live_segment()
-        self.words.raise_to(signal, value)
-
-    def alive(self) -> bool:
-        """One system call."""
-        process, segment = self._process, self._segment
-        if process is None or segment is None:
-            return False
-        freed = shm_library.held.moe_lora_shm_load(self._freed)
-        return not freed and not shm_library.held.moe_lora_shm_ended(process.pidfd)
-
-    def live_segment(self) -> Segment:
-        """The mapping. Raises PeerGoneError."""
-        segment = self._segment
-        if segment is None or not self.alive():
-            raise PeerGoneError(
-                f"window {self.label!r} of {self.peer!r} generation {self.generation} is gone: the process "
-                "has ended, or the window was freed or detached from; open its newest window"
-            )
-        return segment
-
-    def detach(self) -> None:
-        """Let go of the mapping; views keep it while they live."""
-        self._process = self._segment = None
 
 
 class ShmTransport:
@@ -147,7 +38,7 @@ class ShmTransport:
         self.bell = OwnSegment(0, 0)
         self._waiter = Waiter(self.bell.doorbell, spin_s)
         self._windows: dict[str, ShmWindow] = {}
-        self._processes: weakref.WeakValueDictionary[tuple[int, int], _Process] = (
+        self._processes: weakref.WeakValueDictionary[tuple[int, int], ShmProcess] = (
             weakref.WeakValueDictionary()
         )
         self._remotes: weakref.WeakSet[ShmRemoteWindow] = weakref.WeakSet()
@@ -171,10 +62,8 @@ class ShmTransport:
         key = found.medium["pid"], found.medium["bell_tag"]
         process = self._processes.get(key)
         if process is None:
-            process = self._processes[key] = _Process(found)
-        segment = map_peer_segment(
-            found, found.medium["fd"], found.medium["tag"], found.num_bytes, found.num_signals
-        )
+            process = self._processes[key] = ShmProcess(found)
+        segment = map_peer_segment(found, found.medium["fd"], found.medium["tag"])
         remote = ShmRemoteWindow(found, process, segment)
         if not remote.alive():
             raise PeerUnreachableError(

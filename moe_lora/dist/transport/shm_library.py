@@ -94,6 +94,14 @@ class Window(Protocol):
     words: SignalWords
 
 
+def too_late(window: Window, signal: int, at_least: int, timeout_s: float | None) -> SignalTimeoutError:
+    """The error of a wait that ended by its timeout."""
+    return SignalTimeoutError(
+        f"signal {signal} of window {window.label!r} is {window.words.read(signal)}, not {at_least} or more, "
+        f"after timeout_s={timeout_s}; the peer is slow or has ended"
+    )
+
+
 class Waiter:
     """Waits for signals whose waiters sleep at one doorbell."""
 
@@ -107,10 +115,7 @@ class Waiter:
     def until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
         """The value seen. Raises SignalTimeoutError."""
         if self.any([(window, signal, at_least)], timeout_s) is None:
-            raise SignalTimeoutError(
-                f"signal {signal} of window {window.label!r} is {window.words.read(signal)}, not {at_least} "
-                f"or more, after timeout_s={timeout_s:g}; the peer is slow or has ended"
-            )
+            raise too_late(window, signal, at_least, timeout_s)
         return window.words.read(signal)
 
     def any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:

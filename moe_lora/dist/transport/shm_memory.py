@@ -17,7 +17,7 @@ import torch
 
 from moe_lora.core.errors import PeerUnreachableError
 
-from .descriptor import LINE_BYTES, Descriptor
+from .descriptor import LINE_BYTES, Descriptor, check_same_size
 
 _MAGIC = int.from_bytes(b"moelora1", "little")
 _HEADER = struct.Struct("<QQQQ")
@@ -72,9 +72,7 @@ class OwnSegment(Segment):
         os.close(self.fd)
 
 
-def map_peer_segment(
-    found: Descriptor, fd_number: int, tag: int, num_bytes: int, num_signals: int
-) -> Segment:
+def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
     """Raises PeerUnreachableError if the segment is gone, ValueError if it does not fit its descriptor."""
     pid = found.medium["pid"]
     try:
@@ -82,8 +80,8 @@ def map_peer_segment(
     except OSError as error:
         raise PeerUnreachableError(
             f"window {found.label!r} of {found.peer!r} (process {pid}) can't be opened: {error.strerror}; "
-            "the process has ended or freed it, or runs as another user or in another PID namespace (then use "
-            "transport 'gloo' or 'nixl')"
+            "the process has ended or freed it, or runs as another user or in another PID namespace (then "
+            "use transport 'gloo' or 'nixl')"
         ) from None
     try:
         known = os.pread(fd, _HEADER.size, 0)
@@ -93,11 +91,7 @@ def map_peer_segment(
                 f"window {found.label!r} of {found.peer!r} is gone: process {pid} holds another file in its "
                 "place; open the peer's newest window"
             )
-        if (its_bytes, its_signals) != (num_bytes, num_signals):
-            raise ValueError(
-                f"window {found.label!r} of {found.peer!r} has {its_bytes} bytes and {its_signals} signals, "
-                f"its descriptor says {num_bytes} and {num_signals}; pass descriptors on unchanged"
-            )
-        return Segment(fd, num_bytes, num_signals)
+        check_same_size(found, its_bytes, its_signals)
+        return Segment(fd, found.num_bytes, found.num_signals)
     finally:
         os.close(fd)

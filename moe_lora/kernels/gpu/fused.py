@@ -48,7 +48,7 @@ def fused_delta(
 ):
     """y[row, columns of module] = round(scale * (x[row] @ A.T) @ B.T) for adapters of rank <= BLOCK_R.
 
-    h enters the second product as hi + lo of the model's dtype, as in `wgmma`.
+    h enters the second product as hi + lo of the model's dtype, as in `wgmma_shrink`.
     """
     dtype = x.dtype.element_ty
     total = tl.load(num_tiles) * MODULES * COLUMN_PARTS

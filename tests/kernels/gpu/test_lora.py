@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from moe_lora.kernels.gpu import lora
+from moe_lora.kernels.gpu import configs, launch, lora
 from moe_lora.kernels.gpu.segments import build_segments
 
 from .gpu_cases import DOWN, GATE_UP, ODD, QKV, SITES, assert_delta, make_batch
@@ -42,7 +44,7 @@ def test_fused_delta_agrees_with_fp64(device, site):
 
 
 @pytest.mark.parametrize("kernel", ["bgmv", "mbgmv"])
-@pytest.mark.parametrize("site", [QKV, DOWN], ids=lambda site: site.name)
+@pytest.mark.parametrize("site", [ODD, DOWN], ids=lambda site: site.name)
 def test_baselines_agree_with_fp64(device, kernel, site):
     batch = make_batch(site, torch.bfloat16, "uniform", device)
     out = batch.output()
@@ -121,7 +123,7 @@ def test_strided_x_gives_the_bits_of_contiguous_x(device):
 
 def test_operands_that_do_not_fit_are_refused(device):
     batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device)
-    x, ids, site, layer, row_slot, slots, arena = batch.operands()
+    x, ids, _, _, row_slot, _, arena = batch.operands()
     wrong = [
         {"x": x[:, :40]},
         {"x": x.double()},
@@ -141,8 +143,9 @@ def test_operands_that_do_not_fit_are_refused(device):
         {"max_lora_rank": 69},
         {"kernel": "bgmv", "algorithm": "vector"},
     ]
-    given = {"x": x, "ids": ids, "site": site, "layer": layer, "row_slot": row_slot, "slots": slots, "arena":
-    arena} shrunk = lora.lora_shrink(**given, decode=True)
+    names = ("x", "ids", "site", "layer", "row_slot", "slots", "arena")
+    given = dict(zip(names, batch.operands(), strict=True))
+    shrunk = lora.lora_shrink(**given, decode=True)
     for change in wrong:
         with pytest.raises(ValueError):
             lora.lora_shrink(**{**given, **change}, decode=True)
@@ -167,3 +170,20 @@ def test_tables_are_looked_at_again_after_a_slot_was_written(device):
         slots.b_offset[index] = offset
         with pytest.raises(ValueError, match="b_offset"):
             slots.checked_rank(ODD, 2, nbytes)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
+def test_classes_of_ranks_are_served_by_their_own_algorithms(device, monkeypatch, whole):
+    small = configs.Choice(algorithm="fused" if whole else "vector", max_rank=8, whole=whole)
+    choices = (small, configs.Choice(algorithm="wgmma", min_rank=9, whole=whole))
+    table = replace(configs.load_table(configs.FALLBACK), choices=choices)
+    monkeypatch.setattr(launch, "table_of", lambda device: table)
+    batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device, lora_ranks=[8, 1, 70, 16])
+    out = batch.output(0.0)
+    if whole:
+        lora.lora_delta(*batch.operands(), out, decode=True)
+    else:
+        shrunk = lora.lora_shrink(*batch.operands(), decode=True, max_lora_rank=128)
+        assert [choice.algorithm for choice, _ in shrunk.parts] == ["vector", "wgmma"]
+        lora.lora_expand(shrunk, out)
+    assert_delta(out, batch)

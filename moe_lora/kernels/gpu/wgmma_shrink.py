@@ -1,12 +1,15 @@
-"""SGMV with operands swapped: h.T = A x.T and delta.T = B h.T, so that wgmma's 64 rows are rank rows or
-columns.
+"""SGMV with operands swapped: h.T = A x.T here, delta.T = B h.T in `wgmma_expand`.
 
 Legend: R rows, H input width, C output columns, S parts of H summed apart, M modules of the site.
 
-N of wgmma is the tile's tokens (16 to 64), so a tile of few tokens wastes little.  Weights come by TMA: a
-descriptor per matrix is made on the device from the slot table, and its bounds make rows past the true rank
-zeros that are never read.  x rows of a segment lie anywhere (TMA can't gather on sm_90), so they are copied
-by pointer (cp.async) in the same pipeline.  A persistent grid walks the tiles that `segments` counted.
+wgmma's 64 rows are rank rows (or output columns) and its N the tile's tokens, 16 to 64, so that a tile of few
+tokens wastes little.  Weights come by TMA: a descriptor per matrix is made on the device from the slot table,
+and its bounds make rows past the true rank zeros that are never read.  x is gathered into sorted order first
+and comes by TMA too: TMA can't gather on sm_90, and in a warp-specialized loop Triton 3.6 and 3.7 turn loads
+by pointer into copies whose end nobody waits for.  They also give the loop two consumers that do the same
+work, so what follows such a loop may store a value (the same twice) but must not add to memory: expand is
+specialized only where it overwrites.  A persistent grid walks the tiles that `segments` counted.
+Rows that are not multiples of 16 bytes can't go by TMA: ALIGNED = False loads them element by element.
 
 Bytes in flight: 4.3 TB/s at about 0.8 us of latency asks for 26 KB per SM.  Shrink in decode keeps 6 stages
 of a 64 x 128 two-byte tile, 96 KB per SM; expand keeps 3 stages of 64 x 64, 24 KB of weights and as much
@@ -23,21 +26,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import (
-    NOT_SPECIALIZED,
-    dot,
-    entry_of,
-    first_with_same_a,
-    matrix,
-    module_of_block,
-    num_blocks,
-    put_delta,
-    rank_of,
-    rounded,
-)
+from .entries import NOT_SPECIALIZED, dot, entry_of, first_with_same_a, matrix, rank_of, rounded
 
 BLOCK_R = tl.constexpr(64)
-BLOCK_C = tl.constexpr(64)
 
 
 @triton.jit
@@ -65,7 +56,6 @@ def put_h(
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def wgmma_shrink(
     x,
-    rows,
     tiles,
     num_tiles,
     a_offset,
@@ -79,9 +69,7 @@ def wgmma_shrink(
     lanes,
     num_rows,
     width,
-    x_stride,
     h_width,
-    X_DIVISOR: tl.constexpr,
     MODULES: tl.constexpr,
     PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -92,13 +80,14 @@ def wgmma_shrink(
     WARP_SPECIALIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """h[position] = x[row] @ A.T: [PARTS, M, R, h_width] of the model's dtype, or fp32 [S, M, R, h_width] if
-    S > 1.
+    """h[position] = x[position] @ A.T: [PARTS, M, R, h_width] of x's dtype, or fp32 [S, M, R, h_width] if S >
+    1.
 
-    Each item is a tile of tokens, 64 rows of one A, and one of S parts of H.  Row `i` reads x row i /
-    X_DIVISOR.
+    x: [R, H] in sorted order.  Each item is a tile of tokens, 64 rows of one A, and one of S parts of H.
     """
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT_K)
+    if ALIGNED:
+        x_tiles = tl.make_tensor_descriptor(x, [num_rows, width], [width, 1], [BLOCK_T, BLOCK_K])
     tiles_T = tl.load(num_tiles)
     per_lane = tiles_T * MODULES * SPLIT_K
     for item in tl.range(tl.program_id(0), per_lane * lanes, tl.num_programs(0)):
@@ -106,14 +95,13 @@ def wgmma_shrink(
         split = item % SPLIT_K
         module = (item // SPLIT_K) % MODULES
         tile = tiles + ((item % per_lane) // (SPLIT_K * MODULES)) * 4
-        position = tl.load(tile) + tl.arange(0, BLOCK_T)
+        begin = tl.load(tile)
+        position = begin + tl.arange(0, BLOCK_T)
         inside = position < tl.load(tile + 1)
         first_entry = entry_of(tl.load(tile + 2), tl.load(tile + 3), 0, slot_stride, table_base, MODULES)
         rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
         first = first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES)
         if (r0 < rank) & (first == module):
-            row = tl.load(rows + position, mask=inside, other=0) // X_DIVISOR
-            x_rows = x + row[None, :].to(tl.int64) * x_stride
             a = matrix(arena, a_offset, first_entry + module, x.dtype.element_ty)
             r = r0 + tl.arange(0, BLOCK_R)
             h_T = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
@@ -121,14 +109,18 @@ def wgmma_shrink(
                 a_tiles = tl.make_tensor_descriptor(a, [rank, width], [width, 1], [BLOCK_R, BLOCK_K])
             for step in tl.range(0, steps, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE):
                 k0 = (split * steps + step) * BLOCK_K
-                k = k0 + tl.arange(0, BLOCK_K)
                 if ALIGNED:
                     a_RK = a_tiles.load([r0, k0])
+                    x_TK = x_tiles.load([begin, k0])
                 else:
+                    k = k0 + tl.arange(0, BLOCK_K)
                     mask_RK = (r < rank)[:, None] & (k < width)[None, :]
                     a_RK = tl.load(a + r[:, None] * width + k[None, :], mask=mask_RK, other=0.0)
-                x_KT = tl.load(x_rows + k[:, None], mask=inside[None, :] & (k < width)[:, None], other=0.0)
-                h_T = dot(a_RK, x_KT, h_T, INTERPRETED)
+                    x_rows = x + position[:, None].to(tl.int64) * width
+                    x_TK = tl.load(
+                        x_rows + k[None, :], mask=inside[:, None] & (k < width)[None, :], other=0.0
+                    )
+                h_T = dot(a_RK, tl.trans(x_TK), h_T, INTERPRETED)
             h_T = tl.where((r < rank)[:, None], h_T, 0.0)
             part = split * MODULES + module
             put_h(
@@ -185,79 +177,3 @@ def join_splits(
                     2,
                     INTERPRETED,
                 )
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def wgmma_expand(
-    h,
-    rows,
-    tiles,
-    num_tiles,
-    a_offset,
-    b_offset,
-    lora_rank,
-    scales,
-    arena,
-    y,
-    slot_stride,
-    table_base,
-    min_rank,
-    max_rank,
-    num_rows,
-    width0,
-    width1,
-    width2,
-    y_stride,
-    h_width,
-    MODULES: tl.constexpr,
-    ADD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCKS_PER_ITEM: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """y[row, columns of module] (+)= scale * h[position] @ B.T, rounded as `entries.put_delta` says.
-
-    Each item is a tile of tokens and up to BLOCKS_PER_ITEM blocks of 64 columns of one module.
-    """
-    groups = num_blocks(width0, width1, width2, BLOCK_C * BLOCKS_PER_ITEM)
-    h_rows = MODULES * num_rows
-    h_tiles = tl.make_tensor_descriptor(h, [2 * h_rows, h_width], [h_width, 1], [BLOCK_T, BLOCK_R])
-    for item in tl.range(tl.program_id(0), tl.load(num_tiles) * groups, tl.num_programs(0)):
-        tile = tiles + (item // groups) * 4
-        begin = tl.load(tile)
-        position = begin + tl.arange(0, BLOCK_T)
-        inside = position < tl.load(tile + 1)
-        module, c_first, width, base = module_of_block(
-            item % groups, width0, width1, width2, BLOCK_C * BLOCKS_PER_ITEM, MODULES
-        )
-        first_entry = entry_of(tl.load(tile + 2), tl.load(tile + 3), 0, slot_stride, table_base, MODULES)
-        rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
-        if rank > 0:
-            h_row = first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES) * num_rows + begin
-            scale = tl.load(scales + first_entry + module)
-            row = tl.load(rows + position, mask=inside, other=0)
-            y_rows = y + row[None, :].to(tl.int64) * y_stride + base
-            b = matrix(arena, b_offset, first_entry + module, y.dtype.element_ty)
-            if ALIGNED:
-                b_tiles = tl.make_tensor_descriptor(b, [rank, width], [width, 1], [BLOCK_R, BLOCK_C])
-            blocks = tl.minimum(BLOCKS_PER_ITEM, tl.cdiv(width - c_first, BLOCK_C))
-            for block in tl.range(0, blocks, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE):
-                c0 = c_first + block * BLOCK_C
-                c = c0 + tl.arange(0, BLOCK_C)
-                delta_T = tl.zeros((BLOCK_C, BLOCK_T), tl.float32)
-                for r0 in tl.range(0, rank, BLOCK_R):
-                    if ALIGNED:
-                        b_RC = b_tiles.load([r0, c0])
-                    else:
-                        r = r0 + tl.arange(0, BLOCK_R)
-                        mask_RC = (r < rank)[:, None] & (c < width)[None, :]
-                        b_RC = tl.load(b + r[:, None] * width + c[None, :], mask=mask_RC, other=0.0)
-                    h_TR = h_tiles.load([h_row, r0])
-                    delta_T = dot(tl.trans(b_RC), tl.trans(h_TR), delta_T, INTERPRETED)
-                    low_TR = h_tiles.load([h_row + h_rows, r0])
-                    delta_T = dot(tl.trans(b_RC), tl.trans(low_TR), delta_T, INTERPRETED)
-                mask_CT = inside[None, :] & (c < width)[:, None]
-                put_delta(y_rows + c[:, None], delta_T, scale, mask_CT, ADD, INTERPRETED)

@@ -1,0 +1,170 @@
+"""Two-sided baseline and fallback between hosts: torch.distributed's gloo send/recv behind the contract.
+
+A thread per connection receives what peers send, places it into the window and raises the signal.  No
+process group need be made up front: attaching makes a group of two.  A put returns when gloo has taken it.
+That a peer has died shows when something is sent to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed import ProcessGroupGloo
+
+from moe_lora.core.errors import PeerUnreachableError
+
+from . import contract
+from .contract import RemoteWindow, Window
+from .descriptor import Descriptor, check_new_window, check_range, check_same_size, check_tensor
+from .directory import Directory
+from .gloo_link import Link, Op
+from .gloo_reception import Reception, connect, say_goodbye
+from .gloo_window import GlooRemoteWindow, GlooWindow
+from .shm_library import Waiter, lines
+
+
+class GlooTransport:
+    """torch.distributed send/recv; see the contract."""
+
+    kind = "gloo"
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        store: contract.Store | None = None,
+        spin_s: float = 20e-6,
+        host: str = "127.0.0.1",
+        timeout_s: float = 30.0,
+    ) -> None:
+        """host: this host's address as peers reach it.  timeout_s: of one send or connection, after which the
+        peer counts as gone."""
+        self.name = name
+        self._directory = Directory(store, self.kind, name)
+        self.generation = self._directory.generation
+        self.doorbell = lines(1)
+        self._waiter = Waiter(self.doorbell, spin_s)
+        self._host, self._timeout_s = host, timeout_s
+        self._device = ProcessGroupGloo.create_device(hostname=host)
+        self._numbers = itertools.count()
+        self._windows: dict[int, GlooWindow] = {}
+        self._links: dict[tuple[str, int, str], Link] = {}
+        self._remotes: set[GlooRemoteWindow] = set()
+        self._reception: Reception | None = None
+        self._closed = False
+        atexit.register(self.close)  # a receiver left in gloo as the interpreter ends aborts the process
+
+    def address(self) -> dict[str, Any]:
+        """Where peers find the store in which links are made; starts it with the first window."""
+        if self._reception is None:
+            self._reception = Reception(self._host, self._device, self._timeout_s, self._windows.get)
+        return {"host": self._host, "port": self._reception.port, "tag": self._reception.tag}
+
+    def alloc(self, label: str, num_bytes: int, num_signals: int) -> GlooWindow:
+        """A window in private memory."""
+        check_new_window(self.name, label, {window.label for window in self._windows.values()}, self._closed)
+        window = GlooWindow(self, next(self._numbers), label, num_bytes, num_signals)
+        self._windows[window.number] = window
+        self._directory.publish(label, window.descriptor())
+        return window
+
+    def forget(self, window: GlooWindow) -> None:
+        """Called by a window that is freed."""
+        self._windows.pop(window.number, None)
+
+    def attach(self, descriptor: bytes) -> GlooRemoteWindow:
+        """Connect to the window's owner, unless that is done."""
+        found = Descriptor.decode(descriptor, self.kind)
+        host, port, tag = found.medium["host"], found.medium["port"], found.medium["tag"]
+        link = self._links.get((host, port, tag))
+        try:
+            if link is None or not link.alive:
+                link = self._links[host, port, tag] = connect(host, port, tag, self._device, self._timeout_s)
+            exists, num_bytes, num_signals = link.ask(Op.SIZE, found.medium["window"])
+            if not exists:
+                raise PeerUnreachableError(
+                    f"window {found.label!r} of {found.peer!r} was freed; open its newest window"
+                )
+            check_same_size(found, num_bytes, num_signals)
+            remote = GlooRemoteWindow(found, link)
+            self._remotes.add(remote)
+            return remote
+        except (OSError, RuntimeError) as error:
+            raise PeerUnreachableError(
+                f"{found.peer!r} at {host}:{port} can't be reached ({str(error).splitlines()[0]}); check "
+                "that it runs and that its option host= is an address this host reaches"
+            ) from None
+        finally:
+            self._drop_unused_links()
+
+    def _drop_unused_links(self) -> None:
+        used = {remote.link for remote in self._remotes}
+        for key, link in list(self._links.items()):
+            if link not in used:
+                del self._links[key]
+                if link.alive:
+                    say_goodbye(link)
+
+    def open(self, peer: str, label: str, timeout_s: float) -> GlooRemoteWindow:
+        """Attach to the newest window of that name."""
+        return self._directory.find(peer, label, self.attach, timeout_s)
+
+    def put_signal(
+        self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
+    ) -> None:
+        """Send; the peer's receiver thread places the bytes and raises the signal."""
+        assert isinstance(dst, GlooRemoteWindow)
+        dst.put(offset_bytes, src, signal, value)
+
+    def get(self, src: RemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
+        """Ask the peer's receiver thread to send."""
+        assert isinstance(src, GlooRemoteWindow)
+        check_range(src, offset_bytes, check_tensor(out, "out"))
+        src.ask(Op.GET, offset_bytes, out)
+
+    def fence(self, dst: RemoteWindow) -> None:
+        """A link keeps the order of what is sent."""
+        assert isinstance(dst, GlooRemoteWindow)
+
+    def quiet(self, dst: RemoteWindow) -> None:
+        """A round trip behind the puts."""
+        assert isinstance(dst, GlooRemoteWindow)
+        dst.ask(Op.QUIET)
+
+    def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
+        """Spin, then sleep, until the signal has reached the value."""
+        assert isinstance(window, GlooWindow)
+        return self._waiter.until(window, signal, at_least, timeout_s)
+
+    def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
+        """Spin, then sleep, until one of the signals has reached its value."""
+        return self._waiter.any(cast("Sequence[tuple[GlooWindow, int, int]]", waits), timeout_s)
+
+    def detach(self, remote: RemoteWindow) -> None:
+        """Let a peer's window go, and the link with its last."""
+        assert isinstance(remote, GlooRemoteWindow)
+        remote.link = None
+        self._remotes.discard(remote)
+        self._drop_unused_links()
+
+    def close(self) -> None:
+        """Free and detach all, end the threads."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        for remote in list(self._remotes):
+            self.detach(remote)
+        self._windows.clear()
+        if self._reception is not None:
+            self._reception.close()
+
+    def __enter__(self) -> GlooTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,183 @@
+"""Processes come, die and return under their name; what they held is given back."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_lora.core.errors import ConfigError, PeerGoneError, PeerUnreachableError
+from moe_lora.dist.transport import RemoteWindow, make_transport
+
+from .conftest import Pair
+from .peers import TIMEOUT_S, Peer, pattern
+
+NUM_PUTS_TILL_NOTICED = 500
+ROOT = Path(__file__).parents[3]
+
+
+def put_often(pair: Pair, remote: RemoteWindow) -> None:
+    """A medium may take some puts before it notices that nobody is there."""
+    for value in range(1, NUM_PUTS_TILL_NOTICED):
+        pair.here.put_signal(remote, 0, pattern(1000, 1), 0, value)
+        pair.here.quiet(remote)
+
+
+def expect_gone(pair: Pair, remote: RemoteWindow) -> None:
+    with pytest.raises(PeerGoneError, match=f"{remote.label!r} of {remote.peer!r}"):
+        put_often(pair, remote)
+
+
+def test_a_killed_peer_is_noticed_and_its_return_found(mortal_pair: Pair) -> None:
+    pair = mortal_pair
+    window = pair.here.alloc("mine", 1000, 1)
+    pair.peer.call("alloc", "theirs", 1000, 1)
+    pair.peer.call("open", pair.here.name, "mine")
+    pair.peer.call("put", "mine", 0, 1000, 1, 0, 1)
+    old = pair.here.open(pair.peer_name, "theirs", TIMEOUT_S)
+    assert old.alive()
+    pair.peer.kill()
+
+    expect_gone(pair, old)
+    assert not old.alive()
+    with pytest.raises(PeerGoneError):
+        pair.here.get(old, 0, torch.zeros(8))
+    with pytest.raises(PeerUnreachableError, match=rf"'theirs' of peer '{pair.peer_name}'.*timeout_s=0.2"):
+        pair.here.open(pair.peer_name, "theirs", 0.2)
+    pair.here.detach(old)
+
+    assert pair.rejoin(Peer()) == old.generation + 1
+    pair.peer.call("alloc", "theirs", 1000, 1)
+    new = pair.here.open(pair.peer_name, "theirs", TIMEOUT_S)
+    assert new.generation == old.generation + 1
+    pair.here.put_signal(new, 0, pattern(1000, 4), 0, 1)
+    pair.here.quiet(new)
+    assert pair.peer.call("wait", "theirs", 0, 1) == 1
+    assert pair.peer.call("read", "theirs", 0, 1000) == bytes(pattern(1000, 4).numpy())
+    pair.peer.call("open", pair.here.name, "mine")  # the survivor's window, without its doing anything
+    pair.peer.call("put", "mine", 0, 1000, 2, 0, 2)
+    assert pair.here.signal_wait_until(window, 0, 2, TIMEOUT_S) == 2
+    assert torch.equal(window.bytes, pattern(1000, 2))
+
+
+def test_of_two_incarnations_the_newer_is_found_and_the_older_learns(mortal_pair: Pair) -> None:
+    pair, older = mortal_pair, mortal_pair.peer
+    older.call("alloc", "w", 100, 1)
+    newer = Peer()
+    generation = pair.rejoin(newer)
+    newer.call("alloc", "w", 200, 1)
+    found = pair.here.open(pair.peer_name, "w", TIMEOUT_S)
+    assert (found.generation, found.num_bytes) == (generation, 200)
+    with pytest.raises(PeerGoneError, match=f"superseded by generation {generation}"):
+        older.call("alloc", "late", 100, 1)
+    older.kill()
+
+
+def test_a_freed_window_takes_no_more_puts(pair: Pair) -> None:
+    pair.peer.call("alloc", "freed", 1000, 1)
+    remote = pair.here.open(pair.peer_name, "freed", TIMEOUT_S)
+    pair.here.put_signal(remote, 0, pattern(1000, 1), 0, 1)
+    pair.here.quiet(remote)
+    pair.peer.call("free", "freed")
+    expect_gone(pair, remote)
+    pair.peer.call("alloc", "freed", 10, 1)  # the label is free again
+    assert pair.here.open(pair.peer_name, "freed", TIMEOUT_S).num_bytes == 10
+
+
+def test_a_detached_window_takes_no_more_puts_and_can_be_attached_again(pair: Pair) -> None:
+    descriptor = pair.peer.call("alloc", "detached", 1000, 1)
+    remote = pair.here.attach(descriptor)
+    pair.here.detach(remote)
+    pair.here.detach(remote)
+    assert not remote.alive()
+    with pytest.raises(PeerGoneError, match="detached"):
+        pair.here.put_signal(remote, 0, pattern(10, 1), 0, 1)
+    again = pair.here.attach(descriptor)
+    pair.here.put_signal(again, 0, pattern(10, 1), 0, 1)
+    assert pair.peer.call("wait", "detached", 0, 1) == 1
+
+
+def test_descriptors_that_do_not_fit_are_refused(pair: Pair) -> None:
+    fields = json.loads(pair.peer.call("alloc", "checked", 5000, 3))
+    for change, message in (
+        ({"version": 99}, "version 99, this process speaks 1"),
+        ({"kind": "pigeon"}, f"over transport 'pigeon', this process uses '{pair.kind}'"),
+        ({"num_bytes": 9000}, "5000 bytes and 3 signals, its descriptor says 9000 and 3"),
+        ({"num_signals": 2}, "5000 bytes and 3 signals, its descriptor says 5000 and 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pair.here.attach(json.dumps({**fields, **change}).encode())
+    with pytest.raises(ValueError, match="no window descriptor"):
+        pair.here.attach(b"nonsense")
+
+
+def test_descriptors_work_without_a_store(kind: str, pair: Pair) -> None:
+    with make_transport(kind, name="alone/0", **pair.options) as alone:
+        remote = alone.attach(pair.peer.call("alloc", "for-alone", 64, 1))
+        alone.put_signal(remote, 0, pattern(64, 9), 0, 1)
+        alone.quiet(remote)
+        assert pair.peer.call("wait", "for-alone", 0, 1) == 1
+        with pytest.raises(ConfigError, match="no store"):
+            alone.open(pair.peer_name, "for-alone", 1.0)
+
+
+def test_closing_gives_back_files_and_threads(kind: str, pair: Pair, shared_peer: Peer) -> None:
+    """After a first round, which starts what a library keeps, more rounds leave nothing more behind."""
+
+    def live_through() -> tuple[int, int]:
+        shared_peer.call("alloc", "leaks", 100_000, 2)
+        here = make_transport(kind, name="leaky/0", store=pair.store, **pair.options)
+        here.alloc("w", 100_000, 2)
+        remote = here.open(pair.peer_name, "leaks", TIMEOUT_S)
+        here.put_signal(remote, 0, pattern(100, 1), 0, 1)
+        here.quiet(remote)
+        here.close()
+        here.close()
+        shared_peer.call("free", "leaks")
+        del here, remote
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    live_through()
+    shared_peer.call("footprint")
+    first, first_there = live_through(), shared_peer.call("footprint")
+    for _ in range(5):
+        last = live_through()
+    there = shared_peer.call("footprint")
+    assert (last, there) == (first, first_there)
+
+
+def test_a_process_that_never_closes_ends_cleanly() -> None:
+    """Threads that wait inside a library would abort the interpreter on its way out."""
+    program = """
+from moe_lora.dist.transport import make_transport
+for kind in ("shm", "gloo"):
+    here, there = make_transport(kind, name="a"), make_transport(kind, name="b")
+    window = here.alloc("w", 100, 1)
+    remote = there.attach(window.descriptor())
+    there.put_signal(remote, 0, None, 0, 1)
+    here.signal_wait_until(window, 0, 1, 20.0)
+raise KeyboardInterrupt
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_unknown_transport_is_refused() -> None:
+    with pytest.raises(ValueError, match="'pigeon' is unknown; choose one of shm, "):
+        make_transport("pigeon", name="x")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="nixl is installed")
+def test_a_transport_that_is_not_installed_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'moe-lora\[nixl\]'"):
+        make_transport("nixl", name="x")
