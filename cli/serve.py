@@ -100,13 +100,14 @@ _SERVER_FIELDS = {
 
 def _server_options(layout: str | None, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Fields of LoraServerConfig, taken out of the settings.  Raises click.UsageError without a layout."""
-    given = {field: settings.pop(option) for option, field in _SERVER_FIELDS.items()}
-    given = {field: value for field, value in given.items() if value is not None}
+    given = {option: settings.pop(option) for option in _SERVER_FIELDS}
+    given = {option: value for option, value in given.items() if value is not None}
     if layout is None:
         if given:
-            raise click.UsageError(f"{', '.join(given)}: these need --lora-server, such as EP1-PP1")
+            options = ", ".join(f"--{option.replace('_', '-')}" for option in given)
+            raise click.UsageError(f"{options} without --lora-server LAYOUT, such as EP1-PP1; give both")
         return None
-    return {"layout": layout, **given}
+    return {"layout": layout, **{_SERVER_FIELDS[option]: value for option, value in given.items()}}
 
 
 def _options(function: Any) -> Any:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def serve_rank(connection: Connection) -> None:
     """Serve the rank that the first message describes until the connection closes."""
     start: StartRank = connection.recv()
-    stop = Stop()
+    stop = Stop(start.directory)
     threading.Thread(target=_await_end, args=(connection, stop), name="parent-watch", daemon=True).start()
     try:
         rank = build_rank(start)
@@ -29,19 +29,20 @@ def serve_rank(connection: Connection) -> None:
         return
     connection.send(Started())
     stop.end_with(rank.stop)
-    try:
-        rank.run()
-    finally:
-        # The server's directory goes with it, also when the process that made it was killed.
-        if stop.asked and start.directory is not None:
-            shutil.rmtree(start.directory, ignore_errors=True)
+    rank.run()
+    stop.clean_up()
 
 
 class Stop:
-    """How this process ends: at once while it is starting, then by the rank's own `stop`."""
+    """How this process ends when its parent says so, or is gone: at once while it is starting, then by the
+    rank's own `stop`.
 
-    def __init__(self) -> None:
-        self.asked = False
+    directory: of the whole server; goes with it, also when the process that made it was killed.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._asked = False
         self._lock = threading.Lock()
         self._stop: Callable[[], None] | None = None
 
@@ -51,10 +52,15 @@ class Stop:
 
     def ask(self) -> None:
         with self._lock:
-            self.asked = True
+            self._asked = True
             if self._stop is None:
+                self.clean_up()
                 os._exit(0)  # nothing else ends a wait for the leader, and nobody waits for this rank
             self._stop()
+
+    def clean_up(self) -> None:
+        if self._asked and self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def build_rank(start: StartRank):

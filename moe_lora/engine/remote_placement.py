@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.errors import CapacityError
 from moe_lora.dist.lora_server.attach import LoraServerClient
 
 from .adapter_version import AdapterVersion
@@ -28,7 +29,6 @@ class RemotePlacement:
         self._lock = threading.Lock()
         self._held: dict[int, AdapterVersion] = {}
         self._num_versions: Counter[str] = Counter()
-        self.num_loads = self.num_evictions = self.loaded_bytes = 0
         self._leases = server.leases(self._take)
 
     def admit(self, packed: PackedAdapter) -> PackedAdapter:
@@ -62,7 +62,11 @@ class RemotePlacement:
 
     def drop(self, adapter: AdapterVersion) -> None:
         self.let_go(adapter)
-        adapter_id = adapter.packed.content_hash
+        self.dismiss(adapter.packed)
+
+    def dismiss(self, packed: PackedAdapter) -> None:
+        """Undo one `admit`."""
+        adapter_id = packed.content_hash
         self._num_versions[adapter_id] -= 1
         if not self._num_versions[adapter_id]:
             del self._num_versions[adapter_id]
@@ -70,6 +74,13 @@ class RemotePlacement:
 
     def resident(self) -> Iterator[AdapterVersion]:
         return iter(list(self._held.values()))
+
+    def counters(self) -> dict[str, int]:
+        backend = self._server.backend
+        return {
+            "lora_server_requests": backend.num_requests,
+            "lora_server_fallback_rows": backend.num_fallback_rows,
+        }
 
     def close(self) -> None:
         self._leases.stop()
@@ -99,20 +110,13 @@ class BothPlacements:
     def on_change(self, call: Callable[[], None] | None) -> None:
         self._remote.on_change = call
 
-    @property
-    def num_loads(self) -> int:
-        return self._local.num_loads
-
-    @property
-    def num_evictions(self) -> int:
-        return self._local.num_evictions
-
-    @property
-    def loaded_bytes(self) -> int:
-        return self._local.loaded_bytes
-
     def admit(self, packed: PackedAdapter) -> PackedAdapter:
-        return self._local.admit(self._remote.admit(packed))
+        packed = self._remote.admit(packed)
+        try:
+            return self._local.admit(packed)
+        except CapacityError:
+            self._remote.dismiss(packed)
+            raise
 
     def hold(self, adapter: AdapterVersion) -> bool:
         """The lease is asked for first: it takes longer."""
@@ -128,6 +132,9 @@ class BothPlacements:
 
     def resident(self) -> Iterator[AdapterVersion]:
         return self._remote.resident()
+
+    def counters(self) -> dict[str, int]:
+        return self._local.counters() | self._remote.counters()
 
     def close(self) -> None:
         self._remote.close()

@@ -42,9 +42,11 @@ class Shelf:
 
     generation: [M] the content that each slot has, or will have once it is loaded; a request that carries a
     lower one comes too late, one with a higher one comes before the load command.  loaded: [M, L] generation
-    whose layer is in the arena.  reading: held while the slot table and arena are read for a request, so that
-    table rows change between requests only.  led: whether load commands can come at all.  Several adapters are loaded at once, a layer of each in turn, so that the
-    first layers of a newcomer don't wait for the last ones of another (InfiniLoRA section 5.3).
+    whose layer is in the arena.  reading: held while slot table and arena are read for a request, so that
+    rows of the table change between requests only.  led: whether load commands can come at all.
+
+    Several adapters are loaded at once, a layer of each in turn, so that the first layers of a newcomer don't
+    wait for the last ones of another (InfiniLoRA section 5.3).
     load_bytes_per_s: upper bound on the rate of loading; None = none.
     """
 
