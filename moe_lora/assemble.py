@@ -135,7 +135,8 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
         )
         config = replace(config, lora_server=server)
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        ranks = LoraServerProcesses(config, Layout.parse(server.layout).num_ranks, environment)
+        num_ranks = Layout.parse(server.layout).num_ranks
+        ranks = LoraServerProcesses(config, num_ranks, environment, Path(directory))
         try:
             yield config
         finally:

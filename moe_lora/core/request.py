@@ -157,7 +157,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages."""
+    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages.
+
+    lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of deltas
+    that the engine computed itself instead.  Both count the engine's first rank.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -174,6 +178,8 @@ class EngineStats:
     adapter_loads: int = 0
     adapter_evictions: int = 0
     adapter_load_bytes: int = 0
+    lora_server_requests: int = 0
+    lora_server_fallback_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

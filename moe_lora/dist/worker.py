@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from moe_lora.core.errors import MoeLoraError
 
@@ -27,22 +30,55 @@ def serve_rank(connection: Connection) -> None:
     from .build import build_rank
 
     start: StartRank = connection.recv()
+    stop = Stop(start.directory)
+    threading.Thread(target=_await_end, args=(connection, stop), name="parent-watch", daemon=True).start()
     try:
         rank = build_rank(start)
     except Exception as error:
         connection.send(Started(error))
         return
     connection.send(Started())
-    threading.Thread(target=_stop_with, args=(connection, rank.stop), daemon=True).start()
+    stop.end_with(rank.stop)
     rank.run()
+    stop.clean_up()
 
 
-def _stop_with(connection: Connection, stop: Callable[[], None]) -> None:
+class Stop:
+    """How this process ends when its parent says so, or is gone: at once while it is starting, then by the
+    rank's own `stop`.
+
+    directory: of the whole server; goes with it, also when the process that made it was killed.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._asked = False
+        self._lock = threading.Lock()
+        self._stop: Callable[[], None] | None = None
+
+    def end_with(self, stop: Callable[[], None]) -> None:
+        with self._lock:
+            self._stop = stop
+
+    def ask(self) -> None:
+        with self._lock:
+            self._asked = True
+            if self._stop is None:
+                self.clean_up()
+                os._exit(0)  # nothing else ends a wait for the leader, and nobody waits for this rank
+            self._stop()
+
+    def clean_up(self) -> None:
+        if self._asked and self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _await_end(connection: Connection, stop: Stop) -> None:
     """The connection says nothing more: its end is the sign to stop."""
     try:
         connection.recv()
     except (EOFError, OSError):
-        stop()
+        stop.ask()
 
 
 def main() -> None:

@@ -7,14 +7,14 @@ again only when its answer was taken, so an answer also gives the frame back and
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from moe_lora.core.errors import PeerGoneError, SignalTimeoutError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
-from .frames import DONE, FrameLayout, Request, answer_rows, read_answer_header
+from .frames import DONE, FrameLayout, Request, answer_rows, read_answer_header, read_request
 
 _SLICE_S = 0.05
 """How long a wait for an answer sleeps before it looks whether the server is still there."""
@@ -43,13 +43,17 @@ class Exchange:
 
 @dataclass(eq=False)
 class Sent:
-    """A request under way."""
+    """A request under way.
+
+    request: in its frame, or a copy once the frame was needed again.  delta: its answer, if it was taken
+    because the frame was needed.  refused: the answer was that the deltas can't be had there.
+    """
 
     number: int
     request: Request
     sent_ns: int
-    delta: torch.Tensor | None = field(default=None)
-    """Taken from its frame, because the frame was needed."""
+    delta: torch.Tensor | None = None
+    refused: bool = False
 
 
 class ClientSession:
@@ -98,10 +102,19 @@ class ClientSession:
         """Where the next request is to be laid out.  Raises SessionLostError."""
         oldest = self._under_way.get(self._next - self._depth)
         if oldest is not None:
-            oldest.delta = self.take(oldest).clone()
+            self._clear_frame(oldest)
         if self._broken:
             raise SessionLostError
         return self._frames[self._next % self._depth]
+
+    def _clear_frame(self, sent: Sent) -> None:
+        """Keep elsewhere what is still needed of a request and its answer."""
+        answer = self._answer(sent)
+        if answer is not None:
+            sent.delta = answer.clone()
+            return
+        frame = self._frames[sent.number % self._depth]
+        sent.request = read_request(frame[: sent.request.frame_bytes].clone(), self._layout)
 
     def send(self, request: Request) -> Sent:
         """Put the request that was laid out in `frame()`.  Raises SessionLostError."""
@@ -123,29 +136,39 @@ class ClientSession:
         return sent
 
     def take(self, sent: Sent) -> torch.Tensor:
-        """The deltas [R, N] of a request; valid until the next `frame()`.  Raises SessionLostError."""
-        if sent.delta is not None:
-            return sent.delta
+        """The deltas [R, N] of a request; valid until the next `frame()`.
+
+        Raises SessionLostError: `sent.request` still has what is needed to compute them elsewhere.
+        """
+        delta = sent.delta
+        if delta is None and not sent.refused:
+            delta = self._answer(sent)
+        if delta is None:
+            raise SessionLostError
+        return delta
+
+    def _answer(self, sent: Sent) -> torch.Tensor | None:
+        """Wait for it; None if the server refused.  Raises SessionLostError."""
         asked_ns = time.monotonic_ns()
         self._wait(sent.number + 1)
-        self._under_way.pop(sent.number)
+        del self._under_way[sent.number]
         frame = self._answer_frames[sent.number % self._depth]
         state, started_ns, finished_ns = read_answer_header(frame)
         if self.observed is not None:
             place = (sent.request.layer, sent.request.site, sent.sent_ns)
             self.observed.append(Exchange(*place, started_ns, finished_ns, asked_ns, time.monotonic_ns()))
-        if state != DONE:
-            raise SessionLostError
+        sent.refused = state != DONE
+        if sent.refused:
+            return None
         return answer_rows(frame, self._layout, sent.request.site, sent.request.num_rows)
 
     def _wait(self, at_least: int) -> None:
         deadline_s = time.monotonic() + self._answer_timeout_s
-        while True:
+        while not self._broken:
             try:
                 self._transport.signal_wait_until(self._answers, 0, at_least, _SLICE_S)
                 return
             except SignalTimeoutError:
                 if not self._requests.alive() or time.monotonic() > deadline_s:
                     self.break_off()
-                if self._broken:
-                    raise SessionLostError from None
+        raise SessionLostError
