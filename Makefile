@@ -11,7 +11,7 @@ DEMO_ARGS ?=
 venv: $(VENV)/.installed
 
 # torch first and pinned: a range would let another package pull in a build with CUDA libraries.
-$(VENV)/.installed: setup.cfg setup.py pyproject.toml $(wildcard moe_lora/kernels/csrc/*)
+$(VENV)/.installed: setup.cfg setup.py pyproject.toml $(wildcard moe_lora/*/csrc/* moe_lora/*/*/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=74.1" wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
@@ -40,4 +40,4 @@ format: venv
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info moe_lora/kernels/*.so
+	rm -rf $(VENV) build *.egg-info moe_lora/*/*.so moe_lora/*/*/*.so

@@ -35,10 +35,10 @@ class End:
 
     def __init__(self, kind: str, name: str, largest_bytes: int) -> None:
         self.transport: Transport = make_transport(kind, name=name)
-        self.window: Window = self.transport.alloc("bench", largest_bytes, 2)
+        self.window: Window = self.transport.alloc("bench", largest_bytes, 3)
         self.remote: RemoteWindow | None = None
         self.data = torch.ones(largest_bytes, dtype=torch.uint8)
-        self.value = 0
+        self.value = self.puts = 0
 
     def send(self, mode: str, num_bytes: int) -> None:
         """push: the data with the signal.  pull: the signal that data wait here."""
@@ -69,25 +69,17 @@ class End:
         self.send(mode, num_bytes)
 
     def stream(self, num_bytes: int) -> None:
-        """Puts back to back, then the other end's word that all have arrived."""
+        """Puts back to back, until all have arrived; nobody waits for them."""
         assert self.remote is not None
         for _ in range(STREAM_PUTS):
-            self.value += 1
-            self.transport.put_signal(self.remote, 0, self.data[:num_bytes], 0, self.value)
-            self.transport.fence(self.remote)
-        self.transport.signal_wait_until(self.window, 0, self.value, TIMEOUT_S)
-
-    def take_stream(self) -> None:
-        """The other half."""
-        assert self.remote is not None
-        self.value += STREAM_PUTS
-        self.transport.signal_wait_until(self.window, 0, self.value, TIMEOUT_S)
-        self.transport.put_signal(self.remote, 0, None, 0, self.value)
+            self.puts += 1
+            self.transport.put_signal(self.remote, 0, self.data[:num_bytes], 1, self.puts)
+        self.transport.quiet(self.remote)
 
     def idle(self, wall_s: float) -> float:
         """Processor seconds per second of a wait in which nothing comes."""
         before, start = time.process_time(), time.monotonic()
-        self.transport.wait_any([(self.window, 1, 1)], wall_s)
+        self.transport.wait_any([(self.window, 2, 1)], wall_s)
         return (time.process_time() - before) / (time.monotonic() - start)
 
 
@@ -96,6 +88,9 @@ def serve(pipe: Connection, largest_bytes: int) -> None:
     torch.set_num_threads(1)
     ends: dict[str, End] = {}
     while True:
+        while not pipe.poll(1e-3):  # a medium may get on only while both ends wait
+            for end in ends.values():
+                end.transport.wait_any([], 0.0)
         command, *arguments = pipe.recv()
         if command == "stop":
             for end in ends.values():
@@ -109,17 +104,11 @@ def serve(pipe: Connection, largest_bytes: int) -> None:
             kind, descriptor = arguments
             pipe.send("attaching")
             ends[kind].remote = ends[kind].transport.attach(descriptor)
-            while not pipe.poll(0):  # a medium may get on only while both ends wait
-                ends[kind].transport.wait_any([], 0.0)
         elif command == "pong":
             kind, mode, num_bytes, count = arguments
             for _ in range(count):
                 ends[kind].pong(mode, num_bytes)
             ends[kind].transport.fence(ends[kind].remote)  # type: ignore[arg-type]
-        elif command == "stream":
-            kind, count = arguments
-            for _ in range(count):
-                ends[kind].take_stream()
         elif command == "idle":
             kind, wall_s = arguments
             pipe.send(ends[kind].idle(wall_s))
@@ -149,11 +138,19 @@ def timed(work: Callable[[], object], count: int) -> list[float]:
     return found
 
 
-def memcpy_seconds(num_bytes: int, count: int) -> list[float]:
-    """Copies between private buffers, by the same function as a put's."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    copy = shm_library.free.moe_lora_shm_copy
-    return timed(lambda: copy(target.data_ptr(), source.data_ptr(), num_bytes), count)
+class Memcpy:
+    """Copies between two private buffers, by the same function and in the same rhythm as a stream of puts."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.source = torch.ones(num_bytes, dtype=torch.uint8)
+        self.target = torch.ones(num_bytes, dtype=torch.uint8)
+
+    def stream(self) -> None:
+        """As many copies as a stream has puts."""
+        for _ in range(STREAM_PUTS):
+            shm_library.free.moe_lora_shm_copy(
+                self.target.data_ptr(), self.source.data_ptr(), self.source.nbytes
+            )
 
 
 def measure_size(
@@ -163,15 +160,14 @@ def measure_size(
     one_way: dict[tuple[str, str], list[list[float]]] = {(k, m): [] for k in ends for m in MODES}
     put: dict[str, list[float]] = {kind: [] for kind in ends}
     memcpy: list[float] = []
+    private = Memcpy(num_bytes)
     for turn in range(rounds + 1):
-        found = statistics.median(memcpy_seconds(num_bytes, trips))
-        memcpy.append(found)
+        memcpy.append(statistics.median(timed(private.stream, trips)) / STREAM_PUTS)
         for kind, end in ends.items():
             for mode in MODES:
                 pipe.send(("pong", kind, mode, num_bytes, trips))
                 trip = timed(lambda e=end, m=mode: e.ping(m, num_bytes), trips)  # type: ignore[misc]
                 one_way[kind, mode].append([seconds / 2 for seconds in trip])
-            pipe.send(("stream", kind, trips))
             stream = timed(lambda e=end: e.stream(num_bytes), trips)  # type: ignore[misc]
             put[kind].append(statistics.median(stream) / STREAM_PUTS)
         if turn == 0:  # warm-up

@@ -29,7 +29,8 @@ class LoraServerConfig:
     for them, in 10^9 bytes; None = capacity times the largest adapter known at the start (or one of rank
     16).  address: the first rank's control address, host:port or the path of a socket.  key: shared secret
     of the cluster.  store_dir: where packed adapters lie as files; ranks and instances of one host share
-    it.  sites: "all" LoRA sites are computed by the server, or only the "experts", the rest locally.
+    it.  sites: "all" LoRA sites are computed by the server, or only the "experts" and the rest by the
+    instances; "auto": the experts where the model has any.
     max_rows: rows in one message.  depth: messages on their way between one client and one server rank.
     answer_timeout_s: an answer that takes longer is computed by the instance itself.  load_gb_per_s: upper
     bound on the rate at which a rank loads adapters; None = none.
@@ -42,7 +43,7 @@ class LoraServerConfig:
     key: str
     store_dir: str
     transport: str = "shm"
-    sites: str = "all"
+    sites: str = "auto"
     max_rows: int = 512
     depth: int = 4
     answer_timeout_s: float = 30.0
@@ -50,7 +51,7 @@ class LoraServerConfig:
     load_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        _choice("lora_sites", self.sites, ("all", "experts"))
+        _choice("lora_sites", self.sites, ("auto", "all", "experts"))
         _at_least("lora_capacity", self.capacity, 1)
         _at_least("lora_message_rows", self.max_rows, 1)
         _at_least("lora_message_depth", self.depth, 1)

@@ -19,15 +19,15 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.models.families import read_config
 
 from .core import EngineCore
-from .followers import HOST_STORE, Allocate, Followers, start_followers
+from .followers import HOST_STORE, Allocate, Followers, Report, start_followers
 from .placement import LocalPlacement, Placement
 from .rank import Rank
-from .remote_placement import RemotePlacement
+from .remote_placement import BothPlacements, RemotePlacement
 from .residency import Residency
 from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sizing import arena_size, max_model_len
-from .slot_writer import GroupSlotWriter, LocalSlotWriter, ShardSizes, SlotWriter
+from .slot_writer import GroupSlotWriter, LocalSlotWriter, PartSlotWriter, ShardSizes, SlotWriter
 from .text import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
@@ -40,16 +40,16 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
     the engine, or if it can't be built.  Raises ConfigError or AdapterError for anything that can be known
     at start.
     """
-    check_expert_parallel(
-        ModelShape.from_hf_config(read_config(Path(config.model_dir))).num_experts, config.expert_parallel
-    )
-    if config.expert_parallel == 1:
-        return _build(config, None)
-    followers = followers or start_followers(config)
     try:
+        hf_config = read_config(Path(config.model_dir))
+        check_expert_parallel(ModelShape.from_hf_config(hf_config).num_experts, config.expert_parallel)
+        if config.expert_parallel > 1:
+            followers = followers or start_followers(config)
+            followers.set_up(config)
         return _build(config, followers)
     except BaseException:
-        followers.close()
+        if followers is not None:
+            followers.close()
         raise
 
 
@@ -59,23 +59,26 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     if followers is not None:
         followers.settle()
     adapters = [(read_adapter(Path(path), shape, dtype, name), path) for name, path in config.adapters]
-    sizes = ShardSizes(shape, config.expert_parallel)
+    sizes = ShardSizes(shape, [rank.kept_entries(other) for other in range(config.expert_parallel)])
     adapter_bytes = [sum(sizes.layer_bytes(packed)) for packed, _ in adapters]
-    size = arena_size(config, shape, layout, adapter_bytes, rank.free_bytes())
+    size = arena_size(config, shape, layout, adapter_bytes, rank.free_bytes(), rank.local_sites)
     if followers is not None:
         followers.tell(Allocate(size.num_pages * layout.page_bytes))
     rank.allocate(size.num_pages * layout.page_bytes)
+    if followers is not None:
+        followers.settle()
     runner, writer = _parts(rank, followers, sizes)
     clock = WallClock()
     pages = PageAllocator(size.num_pages)
     blocks = BlockManager(pages, config.block_size, size.kv_pages, prefix_caching=config.prefix_caching)
-    placement: Placement = LocalPlacement(pages, layout.page_bytes, writer, blocks)
-    if rank.lora_server is not None:
-        placement = RemotePlacement(rank.lora_server)
-    residency = Residency(placement, blocks, clock)
+    placement = LocalPlacement(pages, layout.page_bytes, writer, blocks)
+    residency = Residency(_placement(rank, placement), blocks, clock)
     for packed, path in adapters:
         residency.add(packed, path)
     runner.warm_up()
+    if followers is not None:
+        followers.tell(Report())
+        followers.settle()
     scheduler = Scheduler(
         blocks,
         residency,
@@ -95,11 +98,21 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
 def _parts(rank: Rank, followers: Followers | None, sizes: ShardSizes) -> tuple[ModelRunner, SlotWriter]:
     """What computes steps and what fills slots, on this rank alone or on all of them."""
     if followers is None:
+        if rank.lora_server is not None:
+            return rank.runner(), PartSlotWriter(rank.own_slots(), rank.arena, sizes)
         return rank.runner(), LocalSlotWriter(rank.slots, rank.arena)
     runner = rank.runner(rank.join(followers.directory), followers.tell)
     followers.settle()
     store = HostStore(followers.directory / HOST_STORE)
     return runner, GroupSlotWriter(rank.own_slots(), sizes, store, followers)
+
+
+def _placement(rank: Rank, local: LocalPlacement) -> Placement:
+    """Who makes adapters ready: this device, the LoRA Server, or each a part."""
+    if rank.lora_server is None:
+        return local
+    remote = RemotePlacement(rank.lora_server)
+    return BothPlacements(local, remote) if rank.local_sites else remote
 
 
 def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:

@@ -81,11 +81,11 @@ class EngineCore:
         if self._followers is not None:
             self._followers.watch(on_loss)
 
-    def close(self) -> None:
-        """End the engine's other processes and its connections."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End connections and the engine's other processes; `at_once`: without waiting for what they do."""
         self._residency.placement.close()
         if self._followers is not None:
-            self._followers.close()
+            self._followers.close(at_once=at_once)
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; the tokens that requests gained."""

@@ -12,36 +12,48 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from .followers import HOST_STORE, Allocate, Done, End, SetUp
+from .followers import HOST_STORE, Allocate, Done, Report, SetUp
 from .step_batch import StepBatch, packed_message
+
+if TYPE_CHECKING:
+    from .rank import Rank
+    from .runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
 def follow(connection: Connection) -> None:
-    """Carry out what rank 0 says until it says `End`; the process ends at once when rank 0 is gone."""
-    setup: SetUp = connection.recv()
-    threading.Thread(
-        target=_end_with_leader, args=(connection.fileno(), setup.directory), name="leader-watch", daemon=True
-    ).start()
+    """Carry out what rank 0 says; the process ends at once when rank 0 is gone or hangs up."""
     try:
-        from .rank import Rank
-
-        rank = Rank(setup.config, setup.dist_rank)
+        setup: SetUp = _receive(connection)
+        watch = (connection.fileno(), setup.directory)
+        threading.Thread(target=_end_with_leader, args=watch, name="leader-watch", daemon=True).start()
+        try:
+            rank, runner = _set_up(connection, setup)
+        except Exception as error:
+            _send(connection, Done(error))
+            return
         _send(connection, Done())
-        size: Allocate = _receive(connection)
-        rank.allocate(size.arena_bytes)
-        runner = rank.runner(rank.join(setup.directory))
-    except Exception as error:
-        _send(connection, Done(error))
-        return
+        _obey(connection, rank, runner, setup.directory / HOST_STORE)
+    except (EOFError, ConnectionError):
+        logger.info("rank 0 hung up")
+
+
+def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner]:
+    """Load, allocate, meet the others; rank 0 hears after each, so it never waits for one that failed."""
+    from .rank import Rank
+
+    rank = Rank(setup.config, setup.dist_rank)
     _send(connection, Done())
-    _obey(connection, rank, runner, setup.directory / HOST_STORE)
+    size: Allocate = _receive(connection)
+    rank.allocate(size.arena_bytes)
+    _send(connection, Done())
+    return rank, rank.runner(rank.join(setup.directory))
 
 
-def _obey(connection: Connection, rank: Any, runner: Any, store_dir: Path) -> None:
+def _obey(connection: Connection, rank: Rank, runner: ModelRunner, store_dir: Path) -> NoReturn:
     """The follower's loop: steps, and slots to fill and to clear, in the order they come."""
     from moe_lora.adapters.host_store import HostStore
 
@@ -63,8 +75,8 @@ def _obey(connection: Connection, rank: Any, runner: Any, store_dir: Path) -> No
         elif isinstance(message, ClearSlot):
             slots.slots.clear(message.slot)
         else:
-            assert isinstance(message, End), message
-            return
+            assert isinstance(message, Report), message
+            _send(connection, Done())
 
 
 def _receive(connection: Connection) -> Any:

@@ -1,12 +1,11 @@
 """The other ranks of an instance, as rank 0 sees them: processes of this host behind one connection each.
 
 Rank 0 schedules.  What it tells its followers (`engine.follower`) arrives in order: what they need to set
-up, then steps and slots to fill, then the end.  Either side notices at once when the other is gone.
+up, then steps and slots to fill.  Hanging up ends them; either side notices at once when the other is gone.
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
 import shutil
 import signal
@@ -26,8 +25,6 @@ from moe_lora.core.errors import EngineDeadError
 
 from .process import STOP_TIMEOUT_S, worker_environment
 from .step_batch import packed_message
-
-logger = logging.getLogger(__name__)
 
 RENDEZVOUS, HOST_STORE = "rendezvous", "adapters"
 """What lies in an instance's directory: the file its ranks find each other by, and packed adapters."""
@@ -50,46 +47,65 @@ class Allocate:
 
 
 @dataclass(frozen=True)
+class Report:
+    """Answer once everything before this is done."""
+
+
+@dataclass(frozen=True)
 class Done:
     """A follower's answer.  error: why it could not."""
 
     error: Exception | None = None
 
 
-@dataclass(frozen=True)
-class End:
-    """The last message."""
-
-
 class Followers:
-    """Ranks 1 .. P-1.  connections: one each, in rank order.  processes: those that this process started."""
+    """Ranks 1 .. P-1.
+
+    connections: one each, in rank order.  directory: see `SetUp`.  processes: the followers, if this process
+    started them.
+    """
 
     def __init__(
         self,
-        config: EngineConfig,
         connections: Sequence[Connection],
+        directory: Path,
         processes: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
         self._connections = connections
         self._processes = processes
         self._ending = threading.Event()
-        self.directory = Path(tempfile.mkdtemp(prefix="moe_lora-"))
-        for dist_rank, connection in enumerate(connections, start=1):
-            connection.send(SetUp(config, dist_rank, self.directory))
+        self.directory = directory
+
+    def set_up(self, config: EngineConfig) -> None:
+        """Have all load their part of the model; `settle` waits for it."""
+        for dist_rank in range(1, len(self._connections) + 1):
+            self._send(dist_rank, packed_message(SetUp(config, dist_rank, self.directory)))
 
     def tell(self, message: Any) -> None:
         """Send to all.  Raises EngineDeadError if one is gone."""
         data = packed_message(message)
-        for dist_rank, connection in enumerate(self._connections, start=1):
-            try:
-                connection.send_bytes(data)
-            except OSError as error:
-                raise self._lost(dist_rank) from error
+        for dist_rank in range(1, len(self._connections) + 1):
+            self._send(dist_rank, data)
 
-    def settle(self) -> None:
-        """Wait until all have answered.  Raises what kept one from doing what it was told."""
+    def _send(self, dist_rank: int, data: bytes) -> None:
+        try:
+            self._connections[dist_rank - 1].send_bytes(data)
+        except OSError as error:
+            raise self._lost(dist_rank) from error
+
+    def settle(self, within_s: float | None = None) -> None:
+        """Wait until all have answered.
+
+        Raises what kept one from doing what it was told, EngineDeadError if one is gone or does not answer
+        within this time (None: however long it takes).
+        """
         for dist_rank, connection in enumerate(self._connections, start=1):
             try:
+                if not connection.poll(within_s):
+                    raise EngineDeadError(
+                        f"rank {dist_rank} of this instance does not answer within {within_s:g} s; "
+                        "restart the instance"
+                    )
                 done: Done = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError) as error:
                 raise self._lost(dist_rank) from error
@@ -121,20 +137,19 @@ class Followers:
                 how = "closed its connection"
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
-    def close(self) -> None:
-        """End all followers, and what the instance left on disk; may be called again."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End all followers, and what the instance left on disk; may be called again.
+
+        at_once: don't wait for them to end on their own; one may hang.
+        """
         if self._ending.is_set():
             return
         self._ending.set()
         for connection in self._connections:
-            try:
-                connection.send_bytes(packed_message(End()))
-            except OSError:
-                logger.info("a follower is gone already")
             connection.close()
         for process in self._processes:
             try:
-                process.wait(STOP_TIMEOUT_S)
+                process.wait(0 if at_once else STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -157,4 +172,9 @@ def start_followers(config: EngineConfig) -> Followers:
                 )
             )
         connections.append(Connection(ours.detach()))
-    return Followers(config, connections, processes)
+    return Followers(connections, instance_directory(), processes)
+
+
+def instance_directory() -> Path:
+    """A new directory that only this user can enter: it stands in for passwords between the ranks."""
+    return Path(tempfile.mkdtemp(prefix="moe_lora-"))

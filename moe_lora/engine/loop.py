@@ -55,6 +55,7 @@ class EngineLoop(threading.Thread):
             logger.exception("the engine failed")
             dead = error if isinstance(error, EngineDeadError) else None
             self._emit(Dead(dead or EngineDeadError(f"the engine failed: {error!r}")))
+            self._core.close(at_once=True)
         finally:
             self._files.shutdown(wait=False, cancel_futures=True)
             self._core.close()

@@ -18,14 +18,27 @@ from .slot_writer import SlotWriter
 class Placement(Protocol):
     """Makes adapters ready for computing.  Called by the engine's own thread only."""
 
-    num_loads: int
-    num_evictions: int
-    loaded_bytes: int
     on_change: Callable[[], None] | None
     """Called, from another thread, when an adapter that was not ready may be now."""
 
-    def check(self, packed: PackedAdapter) -> None:
-        """Raises CapacityError if the adapter could never be made ready."""
+    @property
+    def num_loads(self) -> int:
+        """Adapters brought to this device since the start."""
+        ...
+
+    @property
+    def num_evictions(self) -> int:
+        """Of them, those that made room for others."""
+        ...
+
+    @property
+    def loaded_bytes(self) -> int: ...
+
+    def admit(self, packed: PackedAdapter) -> PackedAdapter:
+        """Take on an adapter that `drop` will end; returns what to keep of it.
+
+        Raises CapacityError if it could never be made ready.
+        """
         ...
 
     def hold(self, adapter: AdapterVersion) -> bool:
@@ -74,13 +87,14 @@ class LocalPlacement:
         self._free_slots = list(range(writer.num_slots - 1, -1, -1))
         self.num_loads = self.num_evictions = self.loaded_bytes = 0
 
-    def check(self, packed: PackedAdapter) -> None:
+    def admit(self, packed: PackedAdapter) -> PackedAdapter:
         pages = sum(self._layer_pages(packed))
         if pages > self._max_pages:
             raise CapacityError(
                 f"adapter {packed.name!r} needs {pages * self._page_bytes / 1e9:.3f} GB, the engine keeps "
                 f"{self._max_pages * self._page_bytes / 1e9:.3f} GB for adapters; raise lora_memory_gb"
             )
+        return self._writer.keep(packed)
 
     def hold(self, adapter: AdapterVersion) -> bool:
         return adapter.slot is not None or self._bring_in(adapter)
@@ -119,7 +133,7 @@ class LocalPlacement:
             return False
         adapter.slot = self._free_slots.pop()
         offsets = [first * self._page_bytes for first, _ in adapter.extents]
-        adapter.packed = self._writer.write(adapter.slot, adapter.packed, offsets)
+        self._writer.write(adapter.slot, adapter.packed, offsets)
         self._resident[adapter.uid] = adapter
         self.num_loads += 1
         self.loaded_bytes += adapter.packed.nbytes

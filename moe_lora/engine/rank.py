@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from moe_lora.adapters.shard import entries_of_experts
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.expert_parallel import experts_of_rank
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.attach import LoraServerClient
-from moe_lora.execution.backend import LoraBackend
+from moe_lora.execution.backend import LoraBackend, SplitBackend
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.exchange import ExpertExchange, choose_exchange, open_group
 from moe_lora.execution.local import LocalBackend
@@ -81,9 +83,25 @@ class Rank:
         group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.expert_parallel, self.device)
         return choose_exchange(group, self.shape.num_experts, self.device)
 
+    @property
+    def local_sites(self) -> list[str]:
+        """Sites whose deltas this engine computes itself."""
+        server = self.lora_server
+        sites = enumerate(self.shape.sites)
+        return [site.name for i, site in sites if server is None or not server.partition.serves(i)]
+
+    def kept_entries(self, dist_rank: int) -> np.ndarray:
+        """[X] bool: the entries of adapters that a rank of this engine computes itself."""
+        experts = experts_of_rank(self.shape.num_experts, self.config.expert_parallel, dist_rank)
+        kept = entries_of_experts(self.shape, experts)
+        for site in self.shape.sites:
+            if site.name not in self.local_sites:
+                kept[site.entry_base : site.entry_base + site.num_entries] = False
+        return kept
+
     def own_slots(self) -> RankSlots:
         """What fills this rank's slots."""
-        return RankSlots(self.slots, self.arena, self.shape, self.experts)
+        return RankSlots(self.slots, self.arena, self.shape, self.kept_entries(self.dist_rank))
 
     def runner(
         self,
@@ -95,7 +113,8 @@ class Rank:
             self.shape, self.arena, self.slots, kernel=self.config.lora_kernel
         )
         if self.lora_server is not None:
-            backend = self.lora_server.backend
+            remote_sites = [site.name not in self.local_sites for site in self.shape.sites]
+            backend = SplitBackend(backend, self.lora_server.backend, remote_sites)
         context = ExecutionContext(self.arena, self.layout, backend, exchange)
         return ModelRunner(
             self.model,

@@ -11,6 +11,7 @@ from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.kernels.step import Lease
 
 from .adapter_version import AdapterVersion
+from .placement import LocalPlacement
 
 
 class RemotePlacement:
@@ -33,10 +34,12 @@ class RemotePlacement:
         self.num_loads = self.num_evictions = self.loaded_bytes = 0
         self._leases = server.leases(self._take)
 
-    def check(self, packed: PackedAdapter) -> None:
+    def admit(self, packed: PackedAdapter) -> PackedAdapter:
+        """In the host store, mapped: what was read into this process's memory may go."""
         self._store.put(packed)
         self._leases.register(packed.content_hash)
         self._num_versions[packed.content_hash] += 1
+        return self._store.get(packed.content_hash, packed.name)
 
     def hold(self, adapter: AdapterVersion) -> bool:
         if adapter.uid in self._held:
@@ -93,3 +96,52 @@ class RemotePlacement:
                 adapter.lease = lease
         if self.on_change is not None:
             self.on_change()
+
+
+class BothPlacements:
+    """Adapters computed partly on this device and partly by the LoRA Server: ready when both parts are."""
+
+    def __init__(self, local: LocalPlacement, remote: RemotePlacement) -> None:
+        self._local = local
+        self._remote = remote
+
+    @property
+    def on_change(self) -> Callable[[], None] | None:
+        return self._remote.on_change
+
+    @on_change.setter
+    def on_change(self, call: Callable[[], None] | None) -> None:
+        self._remote.on_change = call
+
+    @property
+    def num_loads(self) -> int:
+        return self._local.num_loads
+
+    @property
+    def num_evictions(self) -> int:
+        return self._local.num_evictions
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self._local.loaded_bytes
+
+    def admit(self, packed: PackedAdapter) -> PackedAdapter:
+        return self._local.admit(self._remote.admit(packed))
+
+    def hold(self, adapter: AdapterVersion) -> bool:
+        """The lease is asked for first: it takes longer."""
+        leased = self._remote.hold(adapter)
+        return self._local.hold(adapter) and leased
+
+    def let_go(self, adapter: AdapterVersion) -> None:
+        self._remote.let_go(adapter)
+
+    def drop(self, adapter: AdapterVersion) -> None:
+        self._local.drop(adapter)
+        self._remote.drop(adapter)
+
+    def resident(self) -> Iterator[AdapterVersion]:
+        return self._remote.resident()
+
+    def close(self) -> None:
+        self._remote.close()

@@ -36,7 +36,7 @@ class Residency:
             raise AdapterExistsError(
                 f"adapter {name!r} is already loaded; unload it first or load it in place"
             )
-        self.placement.check(packed)
+        packed = self.placement.admit(packed)
         number = self._versions.get(name, 0) + 1
         adapter = AdapterVersion(next(self._uids), number, packed, path)
         self._versions[name] = number

@@ -12,7 +12,7 @@ import torch
 
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape
 from moe_lora.kernels.step import KvLayout
 
 FREE_SHARE = 0.25
@@ -58,11 +58,17 @@ def max_model_len(config: EngineConfig, shape: ModelShape) -> int:
 
 
 def arena_size(
-    config: EngineConfig, shape: ModelShape, layout: KvLayout, adapter_bytes: Sequence[int], free: int
+    config: EngineConfig,
+    shape: ModelShape,
+    layout: KvLayout,
+    adapter_bytes: Sequence[int],
+    free: int,
+    local_sites: Sequence[str],
 ) -> ArenaSize:
     """Resolve kv_cache_gb and lora_memory_gb.
 
     adapter_bytes: what the adapters known at the start take on a rank.  free: bytes free on the device.
+    local_sites: those whose deltas this engine computes; without any, adapters take no room.
     Raises ConfigError, with the smallest size that works, if one request of max_model_len or the largest
     adapter does not fit.
     """
@@ -72,9 +78,10 @@ def arena_size(
     kv_pages = _resolve(
         "kv_cache_gb", config.kv_cache_gb, wanted, blocks_per_request, layout.page_bytes, free
     )
-    usual = shape.adapter_bytes(DEFAULT_LORA_RANK, expert_parallel=config.expert_parallel)
-    if config.lora_server is not None:
+    if not local_sites:
         return ArenaSize(kv_pages, 0)
+    targets = [name for name in DEFAULT_TARGETS if name in local_sites]
+    usual = shape.adapter_bytes(DEFAULT_LORA_RANK, targets, expert_parallel=config.expert_parallel)
     largest = max([usual, *adapter_bytes])
     slack = shape.num_layers * layout.page_bytes
     pages_each = -(-(largest + slack) // layout.page_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -24,7 +25,8 @@ class LoraBackend(Protocol):
         """Start the deltas of one site.
 
         x: [T, d_in] (or [T*K, d_in] at an expert site whose rows are already spread over the experts).
-        ids: None at a dense site, else [T, K] int32 experts of each token row, -1 for padding.
+        ids: None at a dense site, else [T, K] int32 experts of each token row, numbered in the whole model,
+        -1 for padding and for experts that another rank holds.
         x may be overwritten once the base GEMM has read it.
         """
         ...
@@ -32,3 +34,26 @@ class LoraBackend(Protocol):
     def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
         """Add the deltas to the site's output y: [T or T*K, sum of the site's out_features]."""
         ...
+
+
+class SplitBackend:
+    """Each site is computed by one of two backends.  remote_sites: per site whether `remote` has it.
+
+    A ticket's lowest bit tells whose it is.
+    """
+
+    def __init__(self, local: LoraBackend, remote: LoraBackend, remote_sites: Sequence[bool]) -> None:
+        self._backends = (local, remote)
+        self._remote_sites = tuple(remote_sites)
+
+    def begin_step(self, step: StepTables) -> None:
+        for backend in self._backends:
+            backend.begin_step(step)
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        which = self._remote_sites[site]
+        return self._backends[which].begin(layer, site, x, ids) * 2 + which
+
+    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
+        number = int(ticket.item())
+        self._backends[number & 1].add_to(torch.tensor([number >> 1]), y)

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from moe_lora.core.errors import EngineDeadError
+
+Backend: TypeAlias = Any
+"""`ProcessGroupGloo` or `ProcessGroupNCCL`, whose methods torch's type stubs do not know."""
 
 TIMEOUT_S = 300.0
 """How long a rank waits for another: as far apart as two ranks may be with compiling the same layer."""
@@ -43,7 +46,7 @@ class ExpertExchange(Protocol):
 class RowExchange:
     """Own rows to every other rank.  num_messages, sent_bytes: since the start."""
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+    def __init__(self, group: Backend, num_experts: int) -> None:
         self._group = group
         self._dist_rank, self._size = group.rank(), group.size()
         self._experts_per_rank = num_experts // self._size
@@ -72,7 +75,7 @@ class RowExchange:
 class ReduceExchange:
     """All rows summed as integers over the ranks."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Backend) -> None:
         self._group = group
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
@@ -89,7 +92,7 @@ def _lost(error: RuntimeError) -> EngineDeadError:
     )
 
 
-def open_group(rendezvous: Path, dist_rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
+def open_group(rendezvous: Path, dist_rank: int, size: int, device: torch.device) -> Backend:
     """The ranks of one instance on one host, apart from any default group of the process.
 
     rendezvous: a file that all ranks name and nobody else does.
@@ -97,13 +100,16 @@ def open_group(rendezvous: Path, dist_rank: int, size: int, device: torch.device
     store = dist.FileStore(str(rendezvous), size)
     timeout = timedelta(seconds=TIMEOUT_S)
     if device.type == "cuda":
-        return dist.ProcessGroupNCCL(store, dist_rank, size, timeout)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, dist_rank, size, nccl)
+    gloo: Backend = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]
     options._timeout = timeout
-    return dist.ProcessGroupGloo(store, dist_rank, size, options)
+    return gloo(store, dist_rank, size, options)
 
 
-def choose_exchange(group: dist.ProcessGroup, num_experts: int, device: torch.device) -> ExpertExchange:
+def choose_exchange(group: Backend, num_experts: int, device: torch.device) -> ExpertExchange:
     """The way that suits the device."""
     return ReduceExchange(group) if device.type == "cuda" else RowExchange(group, num_experts)

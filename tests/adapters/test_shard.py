@@ -10,7 +10,7 @@ import torch
 
 from moe_lora.adapters import read_adapter
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.shard import shard_adapter, shard_layer
+from moe_lora.adapters.shard import entries_of_experts, shard_adapter, shard_layer
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import packed_deltas
 from tests.families import FAMILIES, make_adapter
@@ -40,6 +40,21 @@ def test_keeping_all_entries_is_one_copy_of_the_same_bytes(checkpoint, shape_of,
         assert shard.copies == ((0, 0, layer.data.numel()),)
         assert torch.equal(shard.table, layer.table)
         assert torch.equal(shard.scale, layer.scale)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "dbrx"])
+def test_ranks_keep_dense_entries_all_and_each_expert_once(family, shape_of):
+    shape = shape_of(family)
+    halves = np.stack([entries_of_experts(shape, experts) for experts in (range(2), range(2, 4))])
+    for site in shape.sites:
+        entries = halves[:, site.entry_base : site.entry_base + site.num_entries]
+        if site.num_experts:
+            assert entries.sum(1).tolist() == [site.num_entries // 2] * 2
+        assert entries.sum(0).tolist() == [1 if site.num_experts else 2] * site.num_entries
+    for num_ranks in (1, 2):
+        per_expert = shape.adapter_bytes(4, ("gate_up", "down"), expert_parallel=num_ranks)
+        assert per_expert * num_ranks == shape.adapter_bytes(4, ("gate_up", "down"))
+        assert shape.adapter_bytes(4, ("qkv",), expert_parallel=num_ranks) == shape.adapter_bytes(4, ("qkv",))
 
 
 def test_nothing_kept_needs_no_memory(checkpoint, shape_of, tmp_path):

@@ -31,6 +31,21 @@ def packed(name: str, num_pages: int = 1, value: float = 1.0) -> PackedAdapter:
     )
 
 
+class CountingSlotWriter(LocalSlotWriter):
+    """Counts adapters that are kept and not forgotten."""
+
+    def __init__(self, slots: SlotTable, arena: torch.Tensor) -> None:
+        super().__init__(slots, arena)
+        self.num_kept = 0
+
+    def keep(self, packed: PackedAdapter) -> PackedAdapter:
+        self.num_kept += 1
+        return super().keep(packed)
+
+    def forget(self, packed: PackedAdapter) -> None:
+        self.num_kept -= 1
+
+
 class Parts:
     """Everything below an `EngineCore`, wired as `build_engine` does."""
 
@@ -50,9 +65,8 @@ class Parts:
         self.blocks = BlockManager(self.pages, BLOCK_SIZE, kv_pages, prefix_caching=True)
         self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(max_loras, 1, 1, torch.device("cpu"))
-        self.placement = LocalPlacement(
-            self.pages, PAGE_BYTES, LocalSlotWriter(self.slots, self.arena), self.blocks
-        )
+        self.writer = CountingSlotWriter(self.slots, self.arena)
+        self.placement = LocalPlacement(self.pages, PAGE_BYTES, self.writer, self.blocks)
         self.residency = Residency(self.placement, self.blocks, self.clock)
         self.scheduler = Scheduler(
             self.blocks,

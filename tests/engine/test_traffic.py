@@ -52,6 +52,7 @@ def test_random_traffic_gets_done_and_leaves_nothing_taken(seed):
             break
         parts.clock.advance(0.1)
         assert parts.step() or not live, "requests wait and nothing is computed"
+        assert parts.writer.num_kept >= len(parts.residency.known())
         for sequence in [s for s in live if s.num_generated >= ANSWER_TOKENS]:
             parts.scheduler.finish(sequence)
             live.remove(sequence)
@@ -61,4 +62,5 @@ def test_random_traffic_gets_done_and_leaves_nothing_taken(seed):
     while parts.blocks.evict_one():
         pass
     assert list(parts.residency.resident()) == []
+    assert parts.writer.num_kept == 0
     assert (parts.blocks.num_used, parts.pages.num_free) == (0, num_free)

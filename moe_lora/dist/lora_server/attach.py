@@ -48,7 +48,9 @@ class LoraServerClient:
         self._client_rank = client_rank
         self._agreed = agreed_facts(shape, dtype, server, client_ranks)
         self.store = HostStore(server.store_dir)
-        partition = Partition(shape, Layout.parse(server.layout), client_ranks)
+        self.partition = partition = Partition(
+            shape, Layout.parse(server.layout), client_ranks, sites=server.sites
+        )
         self._transport = server_transport(server, f"{instance}/{client_rank}")
         layout = FrameLayout(shape, dtype, max(server.max_rows, shape.num_experts_per_token))
         self.links: dict[int, ServerLink] = {}
@@ -67,6 +69,8 @@ class LoraServerClient:
     def close(self) -> None:
         for link in self.links.values():
             link.stop()
+        for link in self.links.values():
+            link.join(timeout=5.0)
         self._transport.close()
 
     def _hello(self, role: str) -> dict:

@@ -57,7 +57,6 @@ class RemoteBackend:
         self._shape = shape
         self._partition = partition
         self._client_rank = client_rank
-        self._first_expert = partition.local_experts(client_rank).start
         self._links = links
         self._layout = layout
         self._host = HostDeltas(shape, store)
@@ -103,15 +102,14 @@ class RemoteBackend:
     def _send_experts(
         self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, tokens: np.ndarray
     ) -> list[_Part]:
-        """Each server rank gets the rows that chose one of its experts, as experts of the whole model."""
+        """Each server rank gets the rows that chose one of its experts."""
         top_k = ids.shape[1]
         all_ids = ids.cpu().numpy()
         per_output = x.shape[0] != ids.shape[0]
         parts = []
         for server, chosen in self._by_server(layer, site, tokens):
             experts = self._partition.experts_of(server)
-            local = all_ids[chosen]
-            mine = np.where(local >= 0, local + self._first_expert, -1)
+            mine = all_ids[chosen]
             mine[(mine < experts.start) | (mine >= experts.stop)] = -1
             if per_output:
                 places = np.nonzero(mine >= 0)

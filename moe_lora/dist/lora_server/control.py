@@ -11,7 +11,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
@@ -85,6 +86,26 @@ class ControlConnection:
                 raise TimeoutError(f"{self.peer} has been silent for {silence_s} s")
             if time.monotonic() >= deadline_s:
                 return None
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Beats are sent while the body runs, which takes long and calls no `receive`."""
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(BEAT_S):
+                try:
+                    self.send("beat")
+                except OSError:
+                    return  # the next `receive` says so
+
+        thread = threading.Thread(target=beat, name="beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _beat(self) -> None:
         """Raises OSError when the peer is gone and left nothing to read."""

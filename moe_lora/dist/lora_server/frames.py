@@ -114,15 +114,15 @@ def read_request(frame: torch.Tensor, layout: FrameLayout) -> Request:
     return Request(layer, site, num_rows, slot, generation, ids, x, end)
 
 
-def write_answer_header(frame: torch.Tensor, state: int, finished_ns: int) -> None:
-    """finished_ns: monotonic clock of this host when the deltas were there, for measurements."""
-    frame.numpy()[:HEADER_BYTES].view(np.int64)[:2] = (state, finished_ns)
+def write_answer_header(frame: torch.Tensor, state: int, started_ns: int, finished_ns: int) -> None:
+    """started_ns, finished_ns: monotonic clock of the server's host around the computation."""
+    frame.numpy()[:HEADER_BYTES].view(np.int64)[:3] = (state, started_ns, finished_ns)
 
 
-def read_answer_header(frame: torch.Tensor) -> tuple[int, int]:
-    """State and finished_ns."""
-    state, finished_ns = frame.numpy()[:HEADER_BYTES].view(np.int64)[:2].tolist()
-    return state, finished_ns
+def read_answer_header(frame: torch.Tensor) -> tuple[int, int, int]:
+    """State, started_ns, finished_ns."""
+    state, started_ns, finished_ns = frame.numpy()[:HEADER_BYTES].view(np.int64)[:3].tolist()
+    return state, started_ns, finished_ns
 
 
 def answer_size(layout: FrameLayout, site: int, num_rows: int) -> int:

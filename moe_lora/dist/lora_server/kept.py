@@ -26,6 +26,8 @@ def kept_entries(partition: Partition, server_rank: int, layer: int, slot: int) 
 def _kept(partition: Partition, server_rank: int, layer: int, slot: int) -> np.ndarray:
     kept = np.zeros(partition.shape.num_entries, dtype=bool)
     for index, site in enumerate(partition.shape.sites):
+        if not partition.serves(index):
+            continue
         for expert in range(max(1, site.num_experts)):
             of = expert if site.num_experts else None
             if partition.owner(layer, index, of, slot=slot) == server_rank:

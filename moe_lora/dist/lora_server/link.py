@@ -67,7 +67,8 @@ class ServerLink(threading.Thread):
             with attended(self._transport, answers):
                 connection, welcome = dial(self._find(timeout_s), self._key, hello, timeout_s)
             try:
-                requests = self._transport.attach(base64.b64decode(welcome["requests"]))
+                with connection.beating():
+                    requests = self._transport.attach(base64.b64decode(welcome["requests"]))
             except (PeerUnreachableError, ValueError) as error:
                 connection.close()
                 raise LoraServerError(f"the LoRA Server's buffers can't be reached: {error}") from error
@@ -119,7 +120,7 @@ class ServerLink(threading.Thread):
             answers.free()
 
     def stop(self) -> None:
+        """End the link; `join` waits for it."""
         self._stopping.set()
         if self.session is not None:
             self.session.break_off()
-        self.join(timeout=5.0)

@@ -70,16 +70,22 @@ class Partition:
     experts belongs to EP rank (site index mod x) of the layer's stage; every rank of the instance sends
     it the rows it has.
 
-    client_ranks: p, the instance's expert parallelism.  Raises ConfigError if x or p does not divide the
+    client_ranks: p, the instance's expert parallelism.  sites: "all", only those with "experts", or "auto":
+    those with experts where the model has them.  Raises ConfigError if x or p does not divide the
     number of experts, neither divides the other, or there are more stages than layers.
     """
 
-    def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int) -> None:
+    def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int, *, sites: str = "all") -> None:
         self.shape = shape
+        self._experts_only = sites == "experts" or (sites == "auto" and shape.num_experts > 0)
         self.layout = layout
         self.client_ranks = client_ranks
         self._check_layout()
         self._check_clients()
+
+    def serves(self, site_index: int) -> bool:
+        """Whether the server computes this site; else the instances do."""
+        return not self._experts_only or self.shape.sites[site_index].num_experts > 0
 
     def stage_of(self, layer: int) -> int:
         """Pipeline stage that holds this layer."""
@@ -146,6 +152,8 @@ class Partition:
         )
 
     def _check_layout(self) -> None:
+        if self._experts_only and not self.shape.num_experts:
+            raise ConfigError("lora_sites='experts': this model has no experts; choose 'all' or 'auto'")
         setting, shape, layout = f"lora_server='{self.layout}'", self.shape, self.layout
         if shape.num_experts and shape.num_experts % layout.ep:
             raise ConfigError(f"{setting}: {_not_a_divisor(layout.ep, shape.num_experts)}")

@@ -66,6 +66,7 @@ def agreed_facts(
         "dtype": str(dtype),
         "layout": str(Layout.parse(server.layout)),
         "transport": server.transport,
+        "sites": server.sites,
         "expert_parallel": expert_parallel,
         **asdict(shape),
     }
@@ -80,7 +81,9 @@ class ServerRank:
     def __init__(self, config: RankConfig) -> None:
         self._config = config
         server = config.server
-        self._partition = Partition(config.shape, Layout.parse(server.layout), config.expert_parallel)
+        self._partition = Partition(
+            config.shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
+        )
         self._agreed = agreed_facts(config.shape, config.dtype, server, config.expert_parallel)
         self._key = server.key.encode()
         self._store = HostStore(server.store_dir)

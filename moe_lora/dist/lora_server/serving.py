@@ -82,11 +82,11 @@ class ServerSession:
         frame = self._answer_frames[self.handled % self._depth]
         return answer_rows(frame, self._layout, request.site, request.num_rows)
 
-    def answer(self, request: Request, state: int) -> None:
+    def answer(self, request: Request, state: int, started_ns: int) -> None:
         """Put the answer to the pending request.  Raises PeerGoneError."""
         slot = self.handled % self._depth
         frame = self._answer_frames[slot]
-        write_answer_header(frame, state, time.monotonic_ns())
+        write_answer_header(frame, state, started_ns, time.monotonic_ns())
         self.handled += 1
         if self._direct:
             self.answers.signal(0, self.handled)
@@ -232,7 +232,7 @@ class DataLoop:
         self.num_stale += state == STALE
         self.num_requests += 1
         self.num_rows += request.num_rows
-        session.answer(request, state)
+        session.answer(request, state, start_ns)
         self.busy_ns += time.monotonic_ns() - start_ns
 
     def _announce(self, instance: int) -> None:

@@ -24,6 +24,23 @@ class SessionLostError(Exception):
     """The other side is gone, or answered that it can't: the deltas have to be computed elsewhere."""
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """When things happened to one request, on the monotonic clock (of one host).
+
+    sent to taken: under way.  started to finished: computed by the server.  asked: from when on the engine
+    waited for it.
+    """
+
+    layer: int
+    site: int
+    sent_ns: int
+    started_ns: int
+    finished_ns: int
+    asked_ns: int
+    taken_ns: int
+
+
 @dataclass(eq=False)
 class Sent:
     """A request under way."""
@@ -36,7 +53,10 @@ class Sent:
 
 
 class ClientSession:
-    """The client's half.  One thread sends and takes answers; any thread may `break_off`."""
+    """The client's half.  One thread sends and takes answers; any thread may `break_off`.
+
+    observed: set to a list, it gets an `Exchange` of every answer, for measurements.
+    """
 
     def __init__(
         self,
@@ -64,7 +84,7 @@ class ClientSession:
         else:
             self._frames = list(torch.empty(depth, size, dtype=torch.uint8))
         self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
-        self.wait_ns = self.remote_ns = 0
+        self.observed: list[Exchange] | None = None
 
     @property
     def broken(self) -> bool:
@@ -87,6 +107,7 @@ class ClientSession:
         """Put the request that was laid out in `frame()`.  Raises SessionLostError."""
         number = self._next
         slot = number % self._depth
+        sent_ns = time.monotonic_ns()
         try:
             if self._direct:
                 self._requests.signal(0, number + 1)
@@ -98,20 +119,21 @@ class ClientSession:
             self.break_off()
             raise SessionLostError from error
         self._next += 1
-        sent = self._under_way[number] = Sent(number, request, time.monotonic_ns())
+        sent = self._under_way[number] = Sent(number, request, sent_ns)
         return sent
 
     def take(self, sent: Sent) -> torch.Tensor:
         """The deltas [R, N] of a request; valid until the next `frame()`.  Raises SessionLostError."""
         if sent.delta is not None:
             return sent.delta
-        start_ns = time.monotonic_ns()
+        asked_ns = time.monotonic_ns()
         self._wait(sent.number + 1)
-        self.wait_ns += time.monotonic_ns() - start_ns
         self._under_way.pop(sent.number)
         frame = self._answer_frames[sent.number % self._depth]
-        state, finished_ns = read_answer_header(frame)
-        self.remote_ns += max(0, finished_ns - sent.sent_ns)
+        state, started_ns, finished_ns = read_answer_header(frame)
+        if self.observed is not None:
+            place = (sent.request.layer, sent.request.site, sent.sent_ns)
+            self.observed.append(Exchange(*place, started_ns, finished_ns, asked_ns, time.monotonic_ns()))
         if state != DONE:
             raise SessionLostError
         return answer_rows(frame, self._layout, sent.request.site, sent.request.num_rows)

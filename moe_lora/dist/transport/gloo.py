@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -55,11 +56,13 @@ class GlooTransport:
         self._links: dict[tuple[str, int, str], Link] = {}
         self._remotes: set[GlooRemoteWindow] = set()
         self._reception: Reception | None = None
+        # A link that another thread is about to use must not count as unused.
+        self._attaching = threading.Lock()
         self._closed = False
         atexit.register(self.close)  # a receiver left in gloo as the interpreter ends aborts the process
 
     def address(self) -> dict[str, Any]:
-        """Where peers find the store in which links are made; starts it with the first window."""
+        """Where peers come to make links; starts with the first window."""
         if self._reception is None:
             self._reception = Reception(self._host, self._device, self._timeout_s, self._windows.get)
         return {"host": self._host, "port": self._reception.port, "tag": self._reception.tag}
@@ -79,6 +82,10 @@ class GlooTransport:
     def attach(self, descriptor: bytes) -> GlooRemoteWindow:
         """Connect to the window's owner, unless that is done."""
         found = Descriptor.decode(descriptor, self.kind)
+        with self._attaching:
+            return self._attach(found)
+
+    def _attach(self, found: Descriptor) -> GlooRemoteWindow:
         host, port, tag = found.medium["host"], found.medium["port"], found.medium["tag"]
         link = self._links.get((host, port, tag))
         try:
@@ -147,9 +154,10 @@ class GlooTransport:
     def detach(self, remote: RemoteWindow) -> None:
         """Let a peer's window go, and the link with its last."""
         assert isinstance(remote, GlooRemoteWindow)
-        remote.link = None
-        self._remotes.discard(remote)
-        self._drop_unused_links()
+        with self._attaching:
+            remote.link = None
+            self._remotes.discard(remote)
+            self._drop_unused_links()
 
     def close(self) -> None:
         """Free and detach all, end the threads."""

@@ -1,7 +1,7 @@
 """One connection between two processes over gloo send/recv: requests one way, answers the other.
 
 A gloo process group has fixed members, so each connection is a group of its own with two: the owner of the
-windows (0) and whoever attached (1).  They meet in a store inside the owner's process.
+windows (0) and whoever attached (1).  They meet over a socket (`gloo_meeting`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Link:
         options._threads = 1
         options._devices = [device]
         self._group = _Group(store, side, 2, options)
+        self._store = store  # a store written in Python does not live by the group's hold on it
         self._other = 1 - side
         self._lock = threading.Lock()
         self.alive = True

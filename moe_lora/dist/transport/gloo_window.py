@@ -30,7 +30,7 @@ class GlooWindow:
         self._owner = owner
 
     def descriptor(self) -> bytes:
-        """As in the contract; the medium is the address of the owner's store."""
+        """As in the contract; the medium is the address where the owner receives."""
         return Descriptor(
             kind=self._owner.kind,
             peer=self._owner.name,

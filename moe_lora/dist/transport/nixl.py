@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 
-from moe_lora.core.errors import PeerGoneError, PeerUnreachableError
+from moe_lora.core.errors import ConfigError, PeerGoneError, PeerUnreachableError
 
 from .contract import RemoteWindow, Store, Window
 from .descriptor import (
@@ -38,7 +38,8 @@ from .descriptor import (
     check_tensor,
 )
 from .directory import Directory
-from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlWindow, Transfer
+from .nixl_transfers import Transfers
+from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlWindow
 from .shm_library import Waiter, lines, too_late
 
 _log = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ _log = logging.getLogger(__name__)
 _NOTICE = struct.Struct("<qqQ")
 # Windows that were freed, for as long as the process lives: peers may write to their addresses once more.
 _discarded: list[NixlWindow] = []
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+# A pause is this share of the time waited so far, so that it adds little to that, within limits.
+_PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 50e-6, 2e-3
 
 
 class NixlTransport:
@@ -59,14 +61,21 @@ class NixlTransport:
         *,
         name: str,
         store: Store | None = None,
-        spin_s: float = 20e-6,
+        spin_s: float = 200e-6,
         timeout_s: float = 30.0,
         error_handling: str = "none",
     ) -> None:
-        """timeout_s: of one transfer, after which the peer counts as gone.  error_handling: UCX's mode,
+        """spin_s: how long a wait looks without pause; then pauses grow from 50 us to 2 ms.
+        timeout_s: of one transfer, after which the peer counts as gone.  error_handling: UCX's mode,
         "none" (quicker on one host) or "peer"."""
-        from nixl import _bindings
-        from nixl._api import nixl_agent, nixl_agent_config
+        try:
+            from nixl import _bindings
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ConfigError(
+                f"transport 'nixl' can't be imported ({error}); pip install 'moe-lora[nixl]', or use "
+                "another transport"
+            ) from None
 
         self.name = name
         self._directory = Directory(store, self.kind, name)
@@ -78,14 +87,14 @@ class NixlTransport:
         self._agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
         self._lock = threading.RLock()
         self._timeout_s, self._spin_s = timeout_s, spin_s
-        self._errors = tuple(
-            error
-            for error in vars(_bindings).values()
-            if isinstance(error, type) and issubclass(error, Exception)
+        self._errors: tuple[type[Exception], ...] = tuple(
+            found
+            for found in vars(_bindings).values()
+            if isinstance(found, type) and issubclass(found, Exception)
         )
         self.doorbell = lines(1)
-        self._waiter = Waiter(self.doorbell, spin_s)
-        self._scratch = torch.zeros(HEADER.size, dtype=torch.uint8)
+        self._waiter = Waiter(self.doorbell, 0.0)  # the loop in wait_any spins
+        self._transfers = Transfers(self._agent, self._errors, self._lock, self.collect)
         self._numbers = itertools.count()
         self._windows: dict[int, tuple[NixlWindow, Any]] = {}
         self._remotes: set[NixlRemoteWindow] = set()
@@ -126,12 +135,13 @@ class NixlTransport:
     def _attach(self, descriptor: bytes, timeout_s: float) -> NixlRemoteWindow:
         found = Descriptor.decode(descriptor, self.kind)
         remote = NixlRemoteWindow(found, self)
+        lost: tuple[type[Exception], ...] = (PeerGoneError, *self._errors)
         try:
             with self._lock:
                 self._agent.add_remote_agent(base64.b64decode(found.medium["metadata"]))
                 self._remotes.add(remote)
             size = self._read_header(remote, timeout_s)
-        except PeerGoneError as error:
+        except lost as error:
             self.detach(remote)
             raise PeerUnreachableError(
                 f"window {found.label!r} of {found.peer!r} can't be reached: {error}; check that its process "
@@ -145,66 +155,12 @@ class NixlTransport:
         return remote
 
     def _read_header(self, remote: NixlRemoteWindow, timeout_s: float) -> tuple[int, int]:
-        with self._lock:
-            self._finish([self._start("READ", self._scratch, remote, 0, b"")], remote, timeout_s)
-            magic, tag, num_bytes, num_signals, freed = HEADER.unpack(bytes(self._scratch.numpy()))
+        header = torch.zeros(HEADER.size, dtype=torch.uint8)
+        self._transfers.finish([self._transfers.start("READ", header, remote, 0, b"")], remote, timeout_s)
+        magic, tag, num_bytes, num_signals, freed = HEADER.unpack(bytes(header.numpy()))
         if freed or (magic, tag) != (MAGIC, remote.tag):
             raise remote.gone("it was freed", process_lost=False)
         return num_bytes, num_signals
-
-    def _start(
-        self, operation: str, tensor: torch.Tensor, remote: NixlRemoteWindow, offset: int, notice: bytes
-    ) -> Transfer:
-        """Begin a transfer; the caller holds the lock."""
-        registered = self._agent.register_memory([(tensor.data_ptr(), tensor.nbytes, 0, "")], "DRAM")
-        here = self._agent.get_xfer_descs([(tensor.data_ptr(), tensor.nbytes, 0)], "DRAM")
-        there = self._agent.get_xfer_descs([(remote.address + offset, tensor.nbytes, 0)], "DRAM")
-        try:
-            handle = self._agent.initialize_xfer(operation, here, there, remote.agent, notice)
-            self._agent.transfer(handle)
-        except self._errors as error:
-            self._agent.deregister_memory(registered)
-            raise remote.gone(error) from None
-        return handle, registered, tensor
-
-    def _ended(self, transfers: list[Transfer], remote: NixlRemoteWindow) -> bool:
-        """Let transfers get on, drop those that are done; whether none is left. Raises PeerGoneError."""
-        with self._lock:
-            while transfers:
-                try:
-                    state = self._agent.check_xfer_state(transfers[0][0])
-                    reason: object = "its process has ended"
-                except self._errors as error:
-                    state, reason = "ERR", error
-                if state == "PROC":
-                    return False
-                self._release(transfers.pop(0))
-                if state != "DONE":
-                    self._give_up(transfers)
-                    raise remote.gone(reason)
-        return True
-
-    def _finish(self, transfers: list[Transfer], remote: NixlRemoteWindow, timeout_s: float) -> None:
-        """Wait until transfers have ended."""
-        deadline = time.monotonic() + timeout_s
-        while not self._ended(transfers, remote):
-            if time.monotonic() > deadline:
-                self._give_up(transfers)
-                raise remote.gone(f"no answer within timeout_s={timeout_s:g}")
-            self.collect()  # the peer may be waiting for this process to take what it puts
-
-    def _give_up(self, transfers: list[Transfer]) -> None:
-        while transfers:
-            self._release(transfers.pop())
-
-    def _release(self, transfer: Transfer) -> None:
-        handle, registered, _ = transfer
-        with self._lock:
-            try:
-                self._agent.release_xfer_handle(handle)
-            except self._errors:
-                _log.warning("NIXL keeps a transfer that can't be cancelled")
-            self._agent.deregister_memory(registered)
 
     def put_signal(
         self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
@@ -226,8 +182,8 @@ class NixlTransport:
                     raise dst.gone(error) from None
             return
         with self._lock:
-            transfer = self._start("WRITE", as_bytes(src), dst, mmap.PAGESIZE + offset_bytes, notice)
-            dst.pending.append(transfer)
+            offset = mmap.PAGESIZE + offset_bytes
+            dst.pending.append(self._transfers.start("WRITE", as_bytes(src), dst, offset, notice))
 
     def _check_live(self, remote: NixlRemoteWindow) -> None:
         if remote not in self._remotes or not remote.reachable:
@@ -239,9 +195,8 @@ class NixlTransport:
         check_range(src, offset_bytes, check_tensor(out, "out"))
         self._check_live(src)
         if out.nbytes:
-            with self._lock:
-                transfer = self._start("READ", as_bytes(out), src, mmap.PAGESIZE + offset_bytes, b"")
-            self._finish([transfer], src, self._timeout_s)
+            transfer = self._transfers.start("READ", as_bytes(out), src, mmap.PAGESIZE + offset_bytes, b"")
+            self._transfers.finish([transfer], src, self._timeout_s)
 
     def fence(self, dst: RemoteWindow) -> None:
         """Wait for the puts before."""
@@ -249,7 +204,7 @@ class NixlTransport:
         with self._lock:
             self._check_live(dst)
             pending, dst.pending = dst.pending, []
-        self._finish(pending, dst, self._timeout_s)
+        self._transfers.finish(pending, dst, self._timeout_s)
 
     def quiet(self, dst: RemoteWindow) -> None:
         """Wait for the puts before, and see that the window still stands."""
@@ -274,7 +229,7 @@ class NixlTransport:
     def _push(self, remote: NixlRemoteWindow) -> None:
         # NIXL sends a notification when the writer looks at its transfer and finds it done.
         try:
-            self._ended(remote.pending, remote)
+            self._transfers.ended(remote.pending, remote)
         except PeerGoneError as error:
             _log.info("%s", error)  # whoever puts next is told
 
@@ -286,19 +241,18 @@ class NixlTransport:
         return window.words.read(signal)
 
     def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
-        """Collect notifications until a signal has reached its value; the pauses grow to a millisecond."""
+        """Collect notifications until a signal has reached its value; the pauses grow to 2 ms."""
         local = cast("Sequence[tuple[NixlWindow, int, int]]", waits)
         start = time.monotonic()
-        pause_s = 0.0
         while True:
             self.collect()
             passed_s = time.monotonic() - start
-            left_s = _LONGEST_SLEEP_S if timeout_s is None else max(0.0, timeout_s - passed_s)
-            found = self._waiter.any(local, min(pause_s, left_s))
-            if found is not None or left_s == 0.0:
+            pause_s = min(max(_PAUSE_SHARE * passed_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+            if timeout_s is not None:
+                pause_s = min(pause_s, max(0.0, timeout_s - passed_s))
+            found = self._waiter.any(local, pause_s if passed_s > self._spin_s else 0.0)
+            if found is not None or (timeout_s is not None and passed_s >= timeout_s):
                 return found
-            if passed_s > self._spin_s:
-                pause_s = min(max(2 * pause_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)
 
     def detach(self, remote: RemoteWindow) -> None:
         """Let a peer's window go, and with its last a process that has ended."""
@@ -308,7 +262,7 @@ class NixlTransport:
                 return
             self._remotes.discard(remote)
             remote.reachable = False
-            self._give_up(remote.pending)
+            self._transfers.give_up(remote.pending)
             # Not while it lives: over TCP a process that was removed can't be added again.
             if remote.process_lost and all(other.agent != remote.agent for other in self._remotes):
                 try:
@@ -326,7 +280,7 @@ class NixlTransport:
             for window, _ in list(self._windows.values()):
                 window.free()
             self._closed = True
-            self._agent = None
+            del self._agent, self._transfers  # NIXL's files and threads go with its last reference
 
     def __enter__(self) -> NixlTransport:
         return self

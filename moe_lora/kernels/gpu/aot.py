@@ -82,27 +82,23 @@ def config_builds(kernel: str, config: Config, dtype: str, phase: str) -> list[B
         )
 
     if kernel.startswith("wgmma"):
-        for aligned in (True, False):
-            launched = pipeline(config, aligned)
-            required = PIPELINE if launched["warp_specialize"] else ()
+        for aligned, adds in ((True, True), (True, False), (False, True), (False, False)):
+            if adds and kernel == "wgmma_shrink":
+                continue
+            launched = pipeline(config, aligned, overwrites=not adds)
+            required = PIPELINE if launched["warp_specialize"] else PIPELINE[:2] if aligned else ()
             constants = {
-                **{
-                    **common,
-                    **_blocks(launched),
-                    "STAGES": launched["num_stages"],
-                    "INTERPRETED": False,
-                    "ALIGNED": aligned,
-                },
+                **{**common, **_blocks(launched), "STAGES": launched["num_stages"]},
+                **{"INTERPRETED": False, "ALIGNED": aligned},
                 "WARP_SPECIALIZE": launched["warp_specialize"],
             }
             more = {name: launched[name] for name in ("num_warps", "num_stages")} | {"required": required}
             if kernel == "wgmma_expand":
-                for adds in (True, False):
-                    add(kernel, kernel, {**constants, "ADD": adds}, **more)
+                add(kernel, kernel, {**constants, "ADD": adds}, **more)
             elif config["split_k"] > 1:
-                add(kernel, kernel, {**constants, "PARTS": 1, "X_DIVISOR": 1}, types={"h": "*fp32"}, **more)
+                add(kernel, kernel, {**constants, "PARTS": 1}, types={"h": "*fp32"}, **more)
             else:
-                add(kernel, kernel, {**constants, "PARTS": 2, "X_DIVISOR": 1}, **more)
+                add(kernel, kernel, {**constants, "PARTS": 2}, **more)
         if config.get("split_k", 1) > 1:
             sizes = {"BLOCK_T": config["block_t"], "SPLIT_K": config["split_k"]}
             add(

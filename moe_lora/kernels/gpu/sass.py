@@ -28,6 +28,10 @@ class Compiled:
     def complaints(self, required: tuple[str, ...] = ()) -> list[str]:
         """What is wrong with it: lost instructions, spills, limits exceeded.  Empty if nothing is."""
         found = [f"lost {name}" for name in required if name not in self.instructions]
+        if {"USETMAXREG", "LDGSTS"} <= self.instructions:
+            found.append(
+                "copies by pointer in a warp-specialized loop, where Triton lets nobody wait for them"
+            )
         if self.stack_bytes or self.local_bytes or self.spill_instructions:
             found.append(
                 f"spills ({self.stack_bytes} bytes of stack, {self.local_bytes} of local memory, "

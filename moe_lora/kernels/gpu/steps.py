@@ -21,10 +21,8 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     """h of all rows: [2, M, R, h_width] of the model's dtype, hi and lo."""
     kernels, x = launch.kernels("wgmma_shrink"), problem.x
     aligned = x.shape[1] % 16 == 0
-    if aligned and not (_aligned(x) and x.stride(0) % 16 == 0):
-        x = x.clone(
-            memory_format=torch.contiguous_format
-        )  # the path may depend on the width, not on where x lies
+    rows, per_input = problem.segments.rows, problem.rows_per_input
+    x = x.index_select(0, rows if per_input == 1 else rows // per_input)
     config = pipeline(problem.config("wgmma_shrink"), aligned)
     split_k, slots = config["split_k"], problem.slots
     tiles, lanes = problem.segments.tiles(config["block_t"]), -(-problem.max_lora_rank // _RANK_ROWS)
@@ -34,10 +32,9 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     launch.start(
         kernels.wgmma_shrink,
         launch.num_programs(x.device, config, max_items),
-        *(x, problem.segments.rows, tiles.table, tiles.count, slots.a_offset, slots.lora_rank, problem.arena),
+        *(x, tiles.table, tiles.count, slots.a_offset, slots.lora_rank, problem.arena),
         *(target, *problem.entry_strides, choice.min_rank, choice.max_rank, lanes),
-        *(problem.num_rows, x.shape[1], x.stride(0), problem.h_width),
-        X_DIVISOR=problem.rows_per_input,
+        *(problem.num_rows, x.shape[1], problem.h_width),
         MODULES=problem.modules,
         PARTS=2 if split_k == 1 else 1,
         INTERPRETED=launch.interpreted(),
@@ -66,7 +63,7 @@ def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Ten
     """y += delta, or y = delta, from `wgmma_shrink`'s h."""
     slots, size = problem.slots, y.element_size()
     aligned = all(width * size % 16 == 0 for width in problem.out_widths)
-    config = pipeline(problem.config("wgmma_expand"), aligned)
+    config = pipeline(problem.config("wgmma_expand"), aligned, overwrites=not add)
     tiles = problem.segments.tiles(config["block_t"])
     item_columns = _COLUMNS * config["blocks_per_item"]
     max_items = problem.num_rows * sum(-(-width // item_columns) for width in problem.out_widths)
@@ -199,18 +196,15 @@ def _workspace(problem: Problem, parts: int, dtype: torch.dtype) -> torch.Tensor
     return torch.empty(shape, dtype=dtype, device=problem.x.device)
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() % 16 == 0
-
-
-def pipeline(config: Config, aligned: bool) -> Config:
+def pipeline(config: Config, aligned: bool, overwrites: bool = True) -> Config:
     """The configuration as launched where rows are, or are not, multiples of 16 bytes.
 
     Only aligned rows can go by TMA, and only such loops be specialized.  Element-wise loads of odd rows need
     many registers: smaller steps and more threads keep them from spilling.
     """
     if aligned:
-        return config
+        # The consumers of a specialized loop repeat each other: adding to y would add twice.
+        return config if overwrites else {**config, "warp_specialize": False}
     odd = {**config, "warp_specialize": False, "num_warps": 2 * config["num_warps"], "num_stages": 2}
     return {**odd, "block_k": 32} if "block_k" in config else odd
 

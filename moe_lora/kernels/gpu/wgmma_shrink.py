@@ -3,9 +3,12 @@
 Legend: R rows, H input width, C output columns, S parts of H summed apart, M modules of the site.
 
 wgmma's 64 rows are rank rows (or output columns) and its N the tile's tokens, 16 to 64, so that a tile of few
-tokens wastes little.  Weights come by TMA: a descriptor per matrix is made on the device from the slot table, and its bounds make rows past the true rank
-zeros that are never read.  x rows of a segment lie anywhere (TMA can't gather on sm_90), so they are copied
-by pointer (cp.async) in the same pipeline.  A persistent grid walks the tiles that `segments` counted.
+tokens wastes little.  Weights come by TMA: a descriptor per matrix is made on the device from the slot table,
+and its bounds make rows past the true rank zeros that are never read.  x is gathered into sorted order first
+and comes by TMA too: TMA can't gather on sm_90, and in a warp-specialized loop Triton 3.6 and 3.7 turn loads
+by pointer into copies whose end nobody waits for.  They also give the loop two consumers that do the same
+work, so what follows such a loop may store a value (the same twice) but must not add to memory: expand is
+specialized only where it overwrites.  A persistent grid walks the tiles that `segments` counted.
 Rows that are not multiples of 16 bytes can't go by TMA: ALIGNED = False loads them element by element.
 
 Bytes in flight: 4.3 TB/s at about 0.8 us of latency asks for 26 KB per SM.  Shrink in decode keeps 6 stages
@@ -53,7 +56,6 @@ def put_h(
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def wgmma_shrink(
     x,
-    rows,
     tiles,
     num_tiles,
     a_offset,
@@ -67,9 +69,7 @@ def wgmma_shrink(
     lanes,
     num_rows,
     width,
-    x_stride,
     h_width,
-    X_DIVISOR: tl.constexpr,
     MODULES: tl.constexpr,
     PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -80,13 +80,14 @@ def wgmma_shrink(
     WARP_SPECIALIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """h[position] = x[row] @ A.T: [PARTS, M, R, h_width] of the model's dtype, or fp32 [S, M, R, h_width] if
-    S > 1.
+    """h[position] = x[position] @ A.T: [PARTS, M, R, h_width] of x's dtype, or fp32 [S, M, R, h_width] if S >
+    1.
 
-    Each item is a tile of tokens, 64 rows of one A, and one of S parts of H.  Row `i` reads x row i /
-    X_DIVISOR.
+    x: [R, H] in sorted order.  Each item is a tile of tokens, 64 rows of one A, and one of S parts of H.
     """
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT_K)
+    if ALIGNED:
+        x_tiles = tl.make_tensor_descriptor(x, [num_rows, width], [width, 1], [BLOCK_T, BLOCK_K])
     tiles_T = tl.load(num_tiles)
     per_lane = tiles_T * MODULES * SPLIT_K
     for item in tl.range(tl.program_id(0), per_lane * lanes, tl.num_programs(0)):
@@ -94,14 +95,13 @@ def wgmma_shrink(
         split = item % SPLIT_K
         module = (item // SPLIT_K) % MODULES
         tile = tiles + ((item % per_lane) // (SPLIT_K * MODULES)) * 4
-        position = tl.load(tile) + tl.arange(0, BLOCK_T)
+        begin = tl.load(tile)
+        position = begin + tl.arange(0, BLOCK_T)
         inside = position < tl.load(tile + 1)
         first_entry = entry_of(tl.load(tile + 2), tl.load(tile + 3), 0, slot_stride, table_base, MODULES)
         rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
         first = first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES)
         if (r0 < rank) & (first == module):
-            row = tl.load(rows + position, mask=inside, other=0) // X_DIVISOR
-            x_rows = x + row[None, :].to(tl.int64) * x_stride
             a = matrix(arena, a_offset, first_entry + module, x.dtype.element_ty)
             r = r0 + tl.arange(0, BLOCK_R)
             h_T = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
@@ -109,14 +109,18 @@ def wgmma_shrink(
                 a_tiles = tl.make_tensor_descriptor(a, [rank, width], [width, 1], [BLOCK_R, BLOCK_K])
             for step in tl.range(0, steps, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE):
                 k0 = (split * steps + step) * BLOCK_K
-                k = k0 + tl.arange(0, BLOCK_K)
                 if ALIGNED:
                     a_RK = a_tiles.load([r0, k0])
+                    x_TK = x_tiles.load([begin, k0])
                 else:
+                    k = k0 + tl.arange(0, BLOCK_K)
                     mask_RK = (r < rank)[:, None] & (k < width)[None, :]
                     a_RK = tl.load(a + r[:, None] * width + k[None, :], mask=mask_RK, other=0.0)
-                x_KT = tl.load(x_rows + k[:, None], mask=inside[None, :] & (k < width)[:, None], other=0.0)
-                h_T = dot(a_RK, x_KT, h_T, INTERPRETED)
+                    x_rows = x + position[:, None].to(tl.int64) * width
+                    x_TK = tl.load(
+                        x_rows + k[None, :], mask=inside[:, None] & (k < width)[None, :], other=0.0
+                    )
+                h_T = dot(a_RK, tl.trans(x_TK), h_T, INTERPRETED)
             h_T = tl.where((r < rank)[:, None], h_T, 0.0)
             part = split * MODULES + module
             put_h(

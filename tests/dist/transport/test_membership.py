@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -119,13 +120,13 @@ def test_descriptors_that_do_not_fit_are_refused(pair: Pair) -> None:
 
 
 def test_descriptors_work_without_a_store(kind: str, pair: Pair) -> None:
-    with make_transport(kind, name="loner/0", **pair.options) as loner:
-        remote = loner.attach(pair.peer.call("alloc", "for-loner", 64, 1))
-        loner.put_signal(remote, 0, pattern(64, 9), 0, 1)
-        loner.quiet(remote)
-        assert pair.peer.call("wait", "for-loner", 0, 1) == 1
+    with make_transport(kind, name="alone/0", **pair.options) as alone:
+        remote = alone.attach(pair.peer.call("alloc", "for-alone", 64, 1))
+        alone.put_signal(remote, 0, pattern(64, 9), 0, 1)
+        alone.quiet(remote)
+        assert pair.peer.call("wait", "for-alone", 0, 1) == 1
         with pytest.raises(ConfigError, match="no store"):
-            loner.open(pair.peer_name, "for-loner", 1.0)
+            alone.open(pair.peer_name, "for-alone", 1.0)
 
 
 def test_closing_gives_back_files_and_threads(kind: str, pair: Pair, shared_peer: Peer) -> None:
@@ -174,3 +175,9 @@ raise KeyboardInterrupt
 def test_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="'pigeon' is unknown; choose one of shm, "):
         make_transport("pigeon", name="x")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="nixl is installed")
+def test_a_transport_that_is_not_installed_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'moe-lora\[nixl\]'"):
+        make_transport("nixl", name="x")

@@ -25,6 +25,8 @@ def test_pipeline_and_spills_are_read_from_listings():
     assert lost.complaints(sass.PIPELINE) == ["lost HGMMA"]
     spilled = sass.parse(USAGE, SASS.replace("LDC", "@P1 STL"), 1000)
     assert "spills" in spilled.complaints()[0]
+    unsafe = sass.parse(USAGE, SASS.replace("LDC", "LDGSTS.E.BYPASS.128"), 1000)
+    assert "nobody wait" in unsafe.complaints()[0]
     for usage in (USAGE.replace("STACK:0", "STACK:8"), USAGE.replace("LOCAL:0", "LOCAL:8")):
         assert "spills" in sass.parse(usage, SASS, 1000).complaints()[0]
     assert "shared memory" in sass.parse(USAGE, SASS, 230 * 1024).complaints()[0]
@@ -35,7 +37,11 @@ def test_pipeline_and_spills_are_read_from_listings():
 
 def wgmma_build(kernel: str, **changes: object) -> aot.Build:
     config = configs.load_table(configs.FALLBACK).config(kernel, "bf16", "decode", 4096, 4096)
-    return next(b for b in aot.config_builds(kernel, {**config, **changes}, "bf16", "decode") if b.required)
+    return next(
+        b
+        for b in aot.config_builds(kernel, {**config, **changes}, "bf16", "decode")
+        if b.required == sass.PIPELINE
+    )
 
 
 def test_sgmv_compiles_to_the_pipeline_it_was_written_for():

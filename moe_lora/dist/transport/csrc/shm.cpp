@@ -92,7 +92,8 @@ EXPORT void moe_lora_shm_raise(Word* signal, uint64_t value, Doorbell* bell) {
   ring(bell);
 }
 
-// Copy, raise, wake.
+// Copy, raise, wake.  memcpy, not non-temporal stores: with those the reader fetches from memory, and 4 MB took 1.7
+// times as long until they were read (1.1 times as fast at 16 MB).
 EXPORT void moe_lora_shm_put(void* dst, const void* src, int64_t bytes, Word* signal, uint64_t value, Doorbell* bell) {
   std::memcpy(dst, src, size_t(bytes));
   raise_to(signal, value);

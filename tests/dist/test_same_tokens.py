@@ -1,0 +1,64 @@
+"""An instance of the LoRA Server adds the bits that the local backend adds, whatever the layout and medium.
+
+The whole product is checked by `bench/check_lora_server.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, product
+
+import pytest
+
+from .cluster import Tokens, local_tokens, served_tokens
+from .combinations import FACTORS, is_possible, title
+from .covering import Row, all_rows, covering_rows, pairs_of
+from .served_models import ServedModel, make_served_model
+
+Expected = Callable[[str, str], tuple[ServedModel, Tokens]]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """(family, dtype) -> the model, and what the local backend answers."""
+    models: dict[str, ServedModel] = {}
+    tokens: dict[tuple[str, str], Tokens] = {}
+
+    def find(family: str, dtype: str) -> tuple[ServedModel, Tokens]:
+        if family not in models:
+            models[family] = make_served_model(family, tmp_path_factory.mktemp(family))
+        if (family, dtype) not in tokens:
+            tokens[family, dtype] = local_tokens(models[family], dtype)
+        return models[family], tokens[family, dtype]
+
+    return find
+
+
+@pytest.mark.parametrize("row", covering_rows(FACTORS, is_possible), ids=title)
+def test_bits_and_tokens_are_those_of_the_local_backend(row: Row, expected: Expected) -> None:
+    model, tokens = expected(row["family"], row["dtype"])
+    complaints = served_tokens(model, row).complaints(tokens)
+    assert not complaints, f"{title(row)}: {'; '.join(complaints)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_compiled_layers_add_the_same_bits(family: str, expected: Expected) -> None:
+    row = {name: values[0] for name, values in FACTORS.items()} | {"family": family, "layout": "EP2-PP2"}
+    row["expert_parallel"] = "2" if family == "mixtral" else "1"
+    model, tokens = expected(family, "float32")
+    assert not served_tokens(model, row, eager=False).complaints(tokens)
+
+
+def test_rows_cover_every_pair_that_is_possible() -> None:
+    rows, possible = covering_rows(FACTORS, is_possible), all_rows(FACTORS, is_possible)
+    wanted = {
+        tuple(zip(names, values, strict=True))
+        for names in combinations(FACTORS, 2)
+        for values in product(*(FACTORS[name] for name in names))
+    }
+    dense = ("family", "llama")
+    wanted -= {(dense, ("expert_parallel", "2")), (dense, ("sites", "experts"))}
+    assert set().union(*map(pairs_of, rows)) == wanted
+    assert all(map(is_possible, rows))
+    assert len(rows) < len(possible) / 8

@@ -1,0 +1,144 @@
+"""Ranks that share a layer's experts give, bit for bit, what one that holds all of them does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from moe_lora.adapters import read_adapter
+from moe_lora.adapters.shard import entries_of_experts
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.expert_parallel import experts_of_rank
+from moe_lora.engine.slot_writer import RankSlots, ShardSizes
+from moe_lora.execution.context import ExecutionContext
+from moe_lora.execution.exchange import RowExchange, open_group
+from moe_lora.execution.local import LocalBackend
+from moe_lora.kernels.step import KvLayout, SlotTable, StepTables
+from moe_lora.models.families import load_model
+from tests.families import MOE_FAMILIES, NUM_EXPERTS, NUM_LAYERS
+from tests.models.generated_code import operations
+
+CPU = torch.device("cpu")
+NUM_ROWS = 21
+SLOTS = torch.tensor([(-1, 0, 1, 2, 3)[i % 5] for i in range(NUM_ROWS)], dtype=torch.int32)
+
+
+class RankOfLayers:
+    """The MoE half of a checkpoint's layers as one of `size` ranks holds it, with the adapters in slots."""
+
+    def __init__(self, served, dtype, size, dist_rank, exchange=None):
+        experts = experts_of_rank(NUM_EXPERTS, size, dist_rank)
+        self.model = load_model(served.model_dir, dtype, CPU, experts)
+        shape = self.model.spec.shape
+        packed = [read_adapter(path, shape, dtype) for path in served.adapters]
+        by_rank = [experts_of_rank(NUM_EXPERTS, size, other) for other in range(size)]
+        kept = [entries_of_experts(shape, held) for held in by_rank]
+        sizes = ShardSizes(shape, kept)
+        self.arena = torch.zeros(sum(sum(sizes.layer_bytes(p)) for p in packed), dtype=torch.uint8)
+        self.slots = SlotTable(len(packed), shape.num_layers, shape.num_entries, CPU)
+        writer, offset = RankSlots(self.slots, self.arena, shape, entries_of_experts(shape, experts)), 0
+        for slot, adapter in enumerate(packed):
+            offsets = []
+            for num_bytes in sizes.layer_bytes(adapter):
+                offsets.append(offset)
+                offset += num_bytes
+            writer.write(slot, adapter, offsets)
+        layout = KvLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
+        backend = LocalBackend(shape, self.arena, self.slots)
+        self.context = ExecutionContext(self.arena, layout, backend, exchange)
+
+    @torch.inference_mode()
+    def run(self, x):
+        """Each layer's MoE half on the rows x; the last row is padding."""
+        empty = torch.zeros(1, 1, dtype=torch.int32)
+        self.context.begin_step(
+            StepTables(
+                row_slot=SLOTS, query_start=empty[0], seq_lens=empty[0], block_tables=empty, has_adapters=True
+            )
+        )
+        live = torch.arange(len(x)) < len(x) - 1
+        layers = zip(self.model.layers, self.context.channels, strict=True)
+        return [layer.mlp(x.clone(), channel, live) for layer, channel in layers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_sums_over_experts_are_the_same_bits(family, size, dtype, served, tmp_path):
+    model = served(family)
+    x = torch.randn(NUM_ROWS, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = RankOfLayers(model, dtype, 1, 0).run(x)
+
+    def run(dist_rank):
+        group = open_group(tmp_path / "meet", dist_rank, size, CPU)
+        return RankOfLayers(model, dtype, size, dist_rank, RowExchange(group, NUM_EXPERTS)).run(x)
+
+    with ThreadPoolExecutor(size) as pool:
+        for found in pool.map(run, range(size)):
+            for ours, full in zip(found, expected, strict=True):
+                assert torch.equal(ours, full)
+    assert (expected[0][0] - expected[1][0]).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_compiled_code_exchanges_rows_once_their_deltas_are_added(family, served):
+    class NobodyElse:
+        def fill(self, y, ids):
+            pass
+
+    def run(compiled):
+        torch._dynamo.reset()
+        rank = RankOfLayers(served(family), torch.float32, 2, 1, NobodyElse())
+        for layer in rank.model.layers if compiled else ():
+            layer.mlp.forward = torch.compile(layer.mlp.forward, fullgraph=True)
+        return rank.run(torch.randn(NUM_ROWS, 32, generator=torch.Generator().manual_seed(0)))
+
+    found, codes = run_and_get_code(run, True)
+    for ours, eager in zip(found, run(False), strict=True):
+        assert (ours - eager).abs().max() < 1e-4
+    for code in codes:
+        calls = operations(code)
+        [exchange] = [call for call in calls if call.name == "exchange_experts"]
+        adds = [call for call in calls if call.name == "lora_add_to"]
+        assert len(adds) == 3
+        assert adds[-1].operands[2] == exchange.operands[1]
+        assert adds[-1].position < exchange.position
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_rank_holds_its_experts_and_all_of_the_rest(family, served):
+    full = dict(load_model(served(family).model_dir, torch.float32, CPU).named_parameters())
+    for dist_rank in range(2):
+        experts = experts_of_rank(NUM_EXPERTS, 2, dist_rank)
+        part = dict(load_model(served(family).model_dir, torch.float32, CPU, experts).named_parameters())
+        assert part.keys() == full.keys()
+        for name, weight in part.items():
+            per_expert = ".mlp.gate_up." in name or ".mlp.down." in name
+            whole = full[name][experts.start : experts.stop] if per_expert else full[name]
+            assert torch.equal(weight, whole), name
+
+
+def test_checkpoint_with_another_number_of_experts_is_refused_by_ranks_too(served, tmp_path):
+    folder = shutil.copytree(served("dbrx").model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["ffn_config"]["moe_num_experts"] = 8
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="asks for"):
+        load_model(folder, torch.float32, CPU, experts_of_rank(8, 2, 0))
+
+
+def test_experts_that_cannot_be_dealt_out_are_refused_with_what_can():
+    with pytest.raises(
+        ConfigError, match="expert_parallel=3 does not divide num_experts=8; choose 1, 2, 4 or 8"
+    ):
+        experts_of_rank(8, 3, 0)
+    with pytest.raises(ConfigError, match="this one is dense; choose 1"):
+        experts_of_rank(0, 2, 0)
+    assert [experts_of_rank(8, 4, r) for r in (0, 3)] == [range(0, 2), range(6, 8)]
+    assert experts_of_rank(0, 1, 0) == range(0)
