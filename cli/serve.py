@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import click
-
-from moe_lora.core.request import name_problem
 
 from .errors import user_errors
 from .variadic import VariadicCommand
@@ -33,10 +28,8 @@ _ADAPTERS = (
     click.option("--lora-memory-gb", type=float, help=f"Room for resident adapters, in 10^9 bytes.  {_AUTO}"),
 )
 _WHERE = (
-    click.option("--host", default="127.0.0.1", show_default=True),
-    click.option(
-        "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one."
-    ),
+    click.option("--host", help="Where to listen.  [default: 127.0.0.1]"),
+    click.option("--port", type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 8000]"),
     click.option("--served-model-name", help="What requests call the base model.  [default: folder name]"),
 )
 _ENGINE = (
@@ -72,9 +65,23 @@ _INSTANCES = (
     click.option(
         "--routing",
         type=click.Choice(["least_outstanding", "round_robin"]),
-        default="least_outstanding",
+        help="How requests are spread over instances: least token work left, or in turn.  "
+        "[default: least_outstanding]",
+    ),
+)
+_CLUSTER = (
+    click.option(
+        "--config",
+        "config_file",
+        metavar="FILE",
+        help="Settings from a file (docs/cluster.md); options given here go before it.",
+    ),
+    click.option(
+        "--role",
+        type=click.Choice(["all", "front-end"]),
+        default="all",
         show_default=True,
-        help="How requests are spread over instances: least token work left, or in turn.",
+        help="Of the cluster in --config: everything on this host, or the front end alone.",
     ),
 )
 _LORA_SERVER = (
@@ -90,103 +97,46 @@ _LORA_SERVER = (
     click.option("--transport", help="How instances and LoRA Server exchange rows.  [default: shm]"),
     click.option("--load-gb-per-s", type=float, help="Bound on the rate at which its ranks load adapters."),
 )
-_SERVER_FIELDS = {
-    "lora_capacity": "capacity",
-    "lora_server_memory_gb": "memory_gb",
-    "transport": "transport",
-    "load_gb_per_s": "load_gb_per_s",
-}
-
-
-def _server_options(layout: str | None, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Fields of LoraServerConfig, taken out of the settings.  Raises click.UsageError without a layout."""
-    given = {field: settings.pop(option) for option, field in _SERVER_FIELDS.items()}
-    given = {field: value for field, value in given.items() if value is not None}
-    if layout is None:
-        if given:
-            raise click.UsageError(f"{', '.join(given)}: these need --lora-server, such as EP1-PP1")
-        return None
-    return {"layout": layout, **given}
 
 
 def _options(function: Any) -> Any:
-    for option in reversed(_ADAPTERS + _WHERE + _INSTANCES + _LORA_SERVER + _ENGINE):
+    for option in reversed(_CLUSTER + _ADAPTERS + _WHERE + _INSTANCES + _LORA_SERVER + _ENGINE):
         function = option(function)
     return function
 
 
 @click.command(cls=VariadicCommand, variadic=["--lora-modules", "--lora-dir"])
-@click.argument("model_dir", type=_FOLDER)
+@click.argument("model_dir", type=_FOLDER, required=False)
 @_options
 @user_errors
-def serve(
-    model_dir: str,
-    host: str,
-    port: int,
-    served_model_name: str | None,
-    lora_modules: tuple[str, ...],
-    lora_dir: tuple[str, ...],
-    no_prefix_caching: bool,
-    routing: str,
-    **settings: Any,
-) -> None:
+def serve(config_file: str | None, role: str, **options: Any) -> None:
     """Serve the model in MODEL_DIR and its adapters over HTTP, the OpenAI way, until Ctrl-C.
 
     Adapters can be added and removed while it runs (POST /v1/load_lora_adapter, /v1/unload_lora_adapter).
     With several --instances, the requests of one that ends go on at another, and it is started again.
+    MODEL_DIR may also stand in the file of --config.
     """
     import logging
 
-    from moe_lora.assemble import serve as serve_until_stopped
-    from moe_lora.core.config import EngineConfig
+    from moe_lora import assemble
+
+    from .serve_settings import settings_of
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    base_name = served_model_name or Path(model_dir).resolve().name
-    adapters = (*map(_named_path, lora_modules), *find_adapters(lora_dir))
-    if base_name in dict(adapters):
-        raise click.UsageError(
-            f"{base_name!r} names the base model and an adapter; give another --served-model-name"
-        )
-    server = _server_options(settings.pop("lora_server"), settings)
-    config = EngineConfig(
-        model_dir=model_dir,
-        adapters=adapters,
-        prefix_caching=not no_prefix_caching,
-        **{name: value for name, value in settings.items() if value is not None},
+    cluster = settings_of(config_file, options)
+    if role == "front-end":
+        if config_file is None:
+            raise click.UsageError("--role front-end needs --config, the file of its cluster")
+        assemble.serve_front_end(cluster)
+        return
+    server = cluster.lora_server
+    assemble.serve(
+        cluster.engine,
+        host=cluster.front_end.host,
+        port=cluster.front_end.port,
+        served_model_name=cluster.served_model_name,
+        routing=cluster.front_end.routing,
+        # On one host the server gets an address and a store of its own, which end with it.
+        lora_server=server
+        and {name: value for name, value in server.items() if name not in ("address", "store_dir")},
     )
-    serve_until_stopped(
-        config,
-        host=host,
-        port=port,
-        served_model_name=base_name,
-        routing=routing,
-        lora_server=server,
-    )
-
-
-def _named_path(text: str) -> tuple[str, str]:
-    name, separator, path = text.partition("=")
-    if not (separator and name and path):
-        raise click.BadParameter(f"{text!r} is not NAME=PATH", param_hint="--lora-modules")
-    if problem := name_problem(name):
-        raise click.BadParameter(f"the name {name!r} {problem}", param_hint="--lora-modules")
-    return name, path
-
-
-def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, directory) of every PEFT adapter in or below the folders, sorted by name.
-
-    Raises click.BadParameter for a folder without any and for unfit names; EngineConfig refuses names that
-    come twice.
-    """
-    found: list[tuple[str, str]] = []
-    for folder in folders:
-        here = [place for place, _, files in os.walk(folder) if "adapter_config.json" in files]
-        if not here:
-            raise click.BadParameter(f"no adapter_config.json in or below {folder}", param_hint="--lora-dir")
-        for place in here:
-            name = Path(place).resolve().name
-            if problem := name_problem(name):
-                raise click.BadParameter(f"the folder name {name!r} {problem}", param_hint="--lora-dir")
-            found.append((name, place))
-    return sorted(found)

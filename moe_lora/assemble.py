@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moe_lora.core.config import EngineConfig, LoraServerConfig
+from moe_lora.dist.cluster import ClusterConfig
 from moe_lora.engine.client import EngineClient
 
 
@@ -40,6 +41,37 @@ def serve(
     ):
         name = served_model_name or Path(config.model_dir).resolve().name
         run_server(client, tokenizer, name, sock=sock)
+
+
+def serve_front_end(cluster: ClusterConfig) -> None:
+    """Serve over HTTP what instances compute that dial in (see `engine.door`), until told to stop.
+
+    Raises ConfigError for what can be known at start.
+    """
+    from moe_lora.core.clock import WallClock
+    from moe_lora.dist.cluster import parse_host_port
+    from moe_lora.engine.door import Door
+    from moe_lora.engine.fleet import FleetClient
+    from moe_lora.engine.roster import Roster
+    from moe_lora.engine.text import load_tokenizer
+    from moe_lora.policies.routing import ROUTERS
+    from moe_lora.serve.server import bind, run_server
+
+    front_end, config = cluster.front_end, cluster.engine
+    address, key = cluster.engines_address(), cluster.secret()
+    tokenizer = load_tokenizer(config.model_dir)
+    advice = (
+        f"none has dialled in at {address} or all have left; start one, or send the request again in a while"
+    )
+    roster = Roster((), config.adapters, advice)
+    fleet = FleetClient(roster, ROUTERS[front_end.routing](), WallClock())
+    with bind(front_end.host, front_end.port) as sock:
+        door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
+        try:
+            run_server(fleet, tokenizer, cluster.served_model_name, sock=sock)
+        finally:
+            door.close()
+            asyncio.run(fleet.close())
 
 
 @contextmanager
@@ -103,7 +135,8 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
         )
         config = replace(config, lora_server=server)
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        ranks = LoraServerProcesses(config, Layout.parse(server.layout).num_ranks, environment)
+        num_ranks = Layout.parse(server.layout).num_ranks
+        ranks = LoraServerProcesses(config, num_ranks, environment, Path(directory))
         try:
             yield config
         finally:

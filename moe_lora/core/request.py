@@ -157,7 +157,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages."""
+    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages.
+
+    lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of deltas
+    that the engine computed itself instead.  Both count the engine's first rank.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -174,17 +178,21 @@ class EngineStats:
     adapter_loads: int = 0
     adapter_evictions: int = 0
     adapter_load_bytes: int = 0
+    lora_server_requests: int = 0
+    lora_server_fallback_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceStats:
     """One of several engines behind a front end.  Counters are since the front end's start.
 
-    outstanding_tokens: tokens that its requests may still need (see `policies.routing.InstanceView`).
+    name: its number, or the name it dialled in with.  outstanding_tokens: tokens that its requests may
+    still need (see `policies.routing.InstanceView`).
     num_resent: requests that it left unfinished when it ended and that another instance took over.
     """
 
     index: int
+    name: str
     live: bool
     num_running: int
     num_waiting: int

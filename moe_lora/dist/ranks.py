@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from moe_lora.core.config import EngineConfig
+from moe_lora.core.errors import LoraServerError
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +26,14 @@ _MAX_QUICK_DEATHS = 5
 
 @dataclass(frozen=True)
 class StartRank:
-    """First message to a rank's process (`dist.worker`).  config: of the instances; it names the server."""
+    """First message to a rank's process (`dist.worker`).
+
+    config: of the instances; it names the server.  directory: of the server, deleted with it.
+    """
 
     config: EngineConfig
     server_rank: int
+    directory: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Started:
 class RankProcess:
     """One rank's process, which ends when this one does."""
 
-    def __init__(self, config: EngineConfig, server_rank: int, environment: dict[str, str]) -> None:
+    def __init__(self, start: StartRank, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -50,7 +56,8 @@ class RankProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
-        self._connection.send(StartRank(config, server_rank))
+        self._connection.send(start)
+        self._started = False
 
     @property
     def pid(self) -> int:
@@ -61,18 +68,22 @@ class RankProcess:
         try:
             started: Started = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise RuntimeError(
+            raise LoraServerError(
                 f"a LoRA Server rank ended with exit code {self._process.wait()} while starting"
             ) from error
         if started.error is not None:
             raise started.error
+        self._started = True
 
     def wait(self) -> int:
         return self._process.wait()
 
     def stop(self) -> None:
-        """End the process: closing the connection asks it to."""
-        self._connection.close()
+        """End the process: closing the connection asks it to; one that is still starting is ended at once."""
+        if not self._started:
+            self._process.kill()
+        else:
+            self._connection.close()
         try:
             self._process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -84,14 +95,19 @@ class LoraServerProcesses:
     """All ranks of one LoRA Server on this host.
 
     Raises, from the constructor, what kept a rank from starting.  environment: added to that of the ranks,
-    thread counts above all.
+    thread counts above all.  directory: of the server, deleted by the ranks when they are stopped or this
+    process is killed.
     """
 
-    def __init__(self, config: EngineConfig, num_ranks: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self, config: EngineConfig, num_ranks: int, environment: dict[str, str], directory: Path | None = None
+    ) -> None:
         self._config = config
         self._environment = environment
+        self._directory = directory
         self._stopping = threading.Event()
-        self._ranks = [RankProcess(config, rank, environment) for rank in range(num_ranks)]
+        self._lock = threading.Lock()
+        self._ranks = [self._start(number, config) for number in range(num_ranks)]
         try:
             for rank in self._ranks:
                 rank.await_start()
@@ -108,13 +124,18 @@ class LoraServerProcesses:
 
     def stop(self) -> None:
         """End all ranks; those that share memory with clients last."""
-        self._stopping.set()
-        for rank in reversed(self._ranks):
+        with self._lock:
+            self._stopping.set()
+            ranks = list(self._ranks)
+        for rank in reversed(ranks):
             rank.stop()
+
+    def _start(self, number: int, config: EngineConfig) -> RankProcess:
+        return RankProcess(StartRank(config, number, self._directory), self._environment)
 
     def _watch(self, number: int) -> None:
         quick_deaths = 0
-        while not self._stopping.is_set():
+        while True:
             started_s = time.monotonic()
             code = self._ranks[number].wait()
             if self._stopping.is_set():
@@ -128,14 +149,17 @@ class LoraServerProcesses:
             self._restart(number)
 
     def _restart(self, number: int) -> None:
-        self.num_restarts += 1
-        self._ranks[number] = RankProcess(self._config, number, self._environment)
-        if self._stopping.is_set():
-            self._ranks[number].stop()
-            return
+        # A directory that is gone would keep the rank from starting; instances bring its content.
+        adapters = tuple((name, path) for name, path in self._config.adapters if Path(path).is_dir())
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            rank = self._ranks[number] = self._start(number, replace(self._config, adapters=adapters))
+            self.num_restarts += 1
         try:
-            self._ranks[number].await_start()
+            rank.await_start()
         except Exception as error:
-            logger.error("LoRA Server rank %d could not be started again: %s", number, error)
+            if not self._stopping.is_set():
+                logger.error("LoRA Server rank %d could not be started again: %s", number, error)
         else:
-            logger.info("LoRA Server rank %d is back (process %d)", number, self._ranks[number].pid)
+            logger.info("LoRA Server rank %d is back (process %d)", number, rank.pid)

@@ -183,9 +183,7 @@ class EngineCore:
             waiting_adapters=names(list(self._scheduler.waiting)),
             resident_adapters=tuple(sorted({a.name for a in self._residency.resident()})),
             num_preemptions=self._scheduler.num_preemptions,
-            adapter_loads=self._residency.placement.num_loads,
-            adapter_evictions=self._residency.placement.num_evictions,
-            adapter_load_bytes=self._residency.placement.loaded_bytes,
+            **self._residency.placement.counters(),
             **self._counters,
         )
 

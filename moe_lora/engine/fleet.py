@@ -114,7 +114,7 @@ class FleetClient:
 
     def _check_resend(self, course: Course, instance: Instance, error: EngineDeadError) -> None:
         """Raises EngineDeadError if the request can't go on elsewhere."""
-        where = f"instance {instance.index} ended while it computed this request"
+        where = f"instance {instance.name} ended while it computed this request"
         if course.num_resends > MAX_RESENDS:
             raise EngineDeadError(
                 f"{where}, as {MAX_RESENDS} did before, so it is not tried again: {error}"
@@ -185,6 +185,7 @@ class FleetClient:
 def _instance_stats(instance: Instance) -> InstanceStats:
     return InstanceStats(
         index=instance.index,
+        name=instance.name,
         live=instance.live,
         num_running=instance.latest.num_running,
         num_waiting=instance.latest.num_waiting,

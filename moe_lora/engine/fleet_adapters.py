@@ -67,7 +67,7 @@ async def _take_back(
         return
     _, errors = await ask(roster, instances, undo)
     for instance, error in errors:
-        logger.error("instance %d can't go back to what it served as %s: %r", instance.index, name, error)
+        logger.error("instance %s can't go back to what it served as %s: %r", instance.name, name, error)
         instance.missing.add(name)
 
 
@@ -78,5 +78,5 @@ def _refusal(
     if not answers:
         return error
     return AdapterError(
-        f"instance {instance.index} refused adapter {name!r}, so the others took it back: {error}"
+        f"instance {instance.name} refused adapter {name!r}, so the others took it back: {error}"
     )

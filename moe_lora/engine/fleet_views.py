@@ -19,6 +19,8 @@ COUNTERS = (
     "adapter_loads",
     "adapter_evictions",
     "adapter_load_bytes",
+    "lora_server_requests",
+    "lora_server_fallback_rows",
 )
 NAMES = ("running_adapters", "waiting_adapters", "resident_adapters")
 

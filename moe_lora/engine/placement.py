@@ -21,18 +21,9 @@ class Placement(Protocol):
     on_change: Callable[[], None] | None
     """Called, from another thread, when an adapter that was not ready may be now."""
 
-    @property
-    def num_loads(self) -> int:
-        """Adapters brought to this device since the start."""
+    def counters(self) -> dict[str, int]:
+        """Counters of `EngineStats` by their names there."""
         ...
-
-    @property
-    def num_evictions(self) -> int:
-        """Of them, those that made room for others."""
-        ...
-
-    @property
-    def loaded_bytes(self) -> int: ...
 
     def admit(self, packed: PackedAdapter) -> PackedAdapter:
         """Take on an adapter that `drop` will end; returns what to keep of it.
@@ -120,6 +111,13 @@ class LocalPlacement:
 
     def close(self) -> None:
         """Nothing to do: the arena goes with the engine."""
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "adapter_loads": self.num_loads,
+            "adapter_evictions": self.num_evictions,
+            "adapter_load_bytes": self.loaded_bytes,
+        }
 
     @property
     def _num_pages(self) -> int:

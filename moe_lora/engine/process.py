@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import pickle
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 
-from .loop_client import LoopClient
-from .messages import Command, Reply, Stop
-
-logger = logging.getLogger(__name__)
+from .connection_client import ConnectionClient
+from .messages import Reply, Stop
 
 START_CALL_ID = 0
 STOP_TIMEOUT_S = 10.0
@@ -46,7 +41,7 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
     }
 
 
-class ProcessClient(LoopClient):
+class ProcessClient(ConnectionClient):
     """`EngineClient` of an engine process that it starts, and that ends with it.
 
     Raises, from the constructor, what kept the engine from starting; with wait=False, `await_start` must be
@@ -62,11 +57,7 @@ class ProcessClient(LoopClient):
                 env=worker_environment(config.threads_per_process),
                 start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
-        self._send_lock = threading.Lock()
-        self._stopping = False
-        super().__init__(self._send_command)
-        self._reader: threading.Thread | None = None
+        super().__init__(Connection(ours.detach()), "the engine's process")
         self._connection.send(config)
         if wait:
             self.await_start()
@@ -95,22 +86,7 @@ class ProcessClient(LoopClient):
         if started.error is not None:
             self._process.wait()
             raise started.error
-        self._reader = threading.Thread(target=self._read, name="engine-events", daemon=True)
-        self._reader.start()
-
-    def _send_command(self, command: Command) -> None:
-        with self._send_lock:
-            self._connection.send(command)
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self.deliver(self._connection.recv())
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            if not self._stopping:
-                logger.error("the engine's process is gone: %r", error)
-        finally:
-            self.fail(EngineDeadError("the engine's process has ended"))
+        self.start_reading()
 
     def shut_down(self) -> None:
         """Ask the process to end, then end it; one that is still starting is ended at once."""

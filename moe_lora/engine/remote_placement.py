@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.errors import CapacityError
 from moe_lora.dist.lora_server.attach import LoraServerClient
-from moe_lora.kernels.step import Lease
 
 from .adapter_version import AdapterVersion
 from .placement import LocalPlacement
@@ -27,11 +27,8 @@ class RemotePlacement:
         self._server = server
         self._store = server.store
         self._lock = threading.Lock()
-        self._known: dict[str, set[AdapterVersion]] = {}
-        self._granted: dict[str, Lease] = {}
         self._held: dict[int, AdapterVersion] = {}
         self._num_versions: Counter[str] = Counter()
-        self.num_loads = self.num_evictions = self.loaded_bytes = 0
         self._leases = server.leases(self._take)
 
     def admit(self, packed: PackedAdapter) -> PackedAdapter:
@@ -46,15 +43,13 @@ class RemotePlacement:
             return True
         adapter_id = adapter.packed.content_hash
         with self._lock:
-            lease = self._granted.get(adapter_id)
-            if lease is None and self._leases.connected:
-                self._leases.acquire(adapter_id)
-                return False
+            lease = self._leases.lease(adapter_id)
+            if lease is None and self._leases.acquire(adapter_id):
+                lease = self._leases.lease(adapter_id)
+                if lease is None:
+                    return False
             adapter.lease = lease
             self._held[adapter.uid] = adapter
-            self._known.setdefault(adapter_id, set()).add(adapter)
-        if lease is None:
-            self._leases.acquire(adapter_id)
         return True
 
     def let_go(self, adapter: AdapterVersion) -> None:
@@ -62,17 +57,16 @@ class RemotePlacement:
         with self._lock:
             self._held.pop(adapter.uid, None)
             adapter.lease = None
-            users = self._known.get(adapter_id, set())
-            users.discard(adapter)
-            if users:
-                return
-            self._known.pop(adapter_id, None)
-            self._granted.pop(adapter_id, None)
-        self._leases.release(adapter_id)
+            if all(other.packed.content_hash != adapter_id for other in self._held.values()):
+                self._leases.release(adapter_id)
 
     def drop(self, adapter: AdapterVersion) -> None:
         self.let_go(adapter)
-        adapter_id = adapter.packed.content_hash
+        self.dismiss(adapter.packed)
+
+    def dismiss(self, packed: PackedAdapter) -> None:
+        """Undo one `admit`."""
+        adapter_id = packed.content_hash
         self._num_versions[adapter_id] -= 1
         if not self._num_versions[adapter_id]:
             del self._num_versions[adapter_id]
@@ -81,19 +75,22 @@ class RemotePlacement:
     def resident(self) -> Iterator[AdapterVersion]:
         return iter(list(self._held.values()))
 
+    def counters(self) -> dict[str, int]:
+        backend = self._server.backend
+        return {
+            "lora_server_requests": backend.num_requests,
+            "lora_server_fallback_rows": backend.num_fallback_rows,
+        }
+
     def close(self) -> None:
         self._leases.stop()
         self._server.close()
 
-    def _take(self, adapter_id: str, lease: Lease | None) -> None:
-        """A lease was granted, or lost."""
+    def _take(self) -> None:
+        """Leases came or went."""
         with self._lock:
-            if lease is None:
-                self._granted.pop(adapter_id, None)
-            else:
-                self._granted[adapter_id] = lease
-            for adapter in self._known.get(adapter_id, ()):
-                adapter.lease = lease
+            for adapter in self._held.values():
+                adapter.lease = self._leases.lease(adapter.packed.content_hash)
         if self.on_change is not None:
             self.on_change()
 
@@ -113,20 +110,13 @@ class BothPlacements:
     def on_change(self, call: Callable[[], None] | None) -> None:
         self._remote.on_change = call
 
-    @property
-    def num_loads(self) -> int:
-        return self._local.num_loads
-
-    @property
-    def num_evictions(self) -> int:
-        return self._local.num_evictions
-
-    @property
-    def loaded_bytes(self) -> int:
-        return self._local.loaded_bytes
-
     def admit(self, packed: PackedAdapter) -> PackedAdapter:
-        return self._local.admit(self._remote.admit(packed))
+        packed = self._remote.admit(packed)
+        try:
+            return self._local.admit(packed)
+        except CapacityError:
+            self._remote.dismiss(packed)
+            raise
 
     def hold(self, adapter: AdapterVersion) -> bool:
         """The lease is asked for first: it takes longer."""
@@ -142,6 +132,9 @@ class BothPlacements:
 
     def resident(self) -> Iterator[AdapterVersion]:
         return self._remote.resident()
+
+    def counters(self) -> dict[str, int]:
+        return self._local.counters() | self._remote.counters()
 
     def close(self) -> None:
         self._remote.close()

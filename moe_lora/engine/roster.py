@@ -19,24 +19,33 @@ from .fleet_views import add_counters
 
 @dataclass(eq=False)
 class Instance:
-    """An engine among several.  `client` is replaced when the engine is restarted.
+    """An engine among several.  `client` is replaced when the engine is restarted, or dials in again.
 
-    outstanding_tokens: see `policies.routing.InstanceView`.  missing: adapters that could not be loaded
-    again after a restart.  starting: the client of a process that is not in routing yet.  latest: the stats
-    it gave last.  past: counters of its earlier processes.
+    name: its number, or the name it dialled in with.  outstanding_tokens: see
+    `policies.routing.InstanceView`.  missing: adapters that could not be loaded again after a restart.
+    starting: the client of a process that is not in routing yet.  latest: the stats it gave last.  past:
+    counters of its earlier processes; past_before: of those before the latest, whose incarnation (of an
+    engine that dials in) is kept beside it.
     """
 
     index: int
     client: EngineClient
+    name: str
     live: bool = True
     given_up: bool = False
     outstanding_tokens: int = 0
     missing: set[str] = field(default_factory=set)
     starting: EngineClient | None = None
-    num_restarts: int = 0
+    num_starts: int = 1
     num_resent: int = 0
     latest: EngineStats = field(default_factory=EngineStats)
     past: EngineStats = field(default_factory=EngineStats)
+    past_before: EngineStats = field(default_factory=EngineStats)
+    incarnation: str | None = None
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self.num_starts - 1)
 
 
 @dataclass(frozen=True)
@@ -48,14 +57,24 @@ class ServedAdapter:
 
 
 class Roster:
-    """The instances and the adapters that they serve.  adapters: (name, directory) pairs of the start."""
+    """The instances and the adapters that they serve.
 
-    def __init__(self, clients: Sequence[EngineClient], adapters: Sequence[tuple[str, str]] = ()) -> None:
-        self.instances = [Instance(index, client) for index, client in enumerate(clients)]
+    clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
+    pairs of the start.  advice: what to do when no instance is live, where they come by themselves.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        adapters: Sequence[tuple[str, str]] = (),
+        advice: str | None = None,
+    ) -> None:
+        self.instances = [Instance(index, client, str(index)) for index, client in enumerate(clients)]
         self.closed = threading.Event()
         self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
         self._num_loading = 0
+        self._advice = advice
         self._changed = threading.Condition()
 
     @property
@@ -75,6 +94,8 @@ class Roster:
         raise EngineDeadError(f"no LLM instance is running: {self._absence()}")
 
     def _absence(self) -> str:
+        if self._advice is not None:
+            return self._advice
         gone = [str(instance.index) for instance in self.instances if instance.given_up]
         if len(gone) == len(self.instances):
             return "each ended too often to be restarted; see the server's log, then restart the server"
@@ -89,11 +110,34 @@ class Roster:
                 instance.past = add_counters([instance.past, instance.latest])
                 instance.latest = EngineStats()
 
-    def join(
-        self, instance: Instance, client: EngineClient, have: dict[str, ServedAdapter], missing: set[str]
-    ) -> bool:
-        """Put an instance back into routing, if `have` is what all serve now; waits for loads under way.
+    def enter(self, name: str, client: EngineClient) -> Instance:
+        """The entry of an engine that dials in, not in routing yet: the one that its name had, or a new one.
 
+        Raises EngineDeadError if the fleet was closed.
+        """
+        with self._changed:
+            if self.closed.is_set():
+                raise EngineDeadError("the instances were closed")
+            for instance in self.instances:
+                if instance.name == name:
+                    break
+            else:
+                instance = Instance(len(self.instances), client, name, live=False, num_starts=0)
+                self.instances = [*self.instances, instance]
+            instance.starting = client
+            return instance
+
+    def join(
+        self,
+        instance: Instance,
+        client: EngineClient,
+        have: dict[str, ServedAdapter],
+        missing: set[str],
+        incarnation: str | None = None,
+    ) -> bool:
+        """Put an instance into routing, if `have` is what all serve now; waits for loads under way.
+
+        incarnation: of an engine that dials in; if it is the one that was there before, it was not restarted.
         Raises EngineDeadError if the fleet was closed.
         """
         with self._changed:
@@ -104,7 +148,11 @@ class Roster:
                 return False
             instance.client, instance.missing, instance.starting = client, missing, None
             instance.live = True
-            instance.num_restarts += 1
+            if incarnation is not None and incarnation == instance.incarnation:
+                instance.past = instance.past_before  # the process still counts what it did before
+            else:
+                instance.num_starts += 1
+                instance.past_before, instance.incarnation = instance.past, incarnation
             return True
 
     def start(self, instance: Instance, client: EngineClient) -> bool:

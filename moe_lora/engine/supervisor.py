@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import EngineDeadError
 
+from .catch_up import catch_up
 from .process import ProcessClient
-from .roster import Instance, Roster, ServedAdapter
+from .roster import Instance, Roster
 
 logger = logging.getLogger(__name__)
 
@@ -127,37 +128,9 @@ class Supervisor:
             client.await_start()
             missing: set[str] = set()
             while not self._roster.join(instance, client, have, missing):
-                _catch_up(client, self._roster.adapters, have, missing)
+                catch_up(client, self._roster.adapters, have, missing)
         except BaseException:
             client.shut_down()
             raise
         logger.info("instance %d is back (process %d)", instance.index, client.pid)
         return client
-
-
-def _catch_up(
-    client: ProcessClient,
-    served: dict[str, ServedAdapter],
-    have: dict[str, ServedAdapter],
-    missing: set[str],
-) -> None:
-    """Load and unload until the engine has what is `served`; what fails is noted as missing."""
-    for name in [name for name in have if name not in served]:
-        if name not in missing:
-            client.call("unload_adapter", name).result()
-        missing.discard(name)
-        del have[name]
-    for name, adapter in served.items():
-        if have.get(name) == adapter:
-            continue
-        try:
-            client.call("load_adapter", name, adapter.path, True).result()
-            missing.discard(name)
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            logger.error("adapter %s can't be loaded again: %s; other instances serve it", name, error)
-            if name in have and name not in missing:
-                client.call("unload_adapter", name).result()
-            missing.add(name)
-        have[name] = adapter

@@ -29,6 +29,12 @@ COUNTERS = (
     ("moe_lora:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
     ("moe_lora:adapter_evictions", "Adapters that had to leave the device.", "adapter_evictions"),
     ("moe_lora:adapter_load_bytes", "Bytes of adapters brought to the device.", "adapter_load_bytes"),
+    ("moe_lora:lora_server_requests", "Messages answered by the LoRA Server.", "lora_server_requests"),
+    (
+        "moe_lora:lora_server_fallback_rows",
+        "Rows of deltas that the engine computed because the LoRA Server did not.",
+        "lora_server_fallback_rows",
+    ),
 )
 INSTANCE_GAUGES = (
     ("moe_lora:instance_up", "1 while the instance answers.", "live"),
@@ -95,7 +101,7 @@ class EngineCollector:
         ]
         for family, field in families:
             for instance in instances:
-                family.add_metric([*self._label, str(instance.index)], getattr(instance, field))
+                family.add_metric([*self._label, instance.name], getattr(instance, field))
             yield family
 
 

@@ -96,6 +96,57 @@ def test_instances_and_their_routing(served, model_dir):
     assert (config.num_instances, keywords["routing"]) == (3, "round_robin")
 
 
+@pytest.fixture
+def cluster_file(tmp_path, model_dir):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        f"model_dir: {model_dir}\nadapters: {{a: places/a, b: /places/b}}\nkey: secret\n"
+        "engine: {max_num_seqs: 5, max_loras: 3}\n"
+        "lora_server: {layout: EP2-PP1, capacity: 9, address: 'h:1', store_dir: s}\n"
+        "front_end: {port: 77, routing: round_robin, engines_address: 'h:2'}\n"
+    )
+    return str(path)
+
+
+def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file, tmp_path, model_dir):
+    given = adapter(tmp_path, "given")
+    options = ["--max-loras", "4", "--lora-capacity", "8", "--port", "78", "--lora-modules", f"b={given}"]
+    result = run("--config", cluster_file, *options)
+    assert result.exit_code == 0, result.output
+    [(config, keywords)] = served
+    assert (config.model_dir, config.max_num_seqs, config.max_loras) == (model_dir, 5, 4)
+    assert config.adapters == (("a", str(tmp_path / "places/a")), ("b", given))
+    assert keywords == {
+        "host": "127.0.0.1",
+        "port": 78,
+        "served_model_name": "base",
+        "routing": "round_robin",
+        "lora_server": {"layout": "EP2-PP1", "capacity": 8},
+    }
+
+
+def test_front_end_alone_serves_the_cluster_of_the_file(monkeypatch, cluster_file):
+    clusters = []
+    monkeypatch.setattr("moe_lora.assemble.serve_front_end", clusters.append)
+    assert run("--config", cluster_file, "--role", "front-end", "--host", "0.0.0.0").exit_code == 0
+    [cluster] = clusters
+    assert (cluster.front_end.host, cluster.front_end.port) == ("0.0.0.0", 77)
+    assert (cluster.engines_address(), cluster.secret()) == ("h:2", "secret")
+
+
+def test_front_end_alone_needs_a_file(model_dir):
+    result = run(model_dir, "--role", "front-end")
+    assert result.exit_code == 2
+    assert "--config" in result.output
+
+
+def test_neither_model_nor_file_is_an_error_that_names_both(served):
+    result = run()
+    assert result.exit_code == 2
+    assert "MODEL_DIR" in result.output
+    assert "--config" in result.output
+
+
 def test_more_threads_than_cores_are_refused_before_anything_starts(model_dir):
     result = run(model_dir, "--port", "0", "--instances", "2", "--threads", "4096")
     assert result.exit_code == 1

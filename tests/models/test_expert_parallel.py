@@ -11,6 +11,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from moe_lora.adapters import read_adapter
+from moe_lora.adapters.shard import entries_of_experts
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.expert_parallel import experts_of_rank
 from moe_lora.engine.slot_writer import RankSlots, ShardSizes
@@ -35,10 +36,12 @@ class RankOfLayers:
         self.model = load_model(served.model_dir, dtype, CPU, experts)
         shape = self.model.spec.shape
         packed = [read_adapter(path, shape, dtype) for path in served.adapters]
-        sizes = ShardSizes(shape, size)
+        by_rank = [experts_of_rank(NUM_EXPERTS, size, other) for other in range(size)]
+        kept = [entries_of_experts(shape, held) for held in by_rank]
+        sizes = ShardSizes(shape, kept)
         self.arena = torch.zeros(sum(sum(sizes.layer_bytes(p)) for p in packed), dtype=torch.uint8)
         self.slots = SlotTable(len(packed), shape.num_layers, shape.num_entries, CPU)
-        writer, offset = RankSlots(self.slots, self.arena, shape, experts), 0
+        writer, offset = RankSlots(self.slots, self.arena, shape, entries_of_experts(shape, experts)), 0
         for slot, adapter in enumerate(packed):
             offsets = []
             for num_bytes in sizes.layer_bytes(adapter):

@@ -35,11 +35,20 @@ class DemoServer:
 
     def engine_pids(self) -> list[int]:
         """Process ids of the engines that the server started, the oldest first."""
+        return self._pids("moe_lora.engine.worker")
+
+    def lora_server_pids(self) -> list[int]:
+        """Process ids of the LoRA Server's ranks, the oldest first."""
+        return self._pids("moe_lora.dist.worker")
+
+    def _pids(self, module: str) -> list[int]:
         found = []
         for status in Path("/proc").glob("[0-9]*/status"):
             with contextlib.suppress(OSError):
                 text = status.read_text()
-                if f"PPid:\t{self.process.pid}\n" in text and "State:\tZ" not in text:
+                if f"PPid:\t{self.process.pid}\n" not in text or "State:\tZ" in text:
+                    continue
+                if module.encode() in (status.parent / "cmdline").read_bytes():
                     found.append(int(status.parent.name))
         return sorted(found)
 

@@ -87,7 +87,9 @@ def test_each_of_several_instances_is_shown_beside_the_sums(server, engine, monk
             "num_restarts",
             "num_resent",
         )
-        return InstanceStats(index=index, live=index == 0, **{**dict.fromkeys(fields, 0), **values})
+        return InstanceStats(
+            index=index, name=str(index), live=index == 0, **{**dict.fromkeys(fields, 0), **values}
+        )
 
     async def stats() -> FleetStats:
         return FleetStats(

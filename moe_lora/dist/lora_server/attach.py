@@ -10,8 +10,6 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.config import LoraServerConfig
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.transport.make import make_transport
-from moe_lora.kernels.step import Lease
 
 from .client import RemoteBackend
 from .frames import FrameLayout
@@ -20,6 +18,7 @@ from .link import ServerLink
 from .membership import find_rank
 from .partition import Layout, Partition
 from .rank import agreed_facts
+from .reach import server_transport
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +46,42 @@ class LoraServerClient:
         self._instance = instance
         self._client_rank = client_rank
         self._agreed = agreed_facts(shape, dtype, server, client_ranks)
+        layout = FrameLayout(shape, dtype, server.max_rows)
         self.store = HostStore(server.store_dir)
         self.partition = partition = Partition(
             shape, Layout.parse(server.layout), client_ranks, sites=server.sites
         )
-        self._transport = make_transport(server.transport, name=f"{instance}/{client_rank}")
-        layout = FrameLayout(shape, dtype, max(server.max_rows, shape.num_experts_per_token))
+        self._transport = server_transport(server, f"{instance}/{client_rank}")
         self.links: dict[int, ServerLink] = {}
         for server_rank in range(partition.layout.num_ranks):
             if client_rank in partition.clients_of_server(server_rank):
                 self.links[server_rank] = self._link(server_rank, layout)
-        for link in self.links.values():
-            link.begin(link.connect(CONNECT_TIMEOUT_S))
+        try:
+            for link in self.links.values():
+                link.begin(link.connect(CONNECT_TIMEOUT_S))
+        except BaseException:
+            self.close()
+            raise
         self.backend = RemoteBackend(shape, partition, client_rank, self.links, layout, self.store)
 
-    def leases(self, on_change: Callable[[str, Lease | None], None]) -> LeaseClient:
+    def leases(self, on_change: Callable[[], None]) -> LeaseClient:
         """The instance's leases; its first rank has them."""
-        hello = self._hello("leases")
-        return LeaseClient(self._server.address, self._key, hello, self.store, on_change, CONNECT_TIMEOUT_S)
+        return LeaseClient(
+            self._server.address,
+            self._key,
+            self._hello("leases"),
+            self.store,
+            on_change,
+            silence_s=self._server.lease_timeout_s,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+        )
 
     def close(self) -> None:
         for link in self.links.values():
             link.stop()
         for link in self.links.values():
-            link.join(timeout=5.0)
+            if link.ident is not None:
+                link.join(timeout=5.0)
         self._transport.close()
 
     def _hello(self, role: str) -> dict:

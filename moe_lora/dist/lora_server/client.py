@@ -6,6 +6,7 @@ Legend: T token rows of the step, K experts per token, R rows of an answer.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,18 +24,22 @@ from .partition import Partition
 from .rows import RemoteRows
 from .session import ClientSession, Sent, SessionLostError
 
+logger = logging.getLogger(__name__)
+
 _NO_DELTA = 0
 
 
 @dataclass
 class _Part:
-    """A request under way, or whose deltas are there, and the rows of y that they belong to."""
+    """One request for deltas and the rows of y that they belong to.
+
+    row_adapter: index into the step's adapters of each of its rows of x.  sent: where it was sent, if it was;
+    else delta has been computed here.
+    """
 
     rows: torch.Tensor
     row_adapter: np.ndarray
-    request: Request
-    session: ClientSession | None
-    sent: Sent | None
+    sent: tuple[ClientSession, Sent] | None
     delta: torch.Tensor | None
 
 
@@ -42,7 +47,8 @@ class RemoteBackend:
     """LoraBackend whose deltas come from the LoRA Server (see `LoraBackend` for the contract).
 
     A request that can't be sent, or is not answered, is computed here from the host store, bit for bit the
-    same; `num_fallback_rows` counts its rows.  Source: InfiniLoRA sections 3 and 5.1.
+    same.  `num_requests` counts answers, `num_fallback_rows` rows of those that had none.
+    Source: InfiniLoRA sections 3 and 5.1.
     """
 
     def __init__(
@@ -166,33 +172,33 @@ class RemoteBackend:
         if ids is not None and request.ids is not None:
             request.ids[:] = ids
         _gather(x, x_rows, request.x)
-        part = _Part(torch.from_numpy(y_rows), rows.adapter[tokens], request, session, None, None)
-        self.num_requests += 1
+        part = _Part(torch.from_numpy(y_rows), rows.adapter[tokens], None, None)
         if session is not None:
             try:
-                part.sent = session.send(request)
+                part.sent = session, session.send(request)
                 return part
             except SessionLostError:
-                part.session = None
-        part.delta = self._compute_here(part)
+                logger.debug("a request could not be sent")
+        part.delta = self._compute_here(request, part.row_adapter)
         return part
 
     def _take(self, part: _Part) -> torch.Tensor:
-        if part.delta is not None:
+        if part.sent is None:
+            assert part.delta is not None
             return part.delta
-        assert part.session is not None
-        assert part.sent is not None
+        session, sent = part.sent
         try:
-            return part.session.take(part.sent)
+            delta = session.take(sent)
         except SessionLostError:
-            return self._compute_here(part)
+            return self._compute_here(sent.request, part.row_adapter)
+        self.num_requests += 1
+        return delta
 
-    def _compute_here(self, part: _Part) -> torch.Tensor:
+    def _compute_here(self, request: Request, row_adapter: np.ndarray) -> torch.Tensor:
         assert self._rows is not None
-        request = part.request
         width = self._shape.sites[request.site].total_out_features
         delta = torch.empty(request.num_rows, width, dtype=self._layout.dtype)
-        self._host.compute(request, self._rows.adapters, part.row_adapter, delta)
+        self._host.compute(request, self._rows.adapters, row_adapter, delta)
         self.num_fallback_rows += request.num_rows
         return delta
 

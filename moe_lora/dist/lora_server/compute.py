@@ -5,7 +5,9 @@ Legend: T token rows, K experts per token, R rows of the answer, N output width.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,6 +19,9 @@ from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.step import LeasedAdapter, SlotTable
 
 from .frames import Request
+
+_MAX_MAPPED = 64
+"""Adapters that an instance keeps mapped for computing deltas itself; those used last stay."""
 
 
 def request_deltas(
@@ -64,8 +69,7 @@ class HostDeltas:
     def __init__(self, shape: ModelShape, store: HostStore) -> None:
         self._shape = shape
         self._store = store
-        self._packed: dict[str, PackedAdapter] = {}
-        self._tables: dict[tuple[str, int], SlotTable] = {}
+        self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
 
     def compute(
         self, request: Request, adapters: Sequence[LeasedAdapter], row_adapter: np.ndarray, out: torch.Tensor
@@ -77,26 +81,37 @@ class HostDeltas:
         if request.ids is not None:
             row_of = np.nonzero(request.ids >= 0)[0]
         for index in np.unique(row_adapter).tolist():
-            packed = self._adapter(adapters[index].content_hash)
-            arena = packed.layers[request.layer].data.view(torch.uint8)
+            mapped = self._adapter(adapters[index].content_hash)
+            arena = mapped.packed.layers[request.layer].data.view(torch.uint8)
             row_slot = np.where(row_adapter == index, 0, -1).astype(np.int32)
-            table = self._table(packed, request.layer)
+            table = self._table(mapped, request.layer)
             request_deltas(request, self._shape, 0, row_slot, table, arena, part)
             rows = torch.from_numpy(np.flatnonzero(row_adapter[row_of] == index))
             out[rows] = part[rows]
 
-    def _adapter(self, content_hash: str) -> PackedAdapter:
-        known = self._packed.get(content_hash)
+    def _adapter(self, content_hash: str) -> _Mapped:
+        known = self._mapped.pop(content_hash, None)
         if known is None:
-            known = self._packed[content_hash] = self._store.get(content_hash, content_hash)
+            known = _Mapped(self._store.get(content_hash, content_hash))
+            while len(self._mapped) >= _MAX_MAPPED:
+                self._mapped.popitem(last=False)
+        self._mapped[content_hash] = known
         return known
 
-    def _table(self, packed: PackedAdapter, number: int) -> SlotTable:
+    def _table(self, mapped: _Mapped, number: int) -> SlotTable:
         """The offsets of one layer, as a table of one slot."""
-        known = self._tables.get((packed.content_hash, number))
+        known = mapped.tables.get(number)
         if known is None:
-            layer = packed.layers[number]
+            layer = mapped.packed.layers[number]
             known = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
             known.write_layer(0, 0, layer.table, layer.scale, layer.data.element_size(), 0)
-            self._tables[packed.content_hash, number] = known
+            mapped.tables[number] = known
         return known
+
+
+@dataclass
+class _Mapped:
+    """An adapter's file, mapped, and its slot tables by layer as far as they were needed."""
+
+    packed: PackedAdapter
+    tables: dict[int, SlotTable] = field(default_factory=dict)

@@ -6,15 +6,18 @@ a beat every BEAT_S; a side that hears nothing for `silence_s` treats the other 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
+import queue
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from moe_lora.core.errors import LoraServerError
@@ -22,62 +25,69 @@ from moe_lora.core.errors import LoraServerError
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
+SILENCE_S = 3.0
+"""Default for `silence_s`, and the longest that one read or write of a message waits for the peer."""
 Message = dict[str, Any]
 Handler = Callable[["ControlConnection", Message], None]
 
+_BEAT = json.dumps({"kind": "beat"}).encode()
 
-def parse_address(address: str) -> tuple[str, Any]:
+
+def parse_address(address: str) -> tuple[socket.AddressFamily, Any]:
     """(family, address) of "host:port" or of a path.  Raises LoraServerError for anything else."""
     if address.startswith("/"):
-        return "AF_UNIX", address
+        return socket.AF_UNIX, address
     host, separator, port = address.rpartition(":")
-    if not (separator and host and port.isdigit()):
+    if not (separator and host and port.isdigit() and int(port) < 1 << 16):
         raise LoraServerError(
             f"lora_server_address={address!r} is neither host:port nor an absolute path of a socket"
         )
-    return "AF_INET", (host, int(port))
+    return socket.AF_INET, (host, int(port))
 
 
 class ControlConnection:
-    """Messages to and from one peer.  `send` may be called from any thread, `receive` from one."""
+    """Messages to and from one peer.  `send` may be called from any thread, `receive` from one.
+
+    A thread of its own writes, and beats while there is nothing to write: `send` never waits for the peer,
+    so that it may be called under a lock.
+    """
 
     def __init__(self, connection: Connection, peer: str) -> None:
         self.peer = peer
+        # Its descriptor is closed with the last reference, never under a thread that reads or writes.
         self._connection = connection
-        self._send_lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
+        self._gone = threading.Event()
         self._heard_s = time.monotonic()
-        self._beat_s = 0.0
-        self.closed = threading.Event()
+        threading.Thread(target=self._write, name="control-write", daemon=True).start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Raises OSError when the peer is gone."""
-        data = json.dumps({"kind": kind, **fields}).encode()
-        with self._send_lock:
-            self._connection.send_bytes(data)
+        """Raises OSError when the peer is known to be gone."""
+        self.send_with_blocks((), kind, **fields)
 
     def send_with_blocks(self, blocks: Iterable[bytes], kind: str, **fields: Any) -> None:
-        """As `send`, with blocks of raw bytes after the message, to be taken with `receive_block`."""
-        data = json.dumps({"kind": kind, **fields}).encode()
-        with self._send_lock:
-            self._connection.send_bytes(data)
-            for block in blocks:
-                self._connection.send_bytes(block)
+        """As `send`, with blocks of raw bytes after the message, to be taken with `receive_block`.
+
+        The blocks are drawn from the iterable as they leave, in another thread.
+        """
+        if self._gone.is_set():
+            raise BrokenPipeError(f"{self.peer} is gone")
+        self._outbox.put(itertools.chain([json.dumps({"kind": kind, **fields}).encode()], blocks))
 
     def receive_block(self) -> bytes:
-        return self._connection.recv_bytes()
+        block = self._connection.recv_bytes()
+        self._heard_s = time.monotonic()
+        return block
 
     def receive(self, timeout_s: float, silence_s: float | None = None) -> Message | None:
-        """The next message that is not a beat; None after timeout_s.  Sends beats meanwhile.
+        """The next message that is not a beat; None after timeout_s.
 
         Raises EOFError or OSError when the peer is gone, TimeoutError when it was silent for silence_s.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            now_s = time.monotonic()
-            if now_s - self._beat_s >= BEAT_S:
-                self._beat_s = now_s
-                self._beat()
-            if self._connection.poll(max(0.0, min(BEAT_S, deadline_s - now_s))):
+            wait_s = max(0.0, min(BEAT_S, deadline_s - time.monotonic()))
+            if self._connection.poll(wait_s):
                 message: Message = json.loads(self._connection.recv_bytes())
                 self._heard_s = time.monotonic()
                 if message["kind"] != "beat":
@@ -87,34 +97,6 @@ class ControlConnection:
             if time.monotonic() >= deadline_s:
                 return None
 
-    @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Beats are sent while the body runs, which takes long and calls no `receive`."""
-        done = threading.Event()
-
-        def beat() -> None:
-            while not done.wait(BEAT_S):
-                try:
-                    self.send("beat")
-                except OSError:
-                    return  # the next `receive` says so
-
-        thread = threading.Thread(target=beat, name="beat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-
-    def _beat(self) -> None:
-        """Raises OSError when the peer is gone and left nothing to read."""
-        try:
-            self.send("beat")
-        except OSError:
-            if not self._connection.poll(0):
-                raise
-
     def reachable(self, address: str) -> str:
         """The peer's own listening address, as seen from here: 0.0.0.0 becomes where it connected from."""
         if not address.startswith("0.0.0.0:"):
@@ -123,22 +105,59 @@ class ControlConnection:
             return f"{sock.getpeername()[0]}:{address.rpartition(':')[2]}"
 
     def close(self) -> None:
-        """Also ends a `receive` of another thread."""
-        if not self.closed.is_set():
-            self.closed.set()
-            try:
-                with socket.socket(fileno=socket.dup(self._connection.fileno())) as sock:
-                    sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                logger.debug("the connection to %s was closed already", self.peer)
-            self._connection.close()
+        """End the connection after what was sent; a `receive` of another thread ends with it."""
+        self._outbox.put(None)
+
+    def _write(self) -> None:
+        try:
+            while (parts := self._next_parts()) is not None:
+                for part in parts:
+                    self._connection.send_bytes(part)
+        except OSError as error:
+            logger.debug("can't send to %s: %r", self.peer, error)
+        finally:
+            self._gone.set()
+            _shut_down(self._connection)
+
+    def _next_parts(self) -> Iterable[bytes] | None:
+        try:
+            return self._outbox.get(timeout=BEAT_S)
+        except queue.Empty:
+            return [_BEAT]
 
 
-def _without_delay(connection: Connection) -> None:
-    """Small messages must not wait for the acknowledgement of earlier ones."""
-    with socket.socket(fileno=socket.dup(connection.fileno())) as sock:
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _shut_down(connection: Connection) -> None:
+    try:
+        with socket.socket(fileno=socket.dup(connection.fileno())) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        logger.debug("the connection was closed already: %r", error)
+
+
+def _bounded(sock: socket.socket) -> Connection:
+    """Messages over a connected socket; a peer that stalls in the middle of one ends it with an OSError."""
+    limit = struct.pack("ll", int(SILENCE_S), 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, limit)
+    if sock.family != socket.AF_UNIX:  # small messages must not wait for the acknowledgement of earlier ones
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(sock.detach())
+
+
+def _connect(address: str, key: bytes, timeout_s: float) -> Connection:
+    family, place = parse_address(address)
+    with socket.socket(family) as sock:
+        sock.settimeout(max(0.05, timeout_s))
+        sock.connect(place)
+        sock.settimeout(None)
+        raw = _bounded(sock)
+    try:
+        answer_challenge(raw, key)
+        deliver_challenge(raw, key)
+    except BaseException:
+        raw.close()
+        raise
+    return raw
 
 
 def dial(address: str, key: bytes, hello: Message, timeout_s: float) -> tuple[ControlConnection, Message]:
@@ -146,11 +165,10 @@ def dial(address: str, key: bytes, hello: Message, timeout_s: float) -> tuple[Co
 
     Raises LoraServerError if nobody answers within timeout_s, or if the peer refuses.
     """
-    family, place = parse_address(address)
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            raw = Client(place, family=family, authkey=key)
+            raw = _connect(address, key, deadline_s - time.monotonic())
             break
         except AuthenticationError as error:
             raise LoraServerError(
@@ -163,7 +181,6 @@ def dial(address: str, key: bytes, hello: Message, timeout_s: float) -> tuple[Co
                     "correct the address"
                 ) from error
             time.sleep(0.05)
-    _without_delay(raw)
     connection = ControlConnection(raw, address)
     try:
         connection.send("hello", **hello)
@@ -174,15 +191,18 @@ def dial(address: str, key: bytes, hello: Message, timeout_s: float) -> tuple[Co
     if answer is None or answer["kind"] != "welcome":
         connection.close()
         reason = "it did not answer" if answer is None else answer.get("error", answer["kind"])
-        raise LoraServerError(f"the LoRA Server at {address} refused this {hello['role']}: {reason}")
+        raise LoraServerError(f"the LoRA Server at {address} refused {hello['name']}: {reason}")
     return connection, answer
 
 
-def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """The first thing that both sides must agree on and don't; None if they agree."""
+def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) -> str | None:
+    """The first thing that a server and its peer must agree on and don't; None if they agree."""
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
-            return f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} here; both must be the same"
+            return (
+                f"{name} is {ours.get(name)!r} at the LoRA Server and {theirs.get(name)!r} at {peer}; both "
+                "must be the same"
+            )
     return None
 
 
@@ -190,16 +210,26 @@ class ControlServer:
     """Accepts connections; each is served by the handler of its role, in a thread of its own.
 
     agreed: what every peer's hello must repeat under "agreed" (protocol version, model, dtype).
+    Raises LoraServerError if the address can't be listened at.
     """
 
     def __init__(
         self, address: str, key: bytes, agreed: Mapping[str, Any], handlers: Mapping[str, Handler]
     ) -> None:
         family, place = parse_address(address)
+        self._socket = socket.socket(family)
         try:
-            self._listener = Listener(place, family=family, backlog=64)
+            if family == socket.AF_UNIX:
+                _remove_dead_socket(place)
+            else:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(place)
+            self._socket.listen(64)
         except OSError as error:
-            raise LoraServerError(f"can't listen at {address}: {error}; choose another address") from error
+            self._socket.close()
+            raise LoraServerError(
+                f"can't listen at lora_server_address={address}: {error}; choose another address"
+            ) from error
         self._key = key
         self._agreed = agreed
         self._handlers = handlers
@@ -209,46 +239,50 @@ class ControlServer:
 
     @property
     def address(self) -> str:
-        place = self._listener.address
+        place = self._socket.getsockname()
         return place if isinstance(place, str) else f"{place[0]}:{place[1]}"
 
     def close(self) -> None:
+        """Accept no more, end all connections."""
+        if self._stopping:
+            return
         self._stopping = True
-        self._listener.close()
+        place = self._socket.getsockname()
+        self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept of the other thread; close would not
+        if isinstance(place, str):
+            os.unlink(place)
         for connection in list(self._connections):
             connection.close()
 
     def _accept(self) -> None:
-        while not self._stopping:
-            try:
-                raw = self._listener.accept()
-            except OSError:
-                if not self._stopping:
-                    logger.exception("no more connections are accepted")
-                return
-            else:
-                threading.Thread(target=self._serve, args=(raw,), name="control", daemon=True).start()
+        with self._socket:
+            while not self._stopping:
+                try:
+                    sock, _ = self._socket.accept()
+                except OSError as error:
+                    if not self._stopping:  # out of descriptors, say: the next one may fare better
+                        logger.error("a connection could not be accepted: %s", error)
+                        time.sleep(0.1)
+                else:
+                    raw = _bounded(sock)
+                    threading.Thread(target=self._serve, args=(raw,), name="control", daemon=True).start()
 
     def _serve(self, raw: Connection) -> None:
+        try:
+            deliver_challenge(raw, self._key)
+            answer_challenge(raw, self._key)
+        except (AuthenticationError, EOFError, OSError) as error:
+            logger.info("a peer was turned away: %r", error)
+            raw.close()
+            return
         connection = ControlConnection(raw, "a peer")
         self._connections.add(connection)
         try:
-            _without_delay(raw)
-            deliver_challenge(raw, self._key)
-            answer_challenge(raw, self._key)
-            hello = connection.receive(10.0)
-            if hello is None:
-                return
-            connection.peer = hello.get("name", "a peer")
-            handler = self._handlers.get(hello.get("role", ""))
-            problem = disagreement(self._agreed, hello.get("agreed", {}))
-            if handler is None:
-                problem = f"role {hello.get('role')!r} is not served here"
-            if problem or handler is None:
-                connection.send("refused", error=problem)
-            else:
-                handler(connection, hello)
-        except (AuthenticationError, EOFError, OSError) as error:
+            hello = connection.receive(SILENCE_S)
+            if hello is not None and not self._stopping:
+                connection.peer = hello["name"]
+                self._handle(connection, hello)
+        except (EOFError, OSError) as error:
             if not self._stopping:
                 logger.info("the connection to %s ended: %r", connection.peer, error)
         except Exception:
@@ -256,3 +290,24 @@ class ControlServer:
         finally:
             self._connections.discard(connection)
             connection.close()
+
+    def _handle(self, connection: ControlConnection, hello: Message) -> None:
+        handler = self._handlers.get(hello.get("role", ""))
+        problem = disagreement(self._agreed, hello.get("agreed", {}), connection.peer)
+        if problem is None and handler is not None:
+            handler(connection, hello)
+            return
+        problem = problem or f"role {hello.get('role')!r} is not served here"
+        logger.warning("%s was refused: %s", connection.peer, problem)
+        connection.send("refused", error=problem)
+
+
+def _remove_dead_socket(path: str) -> None:
+    """What a process that was killed left behind must not keep its successor from listening there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except FileNotFoundError:
+            logger.debug("%s is new", path)

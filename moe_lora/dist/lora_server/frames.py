@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 
 PROTOCOL_VERSION = 1
@@ -30,11 +31,22 @@ def aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """Sizes of the frames of one model: at most `max_rows` rows of x, and of the answer, in one frame."""
+    """Sizes of the frames of one model: at most `max_rows` rows of x, and of the answer, in one frame.
+
+    Raises ConfigError if not even one token's rows fit.
+    """
 
     shape: ModelShape
     dtype: torch.dtype
     max_rows: int
+
+    def __post_init__(self) -> None:
+        least = max(1, self.shape.num_experts_per_token)
+        if self.max_rows < least:
+            raise ConfigError(
+                f"lora_message_rows={self.max_rows} can't hold a token's rows, one for each of its experts; "
+                f"choose {least} or more"
+            )
 
     @property
     def request_bytes(self) -> int:
@@ -83,13 +95,17 @@ def lay_out_request(
 
 
 def read_request(frame: torch.Tensor, layout: FrameLayout) -> Request:
-    """The request that lies in `frame` (uint8).  Raises ValueError if its header can't be one."""
+    """The request that lies in `frame` (uint8).  Raises ValueError if its header can't be one.
+
+    What the arrays hold is not looked at (see `check_ids`).
+    """
     raw = frame.numpy()
     layer, site, num_tokens, top_k, num_rows = raw[:HEADER_BYTES].view(np.int64)[:5].tolist()
     sites = layout.shape.sites
     if not (
         0 <= layer < layout.shape.num_layers
         and 0 <= site < len(sites)
+        and (top_k > 0) == (sites[site].num_experts > 0)
         and 0 <= num_tokens <= layout.max_rows
         and 0 <= num_rows <= layout.max_rows
         and 0 <= top_k <= max(1, layout.shape.num_experts_per_token)
@@ -114,15 +130,30 @@ def read_request(frame: torch.Tensor, layout: FrameLayout) -> Request:
     return Request(layer, site, num_rows, slot, generation, ids, x, end)
 
 
-def write_answer_header(frame: torch.Tensor, state: int, finished_ns: int) -> None:
-    """finished_ns: monotonic clock of this host when the deltas were there, for measurements."""
-    frame.numpy()[:HEADER_BYTES].view(np.int64)[:2] = (state, finished_ns)
+def check_ids(request: Request, layout: FrameLayout) -> None:
+    """Raises ValueError unless each answer row belongs to a token, or to an expert that exists."""
+    if request.ids is None:
+        fits = request.num_rows == len(request.slot)
+    else:
+        num_experts = layout.shape.sites[request.site].num_experts
+        fits = request.num_rows == np.count_nonzero(request.ids >= 0)
+        fits = fits and bool((request.ids < num_experts).all())
+    if not fits:
+        raise ValueError(
+            f"a frame asks for {request.num_rows} rows of answer that its {len(request.slot)} tokens and "
+            "their experts don't make up"
+        )
 
 
-def read_answer_header(frame: torch.Tensor) -> tuple[int, int]:
-    """State and finished_ns."""
-    state, finished_ns = frame.numpy()[:HEADER_BYTES].view(np.int64)[:2].tolist()
-    return state, finished_ns
+def write_answer_header(frame: torch.Tensor, state: int, started_ns: int, finished_ns: int) -> None:
+    """started_ns, finished_ns: monotonic clock of the server's host around the computation."""
+    frame.numpy()[:HEADER_BYTES].view(np.int64)[:3] = (state, started_ns, finished_ns)
+
+
+def read_answer_header(frame: torch.Tensor) -> tuple[int, int, int]:
+    """State, started_ns, finished_ns."""
+    state, started_ns, finished_ns = frame.numpy()[:HEADER_BYTES].view(np.int64)[:3].tolist()
+    return state, started_ns, finished_ns
 
 
 def answer_size(layout: FrameLayout, site: int, num_rows: int) -> int:

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError
 
 from .content import receive_content, send_content
-from .control import ControlConnection, Message
+from .control import SILENCE_S, ControlConnection, Message
 from .kept import shard_pages
 from .lease_events import Grant, Load
 from .leases import LeaseTable
-from .membership import SILENCE_S
 from .partition import Partition
+from .server_pages import ShardPages
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Leader:
 
     facts: what a rank that joins is told; its first_generation is the leader's incarnation, and generations
     on the wire are above it, so that those of an earlier leader are stale.  carry_out: does a load or an
-    eviction on the leader's own rank.
+    eviction on the leader's own rank.  lease_timeout_s: an instance silent for longer loses its leases.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class Leader:
         page_bytes: int,
         facts: Message,
         carry_out: Callable[[Message], None],
+        *,
+        lease_timeout_s: float,
     ) -> None:
         self._table = table
         self._store = store
@@ -52,8 +54,10 @@ class Leader:
         self._first_generation: int = facts["first_generation"]
         self._facts = facts
         self._carry_out = carry_out
+        self._lease_timeout_s = lease_timeout_s
         self._lock = threading.RLock()
         self._instances: dict[str, ControlConnection] = {}
+        self._registered_by: dict[str, set[str]] = {}
         self._ranks: dict[int, ControlConnection] = {}
         self._addresses: dict[int, str] = {}
 
@@ -100,70 +104,96 @@ class Leader:
             earlier = self._instances.get(instance)
             if earlier is not None:  # it came back before we noticed that it had gone
                 earlier.close()
-                self._table.drop_instance(instance, time.monotonic())
+                self._forget(instance)
             self._instances[instance] = connection
             connection.send("welcome")
-            self._dispatch()
         logger.info("instance %s joined", instance)
         try:
             while True:
-                message = connection.receive(1.0, SILENCE_S)
+                message = connection.receive(1.0, self._lease_timeout_s)
                 if message is not None:
                     self._answer(instance, connection, message)
         finally:
             with self._lock:
                 if self._instances.get(instance) is connection:
                     del self._instances[instance]
-                    self._table.drop_instance(instance, time.monotonic())
-                    self._dispatch()
-            logger.warning("instance %s left; its leases ended", instance)
+                    self._forget(instance)
+                    logger.warning("instance %s left; its leases ended", instance)
+
+    def _forget(self, instance: str) -> None:
+        """End the leases of an instance that has gone.  What it registered stays known."""
+        for instances in self._registered_by.values():
+            instances.discard(instance)
+        self._table.drop_instance(instance, time.monotonic())
+        self._dispatch()
 
     def _answer(self, instance: str, connection: ControlConnection, message: Message) -> None:
         kind, adapter_id = message["kind"], message.get("adapter_id", "")
         if kind == "content":
             receive_content(connection, self._store, message)
             kind = "register"
-        now_s = time.monotonic()
+        shares = None
+        if kind == "register":
+            if adapter_id not in self._store:
+                connection.send("need", adapter_id=adapter_id)
+                return
+            try:
+                packed = self._store.get(adapter_id, adapter_id)
+                shares = shard_pages(packed, self._partition, self._page_bytes)
+            except AdapterError as error:
+                connection.send("rejected", adapter_id=adapter_id, error=str(error))
+                return
         with self._lock:
-            if kind == "register":
-                self._register(connection, adapter_id)
-            elif kind == "unregister":
-                self._unregister(adapter_id, now_s)
-            elif kind == "acquire":
-                self._acquire(instance, connection, adapter_id, now_s)
-            elif kind == "release":
-                # An acquire that crossed this release on its way is given up with it.
-                self._table.cancel(instance, adapter_id, now_s)
-                self._table.release(instance, adapter_id, now_s)
-            elif kind == "stats":
-                connection.send("stats", request=message["request"], stats=asdict(self._table.stats()))
+            if self._instances.get(instance) is not connection:
+                return  # it speaks through a later connection now
+            if shares is not None:
+                self._register(instance, connection, adapter_id, shares)
             else:
-                logger.error("instance %s sent %r, which means nothing here", instance, kind)
+                self._decide(instance, connection, kind, message)
             self._dispatch()
 
-    def _register(self, connection: ControlConnection, adapter_id: str) -> None:
-        if adapter_id not in self._store:
-            connection.send("need", adapter_id=adapter_id)
-            return
+    def _register(
+        self, instance: str, connection: ControlConnection, adapter_id: str, shares: ShardPages
+    ) -> None:
         try:
-            packed = self._store.get(adapter_id, adapter_id)
-            self._table.register(adapter_id, shard_pages(packed, self._partition, self._page_bytes))
-        except (ConfigError, AdapterError) as error:
+            self._table.register(adapter_id, shares)
+        except ValueError as error:
             connection.send("rejected", adapter_id=adapter_id, error=str(error))
         else:
+            self._registered_by.setdefault(adapter_id, set()).add(instance)
             connection.send("registered", adapter_id=adapter_id)
 
-    def _unregister(self, adapter_id: str, now_s: float) -> None:
-        try:
-            self._table.unregister(adapter_id, now_s)
-        except AdapterNotFoundError:
-            logger.info("adapter %s was unregistered before", adapter_id)
+    def _decide(self, instance: str, connection: ControlConnection, kind: str, message: Message) -> None:
+        adapter_id, now_s = message.get("adapter_id", ""), time.monotonic()
+        if kind == "unregister":
+            self._unregister(instance, adapter_id, now_s)
+        elif kind == "acquire":
+            self._acquire(instance, adapter_id, now_s)
+        elif kind == "release":
+            # An acquire that crossed this release on its way is given up with it.
+            self._table.cancel(instance, adapter_id, now_s)
+            self._table.release(instance, adapter_id, now_s)
+        elif kind == "stats":
+            connection.send("stats", request=message["request"], stats=asdict(self._table.stats()))
+        else:
+            logger.error("instance %s sent %r, which means nothing here", instance, kind)
 
-    def _acquire(self, instance: str, connection: ControlConnection, adapter_id: str, now_s: float) -> None:
+    def _unregister(self, instance: str, adapter_id: str, now_s: float) -> None:
+        """The adapter goes when no instance has it registered any more."""
+        instances = self._registered_by.get(adapter_id)
+        if instances is None:
+            return
+        instances.discard(instance)
+        if not instances:
+            del self._registered_by[adapter_id]
+            self._table.unregister(adapter_id, now_s)
+
+    def _acquire(self, instance: str, adapter_id: str, now_s: float) -> None:
         try:
             self._table.acquire(instance, adapter_id, now_s)
-        except AdapterNotFoundError as error:
-            connection.send("rejected", adapter_id=adapter_id, error=str(error))
+        except AdapterNotFoundError:
+            # Its content is still on the way; the instance asks again once it is registered.
+            logger.info("instance %s asks for adapter %s, which is not here yet", instance, adapter_id)
 
     # Decisions, passed on
 

@@ -14,7 +14,6 @@ from moe_lora.kernels.step import Lease
 
 from .content import send_content
 from .control import ControlConnection, Message, dial
-from .membership import SILENCE_S
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +24,9 @@ _ANSWER_S = 30.0
 class LeaseClient(threading.Thread):
     """Keeps the leases of one instance.  Adapters go by their content hash.
 
-    hello: what to say on connecting (see `control.dial`).  on_change: called, from this object's thread, with
-    an adapter and its lease, or None when it was lost.  Raises LoraServerError if the leader is not there.
+    hello: what to say on connecting (see `control.dial`).  on_change: called, from this object's thread and
+    without its lock, after leases came or went, or the leader did.  silence_s: a leader silent for longer is
+    gone.  Raises LoraServerError if it is not there at first.
     """
 
     def __init__(
@@ -35,7 +35,9 @@ class LeaseClient(threading.Thread):
         key: bytes,
         hello: Message,
         store: HostStore,
-        on_change: Callable[[str, Lease | None], None],
+        on_change: Callable[[], None],
+        *,
+        silence_s: float,
         connect_timeout_s: float = 60.0,
     ) -> None:
         super().__init__(name="leases", daemon=True)
@@ -44,11 +46,13 @@ class LeaseClient(threading.Thread):
         self._hello = hello
         self._store = store
         self._on_change = on_change
+        self._silence_s = silence_s
         self._lock = threading.Condition()
         self._registered: set[str] = set()
+        self._rejected: dict[str, str] = {}
+        self._confirmed: set[str] = set()
         self._wanted: set[str] = set()
-        self._held: set[str] = set()
-        self._answers: dict[str, str | None] = {}
+        self._leases: dict[str, Lease] = {}
         self._stats: dict[int, Any] = {}
         self._requests = itertools.count(1)
         self._stopping = threading.Event()
@@ -66,10 +70,14 @@ class LeaseClient(threading.Thread):
         """
         with self._lock:
             self._registered.add(adapter_id)
-            self._answers.pop(adapter_id, None)
+            self._rejected.pop(adapter_id, None)
+            self._confirmed.discard(adapter_id)
             self._send("register", adapter_id)
-            self._lock.wait_for(lambda: adapter_id in self._answers or not self.connected, _ANSWER_S)
-            error = self._answers.pop(adapter_id, None)
+            self._lock.wait_for(
+                lambda: adapter_id in self._confirmed or adapter_id in self._rejected or not self.connected,
+                _ANSWER_S,
+            )
+            error = self._rejected.get(adapter_id)
             if error is not None:
                 self._registered.discard(adapter_id)
                 raise CapacityError(error)
@@ -77,21 +85,32 @@ class LeaseClient(threading.Thread):
     def unregister(self, adapter_id: str) -> None:
         with self._lock:
             self._registered.discard(adapter_id)
+            self._confirmed.discard(adapter_id)
+            self._rejected.pop(adapter_id, None)
             self._send("unregister", adapter_id)
 
-    def acquire(self, adapter_id: str) -> None:
-        """Ask for a lease, once; `on_change` tells when it is there."""
+    def acquire(self, adapter_id: str) -> bool:
+        """Ask for a lease; False if none can come now: the server is away, or has refused the adapter.
+
+        A lease that comes, then or later, is told by `on_change`.
+        """
         with self._lock:
             if adapter_id not in self._wanted:
                 self._wanted.add(adapter_id)
                 self._send("acquire", adapter_id)
+            return self.connected and adapter_id not in self._rejected
+
+    def lease(self, adapter_id: str) -> Lease | None:
+        """The lease that was acquired and granted, as long as it lasts."""
+        with self._lock:
+            return self._leases.get(adapter_id)
 
     def release(self, adapter_id: str) -> None:
         """Give the lease back, or stop waiting for it."""
         with self._lock:
             if adapter_id in self._wanted:
                 self._wanted.discard(adapter_id)
-                self._held.discard(adapter_id)
+                self._leases.pop(adapter_id, None)
                 self._send("release", adapter_id)
 
     def stats(self, timeout_s: float = 1.0) -> dict[str, int] | None:
@@ -101,6 +120,7 @@ class LeaseClient(threading.Thread):
             self._send("stats", "", request=request)
             self._lock.wait_for(lambda: request in self._stats or not self.connected, timeout_s)
             found: dict[str, int] | None = self._stats.pop(request, None)
+            self._stats.clear()  # answers that came too late
             return found
 
     def stop(self) -> None:
@@ -120,24 +140,36 @@ class LeaseClient(threading.Thread):
             logger.debug("the leader is gone; %s %s is said again later", kind, adapter_id)
 
     def run(self) -> None:
-        while not self._stopping.is_set():
+        problem = ""
+        while True:
             connection = self._connection
-            try:
-                if connection is None:
-                    connection = dial(self._address, self._key, self._hello, 1.0)[0]
-                    self._resume(connection)
-                while not self._stopping.is_set():
-                    message = connection.receive(1.0, SILENCE_S)
-                    if message is not None:
-                        self._hear(connection, message)
-            except LoraServerError:
-                self._stopping.wait(_RETRY_S)
-            except (EOFError, OSError) as error:
-                if not self._stopping.is_set():
-                    logger.warning("lost the leader of the LoRA Server, and all leases with it: %r", error)
             if connection is not None:
-                connection.close()
-            self._lose_all()
+                self._listen(connection)
+                self._lose_all()
+            if self._stopping.is_set():
+                return
+            try:
+                self._resume(dial(self._address, self._key, self._hello, 1.0)[0])
+                problem = ""
+            except LoraServerError as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    logger.warning("%s", problem)
+                self._stopping.wait(_RETRY_S)
+
+    def _listen(self, connection: ControlConnection) -> None:
+        """Hear the leader out until it is gone."""
+        try:
+            while not self._stopping.is_set():
+                message = connection.receive(1.0, self._silence_s)
+                if message is not None:
+                    self._hear(connection, message)
+        except (EOFError, OSError) as error:
+            if not self._stopping.is_set():
+                logger.warning("lost the leader of the LoRA Server, and all leases with it: %r", error)
+        except Exception:
+            logger.exception("the leader of the LoRA Server said what can't be followed")
+        connection.close()
 
     def _resume(self, connection: ControlConnection) -> None:
         """Say to a new leader what is known here and what is wanted."""
@@ -147,14 +179,16 @@ class LeaseClient(threading.Thread):
                 self._send("register", adapter_id)
             for adapter_id in self._wanted:
                 self._send("acquire", adapter_id)
+        logger.info("joined the leader of the LoRA Server again")
 
     def _lose_all(self) -> None:
         with self._lock:
             self._connection = None
-            lost, self._held = self._held, set()
+            self._leases.clear()
+            self._rejected.clear()
+            self._confirmed.clear()
             self._lock.notify_all()
-        for adapter_id in lost:
-            self._on_change(adapter_id, None)
+        self._on_change()
 
     def _hear(self, connection: ControlConnection, message: Message) -> None:
         kind, adapter_id = message["kind"], message.get("adapter_id", "")
@@ -162,14 +196,17 @@ class LeaseClient(threading.Thread):
             send_content(connection, self._store, adapter_id)
             return
         with self._lock:
-            if kind in ("registered", "rejected"):
-                self._answers[adapter_id] = message.get("error")
+            if kind == "registered":
+                self._confirmed.add(adapter_id)
+                if adapter_id in self._wanted and adapter_id not in self._leases:
+                    self._send("acquire", adapter_id)  # the first one came before the content
+            elif kind == "rejected":
+                self._rejected[adapter_id] = message["error"]
+                logger.warning("the LoRA Server does not take adapter %s: %s", adapter_id, message["error"])
             elif kind == "stats":
                 self._stats[message["request"]] = message["stats"]
             elif kind == "granted" and adapter_id in self._wanted:
-                self._held.add(adapter_id)
-            else:
-                return
+                self._leases[adapter_id] = Lease(message["slot"], message["generation"])
             self._lock.notify_all()
-        if kind == "granted":
-            self._on_change(adapter_id, Lease(message["slot"], message["generation"]))
+        if kind in ("granted", "rejected"):
+            self._on_change()

@@ -53,8 +53,7 @@ class LeaseTable:
     adapters stay until their place is needed and leave least recently used first.
 
     capacity: adapters resident at once.  pages_per_rank: pages of each server rank's arena.  page_bytes:
-    bytes of a page.  lease_timeout_s: an instance silent for longer loses its leases.
-    Raises ConfigError for a capacity below 1.
+    bytes of a page.  Raises ConfigError for a capacity below 1.
     """
 
     def __init__(
@@ -63,15 +62,12 @@ class LeaseTable:
         pages_per_rank: Sequence[int],
         page_bytes: int,
         *,
-        lease_timeout_s: float,
         starvation_s: float,
     ) -> None:
         self._events: list[Event] = []
         self._residency = ServerResidency(capacity, pages_per_rank, page_bytes, self._events)
-        self._lease_timeout_s = lease_timeout_s
         self._starvation_s = starvation_s
         self._leases: dict[str, dict[str, Grant]] = {}
-        self._last_seen_s: dict[str, float] = {}
         self._queue: dict[tuple[str, str], Waiter] = {}
 
     def take_events(self) -> list[Event]:
@@ -103,7 +99,7 @@ class LeaseTable:
         """The instance's lease, if it can have one now; else it waits and a Grant comes later.
 
         A lease given by this call is among the events too.  An instance that already holds the lease gets
-        the same one back and no event; one that already waits keeps its place.  Counts as a heartbeat.
+        the same one back and no event; one that already waits keeps its place.
         Raises AdapterNotFoundError.
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
@@ -112,11 +108,10 @@ class LeaseTable:
             self._queue[instance, adapter_id] = waiter
             waiter.adapter.num_waiting += 1
             lease = self._grant_youngest(waiter, now_s)
-        self._last_seen_s[instance] = now_s
         return lease
 
     def release(self, instance: str, adapter_id: str, now_s: float) -> bool:
-        """End the instance's lease; False if it holds none (it may have expired)."""
+        """End the instance's lease; False if it holds none."""
         if adapter_id not in self._leases.get(instance, {}):
             return False
         self._end_lease(instance, adapter_id, now_s)
@@ -145,22 +140,14 @@ class LeaseTable:
         adapter.last_used_s = now_s
         return True
 
-    def renew(self, instance: str, now_s: float) -> bool:
-        """Heartbeat.  False if the instance is not known: its leases, if it had any, have ended."""
-        if instance not in self._last_seen_s:
-            return False
-        self._last_seen_s[instance] = now_s
-        return True
-
-    def expire(self, now_s: float) -> list[str]:
-        """Drop the instances silent for longer than lease_timeout_s and name them."""
-        silent = [i for i, seen_s in self._last_seen_s.items() if now_s - seen_s > self._lease_timeout_s]
-        self._drop(silent, now_s)
-        return silent
-
     def drop_instance(self, instance: str, now_s: float) -> None:
         """End all leases and waits of an instance that is gone."""
-        self._drop([instance], now_s)
+        for adapter_id in [adapter_id for waiting, adapter_id in self._queue if waiting == instance]:
+            self._end_wait(instance, adapter_id)
+        for adapter_id in list(self._leases.get(instance, {})):
+            self._end_lease(instance, adapter_id, now_s)
+        self._leases.pop(instance, None)
+        self._grant_waiting(now_s)
 
     def resize(self, capacity: int, now_s: float) -> None:
         """Change the number of adapters resident at once.
@@ -228,13 +215,3 @@ class LeaseTable:
         adapter.num_running -= 1
         adapter.last_used_s = now_s
         self._residency.settle(adapter)
-
-    def _drop(self, instances: Iterable[str], now_s: float) -> None:
-        for instance in instances:
-            for adapter_id in [adapter_id for waiting, adapter_id in self._queue if waiting == instance]:
-                self._end_wait(instance, adapter_id)
-            for adapter_id in list(self._leases.get(instance, {})):
-                self._end_lease(instance, adapter_id, now_s)
-            self._leases.pop(instance, None)
-            self._last_seen_s.pop(instance, None)
-        self._grant_waiting(now_s)

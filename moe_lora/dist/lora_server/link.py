@@ -11,9 +11,9 @@ from collections.abc import Callable
 from moe_lora.core.errors import LoraServerError, PeerUnreachableError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
-from .control import ControlConnection, Message, dial
+from .attend import attended
+from .control import SILENCE_S, ControlConnection, Message, dial
 from .frames import FrameLayout
-from .membership import SILENCE_S
 from .session import ClientSession
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class ServerLink(threading.Thread):
         depth: int,
         answer_timeout_s: float,
     ) -> None:
-        super().__init__(name=f"link-{hello['name']}", daemon=True)
+        super().__init__(name=f"link-{hello['name']}-{hello['server_rank']}", daemon=True)
         self._find = find
         self._key = key
         self._hello = hello
@@ -63,10 +63,10 @@ class ServerLink(threading.Thread):
                 "max_rows": self._layout.max_rows,
                 "depth": self._depth,
             }
-            connection, welcome = dial(self._find(timeout_s), self._key, hello, timeout_s)
+            with attended(self._transport, answers):
+                connection, welcome = dial(self._find(timeout_s), self._key, hello, timeout_s)
             try:
-                with connection.beating():
-                    requests = self._transport.attach(base64.b64decode(welcome["requests"]))
+                requests = self._transport.attach(base64.b64decode(welcome["requests"]))
             except (PeerUnreachableError, ValueError) as error:
                 connection.close()
                 raise LoraServerError(f"the LoRA Server's buffers can't be reached: {error}") from error
@@ -85,16 +85,24 @@ class ServerLink(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while not self._stopping.is_set():
+        problem = ""
+        while True:
             if self._connection is not None:
                 self._watch(self._connection)
                 self._stopping.wait(_RETRY_S)  # the engine's thread may still be waiting on the buffers
                 self._let_buffers_go()
+                self._connection = None
+            if self._stopping.is_set():
+                return
             try:
                 self._connection = self.connect(timeout_s=1.0)
-            except LoraServerError as error:
-                logger.debug("still no link to %s: %s", self._hello["name"], error)
-                self._connection = None
+                logger.info("%s is linked to the LoRA Server again", self.name)
+                problem = ""
+            except Exception as error:  # whatever it is, deltas are computed here meanwhile
+                if str(error) != problem:
+                    problem = str(error)
+                    logger.warning("%s: %s; deltas are computed here", self.name, problem)
+                self._stopping.wait(_RETRY_S)
 
     def _watch(self, connection: ControlConnection) -> None:
         try:

@@ -10,23 +10,27 @@ from collections.abc import Callable
 
 from moe_lora.core.errors import LoraServerError
 
-from .control import ControlConnection, Message, dial
+from .control import SILENCE_S, ControlConnection, Message, dial
 from .orders import Orders
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 3.0
 _RETRY_S = 0.3
 
 
 class Membership(threading.Thread):
-    """Keeps this rank joined: hears what to load; starts over when the leader is a new one."""
+    """Keeps this rank joined: hears what to load; starts over when the leader is a new one.
 
-    def __init__(self, address: str, key: bytes, hello: Message) -> None:
+    welcome: what the leader said first; the rank's memory is laid out by it.  on_change: called when a new
+    leader wants another layout, which takes a new process.
+    """
+
+    def __init__(self, address: str, key: bytes, hello: Message, on_change: Callable[[], None]) -> None:
         super().__init__(name="membership", daemon=True)
         self._address = address
         self._key = key
         self._hello = hello
+        self._on_change = on_change
         self._orders: Orders | None = None
         self._stopping = threading.Event()
         self._connection, self.welcome = self._join(timeout_s=120.0)
@@ -38,30 +42,53 @@ class Membership(threading.Thread):
 
     def stop(self) -> None:
         self._stopping.set()
+        self._connection.close()
 
     def _join(self, timeout_s: float) -> tuple[ControlConnection, Message]:
         return dial(self._address, self._key, self._hello, timeout_s)
 
     def run(self) -> None:
         assert self._orders is not None
-        connection: ControlConnection | None = self._connection
-        welcome = self.welcome
-        while not self._stopping.is_set():
+        problem = ""
+        first_generation = self.welcome["first_generation"]
+        while True:
             try:
-                if connection is None:
-                    connection, welcome = self._join(timeout_s=1.0)
-                self._orders.start_over(welcome["first_generation"])
-                while not self._stopping.is_set():
-                    message = connection.receive(1.0, SILENCE_S)
-                    if message is not None:
-                        self._orders.hear(connection, message)
-            except LoraServerError:
-                self._stopping.wait(_RETRY_S)
+                self._obey(self._connection, first_generation)
             except (EOFError, OSError) as error:
-                logger.warning("lost the leader of the LoRA Server: %r", error)
-            if connection is not None:
-                connection.close()
-                connection = None
+                if not self._stopping.is_set():
+                    logger.warning("lost the leader of the LoRA Server: %r", error)
+            self._orders.lose_leader()
+            self._connection.close()
+            while not self._stopping.is_set():
+                try:
+                    self._connection, welcome = self._join(timeout_s=1.0)
+                    break
+                except LoraServerError as error:
+                    if str(error) != problem:
+                        problem = str(error)
+                        logger.warning("%s", problem)
+                    self._stopping.wait(_RETRY_S)
+            if self._stopping.is_set():
+                self._connection.close()
+                return
+            first_generation = welcome["first_generation"]
+            if _layout(welcome) != _layout(self.welcome):
+                logger.error("the new leader of the LoRA Server has other memory; this rank starts over")
+                self._on_change()
+                return
+
+    def _obey(self, connection: ControlConnection, first_generation: int) -> None:
+        """Carry out orders until the connection ends: raises EOFError or OSError."""
+        assert self._orders is not None
+        self._orders.start_over(first_generation)
+        while True:
+            message = connection.receive(1.0, SILENCE_S)
+            if message is not None:
+                self._orders.hear(connection, message)
+
+
+def _layout(welcome: Message) -> Message:
+    return {name: value for name, value in welcome.items() if name not in ("kind", "first_generation")}
 
 
 def find_rank(address: str, key: bytes, agreed: Message, server_rank: int, timeout_s: float = 1.0) -> str:
@@ -102,8 +129,13 @@ class TurnsListener(threading.Thread):
         while not self._stopping.is_set():
             try:
                 connection, _ = dial(self._find(), self._key, self._hello | {"seen": self._seen()}, 1.0)
+            except LoraServerError as error:
+                logger.debug("no stage leader: %s", error)
+                self._stopping.wait(_RETRY_S)
+                continue
+            try:
                 while not self._stopping.is_set():
-                    connection.receive(1.0, SILENCE_S)
-            except (LoraServerError, EOFError, OSError) as error:
-                logger.debug("no stage leader: %r", error)
-            self._stopping.wait(_RETRY_S)
+                    connection.receive(0.5, SILENCE_S)
+            except (EOFError, OSError) as error:
+                logger.debug("the stage leader is gone: %r", error)
+            connection.close()

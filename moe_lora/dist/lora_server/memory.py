@@ -44,7 +44,7 @@ def plan_memory(
     shares = [shard_pages(adapter, partition, page_bytes) for adapter in packed]
     least = [max((sum(share[rank].values()) for share in shares), default=1) for rank in range(ranks)]
     if server.memory_gb is not None:
-        given = int(server.memory_gb * 1e9) // page_bytes
+        given = round(server.memory_gb * 1e9) // page_bytes
         if given < max(least):
             least_gb = math.ceil(max(least) * page_bytes / 1e3) / 1e6
             raise ConfigError(

@@ -26,6 +26,11 @@ class Orders:
         """A leader that knows nothing of what is here: all slots are empty from now on."""
         self._awaiting.clear()
         self._shelf.start_over(first_generation)
+        self._shelf.set_led(True)
+
+    def lose_leader(self) -> None:
+        """Nothing is loaded until a leader is back; what is here goes on being served."""
+        self._shelf.set_led(False)
 
     def hear(self, connection: ControlConnection, message: Message) -> None:
         """One message of the leader to another rank."""
@@ -41,15 +46,20 @@ class Orders:
             self.carry_out(message)
 
     def carry_out(self, order: Message) -> None:
-        """Begin a load whose content is in the store, or evict."""
+        """Begin a load whose content is in the store, or evict.
+
+        A load that fails counts as evicted: requests for it are refused and don't wait.
+        """
+        slot, generation = order["slot"], order["generation"]
         if order["kind"] == "evict":
-            self._shelf.evict(order["slot"], order["generation"])
+            self._shelf.evict(slot, generation)
             return
         adapter_id = order["adapter_id"]
         try:
             packed = self._store.get(adapter_id, adapter_id)
         except AdapterError:
             logger.exception("adapter %s can't be loaded", adapter_id)
+            self._shelf.evict(slot, generation)
             return
         runs = {layer: (first, num_pages) for layer, first, num_pages in order["runs"]}
-        self._shelf.load(order["slot"], order["generation"], packed, runs)
+        self._shelf.load(slot, generation, packed, runs)

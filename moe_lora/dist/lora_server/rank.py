@@ -21,16 +21,16 @@ from moe_lora.adapters.peft_format import read_adapter
 from moe_lora.core.config import LoraServerConfig
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.transport.make import make_transport
 
-from .control import ControlConnection, ControlServer, Handler, Message
+from .control import SILENCE_S, ControlConnection, ControlServer, Handler, Message
 from .frames import PROTOCOL_VERSION, FrameLayout
 from .leader import Leader
 from .leases import LeaseTable
-from .membership import SILENCE_S, Membership, TurnsListener, find_rank
+from .membership import Membership, TurnsListener, find_rank
 from .memory import Memory, plan_memory
 from .orders import Orders
 from .partition import Layout, Partition
+from .reach import server_transport
 from .serving import DataLoop, ServerSession
 from .shelf import Shelf
 
@@ -88,7 +88,7 @@ class ServerRank:
         self._key = server.key.encode()
         self._store = HostStore(server.store_dir)
         self._name = f"lora-server-{config.server_rank}"
-        self._transport = make_transport(server.transport, name=self._name)
+        self._transport = server_transport(server, self._name)
         self._session_numbers = itertools.count()
         self._threads: list[Membership | TurnsListener] = []
         if config.server_rank == LEADER:
@@ -130,11 +130,18 @@ class ServerRank:
             memory.capacity,
             memory.num_pages,
             memory.page_bytes,
-            lease_timeout_s=config.server.lease_timeout_s,
             starvation_s=config.starvation_s,
         )
         facts = asdict(memory) | {"first_generation": first_generation}
-        leader = Leader(table, self._store, self._partition, memory.page_bytes, facts, orders.carry_out)
+        leader = Leader(
+            table,
+            self._store,
+            self._partition,
+            memory.page_bytes,
+            facts,
+            orders.carry_out,
+            lease_timeout_s=config.server.lease_timeout_s,
+        )
         roles = {"find": leader.serve_find, "rank": leader.serve_rank, "leases": leader.serve_leases}
         self._control = ControlServer(
             config.server.address,
@@ -159,7 +166,8 @@ class ServerRank:
 
         roles = {"data": once_built(self._serve_data), "turns": once_built(self._serve_turns)}
         self._control = ControlServer(own, self._key, self._agreed, roles)
-        membership = Membership(address, self._key, self._hello("rank") | {"address": self._control.address})
+        hello = self._hello("rank") | {"address": self._control.address}
+        membership = Membership(address, self._key, hello, self.stop)
         facts = membership.welcome
         memory = Memory(facts["capacity"], tuple(facts["num_pages"]), facts["page_bytes"])
         self.loop = DataLoop(config.shape, self._shelf_maker(memory), self._transport)
@@ -194,16 +202,15 @@ class ServerRank:
 
     def _serve_data(self, connection: ControlConnection, hello: Message) -> None:
         """A client rank's session, as long as its connection lasts."""
-        layout = FrameLayout(self._config.shape, self._config.dtype, hello["max_rows"])
+        try:
+            layout = FrameLayout(self._config.shape, self._config.dtype, hello["max_rows"])
+            answers = self._transport.attach(base64.b64decode(hello["answers"]))
+        except (PeerUnreachableError, ValueError) as error:
+            connection.send("refused", error=f"its answer buffers can't be used: {error}")
+            return
         depth = hello["depth"]
         label = f"requests-{next(self._session_numbers)}"
         requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
-        try:
-            answers = self._transport.attach(base64.b64decode(hello["answers"]))
-        except (PeerUnreachableError, ValueError) as error:
-            requests.free()
-            connection.send("refused", error=f"its answer buffers can't be reached: {error}")
-            return
         session = ServerSession(
             hello["name"], hello["instance"], self._transport, requests, answers, layout, depth
         )
@@ -211,9 +218,10 @@ class ServerRank:
         try:
             connection.send("welcome", requests=base64.b64encode(requests.descriptor()).decode())
             while not session.closed:
-                connection.receive(1.0, SILENCE_S)
+                connection.receive(0.2, SILENCE_S)
         finally:
             self.loop.remove(session)
+            session.left.wait()
             self._transport.detach(answers)
             requests.free()
 
@@ -223,8 +231,12 @@ class ServerRank:
         turns = self._transport.attach(base64.b64decode(hello["turns"]))
         connection.send("welcome")
         self.loop.tell(turns, hello["seen"])
-        while turns.alive():
-            connection.receive(1.0, SILENCE_S)
+        try:
+            while turns.alive():
+                connection.receive(1.0, SILENCE_S)
+        finally:
+            self.loop.tell_no_more(turns)
+            self._transport.detach(turns)
 
     def _hear_turns(self) -> None:
         config = self._config

@@ -24,11 +24,13 @@ from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 from .compute import request_deltas
 from .frames import (
     DONE,
+    HEADER_BYTES,
     STALE,
     FrameLayout,
     Request,
     answer_rows,
     answer_size,
+    check_ids,
     read_request,
     write_answer_header,
 )
@@ -59,6 +61,8 @@ class ServerSession:
         self.answers = answers
         self.handled = 0
         self.closed = False
+        self.left = threading.Event()
+        """Set once the data loop is past the session, so that its memory may go."""
         self._transport = transport
         self._layout = layout
         self._depth = depth
@@ -82,16 +86,22 @@ class ServerSession:
         frame = self._answer_frames[self.handled % self._depth]
         return answer_rows(frame, self._layout, request.site, request.num_rows)
 
-    def answer(self, request: Request, state: int) -> None:
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the pending request asks for what can't be."""
+        check_ids(request, self._layout)
+
+    def answer(self, request: Request, state: int, started_ns: int) -> None:
         """Put the answer to the pending request.  Raises PeerGoneError."""
         slot = self.handled % self._depth
         frame = self._answer_frames[slot]
-        write_answer_header(frame, state, time.monotonic_ns())
+        write_answer_header(frame, state, started_ns, time.monotonic_ns())
         self.handled += 1
         if self._direct:
             self.answers.signal(0, self.handled)
             return
-        end = answer_size(self._layout, request.site, request.num_rows)
+        end = HEADER_BYTES
+        if state == DONE:
+            end = answer_size(self._layout, request.site, request.num_rows)
         offset = slot * self._layout.answer_bytes
         self._transport.put_signal(self.answers, offset, frame[:end], 0, self.handled)
 
@@ -116,9 +126,10 @@ class DataLoop:
         self._transport = transport
         self._lock = threading.Lock()
         self._sessions: list[ServerSession] = []
+        self._leaving: list[ServerSession] = []
         self._wake = transport.alloc("wake", 64, 1)
         self._num_wakes = 0
-        self._stopping = False
+        self._stopping = self._ended = False
         self.turns = transport.alloc("turns", _TURNS * 8, 1)
         self._turns_seen = 0
         self._wanted: deque[int] = deque(maxlen=_TURNS)
@@ -132,16 +143,24 @@ class DataLoop:
         self.wake()
 
     def remove(self, session: ServerSession) -> None:
-        """End a session; its memory is given back once the loop is past it."""
+        """End a session; `session.left` tells when the loop is past it."""
         session.closed = True
         with self._lock:
             self._sessions = [s for s in self._sessions if s is not session]
+            self._leaving.append(session)
+            if self._ended:
+                session.left.set()
         self.wake()
 
     def tell(self, turns: RemoteWindow, num_seen: int) -> None:
         """Announce to this rank of the stage too, which has seen that many announcements."""
         with self._lock:
             self._told = [*self._told, (turns, itertools.count(num_seen))]
+
+    def tell_no_more(self, turns: RemoteWindow) -> None:
+        """That rank has left the stage."""
+        with self._lock:
+            self._told = [told for told in self._told if told[0] is not turns]
 
     @property
     def turns_seen(self) -> int:
@@ -161,23 +180,42 @@ class DataLoop:
     def run(self) -> None:
         """Serve until `stop`."""
         position = 0
-        while not self._stopping:
-            wakes = self._wake.read_signal(0)
-            sessions = self._sessions
-            order = (
-                sessions[position % max(1, len(sessions)) :] + sessions[: position % max(1, len(sessions))]
-            )
-            chosen, waits = self._choose(order)
-            if chosen is None:
-                self._transport.wait_any([*waits, (self._wake, 0, wakes + 1)], _IDLE_S)
-                continue
-            session, request = chosen
-            position = sessions.index(session) + 1
-            try:
-                self._serve(session, request)
-            except PeerGoneError as error:
-                logger.info("client %s left: %s", session.name, error)
+        try:
+            while not self._stopping:
+                wakes = self._wake.read_signal(0)
+                sessions = self._present()
+                start = position % max(1, len(sessions))
+                chosen, waits = self._choose(sessions[start:] + sessions[:start])
+                if chosen is None:
+                    self._transport.wait_any([*waits, (self._wake, 0, wakes + 1)], _IDLE_S)
+                    continue
+                session, request = chosen
+                position = sessions.index(session) + 1
+                self._serve_or_drop(session, request)
+        finally:
+            with self._lock:
+                self._ended = True
+            for session in self._present():
                 self.remove(session)
+
+    def _present(self) -> list[ServerSession]:
+        """The sessions to serve; those that were removed before are not looked at from here on."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+            sessions = self._sessions
+        for session in leaving:
+            session.left.set()
+        return sessions
+
+    def _serve_or_drop(self, session: ServerSession, request: Request) -> None:
+        try:
+            self._serve(session, request)
+        except PeerGoneError as error:
+            logger.info("client %s left: %s", session.name, error)
+            self.remove(session)
+        except ValueError as error:
+            logger.error("client %s is dropped: %s", session.name, error)
+            self.remove(session)
 
     def _choose(
         self, order: list[ServerSession]
@@ -207,33 +245,42 @@ class DataLoop:
         return (ready[0] if ready else None), waits
 
     def _can_answer(self, request: Request) -> bool:
+        """Whether the deltas can be computed, or never can."""
         shelf = self.shelf
-        if len(request.slot) and not 0 <= request.slot.min() <= request.slot.max() < len(shelf.generation):
-            return True  # refused as stale
-        return shelf.is_stale(request.slot, request.generation) or shelf.is_ready(
-            request.slot, request.generation, request.layer
-        )
+        return self._is_stale(request) or self._is_ready(request) or not shelf.led
+
+    def _is_stale(self, request: Request) -> bool:
+        shelf, slot = self.shelf, request.slot
+        if len(slot) and not 0 <= slot.min() <= slot.max() < len(shelf.generation):
+            return True
+        return shelf.is_stale(slot, request.generation)
+
+    def _is_ready(self, request: Request) -> bool:
+        return self.shelf.is_ready(request.slot, request.generation, request.layer)
 
     def _serve(self, session: ServerSession, request: Request) -> None:
+        """Raises ValueError if the request asks for what can't be, PeerGoneError."""
         start_ns = time.monotonic_ns()
-        site = self._shape.sites[request.site]
-        if self._told and site.num_experts:
+        session.check(request)
+        if self._told and self._shape.sites[request.site].num_experts:
             self._announce(session.instance)
-        shelf, state = self.shelf, STALE
-        in_range = not len(request.slot) or 0 <= request.slot.min() <= request.slot.max() < len(
-            shelf.generation
-        )
-        if in_range and not shelf.is_stale(request.slot, request.generation):
-            out = session.deltas(request)
-            request_deltas(request, self._shape, request.layer, request.slot, shelf.slots, shelf.arena, out)
-            # An adapter that left meanwhile (its instance was given up) may have been read in part.
-            if not shelf.is_stale(request.slot, request.generation):
-                state = DONE
+        state = self._compute(session, request)
         self.num_stale += state == STALE
         self.num_requests += 1
         self.num_rows += request.num_rows
-        session.answer(request, state)
+        session.answer(request, state, start_ns)
         self.busy_ns += time.monotonic_ns() - start_ns
+
+    def _compute(self, session: ServerSession, request: Request) -> int:
+        """Lay the deltas into the session's answer; the answer's state."""
+        shelf = self.shelf
+        with shelf.reading:
+            if self._is_stale(request) or not self._is_ready(request):
+                return STALE
+            out = session.deltas(request)
+            request_deltas(request, self._shape, request.layer, request.slot, shelf.slots, shelf.arena, out)
+            # An adapter that left meanwhile (its instance was given up) may have been read in part.
+            return STALE if self._is_stale(request) else DONE
 
     def _announce(self, instance: int) -> None:
         entry = torch.from_numpy(np.array([instance], dtype=np.int64))

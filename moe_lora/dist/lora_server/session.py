@@ -7,14 +7,14 @@ again only when its answer was taken, so an answer also gives the frame back and
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from moe_lora.core.errors import PeerGoneError, SignalTimeoutError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
-from .frames import DONE, FrameLayout, Request, answer_rows, read_answer_header
+from .frames import DONE, FrameLayout, Request, answer_rows, read_answer_header, read_request
 
 _SLICE_S = 0.05
 """How long a wait for an answer sleeps before it looks whether the server is still there."""
@@ -24,19 +24,43 @@ class SessionLostError(Exception):
     """The other side is gone, or answered that it can't: the deltas have to be computed elsewhere."""
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """When things happened to one request, on the monotonic clock (of one host).
+
+    sent to taken: under way.  started to finished: computed by the server.  asked: from when on the engine
+    waited for it.
+    """
+
+    layer: int
+    site: int
+    sent_ns: int
+    started_ns: int
+    finished_ns: int
+    asked_ns: int
+    taken_ns: int
+
+
 @dataclass(eq=False)
 class Sent:
-    """A request under way."""
+    """A request under way.
+
+    request: in its frame, or a copy once the frame was needed again.  delta: its answer, if it was taken
+    because the frame was needed.  refused: the answer was that the deltas can't be had there.
+    """
 
     number: int
     request: Request
     sent_ns: int
-    delta: torch.Tensor | None = field(default=None)
-    """Taken from its frame, because the frame was needed."""
+    delta: torch.Tensor | None = None
+    refused: bool = False
 
 
 class ClientSession:
-    """The client's half.  One thread sends and takes answers; any thread may `break_off`."""
+    """The client's half.  One thread sends and takes answers; any thread may `break_off`.
+
+    observed: set to a list, it gets an `Exchange` of every answer, for measurements.
+    """
 
     def __init__(
         self,
@@ -64,7 +88,7 @@ class ClientSession:
         else:
             self._frames = list(torch.empty(depth, size, dtype=torch.uint8))
         self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
-        self.wait_ns = self.remote_ns = 0
+        self.observed: list[Exchange] | None = None
 
     @property
     def broken(self) -> bool:
@@ -78,15 +102,25 @@ class ClientSession:
         """Where the next request is to be laid out.  Raises SessionLostError."""
         oldest = self._under_way.get(self._next - self._depth)
         if oldest is not None:
-            oldest.delta = self.take(oldest).clone()
+            self._clear_frame(oldest)
         if self._broken:
             raise SessionLostError
         return self._frames[self._next % self._depth]
+
+    def _clear_frame(self, sent: Sent) -> None:
+        """Keep elsewhere what is still needed of a request and its answer."""
+        answer = self._answer(sent)
+        if answer is not None:
+            sent.delta = answer.clone()
+            return
+        frame = self._frames[sent.number % self._depth]
+        sent.request = read_request(frame[: sent.request.frame_bytes].clone(), self._layout)
 
     def send(self, request: Request) -> Sent:
         """Put the request that was laid out in `frame()`.  Raises SessionLostError."""
         number = self._next
         slot = number % self._depth
+        sent_ns = time.monotonic_ns()
         try:
             if self._direct:
                 self._requests.signal(0, number + 1)
@@ -98,32 +132,43 @@ class ClientSession:
             self.break_off()
             raise SessionLostError from error
         self._next += 1
-        sent = self._under_way[number] = Sent(number, request, time.monotonic_ns())
+        sent = self._under_way[number] = Sent(number, request, sent_ns)
         return sent
 
     def take(self, sent: Sent) -> torch.Tensor:
-        """The deltas [R, N] of a request; valid until the next `frame()`.  Raises SessionLostError."""
-        if sent.delta is not None:
-            return sent.delta
-        start_ns = time.monotonic_ns()
-        self._wait(sent.number + 1)
-        self.wait_ns += time.monotonic_ns() - start_ns
-        self._under_way.pop(sent.number)
-        frame = self._answer_frames[sent.number % self._depth]
-        state, finished_ns = read_answer_header(frame)
-        self.remote_ns += max(0, finished_ns - sent.sent_ns)
-        if state != DONE:
+        """The deltas [R, N] of a request; valid until the next `frame()`.
+
+        Raises SessionLostError: `sent.request` still has what is needed to compute them elsewhere.
+        """
+        delta = sent.delta
+        if delta is None and not sent.refused:
+            delta = self._answer(sent)
+        if delta is None:
             raise SessionLostError
+        return delta
+
+    def _answer(self, sent: Sent) -> torch.Tensor | None:
+        """Wait for it; None if the server refused.  Raises SessionLostError."""
+        asked_ns = time.monotonic_ns()
+        self._wait(sent.number + 1)
+        del self._under_way[sent.number]
+        frame = self._answer_frames[sent.number % self._depth]
+        state, started_ns, finished_ns = read_answer_header(frame)
+        if self.observed is not None:
+            place = (sent.request.layer, sent.request.site, sent.sent_ns)
+            self.observed.append(Exchange(*place, started_ns, finished_ns, asked_ns, time.monotonic_ns()))
+        sent.refused = state != DONE
+        if sent.refused:
+            return None
         return answer_rows(frame, self._layout, sent.request.site, sent.request.num_rows)
 
     def _wait(self, at_least: int) -> None:
         deadline_s = time.monotonic() + self._answer_timeout_s
-        while True:
+        while not self._broken:
             try:
                 self._transport.signal_wait_until(self._answers, 0, at_least, _SLICE_S)
                 return
             except SignalTimeoutError:
                 if not self._requests.alive() or time.monotonic() > deadline_s:
                     self.break_off()
-                if self._broken:
-                    raise SessionLostError from None
+        raise SessionLostError

@@ -35,7 +35,6 @@ class _Loading:
     generation: int
     packed: PackedAdapter
     runs: deque[tuple[int, Run]]
-    started_s: float
 
 
 class Shelf:
@@ -43,8 +42,11 @@ class Shelf:
 
     generation: [M] the content that each slot has, or will have once it is loaded; a request that carries a
     lower one comes too late, one with a higher one comes before the load command.  loaded: [M, L] generation
-    whose layer is in the arena.  Several adapters are loaded at once, a layer of each in turn, so that the
-    first layers of a newcomer don't wait for the last ones of another (InfiniLoRA section 5.3).
+    whose layer is in the arena.  reading: held while slot table and arena are read for a request, so that
+    rows of the table change between requests only.  led: whether load commands can come at all.
+
+    Several adapters are loaded at once, a layer of each in turn, so that the first layers of a newcomer don't
+    wait for the last ones of another (InfiniLoRA section 5.3).
     load_bytes_per_s: upper bound on the rate of loading; None = none.
     """
 
@@ -74,41 +76,56 @@ class Shelf:
         self._loading: deque[_Loading] = deque()
         self._changed = threading.Condition()
         self._stopping = False
+        self.reading = threading.Lock()
+        self.led = True
         self.loaded_bytes = 0
         self._thread = threading.Thread(target=self._run, name="adapter-loads", daemon=True)
         self._thread.start()
 
     def load(self, slot: int, generation: int, packed: PackedAdapter, runs: Mapping[int, Run]) -> None:
-        """Begin to load this rank's part of the adapter into the runs of pages, one per layer."""
+        """Begin to load this rank's part of the adapter into the runs of pages, one per layer.
+
+        A load whose content was evicted in the meantime is ignored.
+        """
         with self._changed:
+            if generation < self.generation[slot]:
+                return
             self.generation[slot] = generation
             # Layers of which this rank has nothing, or the adapter has nothing, are there at once.
-            held = set(runs)
-            for layer in range(self._shape.num_layers):
-                if layer not in held:
-                    self.loaded[slot, layer] = generation
+            for layer in set(range(self._shape.num_layers)) - set(runs):
+                self.loaded[slot, layer] = generation
             order = deque(sorted(runs.items()))
             if order:
-                self._loading.append(_Loading(slot, generation, packed, order, time.monotonic()))
+                self._loading.append(_Loading(slot, generation, packed, order))
             self._changed.notify_all()
         self._on_progress()
 
     def evict(self, slot: int, generation: int) -> None:
-        """Stop serving this content of the slot."""
+        """Stop serving this content of the slot, or give up loading it."""
         with self._changed:
-            for loading in list(self._loading):
-                if loading.slot == slot:
-                    self._loading.remove(loading)
+            if generation < self.generation[slot]:
+                return
+            self._loading = deque(loading for loading in self._loading if loading.slot != slot)
             self.generation[slot] = generation + 1
-            self.slots.clear(slot)
+            with self.reading:
+                self.slots.clear(slot)
+        self._on_progress()
 
     def start_over(self, first_generation: int) -> None:
         """Forget everything: generations begin above first_generation."""
         with self._changed:
             self._loading.clear()
             self.generation[:] = first_generation
-            for slot in range(len(self.generation)):
-                self.slots.clear(slot)
+            self.loaded[:] = 0
+            with self.reading:
+                for slot in range(len(self.generation)):
+                    self.slots.clear(slot)
+        self._on_progress()
+
+    def set_led(self, led: bool) -> None:
+        """Whether there is a leader; without one a request for what is not here is not kept waiting."""
+        self.led = led
+        self._on_progress()
 
     def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
         """Whether some row's content has left."""
@@ -136,7 +153,12 @@ class Shelf:
                 if not loading.runs:
                     self._loading.remove(loading)
             start_s = time.monotonic()
-            num_bytes = self._load_layer(loading, layer, run)
+            try:
+                num_bytes = self._load_layer(loading, layer, run)
+            except Exception:
+                logger.exception("layer %d of adapter %s can't be loaded", layer, loading.packed.content_hash)
+                self.evict(loading.slot, loading.generation)
+                continue
             if self._load_bytes_per_s is not None:
                 time.sleep(max(0.0, num_bytes / self._load_bytes_per_s - (time.monotonic() - start_s)))
             with self._changed:
@@ -155,8 +177,9 @@ class Shelf:
             if self.generation[loading.slot] != loading.generation:
                 return 0
             shard.copy(packed.data, self.arena[start : start + num_bytes].view(packed.data.dtype))
-            self.slots.write_layer(
-                loading.slot, layer, shard.table, shard.scale, packed.data.element_size(), start
-            )
+            with self.reading:
+                self.slots.write_layer(
+                    loading.slot, layer, shard.table, shard.scale, packed.data.element_size(), start
+                )
         self.loaded_bytes += num_bytes
         return num_bytes

@@ -11,7 +11,7 @@ from moe_lora.dist.lora_server.lease_events import Evict, Grant, Load
 from moe_lora.dist.lora_server.leases import LeaseTable
 
 PAGES_PER_RANK = (7, 6)
-LEASE_TIMEOUT_S, STARVATION_S = 4.0, 2.0
+STARVATION_S = 2.0
 SHARDS: Mapping[str, Mapping[int, Mapping[int, int]]] = {
     "tiny": {0: {0: 1}},
     "one": {0: {0: 1, 1: 1}, 1: {0: 1, 1: 1}},
@@ -28,9 +28,7 @@ class LeaseModel:
     """Calls a table, replays its events, and checks that both agree."""
 
     def __init__(self, capacity: int) -> None:
-        self.table = LeaseTable(
-            capacity, PAGES_PER_RANK, 1000, lease_timeout_s=LEASE_TIMEOUT_S, starvation_s=STARVATION_S
-        )
+        self.table = LeaseTable(capacity, PAGES_PER_RANK, 1000, starvation_s=STARVATION_S)
         self.capacity = capacity
         self.now_s = 0.0
         self.registered: set[str] = set()
@@ -39,7 +37,6 @@ class LeaseModel:
         self.owned: set[tuple[int, int]] = set()
         self.leases: dict[tuple[str, str], Grant] = {}
         self.waiting: dict[tuple[str, str], float] = {}
-        self.last_seen_s: dict[str, float] = {}
         self.num_starving = 0
         """Calls that ended with a starving waiter."""
 
@@ -69,7 +66,6 @@ class LeaseModel:
             if before is None:
                 self.waiting.setdefault(key, self.now_s)
             lease = self.table.acquire(instance, adapter_id, self.now_s)
-            self.last_seen_s[instance] = self.now_s
             self.settle()
             assert lease == self.leases.get(key)
             assert before in (None, lease)
@@ -91,20 +87,10 @@ class LeaseModel:
             self.settle()
             assert could <= (adapter_id in {load.adapter_id for load in self.slots.values()})
 
-    def renew(self, instance: str) -> None:
-        known = instance in self.last_seen_s
-        assert self.table.renew(instance, self.now_s) == known
-        if known:
-            self.last_seen_s[instance] = self.now_s
-
-    def expire(self) -> None:
-        silent = [i for i, seen_s in self.last_seen_s.items() if self.now_s - seen_s > LEASE_TIMEOUT_S]
-        self._forget(silent)
-        assert sorted(self.table.expire(self.now_s)) == sorted(silent)
-        self.settle()
-
     def drop_instance(self, instance: str) -> None:
-        self._forget([instance])
+        for kept in (self.leases, self.waiting):
+            for key in [key for key in kept if key[0] == instance]:
+                del kept[key]
         self.table.drop_instance(instance, self.now_s)
         self.settle()
 
@@ -112,13 +98,6 @@ class LeaseModel:
         self.capacity = capacity
         self.table.resize(capacity, self.now_s)
         self.settle()
-
-    def _forget(self, instances: list[str]) -> None:
-        for instance in instances:
-            self.last_seen_s.pop(instance, None)
-            for kept in (self.leases, self.waiting):
-                for key in [key for key in kept if key[0] == instance]:
-                    del kept[key]
 
     # Replay and checks
 
@@ -232,7 +211,7 @@ class LeaseModel:
             for instance, adapter_id in list(self.leases):
                 self.release(instance, adapter_id)
             assert len(self.waiting) < num_waiting
-        for instance in list(self.last_seen_s):
+        for instance in INSTANCES:
             self.drop_instance(instance)
         for adapter_id in list(self.registered):
             self.unregister(adapter_id)
@@ -240,6 +219,6 @@ class LeaseModel:
         assert not self.owned
         table, residency = self.table, self.table._residency
         assert residency._pages.num_free == PAGES_PER_RANK
-        left_over = (table._queue, table._leases, table._last_seen_s, residency._adapters)
-        assert left_over == ({}, {}, {}, {})
+        left_over = (table._queue, table._leases, residency._adapters)
+        assert left_over == ({}, {}, {})
         assert sorted(residency._free_slots) == list(range(len(residency._generations)))

@@ -52,17 +52,9 @@ class LeaseMachine(RuleBasedStateMachine):
     def prefetch(self, adapter_id: str) -> None:
         self.model.prefetch(adapter_id)
 
-    @rule(instance=instances)
-    def renew(self, instance: str) -> None:
-        self.model.renew(instance)
-
     @rule(after_s=st.sampled_from([0.5, 1.5, 3.0]))
     def time_passes(self, after_s: float) -> None:
         self.model.now_s += after_s
-
-    @rule()
-    def expire(self) -> None:
-        self.model.expire()
 
     @rule(instance=instances)
     def drop_instance(self, instance: str) -> None:
@@ -93,15 +85,11 @@ def one_operation(model: LeaseModel, rng: random.Random) -> None:
         model.cancel(instance, adapter_id)
     elif choice < 0.8:
         model.prefetch(adapter_id)
-    elif choice < 0.88:
-        model.renew(instance)
-    elif choice < 0.9:
-        model.expire()
-    elif choice < 0.91:
+    elif choice < 0.81:
         model.drop_instance(instance)
-    elif choice < 0.93:
+    elif choice < 0.83:
         model.resize(rng.randint(1, 4))
-    elif choice < 0.95:
+    elif choice < 0.87:
         model.unregister(adapter_id)
     else:
         model.register(adapter_id)

@@ -11,7 +11,7 @@ ONE_PAGE = {0: {0: 1}}
 
 def make_table(capacity: int = 2, pages=(8,), adapters: str = "abcd", shard=ONE_PAGE) -> LeaseTable:
     """One rank with a page a adapter, unless told: only slots are scarce."""
-    table = LeaseTable(capacity, pages, 1000, lease_timeout_s=10.0, starvation_s=5.0)
+    table = LeaseTable(capacity, pages, 1000, starvation_s=5.0)
     for adapter_id in adapters:
         table.register(adapter_id, shard)
     return table
@@ -184,36 +184,16 @@ def test_release_of_a_lease_not_held_changes_nothing():
     assert table.stats().num_leases == 1
 
 
-def test_silent_instance_loses_leases_and_place_in_the_queue():
-    table = make_table(capacity=1)
-    table.acquire("dead", "a", 0.0)
-    table.acquire("dead", "b", 0.0)
-    table.acquire("alive", "c", 0.0)
-    assert table.renew("alive", 10.0)
-    table.take_events()
-    assert table.expire(10.0) == []
-    assert table.expire(10.1) == ["dead"]
-    assert granted(table) == [("alive", "c")]
-    assert not table.renew("dead", 10.2)
-    assert not table.release("dead", "a", 10.2)
-    assert table.stats().num_waiting == 0
-
-
-def test_acquire_counts_as_a_heartbeat():
-    table = make_table()
-    table.acquire("i", "a", 0.0)
-    table.acquire("i", "a", 9.0)
-    assert table.expire(18.0) == []
-
-
-def test_dropped_instance_frees_what_it_held():
+def test_dropped_instance_frees_what_it_held_and_waits_no_more():
     table = make_table(capacity=1)
     table.acquire("i", "a", 0.0)
+    table.acquire("i", "c", 0.5)
     table.acquire("j", "b", 1.0)
     table.take_events()
     table.drop_instance("i", 2.0)
     assert granted(table) == [("j", "b")]
-    assert not table.renew("i", 3.0)
+    assert not table.release("i", "a", 3.0)
+    assert table.stats().num_waiting == 0
 
 
 def test_unregistered_adapter_serves_those_who_came_before():
@@ -263,7 +243,6 @@ def test_unknown_adapter_is_refused(call):
     table = make_table()
     with pytest.raises(AdapterNotFoundError, match="'x' is not registered with the LoRA Server"):
         getattr(table, call)(*(["i"] if call == "acquire" else []), "x", 0.0)
-    assert not table.renew("i", 1.0)
 
 
 def test_prefetch_loads_without_a_lease():
@@ -332,11 +311,11 @@ def test_capacity_below_one_is_refused(capacity):
 
 
 def test_adapter_larger_than_an_arena_is_refused_with_the_least_memory_that_works():
-    table = LeaseTable(1, [8, 1000], 2_000_000, lease_timeout_s=10.0, starvation_s=5.0)
+    table = LeaseTable(1, [8, 1000], 2_000_000, starvation_s=5.0)
     message = r"needs 9 pages on LoRA Server rank 0, .* choose lora_server_memory_gb=0.018 or more"
     with pytest.raises(ConfigError, match=message):
         table.register("a", {0: {0: 5, 1: 4}, 1: {0: 9}})
-    table = LeaseTable(1, [9, 1000], 2_000_000, lease_timeout_s=10.0, starvation_s=5.0)
+    table = LeaseTable(1, [9, 1000], 2_000_000, starvation_s=5.0)
     table.register("a", {0: {0: 5, 1: 4}, 1: {0: 9}})
     assert table.acquire("i", "a", 0.0) is not None
 

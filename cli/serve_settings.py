@@ -1,0 +1,105 @@
+"""The options of `moe-lora serve`, laid over the settings of its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moe_lora.core.request import name_problem
+
+if TYPE_CHECKING:
+    from moe_lora.dist.cluster import ClusterConfig
+
+_SERVER_FIELDS = {
+    "lora_capacity": "capacity",
+    "lora_server_memory_gb": "memory_gb",
+    "transport": "transport",
+    "load_gb_per_s": "load_gb_per_s",
+}
+
+
+def _server_options(file: Mapping[str, Any] | None, given: dict[str, Any]) -> Mapping[str, Any] | None:
+    """Fields of LoraServerConfig, those of options taken out of `given` and laid over the file's.
+
+    Raises click.UsageError if there is no server to which they belong.
+    """
+    layout = {"layout": given.pop("lora_server")} if "lora_server" in given else {}
+    fields = {field: given.pop(option) for option, field in _SERVER_FIELDS.items() if option in given}
+    if file is None and not layout:
+        if fields:
+            raise click.UsageError(f"{', '.join(fields)}: these need --lora-server, such as EP1-PP1")
+        return None
+    return {**(file or {}), **layout, **fields}
+
+
+def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConfig:
+    """What to serve.  Options that were not given are None, or empty.
+
+    Raises ConfigError, click.UsageError and click.BadParameter.
+    """
+    from moe_lora.core.config import EngineConfig
+    from moe_lora.dist.cluster import ClusterConfig, read_cluster
+
+    given = {name: value for name, value in options.items() if value is not None}
+    model_dir, name = given.pop("model_dir", None), given.pop("served_model_name", None)
+    front_end = {field: given.pop(field) for field in ("host", "port", "routing") if field in given}
+    adapters = (*map(_named_path, given.pop("lora_modules")), *find_adapters(given.pop("lora_dir")))
+    if given.pop("no_prefix_caching"):
+        given["prefix_caching"] = False
+    if config_file is not None:
+        file = read_cluster(config_file)
+    elif model_dir is None:
+        raise click.UsageError("give MODEL_DIR, or --config with a file that names one")
+    else:
+        file = ClusterConfig(engine=EngineConfig(model_dir=model_dir), served_model_name="")
+    server = _server_options(file.lora_server, given)
+    if model_dir is not None:
+        given["model_dir"] = model_dir
+        name = name or (Path(model_dir).resolve().name)
+    name = name or file.served_model_name
+    names = [adapter for adapter, _ in adapters]
+    kept = tuple(one for one in file.engine.adapters if one[0] not in names)
+    if name in names:
+        raise click.UsageError(
+            f"{name!r} names the base model and an adapter; give another --served-model-name"
+        )
+    return replace(
+        file,
+        engine=replace(file.engine, adapters=kept + adapters, **given),
+        served_model_name=name,
+        lora_server=server,
+        front_end=replace(file.front_end, **front_end),
+    )
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (separator and name and path):
+        raise click.BadParameter(f"{text!r} is not NAME=PATH", param_hint="--lora-modules")
+    if problem := name_problem(name):
+        raise click.BadParameter(f"the name {name!r} {problem}", param_hint="--lora-modules")
+    return name, path
+
+
+def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, directory) of every PEFT adapter in or below the folders, sorted by name.
+
+    Raises click.BadParameter for a folder without any and for unfit names; EngineConfig refuses names that
+    come twice.
+    """
+    found: list[tuple[str, str]] = []
+    for folder in folders:
+        here = [place for place, _, files in os.walk(folder) if "adapter_config.json" in files]
+        if not here:
+            raise click.BadParameter(f"no adapter_config.json in or below {folder}", param_hint="--lora-dir")
+        for place in here:
+            name = Path(place).resolve().name
+            if problem := name_problem(name):
+                raise click.BadParameter(f"the folder name {name!r} {problem}", param_hint="--lora-dir")
+            found.append((name, place))
+    return sorted(found)

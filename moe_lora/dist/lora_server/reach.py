@@ -1,0 +1,37 @@
+"""Where a process is reached by the others around a LoRA Server."""
+
+from __future__ import annotations
+
+import socket
+
+from moe_lora.core.config import LoraServerConfig
+from moe_lora.core.errors import LoraServerError
+from moe_lora.dist.transport.contract import Transport
+from moe_lora.dist.transport.make import make_transport
+
+from .control import parse_address
+
+
+def own_host(address: str) -> str:
+    """The IP address from which this host reaches a control address, and is reached by those around it.
+
+    Raises LoraServerError if there is no way there.
+    """
+    family, place = parse_address(address)
+    if family == "AF_UNIX":
+        return "127.0.0.1"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect(place)  # sends nothing: the system only chooses the way
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise LoraServerError(
+            f"there is no way to lora_server_address={address} from this host ({error}); correct the address"
+        ) from error
+
+
+def server_transport(server: LoraServerConfig, name: str) -> Transport:
+    """This process's end of the transport that the settings name."""
+    if server.transport == "gloo":
+        return make_transport("gloo", name=name, host=own_host(server.address))
+    return make_transport(server.transport, name=name)

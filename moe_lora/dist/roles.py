@@ -1,0 +1,135 @@
+"""The roles of a cluster that hold models and adapters: one process each, or the ranks of a torchrun job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.errors import ConfigError
+
+from .cluster import ClusterConfig, parse_host_port, read_cluster
+from .ranks import StartRank
+
+_PARENT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those of its torchrun job; without torchrun, the first of one."""
+
+    dist_rank: int = 0
+    num_ranks: int = 1
+    under_torchrun: bool = False
+
+    @staticmethod
+    def here() -> Place:
+        return Place(
+            int(os.environ.get("RANK", "0")),
+            int(os.environ.get("WORLD_SIZE", "1")),
+            "TORCHELASTIC_RUN_ID" in os.environ,
+        )
+
+
+def serve_role(path: str, role: str, name: str) -> int:
+    """Run a role until SIGTERM or SIGINT; the exit code.
+
+    Raises ConfigError, LoraServerError or AdapterError for what keeps it from starting.
+    """
+    cluster, place = read_cluster(path), Place.here()
+    if role == "lora-server":
+        return serve_lora_server(cluster, place)
+    return serve_instance(cluster, place, name)
+
+
+def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
+    """One rank of the LoRA Server: the process's rank in its torchrun job."""
+    from .lora_server.partition import Layout
+
+    config = cluster.instance()
+    if config.lora_server is None:
+        raise ConfigError("the file has no lora_server section, so there is none to start; add one")
+    layout = Layout.parse(config.lora_server.layout)
+    if layout.num_ranks != place.num_ranks:
+        raise ConfigError(
+            f"lora_server.layout={layout} has {layout.num_ranks} ranks, but this job has {place.num_ranks} "
+            f"processes; start it with torchrun --nproc-per-node {layout.num_ranks}, or change the layout"
+        )
+    os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"})
+    from .build import build_rank
+
+    rank = build_rank(StartRank(config, place.dist_rank))
+    stop_on_signals(rank.stop, place)
+    rank.run()
+    return 0
+
+
+def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
+    """One LLM instance, which dials the front end; its first rank is the engine, others follow it."""
+    from moe_lora.engine.process import usable_cores, worker_environment
+    from moe_lora.engine.shares import thread_share
+
+    config = cluster.instance(name)
+    host, port = parse_host_port("front_end.engines_address", cluster.engines_address())
+    key = cluster.secret()
+    if place.num_ranks not in (1, config.expert_parallel):
+        raise ConfigError(
+            f"this job has {place.num_ranks} processes, but engine.expert_parallel={config.expert_parallel}; "
+            f"start it with torchrun --nproc-per-node {config.expert_parallel}"
+        )
+    threads = thread_share(config.num_threads, config.num_instances, usable_cores())
+    # Instances and incarnations that began with one seed would give unseeded requests the same answers.
+    seed = config.seed + zlib.crc32(f"{name} {time.time_ns()}".encode())
+    config = replace(config, num_threads=threads, seed=seed)
+    os.environ.update(worker_environment(config.threads_per_process))
+    if place.dist_rank:
+        from .meeting import join_engine
+
+        join_engine(key, name, place.dist_rank)
+        return 0
+    return _serve_engine(config, place, host, port, key)
+
+
+def _serve_engine(config: EngineConfig, place: Place, host: str, port: int, key: str) -> int:
+    from moe_lora.engine.build import build_engine
+    from moe_lora.engine.dial_in import DialIn
+    from moe_lora.engine.loop import EngineLoop
+    from moe_lora.engine.wire import Hello, new_incarnation
+
+    from .meeting import meet_followers
+
+    followers = meet_followers(config, key, place.num_ranks) if place.num_ranks > 1 else None
+    core = build_engine(config, followers)
+    front_end = DialIn(host, port, key)
+    loop = EngineLoop(core, front_end.emit)
+    stop_on_signals(front_end.stop, place)
+    loop.start()
+    front_end.run(Hello(config.instance, new_incarnation(), core.info), loop.inbox)
+    loop.join()
+    return 1 if front_end.failed else 0
+
+
+def stop_on_signals(stop: Callable[[], None], place: Place) -> None:
+    """Call `stop` on SIGTERM, SIGINT, and when the torchrun that started this process is gone."""
+
+    def stop_aside(*_: object) -> None:
+        # Not in the handler: what it interrupts may hold a lock that stopping needs.
+        threading.Thread(target=stop, name="stop", daemon=True).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop_aside)
+    if place.under_torchrun:
+        threading.Thread(
+            target=_stop_with_parent, args=(os.getppid(), stop), name="parent-watch", daemon=True
+        ).start()
+
+
+def _stop_with_parent(parent: int, stop: Callable[[], None]) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_S)
+    stop()

@@ -1,0 +1,40 @@
+"""An engine that was away gets the adapters that the others serve."""
+
+from __future__ import annotations
+
+import logging
+
+from moe_lora.core.errors import EngineDeadError
+
+from .loop_client import LoopClient
+from .roster import ServedAdapter
+
+logger = logging.getLogger(__name__)
+
+
+def catch_up(
+    client: LoopClient,
+    served: dict[str, ServedAdapter],
+    have: dict[str, ServedAdapter],
+    missing: set[str],
+) -> None:
+    """Load and unload until the engine has what is `served`; what fails is noted as missing."""
+    for name in [name for name in have if name not in served]:
+        if name not in missing:
+            client.call("unload_adapter", name).result()
+        missing.discard(name)
+        del have[name]
+    for name, adapter in served.items():
+        if have.get(name) == adapter:
+            continue
+        try:
+            client.call("load_adapter", name, adapter.path, True).result()
+            missing.discard(name)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.error("adapter %s can't be loaded again: %s; other instances serve it", name, error)
+            if name in have and name not in missing:
+                client.call("unload_adapter", name).result()
+            missing.add(name)
+        have[name] = adapter

@@ -1,0 +1,87 @@
+"""Network namespaces that stand for hosts: joined by a switch in a namespace of its own, always removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from .cluster_jobs import Host
+
+NETWORK = "10.213.77"
+
+
+class Unavailable(Exception):
+    """This machine can't make namespaces."""
+
+
+class Network:
+    """One namespace for each name, with an address each.  Raises Unavailable; used as a context manager."""
+
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
+        self._names = list(names)
+        self._tag = f"moelora{os.getpid()}"
+        self._switch = f"{self._tag}-switch"
+        self._made: list[str] = []
+        self.hosts = {
+            name: Host(
+                name, f"{NETWORK}.{number}", folder / name, ("ip", "netns", "exec", f"{self._tag}-{name}")
+            )
+            for number, name in enumerate(names, start=1)
+        }
+
+    def __enter__(self) -> Network:
+        if shutil.which("ip") is None:
+            raise Unavailable("there is no command ip (iproute2)")
+        try:
+            self._add(self._switch)
+            self._ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+            self._ip("-n", self._switch, "link", "set", "bridge", "up")
+            for number, name in enumerate(self._names, start=1):
+                self._plug_in(f"{self._tag}-{name}", f"port{number}", self.hosts[name].address)
+        except subprocess.CalledProcessError as error:
+            self.__exit__()
+            raise Unavailable(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._made:
+            self._ip("netns", "delete", self._made.pop())
+
+    def cut(self, one: str, other: str, *, apart: bool = True) -> None:
+        """Drop, silently, what these two send each other; apart=False: no longer."""
+        for name in (one, other):
+            state = "on" if apart else "off"
+            self._ip(
+                "-n", self._switch, "link", "set", self._port(name), "type", "bridge_slave", "isolated", state
+            )
+
+    def num_bytes_to(self, name: str) -> int:
+        """Bytes that the switch has sent to a host."""
+        shown = self._ip("-n", self._switch, "-s", "-j", "link", "show", self._port(name))
+        count: int = json.loads(shown)[0]["stats64"]["tx"]["bytes"]
+        return count
+
+    def _port(self, name: str) -> str:
+        return f"port{self._names.index(name) + 1}"
+
+    def _plug_in(self, namespace: str, port: str, address: str) -> None:
+        self._add(namespace)
+        self._ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "eth0", "netns", namespace)
+        self._ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+        self._ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
+        for link in ("lo", "eth0"):
+            self._ip("-n", namespace, "link", "set", link, "up")
+
+    def _add(self, namespace: str) -> None:
+        self._ip("netns", "add", namespace)
+        self._made.append(namespace)
+
+    def _ip(self, *words: str) -> str:
+        return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout

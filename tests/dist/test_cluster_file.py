@@ -1,0 +1,129 @@
+"""cluster.yaml: what is read, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from moe_lora.core.config import EngineConfig, LoraServerConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.dist.cluster import FrontEndConfig, read_cluster
+
+WHOLE = """
+model_dir: base
+served_model_name: demo
+adapters:
+  upper: adapters/upper
+  lower: /elsewhere/lower
+key_file: cluster.key
+engine: {dtype: float32, eager: true, kv_cache_gb: 1, decode_buckets: [1, 8], max_model_len: null}
+lora_server: {layout: EP2-PP1, capacity: 4, address: "10.0.0.2:7500", store_dir: store, transport: gloo}
+front_end: {host: 0.0.0.0, port: 80, engines_address: "10.0.0.1:7600", routing: round_robin}
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_text(text: str):
+        (tmp_path / "cluster.yaml").write_text(text)
+        return read_cluster(tmp_path / "cluster.yaml")
+
+    (tmp_path / "cluster.key").write_text("secret\n")
+    return read_text
+
+
+def test_settings_of_every_section_arrive(read, tmp_path):
+    cluster = read(WHOLE)
+    assert cluster.engine == EngineConfig(
+        model_dir=str(tmp_path / "base"),
+        adapters=(("upper", str(tmp_path / "adapters/upper")), ("lower", "/elsewhere/lower")),
+        dtype="float32",
+        eager=True,
+        kv_cache_gb=1.0,
+        decode_buckets=(1, 8),
+    )
+    assert cluster.front_end == FrontEndConfig(
+        host="0.0.0.0", port=80, engines_address="10.0.0.1:7600", routing="round_robin"
+    )
+    assert (cluster.served_model_name, cluster.secret()) == ("demo", "secret")
+    config = cluster.instance("instance-1")
+    assert config.instance == "instance-1"
+    assert config.lora_server == LoraServerConfig(
+        layout="EP2-PP1",
+        capacity=4,
+        address="10.0.0.2:7500",
+        key="secret",
+        store_dir=str(tmp_path / "store"),
+        transport="gloo",
+    )
+
+
+def test_a_model_alone_is_enough_for_one_host(read):
+    cluster = read("model_dir: some/base")
+    assert cluster.served_model_name == "base"
+    assert cluster.instance().lora_server is None
+
+
+def test_the_key_is_not_shown(read):
+    assert "secret" not in repr(read("model_dir: m\nkey: secret"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[1]", "must be a mapping"),
+        ("a: b: c", "not valid YAML"),
+        ("engine: {}", "model_dir=None must be a text"),
+        ("model_dir: m\nmodell: x", "modell is not a setting; allowed are model_dir, served_model_name"),
+        ("model_dir: m\nengine: {max_seqs: 3}", "engine.max_seqs is not a setting; allowed are dtype"),
+        ("model_dir: m\nengine: {model_dir: x}", "engine.model_dir is not a setting"),
+        ("model_dir: m\nlora_server: {key: x}", "lora_server.key is not a setting; allowed are layout"),
+        ("model_dir: m\nfront_end: {ports: 1}", "allowed are host, port, engines_address, routing"),
+        ("model_dir: m\nengine: {max_loras: many}", "engine.max_loras='many' must be a whole number"),
+        ("model_dir: m\nengine: {max_loras: true}", "engine.max_loras=True must be a whole number"),
+        ("model_dir: m\nengine: {max_model_len: x}", "must be a whole number or null"),
+        ("model_dir: m\nengine: {decode_buckets: [x]}", "must be a list of whole numbers or null"),
+        ("model_dir: m\nengine: {max_loras: 0}", "max_loras=0 must be 1 or more"),
+        ("model_dir: m\nlora_server: {capacity: 0}", "lora_capacity=0 must be 1 or more"),
+        ("model_dir: m\nfront_end: {port: 70000}", "front_end.port=70000 must be between"),
+        ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
+        ("model_dir: m\nadapters: [a]", "adapters must be a mapping"),
+        ("model_dir: m\nadapters: {'a,b': x}", "without commas"),
+        ("model_dir: m\nadapters: {m: x}", "names the base model and an adapter"),
+        ("model_dir: m\nkey: 5", "key=5 must be a text"),
+        ("model_dir: m\nkey_file: absent", "absent can't be read"),
+        ("model_dir: m\nkey: a\nkey_file: cluster.key", "both given"),
+    ],
+)
+def test_what_can_not_be_right_is_named(read, text, reason):
+    with pytest.raises(ConfigError, match=r"cluster\.yaml") as caught:
+        read(text)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("lora_server: {address: 'h:1', store_dir: s}", "give key_file"),
+        ("lora_server: {store_dir: s}\nkey: k", "lora_server.address is needed"),
+        ("lora_server: {address: 'h:1'}\nkey: k", "lora_server.store_dir is needed"),
+    ],
+)
+def test_what_several_hosts_need_is_asked_for_when_a_role_starts(read, text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        read(f"model_dir: m\n{text}").instance()
+
+
+def test_where_instances_dial_in_must_be_known(read):
+    with pytest.raises(ConfigError, match="engines_address is needed"):
+        read("model_dir: m").engines_address()
+
+
+def test_docs_describe_every_field():
+    text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    left_out = {"model_dir", "lora_server", "instance", "key"}
+    for kind in (EngineConfig, LoraServerConfig, FrontEndConfig):
+        for one in fields(kind):
+            assert one.name in left_out or f"`{one.name}`" in text, one.name

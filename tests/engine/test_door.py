@@ -1,0 +1,317 @@
+"""Engines that dial in: scripted loops behind real connections, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from moe_lora.core.clock import WallClock
+from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.engine.dial_in import DialIn
+from moe_lora.engine.door import Door
+from moe_lora.engine.fleet import FleetClient
+from moe_lora.engine.messages import Abort, Call, Dead, Generate, Outputs, Reply, Stop
+from moe_lora.engine.roster import Roster
+from moe_lora.engine.wire import Hello, new_incarnation
+from moe_lora.policies.routing import RoundRobin
+
+from .fleet_parts import INFO
+
+KEY = "a secret"
+ADVICE = "none has dialled in"
+
+
+class ScriptedLoop(threading.Thread):
+    """An engine loop that answers every request with its number, unless told to hold requests."""
+
+    def __init__(self, emit: Callable, number: int, adapters: dict[str, tuple[str, int]]) -> None:
+        super().__init__(daemon=True)
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.adapters = adapters
+        self.holds = threading.Event()
+        self.held: list[str] = []
+        self.aborted: list[str] = []
+        self.calls: list[tuple] = []
+        self.num_steps = 0
+        self._emit = emit
+        self._number = number
+
+    def run(self) -> None:
+        while not isinstance(command := self.inbox.get(), Stop):
+            if isinstance(command, Generate):
+                self._generate(command.request.request_id)
+            elif isinstance(command, Abort):
+                self.aborted.append(command.request_id)
+                self._emit(
+                    Outputs([TokenOutput(request_id=command.request_id, token_ids=(), finish_reason="abort")])
+                )
+            elif isinstance(command, Call):
+                self.calls.append((command.method, *command.args))
+                self._emit(Reply(command.call_id, getattr(self, command.method)(*command.args)))
+            else:
+                command()
+
+    def _generate(self, request_id: str) -> None:
+        self.num_steps += 1
+        if self.holds.is_set():
+            self.held.append(request_id)
+            self._emit(Outputs([TokenOutput(request_id=request_id, token_ids=(self._number,))]))
+            return
+        output = TokenOutput(request_id=request_id, token_ids=(self._number,), finish_reason="length")
+        self._emit(Outputs([output]))
+
+    def model_info(self):
+        return INFO
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_steps=self.num_steps)
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        return [self._info(name) for name in self.adapters]
+
+    def load_adapter(self, name: str, path: str, replaces: bool) -> AdapterInfo:
+        assert replaces
+        self.adapters[name] = (path, self.adapters.get(name, ("", 0))[1] + 1)
+        return self._info(name)
+
+    def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
+    def _info(self, name: str) -> AdapterInfo:
+        path, version = self.adapters[name]
+        return AdapterInfo(
+            name=name, version=version, lora_rank=1, nbytes=1, targets=(), path=path, residency="host"
+        )
+
+
+class Instance:
+    """An instance's process, as far as the front end can tell."""
+
+    def __init__(
+        self, name: str, port: int, *, number=0, key=KEY, info=INFO, adapters=None, incarnation=None
+    ):
+        self.incarnation = incarnation or new_incarnation()
+        self.dial = DialIn("127.0.0.1", port, key)
+        self.loop = ScriptedLoop(self.dial.emit, number, dict(adapters or {}))
+        hello = Hello(name, self.incarnation, info)
+        self._thread = threading.Thread(target=self.dial.run, args=(hello, self.loop.inbox), daemon=True)
+        self.loop.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.dial.stop()
+        self._thread.join(10)
+        self.loop.join(10)
+        assert not self._thread.is_alive()
+        assert not self.loop.is_alive()
+
+
+class FrontEnd:
+    def __init__(self, port: int = 0, adapters=()) -> None:
+        self.roster = Roster((), adapters, ADVICE)
+        self.fleet = FleetClient(self.roster, RoundRobin(), WallClock())
+        self.door = Door("127.0.0.1", port, KEY, self.roster)
+        self.port = self.door.port
+
+    def names(self) -> list[str]:
+        return sorted(instance.name for instance in self.roster.live)
+
+    def ask(self, request_id: str) -> tuple[int, ...]:
+        async def collect() -> tuple[int, ...]:
+            request = GenerateRequest(
+                request_id=request_id, prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=4)
+            )
+            return tuple([t async for output in self.fleet.generate(request) for t in output.token_ids])
+
+        return asyncio.run(collect())
+
+    def close(self) -> None:
+        self.door.close()
+        asyncio.run(self.fleet.close())
+
+
+@pytest.fixture
+def made():
+    """What a test made, stopped after it, the latest first."""
+    things: list = []
+    yield things
+    for thing in reversed(things):
+        thing.stop() if isinstance(thing, Instance) else thing.close()
+
+
+@pytest.fixture
+def front_end(made) -> FrontEnd:
+    made.append(FrontEnd(adapters=[("start", "places/start")]))
+    return made[0]
+
+
+@pytest.fixture
+def join(made, front_end):
+    def make(name: str, port: int | None = None, **facts) -> Instance:
+        made.append(Instance(name, port or front_end.port, **facts))
+        return made[-1]
+
+    return make
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+START = {"start": ("places/start", 1)}
+
+
+def test_nobody_there_is_an_error_that_says_so(front_end):
+    with pytest.raises(EngineDeadError, match=ADVICE):
+        front_end.ask("a")
+
+
+def test_instances_that_dial_in_share_the_requests(front_end, join):
+    for number, name in enumerate(("one", "two")):
+        join(name, number=number, adapters=START)
+    until(lambda: front_end.names() == ["one", "two"])
+    assert sorted(front_end.ask(str(n)) for n in range(4)) == [(0,), (0,), (1,), (1,)]
+    assert [one.num_restarts for one in front_end.roster.instances] == [0, 0]
+
+
+def test_requests_of_one_that_leaves_go_on_at_another(front_end, join):
+    leaving = join("one", number=1, adapters=START)
+    leaving.loop.holds.set()
+    until(lambda: front_end.names() == ["one"])
+    answers: list[tuple[int, ...]] = []
+    asking = threading.Thread(target=lambda: answers.append(front_end.ask("a")))
+    asking.start()
+    until(lambda: leaving.loop.held == ["a"])
+    join("two", number=2, adapters=START)
+    until(lambda: front_end.names() == ["one", "two"])
+    leaving.dial.stop()
+    asking.join(20)
+    assert answers == [(1, 2)]
+    assert front_end.names() == ["two"]
+
+
+def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_end, join):
+    first = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    asyncio.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    second = join("two", adapters={**START, "left": ("places/left", 1)})
+    until(lambda: front_end.names() == ["one", "two"])
+    assert second.loop.adapters == {**START, "later": ("places/later", 1)}
+    assert ("load_adapter", "start", "places/start", True) not in first.loop.calls + second.loop.calls
+
+
+def test_instance_stays_as_it_is_when_the_front_end_is_another(front_end, join, made):
+    instance = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    asyncio.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.close()
+    other = FrontEnd(front_end.port, [("start", "places/start")])
+    made.insert(0, other)
+    until(lambda: other.names() == ["one"])
+    # A front end that starts serves what its file says.
+    assert instance.loop.adapters == START
+    assert instance.loop.is_alive()
+    assert other.ask("a") == (0,)
+
+
+def test_lost_front_end_ends_its_requests(front_end, join, made):
+    instance = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    instance.loop.holds.set()
+    errors: list[EngineDeadError] = []
+
+    def ask() -> None:
+        with pytest.raises(EngineDeadError) as caught:
+            front_end.ask("a")
+        errors.append(caught.value)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: instance.loop.held)
+    front_end.close()
+    asking.join(20)
+    assert len(errors) == 1
+    until(lambda: instance.loop.aborted == ["a"])
+    # The same id may come again, and what is said of the first is not taken for the second's.
+    instance.loop.holds.clear()
+    other = FrontEnd(front_end.port, [("start", "places/start")])
+    made.insert(0, other)
+    until(lambda: other.names() == ["one"])
+    assert other.ask("a") == (0,)
+
+
+def test_connection_that_comes_back_is_no_restart_and_counts_nothing_twice(front_end, join):
+    instance = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    for n in range(3):
+        front_end.ask(str(n))
+    assert asyncio.run(front_end.fleet.stats()).num_steps == 3
+    front_end.roster.instances[0].client.shut_down()
+    entry = front_end.roster.instances[0]
+    before = entry.client
+    until(lambda: entry.live and entry.client is not before)
+    assert asyncio.run(front_end.fleet.stats()).num_steps == 3
+    assert entry.num_restarts == 0
+    instance.stop()
+    until(lambda: not entry.live)
+    join("one", adapters=START)
+    until(lambda: entry.live)
+    front_end.ask("again")
+    assert asyncio.run(front_end.fleet.stats()).num_steps == 4
+    assert entry.num_restarts == 1
+
+
+def test_second_of_a_name_waits_until_the_first_has_left(front_end, join, caplog):
+    first = join("one", number=1, adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    join("one", number=2, adapters=START)
+    until(lambda: "give each its own --name" in caplog.text)
+    assert front_end.ask("a") == (1,)
+    first.stop()
+    until(lambda: front_end.names() == ["one"] and front_end.roster.instances[0].num_restarts == 1)
+    assert front_end.ask("b") == (2,)
+
+
+def test_another_model_is_refused_with_the_difference(front_end, join, caplog):
+    join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    join("two", info=replace(INFO, max_model_len=4096))
+    until(lambda: "max_model_len is 4096 there and 64 at the other instances" in caplog.text)
+    assert front_end.names() == ["one"]
+
+
+def test_another_key_is_turned_away_on_both_sides(front_end, join, caplog):
+    join("one", key="another secret")
+    until(lambda: "is its key another?" in caplog.text and "is the key the same?" in caplog.text)
+    assert front_end.names() == []
+
+
+def test_stranger_who_says_nothing_holds_up_nobody(front_end, join):
+    with socket.create_connection(("127.0.0.1", front_end.port)):
+        join("one", adapters=START)
+        until(lambda: front_end.names() == ["one"])
+
+
+def test_engine_that_fails_leaves_and_its_process_is_told(front_end, join):
+    instance = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    instance.dial.emit(Dead(EngineDeadError("it broke")))
+    until(lambda: front_end.names() == [])
+    assert instance.dial.failed
+    instance.stop()
+
+
+def test_taken_address_is_an_error_that_names_the_setting(front_end):
+    with pytest.raises(ConfigError, match=rf"engines_address=127\.0\.0\.1:{front_end.port}"):
+        Door("127.0.0.1", front_end.port, KEY, Roster(()))
