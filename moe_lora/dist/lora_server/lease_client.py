@@ -77,7 +77,7 @@ class LeaseClient(threading.Thread):
                 lambda: adapter_id in self._confirmed or adapter_id in self._rejected or not self.connected,
                 _ANSWER_S,
             )
-            error = self._rejected.get(adapter_id)
+            error = self._rejected.pop(adapter_id, None)
             if error is not None:
                 self._registered.discard(adapter_id)
                 raise CapacityError(error)
