@@ -45,7 +45,9 @@ def random_adapter(
     """An adapter with random matrices at the modules given (None: at all); its name is its content hash."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     targets = modules or tuple(module for site in shape.sites for module in site.modules)
-    layers = tuple(_random_layer(shape, lora_rank, targets, dtype, generator) for _ in range(shape.num_layers))
+    layers = tuple(
+        _random_layer(shape, lora_rank, targets, dtype, generator) for _ in range(shape.num_layers)
+    )
     return PackedAdapter(
         name=name,
         layers=layers,
@@ -88,7 +90,9 @@ class Cluster:
         self.shape = shape
         folder = Path(self._folder.name)
         fields = {"capacity": 4, "sites": "all", "memory_gb": 0.01, "store_dir": str(folder / "store")}
-        self.config = LoraServerConfig(layout=layout, address=f"{folder}/leader", key=KEY, **fields | settings)
+        self.config = LoraServerConfig(
+            layout=layout, address=f"{folder}/leader", key=KEY, **fields | settings
+        )
         self.num_ranks = Layout.parse(layout).num_ranks
         self.client_ranks = 1
         self._ranks: dict[int, tuple[ServerRank, threading.Thread]] = {}

@@ -41,7 +41,9 @@ def test_too_little_memory_is_refused_with_the_least_that_works(layout, lora_ran
 
 def test_default_memory_holds_capacity_times_the_largest_adapter():
     partition = Partition(SHAPE, Layout.parse("EP2-PP2"), 1)
-    adapters = [random_adapter(name, SHAPE, lora_rank) for name, lora_rank in (("a", 2), ("b", 16), ("c", 16))]
+    adapters = [
+        random_adapter(name, SHAPE, lora_rank) for name, lora_rank in (("a", 2), ("b", 16), ("c", 16))
+    ]
     memory = plan_memory(CONFIG, partition, torch.float32, adapters)
     table = LeaseTable(memory.capacity, memory.num_pages, memory.page_bytes, starvation_s=1.0)
     for adapter in adapters:
