@@ -211,7 +211,8 @@ class ControlServer:
     """Accepts connections; each is served by the handler of its role, in a thread of its own.
 
     agreed: what every peer's hello must repeat under "agreed" (protocol version, model, dtype).  address:
-    where it listens, the port chosen if 0 was asked for.  Raises LoraServerError if the address can't be listened at.
+    where it listens, the port chosen if 0 was asked for.
+    Raises LoraServerError if the address can't be listened at.
     """
 
     def __init__(

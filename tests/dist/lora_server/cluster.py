@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,6 +19,7 @@ from moe_lora.adapters.packed import PackedAdapter, PackedLayer
 from moe_lora.core.config import LoraServerConfig
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.dist.lora_server.attach import LoraServerClient
+from moe_lora.dist.lora_server.control import ControlConnection
 from moe_lora.dist.lora_server.lease_client import LeaseClient
 from moe_lora.dist.lora_server.partition import Layout
 from moe_lora.dist.lora_server.rank import RankConfig, ServerRank
@@ -33,6 +34,12 @@ def until(condition: Callable[[], object], what: str = "the condition holds") ->
     while not condition():
         assert time.monotonic() < deadline_s, f"not within 20 s: {what}"
         time.sleep(0.005)
+
+
+def hear_until_the_end(connection: ControlConnection) -> NoReturn:
+    """Raises what ends the connection: EOFError or OSError."""
+    while True:
+        connection.receive(20.0)
 
 
 def random_adapter(

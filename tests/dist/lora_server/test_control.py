@@ -16,7 +16,7 @@ import pytest
 from moe_lora.core.errors import LoraServerError
 from moe_lora.dist.lora_server.control import ControlConnection, ControlServer, Message, dial
 
-from .cluster import KEY, until
+from .cluster import KEY, hear_until_the_end, until
 
 AGREED = {"protocol": 3, "dtype": "torch.float32", "num_layers": 4}
 HELLO = {"role": "echo", "name": "me", "agreed": AGREED}
@@ -96,8 +96,7 @@ def test_peer_that_is_gone_ends_both_directions():
         connection = connect(served)
         served.server.close()
         with pytest.raises((EOFError, OSError)):
-            while True:
-                connection.receive(1.0)
+            hear_until_the_end(connection)
         until(lambda: _sending_fails(connection))
 
 
@@ -157,7 +156,7 @@ def test_successor_listens_where_a_killed_process_did():
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", ":1", "host:99999", "rel/path"])
 def test_address_that_is_none_is_refused(address):
-    with pytest.raises(LoraServerError, match="lora_server_address=.* is neither host:port nor an absolute"):
+    with pytest.raises(LoraServerError, match=r"lora_server_address=.* is neither host:port nor an absolute"):
         dial(address, b"k", HELLO, 0.1)
 
 
@@ -183,7 +182,7 @@ def test_nothing_is_left_of_connections_that_ended():
     with echo() as served:
         idle = threading.active_count()
         connect(served).close()
-        until(lambda: not served.server._connections)
+        until(lambda: threading.active_count() <= idle)
         time.sleep(0.1)
         files, threads = open_files(), threading.active_count()
         for _ in range(20):

@@ -12,7 +12,7 @@ from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.control import dial
 from moe_lora.dist.lora_server.lease_client import LeaseClient
 
-from .cluster import KEY, Cluster, random_adapter, until
+from .cluster import KEY, Cluster, hear_until_the_end, random_adapter, until
 from .shapes import model_shape
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
@@ -93,8 +93,7 @@ def test_instance_that_came_back_is_heard_on_its_newest_connection_only(cluster)
     with contextlib.suppress(OSError):  # it is being closed
         old.send("release", adapter_id="a")
     with pytest.raises((EOFError, OSError)):
-        while True:
-            old.receive(20.0)
+        hear_until_the_end(old)
     new.send("stats", request=1)
     assert new.receive(20.0)["stats"]["num_leases"] == 1
     old.close()
