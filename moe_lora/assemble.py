@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -123,7 +124,8 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
         yield config
         return
 
-    from moe_lora.dist.lora_server.partition import Layout
+    from moe_lora.core.shape import ModelShape
+    from moe_lora.dist.lora_server.partition import Layout, Partition
     from moe_lora.dist.ranks import LoraServerProcesses
 
     with TemporaryDirectory(prefix="moe_lora-") as directory:
@@ -133,6 +135,9 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
             key=secrets.token_hex(16),
             store_dir=f"{directory}/adapters",
         )
+        # Checked before there are as many processes as a layout that can't work asks for.
+        shape = ModelShape.from_hf_config(json.loads((Path(config.model_dir) / "config.json").read_text()))
+        Partition(shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites)
         config = replace(config, lora_server=server)
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         num_ranks = Layout.parse(server.layout).num_ranks
