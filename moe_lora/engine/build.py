@@ -69,7 +69,8 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     clock = WallClock()
     pages = PageAllocator(size.num_pages)
     blocks = BlockManager(pages, config.block_size, size.kv_pages, prefix_caching=config.prefix_caching)
-    placement: Placement = LocalPlacement(pages, layout.page_bytes, writer, blocks)
+    load_rate = None if config.load_gb_per_s is None else config.load_gb_per_s * 1e9
+    placement: Placement = LocalPlacement(pages, layout.page_bytes, writer, blocks, load_rate)
     if rank.lora_server is not None:
         placement = RemotePlacement(rank.lora_server)
     residency = Residency(placement, blocks, clock)
@@ -83,6 +84,7 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         starvation_s=config.starvation_s,
+        shortest_first=config.queue == "sjf-oracle",
     )
     info = model_info(config, shape, dtype)
     logger.info(
