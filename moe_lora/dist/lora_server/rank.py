@@ -121,7 +121,7 @@ class ServerRank:
         for adapter in packed:
             self._store.put(adapter)
         memory = plan_memory(config.server, self._partition, config.dtype, packed)
-        self.loop = DataLoop(config.shape, self._shelf_maker(memory), self._transport)
+        self.loop = self._data_loop(memory)
         orders = Orders(self.loop.shelf, self._store)
         # Later incarnations count from later: a generation of an earlier leader is always lower.
         first_generation = time.time_ns() // 1_000_000 << 20
@@ -170,7 +170,7 @@ class ServerRank:
         membership = Membership(address, self._key, hello, self.stop)
         facts = membership.welcome
         memory = Memory(facts["capacity"], tuple(facts["num_pages"]), facts["page_bytes"])
-        self.loop = DataLoop(config.shape, self._shelf_maker(memory), self._transport)
+        self.loop = self._data_loop(memory)
         built.set()
         membership.begin(Orders(self.loop.shelf, self._store))
         self._threads.append(membership)
@@ -178,6 +178,10 @@ class ServerRank:
     def _hello(self, role: str) -> Message:
         facts = {"server_rank": self._config.server_rank, "agreed": self._agreed}
         return {"role": role, "name": self._name, **facts}
+
+    def _data_loop(self, memory: Memory) -> DataLoop:
+        config = self._config
+        return DataLoop(config.shape, self._shelf_maker(memory), self._transport, config.server.lora_time)
 
     def _shelf_maker(self, memory: Memory) -> Callable[[Callable[[], None]], Shelf]:
         config = self._config
@@ -194,6 +198,7 @@ class ServerRank:
                 device=config.device,
                 on_progress=wake,
                 load_bytes_per_s=None if rate is None else rate * 1e9,
+                layer_wise=config.server.layer_wise,
             )
 
         return make
