@@ -7,7 +7,6 @@ import queue
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
 
@@ -183,7 +182,6 @@ def test_nothing_is_left_of_connections_that_ended():
         idle = threading.active_count()
         connect(served).close()
         until(lambda: threading.active_count() <= idle)
-        time.sleep(0.1)
         files, threads = open_files(), threading.active_count()
         for _ in range(20):
             connection = connect(served)
