@@ -8,7 +8,7 @@ from .disagg_device import Device
 
 GPUS_PER_INSTANCE = 4
 PARTS = ("rates", "cache ratio", "ablation", "unpaced")
-FIXED_RATE_PER_S = 80.0
+FIXED_RATE_PER_S = 100.0
 """Of the parts without a sweep of the rate: above what the coupled baseline serves within its SLO."""
 
 
