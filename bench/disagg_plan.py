@@ -8,7 +8,7 @@ from .disagg_device import Device
 
 GPUS_PER_INSTANCE = 4
 PARTS = ("rates", "cache ratio", "ablation", "unpaced")
-FIXED_RATE_PER_S = 80.0
+FIXED_RATE_PER_S = 100.0
 """Of the parts without a sweep of the rate: above what the coupled baseline serves within its SLO."""
 
 
@@ -124,7 +124,7 @@ def make_plan(device: Device, size: str) -> Plan:
             Series(part="rates", system=remote, rates_per_s=(100.0, 200.0)),
         ]
         return Plan(duration_s=6.0, warm_up_s=1.0, series=tuple(series))
-    few, many = (50.0, 65.0, 80.0, 95.0, 120.0), (50.0, 120.0, 190.0, 260.0, 330.0)
+    few, many = (50.0, 65.0, 80.0, 95.0, 120.0), (50.0, 130.0, 210.0, 290.0, 370.0)
     series = [
         Series(part="rates", system=s, rates_per_s=few) for s in (base, with_sjf(base), less, with_sjf(less))
     ]

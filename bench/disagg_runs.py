@@ -170,6 +170,8 @@ def measure(
     busy_s, start_s = _cpu_s(), time.monotonic()
     outcome = replay(requests, options, connect=partial(completions, client, _MODEL))
     elapsed_s = time.monotonic() - start_s
+    if outcome.interrupted:
+        raise KeyboardInterrupt  # half a run is no result
     cpu_share = (_cpu_s() - busy_s) / elapsed_s / (os.cpu_count() or 1)
     slowdown = plan.slowdown if series.paced else 1.0
     records = [_in_emulated_time(record, slowdown) for record in outcome.records]
