@@ -12,7 +12,7 @@ cache fall free often enough for short waits, so measured rates of small caches 
 
 Expected on 12 GPUs, 256 adapters, Zipf 1.2, Azure's answers up to 128 tokens: coupled 50/50 (3 x 12 slots)
 48 requests/s, coupled 40/60 (3 x 10) 35, disaggregated (2 instances, 90 slots) 348: a ratio of 7 and 10, less
-what short waits give the coupled side.  DBRX is the model of table 3 with few slots an instance.  The same rule
+what short waits give the coupled side.  DBRX is the model of table 3 with few slots.  The same rule
 for Mixtral-8x7B on 8 GPUs (25 slots an instance, 104 on 2 server GPUs) gives 300 against 593: a ratio of 2.
 """
 
