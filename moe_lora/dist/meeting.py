@@ -14,7 +14,7 @@ from pathlib import Path
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.engine.follower import follow
-from moe_lora.engine.followers import Followers
+from moe_lora.engine.followers import Followers, instance_directory
 
 _MEET_S = 120.0
 _RETRY_S = 0.1
@@ -36,7 +36,7 @@ def meet_followers(config: EngineConfig, key: str, num_ranks: int) -> Followers:
                     f"rank {missing} of {config.instance} did not come within {_MEET_S:g} s"
                 ) from error
             found[connection.recv()] = connection
-    return Followers(config, [found[dist_rank] for dist_rank in sorted(found)])
+    return Followers([found[dist_rank] for dist_rank in sorted(found)], instance_directory())
 
 
 def join_engine(key: str, name: str, dist_rank: int) -> None:
