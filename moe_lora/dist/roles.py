@@ -100,14 +100,14 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
 
 def _serve_engine(config: EngineConfig, place: Place, host: str, port: int, key: str) -> int:
     from moe_lora.engine.build import build_engine
-    from moe_lora.engine.dial_in import DialIn
+    from moe_lora.engine.dial_in import FrontEndLink
     from moe_lora.engine.loop import EngineLoop
     from moe_lora.engine.torchrun import gather_followers
     from moe_lora.engine.wire import Hello, new_incarnation
 
     followers = gather_followers(config) if place.num_ranks > 1 else None
     core = build_engine(config, followers)
-    front_end = DialIn(host, port, key)
+    front_end = FrontEndLink(host, port, key)
     loop = EngineLoop(core, front_end.emit)
     stop_on_signals(front_end.stop, place)
     loop.start()

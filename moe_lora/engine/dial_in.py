@@ -19,7 +19,7 @@ _RETRY_S = 0.5
 Inbox = queue.SimpleQueue[Command | Callable[[], None]]
 
 
-class DialIn:
+class FrontEndLink:
     """Carries commands from the front end at host:port to an engine loop, and its events back.
 
     What the loop emits while there is no front end is dropped: nobody waits for it.

@@ -76,7 +76,10 @@ def test_the_key_is_not_shown(read):
         ("[1]", "must be a mapping"),
         ("a: b: c", "not valid YAML"),
         ("engine: {}", "model_dir=None must be a text"),
-        ("model_dir: m\nmodell: x", "modell is not a setting; allowed are model_dir, served_model_name"),
+        (
+            "model_dir: m\nmodel_directory: x",
+            "model_directory is not a setting; allowed are model_dir, served_model_name",
+        ),
         ("model_dir: m\nengine: {max_seqs: 3}", "engine.max_seqs is not a setting; allowed are dtype"),
         ("model_dir: m\nengine: {model_dir: x}", "engine.model_dir is not a setting"),
         ("model_dir: m\nlora_server: {key: x}", "lora_server.key is not a setting; allowed are layout"),

@@ -19,11 +19,11 @@ CUT_S = 6.0
 """Longer than peers may be silent (3 s) before they count as gone."""
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory) -> Iterator[Network]:
+@pytest.fixture
+def network(tmp_path) -> Iterator[Network]:
     with ExitStack() as stack:
         try:
-            network = stack.enter_context(Network(ROLES, tmp_path_factory.mktemp("hosts")))
+            network = stack.enter_context(Network(ROLES, tmp_path))
         except Unavailable as error:
             pytest.skip(f"this machine can't make network namespaces: {error}")
         yield network

@@ -15,7 +15,7 @@ import pytest
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.engine.dial_in import DialIn
+from moe_lora.engine.dial_in import FrontEndLink
 from moe_lora.engine.door import Door
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.messages import Abort, Call, Dead, Generate, Outputs, Reply, Stop
@@ -99,7 +99,7 @@ class Instance:
         self, name: str, port: int, *, number=0, key=KEY, info=INFO, adapters=None, incarnation=None
     ):
         self.incarnation = incarnation or new_incarnation()
-        self.dial = DialIn("127.0.0.1", port, key)
+        self.dial = FrontEndLink("127.0.0.1", port, key)
         self.loop = ScriptedLoop(self.dial.emit, number, dict(adapters or {}))
         hello = Hello(name, self.incarnation, info)
         self._thread = threading.Thread(target=self.dial.run, args=(hello, self.loop.inbox), daemon=True)
