@@ -17,8 +17,6 @@ from typing import Any
 from moe_lora.kernels.gpu.configs import Choice, Config, Entry, Table, config_space
 from moe_lora.report.results import read_json, write_json
 
-MAX_LORA_RANK = 512
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target:

@@ -44,7 +44,7 @@ class RankConfig:
     """What a server rank is started with.
 
     expert_parallel: ranks of each instance.  adapters: (name, directory) pairs that the leader puts into the
-    store at the start and sizes the arenas by.
+    store at the start and sizes the arenas by.  lora_kernel: how deltas are computed (`kernels.lora`).
     """
 
     server: LoraServerConfig
@@ -54,6 +54,7 @@ class RankConfig:
     server_rank: int
     expert_parallel: int = 1
     starvation_s: float = 5.0
+    lora_kernel: str = "sgmv"
     adapters: tuple[tuple[str, str], ...] = ()
 
 
@@ -121,7 +122,7 @@ class ServerRank:
         for adapter in packed:
             self._store.put(adapter)
         memory = plan_memory(config.server, self._partition, config.dtype, packed)
-        self.loop = DataLoop(config.shape, self._shelf_maker(memory), self._transport)
+        self.loop = self._data_loop(memory)
         orders = Orders(self.loop.shelf, self._store)
         # Later incarnations count from later: a generation of an earlier leader is always lower.
         first_generation = time.time_ns() // 1_000_000 << 20
@@ -170,7 +171,7 @@ class ServerRank:
         membership = Membership(address, self._key, hello, self.stop)
         facts = membership.welcome
         memory = Memory(facts["capacity"], tuple(facts["num_pages"]), facts["page_bytes"])
-        self.loop = DataLoop(config.shape, self._shelf_maker(memory), self._transport)
+        self.loop = self._data_loop(memory)
         built.set()
         membership.begin(Orders(self.loop.shelf, self._store))
         self._threads.append(membership)
@@ -178,6 +179,10 @@ class ServerRank:
     def _hello(self, role: str) -> Message:
         facts = {"server_rank": self._config.server_rank, "agreed": self._agreed}
         return {"role": role, "name": self._name, **facts}
+
+    def _data_loop(self, memory: Memory) -> DataLoop:
+        config = self._config
+        return DataLoop(config.shape, self._shelf_maker(memory), self._transport, config.lora_kernel)
 
     def _shelf_maker(self, memory: Memory) -> Callable[[Callable[[], None]], Shelf]:
         config = self._config
