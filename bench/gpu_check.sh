@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that needs one Hopper GPU, in under 9 minutes: versions, tuning of the LoRA kernels, kernel and
-# engine tests (of what was tuned), their benchmark, smoke of the engine. A part that fails or runs out of time does not stop the next ones;
-# the exit status is that of the worst. Writes to the folder given as first argument (default: bench/results), as
-# it goes, so that a part cut off leaves what it had. Installs nothing but the C++ library, built in place.
+# engine tests (with what was tuned), the kernels' benchmark, smoke of the engine. A part that fails or runs out
+# of time does not stop the next ones; the exit status is that of the worst. Writes to the folder given as first
+# argument (default: bench/results), as it goes, so that a part cut off leaves what it had. Installs nothing but
+# the C++ library, built in place.
 #
 #   bench/gpu_check.sh [FOLDER]     PYTHON=python3.12 bench/gpu_check.sh    BENCH_ARGS=--quick bench/gpu_check.sh
 set -uo pipefail

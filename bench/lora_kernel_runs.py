@@ -113,11 +113,7 @@ class CaseRun:
         work = self.case.work
         found = speeds(own, work.bytes[phase], work.flops[phase], times, rates)
         if self._roles[name] == "ours":
-            others = (
-                other
-                for at, other in self.passes
-                if at == phase and self._roles[other] in _OTHERS
-            )
+            others = (other for at, other in self.passes if at == phase and self._roles[other] in _OTHERS)
             found["speedup_over"] = {
                 other: ratio(times[f"{phase}/{other}"], times[f"{phase}/{name}"]) for other in others
             }

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from moe_lora.core.config import LORA_KERNELS
+
 from .errors import user_errors
 from .variadic import VariadicCommand
 

@@ -45,7 +45,7 @@ class SharedSegments:
         num_slots: int,
         kernel: str,
     ) -> Segments:
-        """`gpu.segments.rows_for` of these rows; ids are kept, so that no other tensor can be taken for them."""
+        """`gpu.segments.rows_for` of these rows; ids are kept: no other tensor can be taken for them."""
         from .gpu.segments import rows_for
 
         place = _DENSE if ids is None else layer
@@ -72,8 +72,8 @@ def lora_shrink(
 ) -> Shrunk:
     """h = x_row @ A.T of each row that has an adapter; operands as in `reference.lora_delta`.
 
-    decode: the phase, which on CUDA may choose tiles and grids, never another result.  batch_rank: the largest
-    rank in this batch, if known; see `gpu.lora`.  Raises ValueError for operands that don't fit.
+    decode: the phase, which on CUDA may choose tiles and grids, never another result.  batch_rank: the
+    largest rank in this batch, if known; see `gpu.lora`.  Raises ValueError for operands that don't fit.
     """
     operands = (x, ids, site, layer, row_slot, slots, arena)
     if x.is_cpu:
@@ -116,8 +116,8 @@ def lora_delta(
 ) -> None:
     """out = delta of each row, zero where it has no adapter; see `reference.lora_delta`.
 
-    out: [T, N] or [T*K, N] in x's dtype, overwritten.  Added to y, it gives the bits of a shrink and an expand
-    on the same device: the fused kernel is not allowed.
+    out: [T, N] or [T*K, N] in x's dtype, overwritten.  Added to y, it gives the bits of a shrink and an
+    expand on the same device: the fused kernel is not allowed.
     """
     operands = (x, ids, site, layer, row_slot, slots, arena)
     if x.is_cpu:

@@ -86,8 +86,8 @@ class SlotTable:
         """Largest rank of any adapter at `site`, having checked that its matrices lie within the arena.
 
         itemsize: bytes of an element.  Looks at the tables, and so waits for the device, only if one was
-        written since the last call.  Raises ValueError for an offset or a rank outside what is allowed, and for a
-        site whose entries the tables don't have.
+        written since the last call.  Raises ValueError for an offset or a rank outside what is allowed, and
+        for a site whose entries the tables don't have.
         """
         key = (site.entry_base, itemsize, arena_bytes)
         tables = (self.a_offset, self.b_offset, self.lora_rank)

@@ -73,8 +73,8 @@ def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: 
 class HostDeltas:
     """Deltas straight from adapters in host memory: slower, one adapter at a time, by the CPU library.
 
-    The same bits as those of a server that computes on CPU, whichever kernel it uses; close to, but not the bits
-    of, one that computes on CUDA.
+    The same bits as those of a server that computes on CPU, whichever kernel it uses; close to, but not the
+    bits of, one that computes on CUDA.
     """
 
     def __init__(self, shape: ModelShape, store: HostStore) -> None:

@@ -6,17 +6,17 @@ Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H i
     lora_expand  y = round(y + delta)       delta = round(scale * h @ B.T), in the model's dtype
     lora_delta   out = delta                zero where there is none
 
-Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta is
-the same bits whatever else is in the batch, in decode and in prefill.  Mixed ranks 1..512 go in one launch;
-nothing is padded in memory.  In fp16, whose largest number is 65504, h overflows to infinity where x_row @ A.T
-exceeds that; the two-byte h of `wgmma` and `fused` knows no scale.
+Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta
+is the same bits whatever else is in the batch, in decode and in prefill.  Mixed ranks 1..512 go in one
+launch; nothing is padded in memory.  In fp16 the h of `wgmma` and `fused`, two numbers of that dtype without
+a scale, is infinite where x_row @ A.T exceeds 65504; `vector` keeps h in fp32.
 Launches never wait for the device, once the slot table was looked at after it was written.  When they are
-captured into a CUDA graph, give `max_lora_rank`: a bound of every adapter that replays may meet, since replays
-skip the check against it.
+captured into a CUDA graph, give `max_lora_rank`: a bound of every adapter that replays may meet, since
+replays skip the check against it.
 
 kernel: "sgmv" takes the algorithm that `choose` picks, or the one named by `algorithm`.  Baselines: "bgmv" is
-Punica's (each row at the batch's maximum rank, in compute and traffic), "mbgmv" S-LoRA's (each row at its true
-rank).
+Punica's (each row at the batch's maximum rank, in compute and traffic), "mbgmv" S-LoRA's (each row at its
+true rank).
 Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section 5.2.
 """
 
@@ -113,8 +113,8 @@ def lora_delta(
 ) -> None:
     """out = delta of each row, zeros where it has no adapter; all of out is overwritten.
 
-    Adding out to y in its dtype gives the bits of `lora_shrink` and `lora_expand`, unless algorithm="fused" or
-    allow_fused lets the table choose that.  out: like y of `lora_expand`.  The rest is as in `lora_shrink`.
+    Adding out to y in its dtype gives the bits of `lora_shrink` and `lora_expand`, unless algorithm="fused"
+    or allow_fused lets the table choose that.  out: like y of `lora_expand`.  The rest is `lora_shrink`'s.
     """
     operands = (x, ids, site, layer, row_slot, slots, arena)
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)

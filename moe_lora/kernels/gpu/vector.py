@@ -9,7 +9,7 @@ Small programs keep bytes in flight: 4 programs per SM (110 registers a thread a
 for 26 KB.  These are reckonings; nothing has been measured on a GPU.
 
 The layout in which threads hold a tile decides in which order its products are added, and the compiler may
-choose another for an x or y that is less aligned: so neither their addresses nor their strides are specialized.
+choose another for an x or y that is less aligned: neither their addresses nor their strides are specialized.
 
 PADDED is Punica's BGMV as it runs mixed ranks: every row is computed, and read, at the batch's maximum rank.
 What lies behind a matrix is read within the arena's bounds and discarded by a select.

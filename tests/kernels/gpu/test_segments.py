@@ -61,6 +61,9 @@ def test_slots_and_experts_outside_the_tables_count_as_none(device):
     built = segments.build_segments(row_slot, ids, 4, 3)
     assert int(built.count) == 1
     assert int(built.rows[0]) == 0
+    unsorted = segments.unsorted_rows(row_slot, ids, 4, 3)
+    assert unsorted.described[:, 2:].tolist() == [[0, 0]] + [[-1, -1]] * 5
+    assert segments.unsorted_rows(row_slot, None, 4, 0).described[:, 2].tolist() == [0, -1, -1]
 
 
 def test_wrong_shapes_and_dtypes_are_refused(device):
