@@ -14,7 +14,7 @@ from .gpu_cases import DOWN, GATE_UP, QKV, assert_delta, make_batch
 
 WIDE = SiteCase("o", ("o",), 1040, (72,))
 WIDE_EXPERTS = SiteCase("gate_up", ("gate", "up"), 1024, (24, 24), num_experts=2)
-TOKENS = 48
+TOKENS = 45
 CASES = st.sampled_from(
     [("sgmv", name) for name in ("wgmma", "vector", "fused")] + [("bgmv", None), ("mbgmv", None)]
 )
@@ -38,17 +38,17 @@ def test_row_alone_in_decode_has_the_bits_of_a_step_with_a_prefill_chunk(device,
         assert torch.equal(alone, mixed[token * per_token : (token + 1) * per_token])
 
 
-@pytest.mark.parametrize("algorithm", ["wgmma", "vector"])
+@pytest.mark.parametrize("algorithm", ["wgmma", "fused"])
 def test_segment_of_several_tiles(device, small_blocks, algorithm):
     """All rows have one adapter; the last tile is not full."""
-    batch = make_batch(QKV, torch.bfloat16, "identical", device, tokens=TOKENS - 3)
+    batch = make_batch(QKV, torch.bfloat16, "identical", device, tokens=TOKENS, lora_ranks=[16])
     together = deltas(batch, algorithm=algorithm)
     assert_delta(together, batch)
-    assert torch.equal(deltas(batch.tokens([TOKENS - 4]), algorithm=algorithm), together[-1:])
+    assert torch.equal(deltas(batch.tokens([TOKENS - 1]), algorithm=algorithm), together[-1:])
 
 
 @settings(
-    max_examples=8,
+    max_examples=6,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -57,7 +57,7 @@ def test_segment_of_several_tiles(device, small_blocks, algorithm):
     site=st.sampled_from([QKV, GATE_UP, DOWN]),
     kind=st.sampled_from(["uniform", "zipf", "identical"]),
     seed=st.integers(0, 2**16),
-    tokens=st.integers(2, 18),
+    tokens=st.integers(2, 12),
     data=st.data(),
 )
 def test_any_order_company_and_split_of_experts(device, small_blocks, case, site, kind, seed, tokens, data):
