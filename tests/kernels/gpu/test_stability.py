@@ -12,8 +12,8 @@ from moe_lora.kernels.gpu import lora
 from ..kernel_cases import SiteCase
 from .gpu_cases import DOWN, GATE_UP, QKV, assert_delta, make_batch
 
-WIDE = SiteCase("o", ("o",), 1040, (72,))
-WIDE_EXPERTS = SiteCase("gate_up", ("gate", "up"), 1024, (24, 24), num_experts=2)
+WIDE = SiteCase("o", ("o",), 2048, (1032,))
+WIDE_EXPERTS = SiteCase("gate_up", ("gate", "up"), 2048, (256, 256), num_experts=2)
 TOKENS = 45
 CASES = st.sampled_from(
     [("sgmv", name) for name in ("wgmma", "vector", "fused")] + [("bgmv", None), ("mbgmv", None)]
@@ -33,7 +33,9 @@ def test_row_alone_in_decode_has_the_bits_of_a_step_with_a_prefill_chunk(device,
     batch = make_batch(site, dtype, "zipf", device, tokens=20, lora_ranks=[8, 70, 3])
     mixed, per_token = deltas(batch), batch.num_rows // 20
     assert_delta(mixed, batch)
-    for token in (0, 7, 19):
+    # Another order of sums shows in a few of a thousand bf16 values: compare them all, then rows that are alone.
+    assert torch.equal(deltas(batch, decode=True), mixed)
+    for token in (0, 19):
         alone = deltas(batch.tokens([token]), decode=True)
         assert torch.equal(alone, mixed[token * per_token : (token + 1) * per_token])
 
