@@ -33,7 +33,7 @@ def test_row_alone_in_decode_has_the_bits_of_a_step_with_a_prefill_chunk(device,
     batch = make_batch(site, dtype, "zipf", device, tokens=20, lora_ranks=[8, 70, 3])
     mixed, per_token = deltas(batch), batch.num_rows // 20
     assert_delta(mixed, batch)
-    # Another order of sums shows in a few of a thousand bf16 values: compare them all, then rows that are alone.
+    # Another order of sums shows in a few of many bf16 values: compare them all, then rows that are alone.
     assert torch.equal(deltas(batch, decode=True), mixed)
     for token in (0, 19):
         alone = deltas(batch.tokens([token]), decode=True)
