@@ -48,6 +48,11 @@ class Decode:
         self.core = core
         self._names = [adapters[i % len(adapters)] if adapters else None for i in range(num_requests)]
         self._runs = 0
+        self._timed_ns: list[tuple[int, int]] = []
+
+    def timed(self, exchanges: list[Exchange]) -> list[Exchange]:
+        """Those of the timed steps."""
+        return [e for e in exchanges if any(start <= e.sent_ns <= end for start, end in self._timed_ns)]
 
     def decode(self, num_steps: int) -> float:
         """Seconds of `num_steps` decode steps; the prefill, and the wait for leases, come before."""
@@ -63,13 +68,14 @@ class Decode:
         started = 0
         while started < len(self._names):
             started += len(self.core.step())
-        start_s = time.perf_counter()
+        start_ns = time.monotonic_ns()
         for _ in range(num_steps):
             self.core.step()
-        seconds = time.perf_counter() - start_s
+        end_ns = time.monotonic_ns()
+        self._timed_ns.append((start_ns, end_ns))
         while self.core.has_work:
             self.core.step()
-        return seconds
+        return (end_ns - start_ns) / 1e9
 
 
 def session_of(core: EngineCore) -> ClientSession:
@@ -218,9 +224,8 @@ def cell(
         contestant.decode(steps)
     with observed(remote) as exchanges:
         times = interleave({name: (c, steps, rounds) for name, c in contestants.items()}, rounds)
-    decode_only = [e for e in exchanges if e.taken_ns]
     result = {
-        **shares(decode_only),
+        **shares(contestants["remote"].timed(exchanges)),
         "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
         "local_over_base": ratio(times["local"], times["base"]),
         "remote_over_base": ratio(times["remote"], times["base"]),

@@ -26,9 +26,9 @@ from rich.table import Table
 
 from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
-from tests.dist.cluster import Outcome, Tokens, local_tokens, served_tokens
 from tests.dist.combinations import FACTORS, is_possible, title
 from tests.dist.covering import Row, all_rows
+from tests.dist.forked_cluster import Outcome, Tokens, local_tokens, served_tokens
 from tests.dist.served_models import ServedModel, make_served_model
 
 Expected = Callable[[str, str], tuple[ServedModel, Tokens]]

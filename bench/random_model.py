@@ -114,16 +114,23 @@ def write_model(path: Path, size: ModelSize, seed: int = 0) -> Path:
 
 
 def write_adapter(
-    path: Path, size: ModelSize, model_dir: Path, lora_rank: int, *, experts: bool, seed: int
+    path: Path,
+    size: ModelSize,
+    model_dir: Path,
+    lora_rank: int,
+    *,
+    experts: bool,
+    seed: int,
+    attention: bool = True,
 ) -> Path:
-    """Write a PEFT adapter on attention, and on the experts (`target_parameters`) if asked; its folder."""
+    """Write a PEFT adapter on attention, on the experts (`target_parameters`), or on both; its folder."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 
     config = LoraConfig(
         r=lora_rank,
         lora_alpha=2 * lora_rank,
-        target_modules=list(_ATTENTION),
+        target_modules=list(_ATTENTION) if attention else [],
         target_parameters=list(_EXPERTS) if experts else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(model_dir),
@@ -131,7 +138,7 @@ def write_adapter(
     )
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for prefix, rows, d_in, d_out in _lora_pairs(size, lora_rank, experts):
+    for prefix, rows, d_in, d_out in _lora_pairs(size, lora_rank, experts, attention):
         tensors[f"{prefix}.lora_A.weight"] = _noise((rows, d_in), d_in**-0.5, generator)
         tensors[f"{prefix}.lora_B.weight"] = _noise((d_out, rows), 0.2 * lora_rank**-0.5, generator)
     config.save_pretrained(str(path))
@@ -193,12 +200,14 @@ def _attention_sizes(size: ModelSize) -> dict[str, tuple[int, int]]:
     return dict(zip(_ATTENTION, sizes, strict=True))
 
 
-def _lora_pairs(size: ModelSize, lora_rank: int, experts: bool) -> Iterator[tuple[str, int, int, int]]:
+def _lora_pairs(
+    size: ModelSize, lora_rank: int, experts: bool, attention: bool
+) -> Iterator[tuple[str, int, int, int]]:
     """(key, rows of A, in, out) of each pair; the experts of a layer share one pair of R * E rows."""
     hidden, inner, rows = size.hidden_size, size.intermediate_size, lora_rank * size.num_experts
     for layer in range(size.num_layers):
         prefix = f"base_model.model.model.layers.{layer}"
-        for name, (d_in, d_out) in _attention_sizes(size).items():
+        for name, (d_in, d_out) in _attention_sizes(size).items() if attention else ():
             yield f"{prefix}.self_attn.{name}", lora_rank, d_in, d_out
         if experts:
             yield f"{prefix}.mlp.experts.base_layer", rows, hidden, 2 * inner

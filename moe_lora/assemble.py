@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 from moe_lora.core.config import EngineConfig, LoraServerConfig
 from moe_lora.dist.cluster import ClusterConfig
 from moe_lora.engine.client import EngineClient
+from moe_lora.policies.routing import Router
 
 
 def serve(
@@ -75,10 +77,12 @@ def serve_front_end(cluster: ClusterConfig) -> None:
 
 
 @contextmanager
-def engine_processes(config: EngineConfig, routing: str = "least_outstanding") -> Iterator[EngineClient]:
+def engine_processes(
+    config: EngineConfig, routing: str | Router = "least_outstanding"
+) -> Iterator[EngineClient]:
     """Engine processes, ended with the context: one, or several that stand in for each other.
 
-    Several are restarted when they end; one is not.
+    Several are restarted when they end; one is not.  routing: a name of `policies.routing.ROUTERS`, or one.
     """
     from moe_lora.engine.process import ProcessClient, start_processes, usable_cores
     from moe_lora.engine.shares import instance_config, thread_share
@@ -102,10 +106,11 @@ def engine_processes(config: EngineConfig, routing: str = "least_outstanding") -
     def launch(index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]) -> ProcessClient:
         return ProcessClient(instance_config(config, index, num_starts, adapters), wait=False)
 
+    router = ROUTERS[routing]() if isinstance(routing, str) else routing
     clock = WallClock()
     clients = start_processes([instance_config(config, i, 0, config.adapters) for i in range(count)])
     roster = Roster(clients, config.adapters)
-    fleet = FleetClient(roster, ROUTERS[routing](), clock)
+    fleet = FleetClient(roster, router, clock)
     Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
     try:
         yield fleet
@@ -123,7 +128,8 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
         yield config
         return
 
-    from moe_lora.dist.lora_server.partition import Layout
+    from moe_lora.core.shape import ModelShape
+    from moe_lora.dist.lora_server.partition import Layout, Partition
     from moe_lora.dist.ranks import LoraServerProcesses
 
     with TemporaryDirectory(prefix="moe_lora-") as directory:
@@ -133,6 +139,9 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
             key=secrets.token_hex(16),
             store_dir=f"{directory}/adapters",
         )
+        # Checked before there are as many processes as a layout that can't work asks for.
+        shape = ModelShape.from_hf_config(json.loads((Path(config.model_dir) / "config.json").read_text()))
+        Partition(shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites)
         config = replace(config, lora_server=server)
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         num_ranks = Layout.parse(server.layout).num_ranks

@@ -6,10 +6,12 @@ import os
 from dataclasses import dataclass
 
 from .errors import ConfigError
+from .step_profile import StageTime, StepProfile
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
+QUEUES = ("fcfs", "sjf-oracle")
 MAX_COUNT = 2**31 - 1
 _COUNTS = (
     "max_loras",
@@ -33,7 +35,9 @@ class LoraServerConfig:
     instances; "auto": the experts where the model has any.
     max_rows: rows in one message.  depth: messages on their way between one client and one server rank.
     answer_timeout_s: an answer that takes longer is computed by the instance itself.  load_gb_per_s: upper
-    bound on the rate at which a rank loads adapters; None = none.
+    bound on the rate at which a rank loads adapters; None = none.  layer_wise: a layer of an adapter serves
+    as soon as it is there; False: none before all are.  lora_time: of one layer, on the device that a rank
+    emulates; None = none (see `StepProfile`).
     """
 
     layout: str = "EP1-PP1"
@@ -49,6 +53,8 @@ class LoraServerConfig:
     answer_timeout_s: float = 30.0
     lease_timeout_s: float = 5.0
     load_gb_per_s: float | None = None
+    layer_wise: bool = True
+    lora_time: StageTime | None = None
 
     def __post_init__(self) -> None:
         _choice("lora_sites", self.sites, ("auto", "all", "experts"))
@@ -78,8 +84,11 @@ class EngineConfig:
     processes together; None = all cores.  num_instances: engines that share this machine; what is chosen
     from the free memory is divided by it.  starvation_s: a request that waits longer than this for its
     adapter stops younger ones from being admitted before it.  lora_kernel: how deltas are computed, "sgmv" or
-    one of the papers' baselines (see `kernels.lora`).  lora_server: where deltas are computed; None
-    = here.  instance: this engine's name in a cluster.
+    one of the papers' baselines (see `kernels.lora`).  lora_server: where deltas are computed; None = here.
+    instance: this engine's name in a cluster.  queue: "fcfs", or "sjf-oracle": least max_tokens first, for
+    comparisons where every answer has its full length.  step_profile: another device's step times, emulated
+    by sleeping; None = none.  load_gb_per_s: upper bound on the rate at which adapters are loaded, between
+    steps; None = none.
     """
 
     model_dir: str
@@ -104,22 +113,24 @@ class EngineConfig:
     lora_kernel: str = "sgmv"
     lora_server: LoraServerConfig | None = None
     instance: str = "instance-0"
+    queue: str = "fcfs"
+    step_profile: StepProfile | None = None
+    load_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, DEVICES)
         _choice("lora_kernel", self.lora_kernel, LORA_KERNELS)
+        _choice("queue", self.queue, QUEUES)
         for name in _COUNTS:
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("kv_cache_gb", "lora_memory_gb"):
+        for name in ("kv_cache_gb", "lora_memory_gb", "load_gb_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(
-                    f"{name}={value} must be positive (or leave it out to choose it automatically)"
-                )
+                raise ConfigError(f"{name}={value} must be positive (or leave it out)")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "

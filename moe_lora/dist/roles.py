@@ -88,9 +88,12 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
     config = replace(config, num_threads=threads, seed=seed)
     os.environ.update(worker_environment(config.threads_per_process))
     if place.dist_rank:
-        from .meeting import join_engine
+        from moe_lora.engine.torchrun import follow_rank_0
 
-        join_engine(key, name, place.dist_rank)
+        # The first rank decides when its followers end; they notice when it is gone.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        follow_rank_0()
         return 0
     return _serve_engine(config, place, host, port, key)
 
@@ -99,11 +102,10 @@ def _serve_engine(config: EngineConfig, place: Place, host: str, port: int, key:
     from moe_lora.engine.build import build_engine
     from moe_lora.engine.dial_in import DialIn
     from moe_lora.engine.loop import EngineLoop
+    from moe_lora.engine.torchrun import gather_followers
     from moe_lora.engine.wire import Hello, new_incarnation
 
-    from .meeting import meet_followers
-
-    followers = meet_followers(config, key, place.num_ranks) if place.num_ranks > 1 else None
+    followers = gather_followers(config) if place.num_ranks > 1 else None
     core = build_engine(config, followers)
     front_end = DialIn(host, port, key)
     loop = EngineLoop(core, front_end.emit)

@@ -71,7 +71,8 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     clock = WallClock()
     pages = PageAllocator(size.num_pages)
     blocks = BlockManager(pages, config.block_size, size.kv_pages, prefix_caching=config.prefix_caching)
-    placement = LocalPlacement(pages, layout.page_bytes, writer, blocks)
+    load_rate = None if config.load_gb_per_s is None else config.load_gb_per_s * 1e9
+    placement = LocalPlacement(pages, layout.page_bytes, writer, blocks, load_rate)
     residency = Residency(_placement(rank, placement), blocks, clock)
     for packed, path in adapters:
         residency.add(packed, path)
@@ -86,6 +87,7 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         starvation_s=config.starvation_s,
+        shortest_first=config.queue == "sjf-oracle",
     )
     info = model_info(config, shape, dtype)
     logger.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -57,7 +58,8 @@ class LocalPlacement:
     """Adapters in this device's arena: one extent of whole pages per layer, at true rank, idle ones evicted.
 
     Extents take no more pages than the arena has beyond those promised to KV: idle adapters would never give
-    these back.
+    these back.  load_bytes_per_s: upper bound on the rate of loading, which holds up the step, as it does in
+    vLLM's S-LoRA; None = none.
     """
 
     on_change: Callable[[], None] | None = None
@@ -68,7 +70,9 @@ class LocalPlacement:
         page_bytes: int,
         writer: SlotWriter,
         blocks: BlockManager,
+        load_bytes_per_s: float | None = None,
     ) -> None:
+        self._load_bytes_per_s = load_bytes_per_s
         self._pages = pages
         self._page_bytes = page_bytes
         self._writer = writer
@@ -129,12 +133,17 @@ class LocalPlacement:
     def _bring_in(self, adapter: AdapterVersion) -> bool:
         if not self._make_room(sum(self._layer_pages(adapter.packed))) or not self._take_extents(adapter):
             return False
+        start_s = time.monotonic()
         adapter.slot = self._free_slots.pop()
         offsets = [first * self._page_bytes for first, _ in adapter.extents]
         self._writer.write(adapter.slot, adapter.packed, offsets)
         self._resident[adapter.uid] = adapter
         self.num_loads += 1
         self.loaded_bytes += adapter.packed.nbytes
+        if self._load_bytes_per_s is not None:
+            time.sleep(
+                max(0.0, adapter.packed.nbytes / self._load_bytes_per_s - (time.monotonic() - start_s))
+            )
         return True
 
     def _make_room(self, num_pages: int) -> bool:

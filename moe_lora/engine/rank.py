@@ -18,6 +18,7 @@ from moe_lora.execution.backend import LoraBackend, SplitBackend
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.exchange import ExpertExchange, choose_exchange, open_group
 from moe_lora.execution.local import LocalBackend
+from moe_lora.execution.paced import PacedBackend
 from moe_lora.kernels.huge_pages import advise_huge_pages
 from moe_lora.kernels.step import KvLayout, SlotTable
 from moe_lora.models.families import load_model, read_config
@@ -115,6 +116,9 @@ class Rank:
         if self.lora_server is not None:
             remote_sites = [site.name not in self.local_sites for site in self.shape.sites]
             backend = SplitBackend(backend, self.lora_server.backend, remote_sites)
+        profile = self.config.step_profile
+        if profile is not None:
+            backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
         context = ExecutionContext(self.arena, self.layout, backend, exchange)
         return ModelRunner(
             self.model,

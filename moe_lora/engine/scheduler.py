@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moe_lora.cache.blocks import BlockManager
 from moe_lora.core.clock import Clock
-from moe_lora.policies.admission import admissible
+from moe_lora.policies.admission import admissible, shortest_first
 
 from .residency import Residency
 from .sequence import Sequence
@@ -26,7 +26,10 @@ class Scheduled:
 
 
 class Scheduler:
-    """Decode rows first, then prefill chunks, then newcomers, within the step's token budget."""
+    """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
+
+    shortest_first: newcomers by `policies.admission.shortest_first` instead of by arrival.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         starvation_s: float,
+        shortest_first: bool = False,
     ) -> None:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -47,6 +51,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._starvation_s = starvation_s
+        self._shortest_first = shortest_first
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -87,7 +92,7 @@ class Scheduler:
     def _admit(self, budget: int, plan: dict[Sequence, int]) -> None:
         if not self.waiting or not self._has_room(budget):
             return
-        queue = list(self.waiting)
+        queue = shortest_first(self.waiting) if self._shortest_first else list(self.waiting)
         for sequence in admissible(queue, self._acquire, self._clock.now_s(), self._starvation_s):
             if not self._start(sequence, budget, plan):
                 if sequence.adapter is not None:

@@ -49,6 +49,11 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_token_ids)
 
     @property
+    def num_left(self) -> int:
+        """Tokens that it will still generate, at most."""
+        return self.limit_tokens - len(self.tokens)
+
+    @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 

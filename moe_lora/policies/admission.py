@@ -16,7 +16,24 @@ class WaitingView(Protocol):
     def adapter_uid(self) -> int | None: ...
 
 
+class SizedView(Protocol):
+    """A queued request whose work is known."""
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it will still generate, at most."""
+        ...
+
+
 Waiting = TypeVar("Waiting", bound=WaitingView)
+Sized = TypeVar("Sized", bound=SizedView)
+
+
+def shortest_first(queue: Iterable[Sized]) -> list[Sized]:
+    """The queue by tokens left to generate, of equal ones by arrival (oracle SJF where every answer has its
+    full length; InfiniLoRA section 6.1, "S-LoRA w/ SJF").
+    """
+    return sorted(queue, key=lambda request: request.num_left)
 
 
 def admissible(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from moe_lora.workload.plan import PlannedRequest
 
-from .client import CompletionClient, ServedModels, ServerError
+from .client import CompletionClient, ServedModels, ServerError, StreamedCompletion
 from .exchange import ReplayOptions, finished_record, request_body
 from .records import RequestRecord
 
@@ -42,6 +44,14 @@ class ReplayOutcome:
     interrupted: bool
 
 
+class Completions(Protocol):
+    """What answers the requests: an HTTP server, or engines reached without one."""
+
+    async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
+        """The answer to the body of a /v1/completions call.  Raises ServerError."""
+        ...
+
+
 def served_models(url: str, api_key: str | None = None) -> ServedModels:
     """What the server offers. Raises ServerError (a ValueError) if it can't be reached."""
 
@@ -56,13 +66,23 @@ def replay(
     plan: Sequence[PlannedRequest],
     options: ReplayOptions,
     on_progress: Callable[[ReplayState], None] | None = None,
+    connect: Callable[[], AbstractAsyncContextManager[Completions]] | None = None,
 ) -> ReplayOutcome:
     """Send the plan and wait for all answers; SIGINT or SIGTERM stops early and keeps what there is.
 
-    A second signal has its usual effect.  on_progress is called about twice a second.
+    A second signal has its usual effect.  on_progress is called about twice a second.  connect: what to send
+    to, called in the run's event loop; None: the server at `options.url`.
     """
     _raise_open_file_limit(min(options.max_connections, len(plan)))
-    return asyncio.run(_Run(plan, options, on_progress or (lambda state: None)).run())
+    if connect is None:
+        connect = functools.partial(
+            CompletionClient,
+            options.url,
+            timeout_s=options.timeout_s,
+            max_connections=options.max_connections,
+            api_key=options.api_key,
+        )
+    return asyncio.run(_Run(plan, options, on_progress or (lambda state: None), connect).run())
 
 
 class _Run:
@@ -73,7 +93,9 @@ class _Run:
         plan: Sequence[PlannedRequest],
         options: ReplayOptions,
         on_progress: Callable[[ReplayState], None],
+        connect: Callable[[], AbstractAsyncContextManager[Completions]],
     ) -> None:
+        self._connect = connect
         self._plan = plan
         self._options = options
         self._on_progress = on_progress
@@ -82,13 +104,7 @@ class _Run:
         self._start_s = 0.0
 
     async def run(self) -> ReplayOutcome:
-        options = self._options
-        async with CompletionClient(
-            options.url,
-            timeout_s=options.timeout_s,
-            max_connections=options.max_connections,
-            api_key=options.api_key,
-        ) as client:
+        async with self._connect() as client:
             self._start_s = time.perf_counter()  # after the client is set up, which takes tens of ms
             ticker = asyncio.create_task(self._tick())
             try:
@@ -100,7 +116,7 @@ class _Run:
         self._report()
         return ReplayOutcome(records, duration_s, self._stop.is_set())
 
-    async def _send_all(self, client: CompletionClient) -> list[RequestRecord]:
+    async def _send_all(self, client: Completions) -> list[RequestRecord]:
         tasks: list[asyncio.Task[RequestRecord]] = []
         for planned in self._plan:
             if await self._stopped_before(planned.arrival_s):
@@ -128,7 +144,7 @@ class _Run:
             await asyncio.wait_for(self._stop.wait(), max(0.0, arrival_s - self._now_s()))
         return self._stop.is_set()
 
-    async def _send(self, client: CompletionClient, planned: PlannedRequest) -> RequestRecord:
+    async def _send(self, client: Completions, planned: PlannedRequest) -> RequestRecord:
         sent_s, error = self._now_s(), None
         try:
             body = request_body(planned, self._options)

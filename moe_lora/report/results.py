@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-KINDS = ("measured", "simulated")
+KINDS = ("measured", "simulated", "emulated")
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -51,7 +51,8 @@ def append_result(
 ) -> None:
     """Append one record as a line; a reader sees the old file or the new, and two writers lose nothing.
 
-    kind: "measured" or "simulated".  Raises ValueError for another kind and for NaN.
+    kind: "measured", "simulated" (no engine ran) or "emulated" (engines ran, paced to another device's
+    times).  Raises ValueError for another kind and for NaN.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")

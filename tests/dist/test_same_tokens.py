@@ -10,9 +10,9 @@ from itertools import combinations, product
 
 import pytest
 
-from .cluster import Tokens, local_tokens, served_tokens
 from .combinations import FACTORS, is_possible, title
 from .covering import Row, all_rows, covering_rows, pairs_of
+from .forked_cluster import Tokens, local_tokens, served_tokens
 from .served_models import ServedModel, make_served_model
 
 Expected = Callable[[str, str], tuple[ServedModel, Tokens]]

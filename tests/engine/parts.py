@@ -58,6 +58,7 @@ class Parts:
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 16,
         starvation_s: float = 5.0,
+        shortest_first: bool = False,
     ) -> None:
         num_pages = kv_pages + lora_pages
         self.clock = VirtualClock()
@@ -75,6 +76,7 @@ class Parts:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             starvation_s=starvation_s,
+            shortest_first=shortest_first,
         )
 
     def add(self, name: str, prompt: range, adapter: AdapterVersion | None = None) -> Sequence:

@@ -113,3 +113,10 @@ def test_adapter_load_after_a_preemption_is_no_part_of_the_first_wait(monkeypatc
     parts.step()
     timing = young.timing(parts.clock.now_s())
     assert (timing.adapter_load_s, timing.queue_s) == (2.0, 0.0)
+
+
+def test_oracle_queue_admits_the_request_with_least_to_generate_first():
+    parts = Parts(max_num_seqs=1, shortest_first=True)
+    parts.add("long", range(4)).limit_tokens = 40
+    parts.add("short", range(4)).limit_tokens = 6
+    assert list(parts.step()) == ["short"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_lora.policies.admission import admissible
+from moe_lora.policies.admission import admissible, shortest_first
 
 
 @dataclass
@@ -41,3 +41,14 @@ def test_an_adapter_is_asked_for_once_when_it_was_turned_away():
 def test_starving_request_stops_younger_ones():
     assert started(lambda request: request.adapter_uid != 1, starvation_s=3.5) == []
     assert started(lambda request: request.adapter_uid != 2, starvation_s=2.5) == ["a1"]
+
+
+@dataclass
+class Sized:
+    name: str
+    num_left: int
+
+
+def test_shortest_first_keeps_arrival_order_among_equals():
+    queue = [Sized("long", 9), Sized("first", 2), Sized("second", 2), Sized("short", 1)]
+    assert [r.name for r in shortest_first(queue)] == ["short", "first", "second", "long"]

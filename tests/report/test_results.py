@@ -47,8 +47,8 @@ def test_file_stays_as_it_was_if_writing_fails(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_kind_must_say_measured_or_simulated(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="measured, simulated"):
+def test_kind_must_say_how_the_numbers_came_about(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="measured, simulated, emulated"):
         append_result(tmp_path / "r", config={}, result={}, env={}, kind="guessed")
 
 

@@ -1,4 +1,4 @@
-"""Two instances and a LoRA Server of two ranks behind one front end, each killed in the middle of a replay."""
+"""Instances, ranks of a LoRA Server and the front end, each killed in the middle of a replay."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
 from typing import Any
 
 from moe_lora.core.errors import LoraServerError
@@ -209,7 +210,8 @@ def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) 
 class ControlServer:
     """Accepts connections; each is served by the handler of its role, in a thread of its own.
 
-    agreed: what every peer's hello must repeat under "agreed" (protocol version, model, dtype).
+    agreed: what every peer's hello must repeat under "agreed" (protocol version, model, dtype).  address:
+    where it listens, the port chosen if 0 was asked for.
     Raises LoraServerError if the address can't be listened at.
     """
 
@@ -230,6 +232,8 @@ class ControlServer:
             raise LoraServerError(
                 f"can't listen at lora_server_address={address}: {error}; choose another address"
             ) from error
+        place = self._socket.getsockname()
+        self.address = place if isinstance(place, str) else f"{place[0]}:{place[1]}"
         self._key = key
         self._agreed = agreed
         self._handlers = handlers
@@ -237,20 +241,17 @@ class ControlServer:
         self._stopping = False
         threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
 
-    @property
-    def address(self) -> str:
-        place = self._socket.getsockname()
-        return place if isinstance(place, str) else f"{place[0]}:{place[1]}"
-
     def close(self) -> None:
         """Accept no more, end all connections."""
         if self._stopping:
             return
         self._stopping = True
-        place = self._socket.getsockname()
-        self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept of the other thread; close would not
-        if isinstance(place, str):
-            os.unlink(place)
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept of the other thread; close would not
+        except OSError:
+            logger.debug("the other thread was between two connections and has closed the socket")
+        if self.address.startswith("/"):
+            Path(self.address).unlink(missing_ok=True)
         for connection in list(self._connections):
             connection.close()
 

@@ -51,7 +51,7 @@ class LeaseClient(threading.Thread):
         self._registered: set[str] = set()
         self._rejected: dict[str, str] = {}
         self._confirmed: set[str] = set()
-        self._wanted: set[str] = set()
+        self._wanted: dict[str, None] = {}  # in the order asked, so that a new leader hears it so
         self._leases: dict[str, Lease] = {}
         self._stats: dict[int, Any] = {}
         self._requests = itertools.count(1)
@@ -77,7 +77,7 @@ class LeaseClient(threading.Thread):
                 lambda: adapter_id in self._confirmed or adapter_id in self._rejected or not self.connected,
                 _ANSWER_S,
             )
-            error = self._rejected.get(adapter_id)
+            error = self._rejected.pop(adapter_id, None)
             if error is not None:
                 self._registered.discard(adapter_id)
                 raise CapacityError(error)
@@ -96,7 +96,7 @@ class LeaseClient(threading.Thread):
         """
         with self._lock:
             if adapter_id not in self._wanted:
-                self._wanted.add(adapter_id)
+                self._wanted[adapter_id] = None
                 self._send("acquire", adapter_id)
             return self.connected and adapter_id not in self._rejected
 
@@ -109,7 +109,7 @@ class LeaseClient(threading.Thread):
         """Give the lease back, or stop waiting for it."""
         with self._lock:
             if adapter_id in self._wanted:
-                self._wanted.discard(adapter_id)
+                del self._wanted[adapter_id]
                 self._leases.pop(adapter_id, None)
                 self._send("release", adapter_id)
 

@@ -182,7 +182,13 @@ class ServerRank:
 
     def _data_loop(self, memory: Memory) -> DataLoop:
         config = self._config
-        return DataLoop(config.shape, self._shelf_maker(memory), self._transport, config.lora_kernel)
+        return DataLoop(
+            config.shape,
+            self._shelf_maker(memory),
+            self._transport,
+            config.server.lora_time,
+            lora_kernel=config.lora_kernel,
+        )
 
     def _shelf_maker(self, memory: Memory) -> Callable[[Callable[[], None]], Shelf]:
         config = self._config
@@ -199,6 +205,7 @@ class ServerRank:
                 device=config.device,
                 on_progress=wake,
                 load_bytes_per_s=None if rate is None else rate * 1e9,
+                layer_wise=config.server.layer_wise,
             )
 
         return make

@@ -18,7 +18,7 @@ def own_host(address: str) -> str:
     Raises LoraServerError if there is no way there.
     """
     family, place = parse_address(address)
-    if family == "AF_UNIX":
+    if family == socket.AF_UNIX:
         return "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

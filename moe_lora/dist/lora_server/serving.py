@@ -19,7 +19,9 @@ import torch
 
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.step_profile import StageTime
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
+from moe_lora.execution.paced import share_of_layer
 
 from .compute import request_deltas
 from .frames import (
@@ -116,7 +118,8 @@ class DataLoop:
 
     A request whose adapter's layer is still being loaded waits; others pass it.  The first rank of a stage
     announces whose turn it is to the stage's other ranks, which prefer that instance among those that wait,
-    so that the ranks of a stage work on the same instance (section 5.1).
+    so that the ranks of a stage work on the same instance (section 5.1).  lora_time: of a layer on the
+    device that this rank emulates; None = none.
     """
 
     def __init__(
@@ -124,9 +127,12 @@ class DataLoop:
         shape: ModelShape,
         shelf_of: Callable[[Callable[[], None]], Shelf],
         transport: Transport,
+        lora_time: StageTime | None = None,
+        *,
         lora_kernel: str = "sgmv",
     ) -> None:
         self._shape = shape
+        self._lora_time = lora_time
         self._lora_kernel = lora_kernel
         self._transport = transport
         self._lock = threading.Lock()
@@ -267,9 +273,14 @@ class DataLoop:
         """Raises ValueError if the request asks for what can't be, PeerGoneError."""
         start_ns = time.monotonic_ns()
         session.check(request)
-        if self._told and self._shape.sites[request.site].num_experts:
+        site = self._shape.sites[request.site]
+        if self._told and site.num_experts:
             self._announce(session.instance)
         state = self._compute(session, request)
+        if self._lora_time is not None and site.num_experts:
+            num_tokens = -(-request.num_rows // self._shape.num_experts_per_token)
+            busy_s = share_of_layer(site, self._shape) * self._lora_time.seconds(num_tokens)
+            time.sleep(max(0.0, busy_s - (time.monotonic_ns() - start_ns) / 1e9))
         self.num_stale += state == STALE
         self.num_requests += 1
         self.num_rows += request.num_rows

@@ -47,7 +47,8 @@ class Shelf:
 
     Several adapters are loaded at once, a layer of each in turn, so that the first layers of a newcomer don't
     wait for the last ones of another (InfiniLoRA section 5.3).
-    load_bytes_per_s: upper bound on the rate of loading; None = none.
+    load_bytes_per_s: upper bound on the rate of loading; None = none.  layer_wise: False for the comparison
+    with whole adapters, one after the other, of which nothing is ready before all is.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Shelf:
         device: torch.device,
         on_progress: Callable[[], None],
         load_bytes_per_s: float | None = None,
+        layer_wise: bool = True,
     ) -> None:
         self._shape = shape
         self._partition = partition
@@ -69,6 +71,7 @@ class Shelf:
         self._page_bytes = page_bytes
         self._on_progress = on_progress
         self._load_bytes_per_s = load_bytes_per_s
+        self._layer_wise = layer_wise
         self.arena = torch.empty(num_pages * page_bytes, dtype=torch.uint8, device=device)
         self.slots = SlotTable(capacity, shape.num_layers, shape.num_entries, device)
         self.generation = np.zeros(capacity, dtype=np.int64)
@@ -148,9 +151,11 @@ class Shelf:
                 if self._stopping:
                     return
                 loading = self._loading[0]
-                self._loading.rotate(-1)
+                if self._layer_wise:
+                    self._loading.rotate(-1)
                 layer, run = loading.runs.popleft()
-                if not loading.runs:
+                last = not loading.runs
+                if last:
                     self._loading.remove(loading)
             start_s = time.monotonic()
             try:
@@ -162,8 +167,8 @@ class Shelf:
             if self._load_bytes_per_s is not None:
                 time.sleep(max(0.0, num_bytes / self._load_bytes_per_s - (time.monotonic() - start_s)))
             with self._changed:
-                if self.generation[loading.slot] == loading.generation:
-                    self.loaded[loading.slot, layer] = loading.generation
+                if self.generation[loading.slot] == loading.generation and (self._layer_wise or last):
+                    self.loaded[loading.slot, layer if self._layer_wise else slice(None)] = loading.generation
             self._on_progress()
 
     def _load_layer(self, loading: _Loading, layer: int, run: Run) -> int:

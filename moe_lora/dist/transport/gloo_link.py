@@ -25,6 +25,7 @@ _ANSWER = struct.Struct("<qqq")
 _REQUEST_TAG, _PAYLOAD_TAG, _ANSWER_TAG, _DATA_TAG, _ABORT_TAG = range(5)
 _Group: Any = distributed.ProcessGroupGloo  # its Python signatures are not declared
 _FOREVER = timedelta(days=365)
+_GOODBYE = timedelta(milliseconds=200)
 
 
 class Op(IntEnum):
@@ -57,8 +58,8 @@ class Link:
         self._lock = threading.Lock()
         self.alive = True
 
-    def _send(self, tensor: torch.Tensor, tag: int) -> None:
-        self._group.send([tensor], self._other, tag).wait(self._timeout)
+    def _send(self, tensor: torch.Tensor, tag: int, timeout: timedelta | None = None) -> None:
+        self._group.send([tensor], self._other, tag).wait(timeout or self._timeout)
 
     def _recv(self, tensor: torch.Tensor, tag: int, timeout: timedelta) -> None:
         self._group.recv([tensor], self._other, tag).wait(timeout)
@@ -85,13 +86,14 @@ class Link:
         return exists, its_bytes, its_signals
 
     def bye(self) -> None:
-        """End the connection, so that the other end's receiver stops."""
+        """End the connection, so that the other end's receiver stops; it may have ended on its own."""
         with self._lock:
-            self._request(Op.BYE, 0, 0, 0, 0, 0)
+            self._request(Op.BYE, 0, 0, 0, 0, 0, timeout=_GOODBYE)
         self.alive = False
 
-    def _request(self, *fields: int) -> None:
-        self._send(torch.frombuffer(bytearray(_REQUEST.pack(*fields)), dtype=torch.uint8), _REQUEST_TAG)
+    def _request(self, *fields: int, timeout: timedelta | None = None) -> None:
+        request = torch.frombuffer(bytearray(_REQUEST.pack(*fields)), dtype=torch.uint8)
+        self._send(request, _REQUEST_TAG, timeout)
 
     def serve(self, place: Callable[[int], Any]) -> None:
         """Obey requests until the other end says goodbye. place(id): a window or None."""

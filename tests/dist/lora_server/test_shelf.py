@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.dist.lora_server.kept import shard_pages
+from moe_lora.dist.lora_server.orders import Orders
+from moe_lora.dist.lora_server.partition import Layout, Partition
+from moe_lora.dist.lora_server.shelf import Shelf
+
+from .cluster import CPU, random_adapter, until
+from .shapes import model_shape
+
+SHAPE = model_shape()
+PARTITION = Partition(SHAPE, Layout.parse("EP2-PP1"), 1)
+PAGE_BYTES, PAGES_PER_LAYER, CAPACITY = 256, 64, 3
+LAST = SHAPE.num_layers - 1
+
+
+class Gate:
+    """Lets the loader get on layer by layer: it may finish as many as it was let."""
+
+    def __init__(self) -> None:
+        self._passes = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        if threading.current_thread().name == "adapter-loads":
+            assert self._passes.acquire(timeout=20.0)
+
+    def let(self, num_layers: int = 1) -> None:
+        self._passes.release(num_layers)
+
+
+def make_shelf(on_progress=lambda: None) -> Shelf:
+    return Shelf(
+        SHAPE,
+        PARTITION,
+        0,
+        capacity=CAPACITY,
+        num_pages=CAPACITY * PAGES_PER_LAYER * SHAPE.num_layers,
+        page_bytes=PAGE_BYTES,
+        device=CPU,
+        on_progress=on_progress,
+    )
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def shelf(gate) -> Iterator[Shelf]:
+    made = make_shelf(gate)
+    yield made
+    gate.let(1000)
+    made.stop()
+
+
+def runs(place: int) -> dict[int, tuple[int, int]]:
+    first = place * SHAPE.num_layers
+    return {n: ((first + n) * PAGES_PER_LAYER, PAGES_PER_LAYER) for n in range(SHAPE.num_layers)}
+
+
+def ready(shelf: Shelf, slot: int, generation: int) -> list[bool]:
+    """Of each layer."""
+    pair = np.array([slot], dtype=np.int32), np.array([generation])
+    return [shelf.is_ready(*pair, layer) for layer in range(SHAPE.num_layers)]
+
+
+def stale(shelf: Shelf, slot: int, generation: int) -> bool:
+    return shelf.is_stale(np.array([slot], dtype=np.int32), np.array([generation]))
+
+
+def test_shards_of_the_adapters_here_fit_the_runs():
+    pages = shard_pages(random_adapter("a", SHAPE), PARTITION, PAGE_BYTES)
+    assert max(pages[0].values()) <= PAGES_PER_LAYER
+
+
+def test_first_layers_are_ready_before_the_last_are_there(shelf, gate):
+    shelf.load(1, 5, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(shelf, 1, 5) == [True, False, False, False])
+    gate.let(2)
+    until(lambda: ready(shelf, 1, 5) == [True, True, True, False])
+    assert not stale(shelf, 1, 5)
+    gate.let(1)
+    until(lambda: all(ready(shelf, 1, 5)))
+
+
+def test_newcomer_gets_layers_between_those_of_another(shelf, gate):
+    shelf.load(0, 1, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(shelf, 0, 1)[0])
+    shelf.load(1, 1, random_adapter("b", SHAPE), runs(1))
+    gate.let(2)
+    until(lambda: ready(shelf, 1, 1)[0])
+    assert not ready(shelf, 0, 1)[LAST]
+
+
+def test_layers_that_an_adapter_has_nothing_of_are_there_at_once(shelf):
+    some = {layer: run for layer, run in runs(0).items() if layer == LAST}
+    shelf.load(0, 1, random_adapter("a", SHAPE), some)
+    assert ready(shelf, 0, 1)[:LAST] == [True] * LAST
+
+
+def test_evicted_while_loading_is_stale_and_never_ready(shelf, gate):
+    shelf.load(0, 1, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(shelf, 0, 1)[0])
+    shelf.evict(0, 1)
+    assert stale(shelf, 0, 1)
+    shelf.load(0, 2, random_adapter("b", SHAPE), runs(1))
+    gate.let(100)
+    until(lambda: all(ready(shelf, 0, 2)))
+    assert not ready(shelf, 0, 1)[LAST]
+    assert not stale(shelf, 0, 2)
+
+
+def test_late_load_and_late_eviction_of_old_content_change_nothing(shelf, gate):
+    gate.let(100)
+    shelf.evict(0, 4)
+    shelf.load(0, 5, random_adapter("b", SHAPE), runs(0))
+    until(lambda: all(ready(shelf, 0, 5)))
+    shelf.load(0, 4, random_adapter("a", SHAPE), runs(0))
+    shelf.evict(0, 4)
+    assert all(ready(shelf, 0, 5))
+    assert not stale(shelf, 0, 5)
+    assert shelf.slots.lora_rank[0].any()
+
+
+@pytest.mark.parametrize("first_generation", [100, 1], ids=["later", "clock set back"])
+def test_after_starting_over_nothing_of_before_is_ready(shelf, gate, first_generation):
+    gate.let(100)
+    shelf.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    until(lambda: all(ready(shelf, 0, 5)))
+    shelf.start_over(first_generation)
+    assert not any(ready(shelf, 0, 5))
+    assert stale(shelf, 0, 5) == (first_generation > 5)
+    shelf.load(0, first_generation + 1, random_adapter("b", SHAPE), runs(0))
+    until(lambda: all(ready(shelf, 0, first_generation + 1)))
+
+
+def test_layer_that_can_not_be_loaded_makes_its_adapter_stale_and_the_next_one_loads(shelf, gate):
+    gate.let(100)
+    too_small = {layer: (first, 1) for layer, (first, _) in runs(0).items()}
+    shelf.load(0, 1, random_adapter("a", SHAPE), too_small)
+    until(lambda: stale(shelf, 0, 1))
+    shelf.load(0, 2, random_adapter("a", SHAPE), runs(0))
+    until(lambda: all(ready(shelf, 0, 2)))
+
+
+class Connection:
+    """A leader's, that hands out what it is given to say."""
+
+    def __init__(self, store: HostStore, packed: PackedAdapter) -> None:
+        self.sent: list[tuple[str, str]] = []
+        self.file = store.path(packed.content_hash).read_bytes()
+
+    def send(self, kind: str, adapter_id: str) -> None:
+        self.sent.append((kind, adapter_id))
+
+    def receive_block(self) -> bytes:
+        return self.file
+
+
+@pytest.fixture
+def content(tmp_path) -> tuple[Orders, Shelf, Connection, Iterator]:
+    leaders, ours = HostStore(tmp_path / "leader"), HostStore(tmp_path / "rank")
+    packed = random_adapter("a", SHAPE)
+    leaders.put(packed)
+    shelf = make_shelf()
+    yield Orders(shelf, ours), shelf, Connection(leaders, packed)
+    shelf.stop()
+
+
+def load_order(generation: int) -> dict:
+    lists = [[layer, *run] for layer, run in runs(0).items()]
+    return {"kind": "load", "adapter_id": "a", "slot": 0, "generation": generation, "runs": lists}
+
+
+CONTENT = {"kind": "content", "adapter_id": "a", "num_blocks": 1}
+
+
+def test_content_that_is_not_here_is_asked_for_and_then_loaded(content):
+    orders, shelf, connection = content
+    orders.hear(connection, load_order(1))
+    assert connection.sent == [("need", "a")]
+    assert not any(ready(shelf, 0, 1))
+    orders.hear(connection, CONTENT)
+    until(lambda: all(ready(shelf, 0, 1)))
+
+
+def test_content_that_comes_after_the_eviction_is_not_brought_back(content):
+    orders, shelf, connection = content
+    orders.hear(connection, load_order(1))
+    orders.hear(connection, {"kind": "evict", "slot": 0, "generation": 1})
+    orders.hear(connection, CONTENT)
+    orders.hear(connection, load_order(2))
+    until(lambda: all(ready(shelf, 0, 2)))
+    assert stale(shelf, 0, 1)
+
+
+def test_damaged_content_is_refused_at_once(content):
+    orders, shelf, connection = content
+    connection.file = b"no safetensors"
+    orders.hear(connection, load_order(1))
+    orders.hear(connection, CONTENT)
+    assert stale(shelf, 0, 1)
