@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from moe_lora.core.config import LORA_KERNELS
+
 from .errors import user_errors
 from .variadic import VariadicCommand
 
@@ -22,7 +24,7 @@ _ADAPTERS = (
     click.option("--max-loras", type=int, help="Adapters resident on the device at once."),
     click.option(
         "--lora-kernel",
-        type=click.Choice(["sgmv", "bgmv", "mbgmv"]),
+        type=click.Choice(LORA_KERNELS),
         help="sgmv: true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA).  [default: sgmv]",
     ),
     click.option("--lora-memory-gb", type=float, help=f"Room for resident adapters, in 10^9 bytes.  {_AUTO}"),

@@ -44,7 +44,7 @@ class RankConfig:
     """What a server rank is started with.
 
     expert_parallel: ranks of each instance.  adapters: (name, directory) pairs that the leader puts into the
-    store at the start and sizes the arenas by.
+    store at the start and sizes the arenas by.  lora_kernel: how deltas are computed (`kernels.lora`).
     """
 
     server: LoraServerConfig
@@ -54,6 +54,7 @@ class RankConfig:
     server_rank: int
     expert_parallel: int = 1
     starvation_s: float = 5.0
+    lora_kernel: str = "sgmv"
     adapters: tuple[tuple[str, str], ...] = ()
 
 
@@ -181,7 +182,13 @@ class ServerRank:
 
     def _data_loop(self, memory: Memory) -> DataLoop:
         config = self._config
-        return DataLoop(config.shape, self._shelf_maker(memory), self._transport, config.server.lora_time)
+        return DataLoop(
+            config.shape,
+            self._shelf_maker(memory),
+            self._transport,
+            config.server.lora_time,
+            lora_kernel=config.lora_kernel,
+        )
 
     def _shelf_maker(self, memory: Memory) -> Callable[[Callable[[], None]], Shelf]:
         config = self._config

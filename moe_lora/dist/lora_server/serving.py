@@ -128,9 +128,12 @@ class DataLoop:
         shelf_of: Callable[[Callable[[], None]], Shelf],
         transport: Transport,
         lora_time: StageTime | None = None,
+        *,
+        lora_kernel: str = "sgmv",
     ) -> None:
         self._shape = shape
         self._lora_time = lora_time
+        self._lora_kernel = lora_kernel
         self._transport = transport
         self._lock = threading.Lock()
         self._sessions: list[ServerSession] = []
@@ -291,7 +294,8 @@ class DataLoop:
             if self._is_stale(request) or not self._is_ready(request):
                 return STALE
             out = session.deltas(request)
-            request_deltas(request, self._shape, request.layer, request.slot, shelf.slots, shelf.arena, out)
+            operands = (request, self._shape, request.layer, request.slot, shelf.slots, shelf.arena, out)
+            request_deltas(*operands, kernel=self._lora_kernel)
             # An adapter that left meanwhile (its instance was given up) may have been read in part.
             return STALE if self._is_stale(request) else DONE
 

@@ -164,7 +164,7 @@ def test_rows_of_other_content_are_refused(stage, slot, generation):
 
 
 def test_content_that_leaves_while_it_is_read_is_refused(stage, monkeypatch):
-    def evicting(*_: object) -> None:
+    def evicting(*_: object, kernel: str) -> None:
         stage.shelf.generation[0] = 6
 
     monkeypatch.setattr("moe_lora.dist.lora_server.serving.request_deltas", evicting)
