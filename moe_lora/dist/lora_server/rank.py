@@ -37,6 +37,8 @@ from .shelf import Shelf
 logger = logging.getLogger(__name__)
 
 LEADER = 0
+_PUT_TIMEOUT_S = 3.0
+"""How long an instance that takes no answers may hold up the others' before it counts as gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class ServerRank:
         self._key = server.key.encode()
         self._store = HostStore(server.store_dir)
         self._name = f"lora-server-{config.server_rank}"
-        self._transport = server_transport(server, self._name)
+        self._transport = server_transport(server, self._name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
         self._threads: list[Membership | TurnsListener] = []
         if config.server_rank == LEADER:
