@@ -93,6 +93,7 @@ class Leader:
             with self._lock:
                 if self._ranks.get(server_rank) is connection:
                     del self._ranks[server_rank]
+                    self._addresses.pop(server_rank, None)  # clients wait until it has joined again
             logger.warning("server rank %d left", server_rank)
 
     # Instances
