@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from moe_lora.core.config import LORA_KERNELS
+from moe_lora.core.config import LORA_KERNELS, TRANSPORTS
 
 from .errors import user_errors
 from .variadic import VariadicCommand
@@ -96,7 +96,11 @@ _LORA_SERVER = (
     click.option(
         "--lora-server-memory-gb", type=float, help="Room for adapters on each of its ranks, in 10^9 bytes."
     ),
-    click.option("--transport", help="How instances and LoRA Server exchange rows.  [default: shm]"),
+    click.option(
+        "--transport",
+        type=click.Choice(TRANSPORTS),
+        help="How instances and LoRA Server exchange rows.  [default: shm]",
+    ),
     click.option("--load-gb-per-s", type=float, help="Bound on the rate at which its ranks load adapters."),
 )
 

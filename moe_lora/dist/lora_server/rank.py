@@ -21,6 +21,7 @@ from moe_lora.adapters.peft_format import read_adapter
 from moe_lora.core.config import LoraServerConfig
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.transport.contract import RemoteWindow, Window
 
 from .control import SILENCE_S, ControlConnection, ControlServer, Handler, Message
 from .frames import PROTOCOL_VERSION, FrameLayout
@@ -222,12 +223,26 @@ class ServerRank:
         except (PeerUnreachableError, ValueError) as error:
             connection.send("refused", error=f"its answer buffers can't be used: {error}")
             return
+        try:
+            self._serve_session(connection, hello, layout, answers)
+        finally:
+            self._transport.detach(answers)
+
+    def _serve_session(
+        self, connection: ControlConnection, hello: Message, layout: FrameLayout, answers: RemoteWindow
+    ) -> None:
         depth = hello["depth"]
         label = f"requests-{next(self._session_numbers)}"
         requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
-        session = ServerSession(
-            hello["name"], hello["instance"], self._transport, requests, answers, layout, depth
-        )
+        try:
+            session = ServerSession(
+                hello["name"], hello["instance"], self._transport, requests, answers, layout, depth
+            )
+            self._converse(connection, session, requests)
+        finally:
+            requests.free()
+
+    def _converse(self, connection: ControlConnection, session: ServerSession, requests: Window) -> None:
         self.loop.add(session)
         try:
             connection.send("welcome", requests=base64.b64encode(requests.descriptor()).decode())
@@ -236,16 +251,14 @@ class ServerRank:
         finally:
             self.loop.remove(session)
             session.left.wait()
-            self._transport.detach(answers)
-            requests.free()
 
     # Turns within a stage
 
     def _serve_turns(self, connection: ControlConnection, hello: Message) -> None:
         turns = self._transport.attach(base64.b64decode(hello["turns"]))
-        connection.send("welcome")
-        self.loop.tell(turns, hello["seen"])
         try:
+            connection.send("welcome")
+            self.loop.tell(turns, hello["seen"])
             while turns.alive():
                 connection.receive(1.0, SILENCE_S)
         finally:

@@ -88,7 +88,7 @@ def test_instance_that_came_back_is_heard_on_its_newest_connection_only(cluster)
     hello = cluster.client("one")._hello("leases")
     old, new = (dial(cluster.config.address, KEY.encode(), hello, 5.0)[0] for _ in range(2))
     for kind in ("register", "acquire"):
-        new.send(kind, adapter_id="a")
+        new.send(kind, adapter_id="a", number=1)
     assert [new.receive(20.0)["kind"] for _ in range(2)] == ["registered", "granted"]
     with contextlib.suppress(OSError):  # it is being closed
         old.send("release", adapter_id="a")
