@@ -29,7 +29,17 @@ from .lora_kernel_own import gpu_phases
 from .lora_kernel_peers import NotApplicable, Phases
 from .lora_kernel_plan import ALL, MIXED_LORA_RANKS, CaseSpec, Shape
 from .lora_kernel_runs import check
-from .lora_tuning import Found, Target, descend, enumerate_all, in_turn, rank_classes, updated
+from .lora_tuning import (
+    Found,
+    Pair,
+    Target,
+    descend,
+    enumerate_all,
+    in_turn,
+    rank_classes,
+    together,
+    updated,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TUNING_GPU = "NVIDIA H200"
@@ -40,16 +50,14 @@ FUSED_LORA_RANKS = (16,)
 
 
 def targets(dtype: str) -> dict[Target, Shape]:
-    """What is tuned: every kernel at every site shape of the benchmark, for both phases."""
+    """What is tuned, each for both phases: every kernel at every site shape of the benchmark."""
     return {
         Target(
             kernel=kernel,
             dtype=dtype,
-            phase=phase,
             in_features=shape.site.in_features,
             out_features=sum(shape.site.out_features),
         ): shape
-        for phase in PHASES
         for shape in ALL
         for kernel in KERNEL_NAMES
     }
@@ -69,7 +77,7 @@ def case_spec(shape: Shape, dtype: str, phase: str, lora_ranks: tuple[int, ...])
     )
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=len(PHASES))
 def _case(spec: CaseSpec, device: str) -> Case:
     return Case(spec, torch.device(device), COLD_BYTES["cuda"])
 
@@ -83,18 +91,19 @@ class Tuner:
     device: str = "cuda"
     failures: list[str] = field(default_factory=list)
 
-    def configured(self, target: Target, config: Config) -> float:
-        """Seconds of the kernel's own phase with this configuration."""
+    def configured(self, target: Target, phase: str, config: Config) -> float:
+        """Seconds of the kernel's own part of a delta with this configuration."""
         algorithm, _, part = target.kernel.partition("_")
         ranks = FUSED_LORA_RANKS if algorithm == "fused" else MIXED_LORA_RANKS
-        case = _case(case_spec(self.shapes[target], self.dtype, target.phase, ranks), self.device)
+        case = _case(case_spec(self.shapes[target], self.dtype, phase, ranks), self.device)
         with configs.override(target.kernel, config):
-            return self._seconds(case, algorithm, part, f"{target.key} {config}")
+            return self._seconds(case, algorithm, part, f"{target.key(phase)} {config}")
 
-    def algorithm(self, target: Target, lora_rank: int, name: str) -> float:
+    def algorithm(self, target: Target, lora_rank: int, name: str, phase: str) -> float:
         """Seconds of a whole delta by an algorithm where all adapters have one rank."""
-        spec = case_spec(self.shapes[target], self.dtype, target.phase, (lora_rank,))
-        return self._seconds(_case(spec, self.device), name, "delta", f"{target.key} rank {lora_rank} {name}")
+        spec = case_spec(self.shapes[target], self.dtype, phase, (lora_rank,))
+        what = f"{target.key(phase)} rank {lora_rank} {name}"
+        return self._seconds(_case(spec, self.device), name, "delta", what)
 
     def _seconds(self, case: Case, algorithm: str, phase: str, what: str) -> float:
         try:
@@ -135,9 +144,9 @@ def algorithm_phases(case: Case, algorithm: str) -> Phases:
 
 def search_order(shapes: Mapping[Target, Shape]) -> list[list[Target]]:
     """Targets in groups that share a case, so that a case is made once per turn."""
-    groups: dict[tuple[int, int, str, bool], list[Target]] = {}
+    groups: dict[tuple[int, int, bool], list[Target]] = {}
     for target in shapes:
-        key = (target.in_features, target.out_features, target.phase, target.kernel.startswith("fused"))
+        key = (target.in_features, target.out_features, target.kernel.startswith("fused"))
         groups.setdefault(key, []).append(target)
     return list(groups.values())
 
@@ -148,11 +157,10 @@ def tune(
     """Search the configurations of all targets until 1 - CROSSOVER_SHARE of the budget is spent."""
     search = enumerate_all if exhaustive else descend
 
-    def start(target: Target) -> Config:
-        widths = (target.in_features, target.out_features)
-        return found.best(target.key) or table.config(target.kernel, target.dtype, target.phase, *widths)
+    def start(target: Target) -> Pair:
+        return found.best(target) or known(table, target)
 
-    def one(group: list[Target]) -> Iterator[Config]:
+    def one(group: list[Target]) -> Iterator[Pair]:
         for target in group:
             yield from search(target, start(target), partial(tuner.configured, target), found)
 
@@ -162,7 +170,13 @@ def tune(
     in_turn([_in_runs(one(group), spent) for group in search_order(tuner.shapes)], spent)
 
 
-def _in_runs(search: Iterator[Config], spent: Callable[[], bool], length: int = 8) -> Iterator[list[Config]]:
+def known(table: Table, target: Target) -> Pair:
+    """What the table says of the target."""
+    widths = (target.in_features, target.out_features)
+    return {phase: table.config(target.kernel, target.dtype, phase, *widths) for phase in PHASES}
+
+
+def _in_runs(search: Iterator[Pair], spent: Callable[[], bool], length: int = 8) -> Iterator[list[Pair]]:
     """Several measurements a turn: to make the operands anew costs as much as they do."""
     while run := list(islice(takewhile(lambda _: not spent(), search), length)):
         yield run
@@ -180,16 +194,21 @@ def crossovers(
     for first, *_ in search_order(tuner.shapes):
         if first.kernel.startswith("fused"):
             continue
-        place = f"crossover {first.phase} {first.dtype} {first.in_features}x{first.out_features}"
+        place = f"crossover {first.dtype} {first.in_features}x{first.out_features}"
         seconds: dict[int, dict[str, float]] = {}
         for lora_rank in MIXED_LORA_RANKS:
             if deadline(1.0):
                 return classes
             seconds[lora_rank] = {
-                name: found.measured(
-                    place,
-                    {"lora_rank": lora_rank, "algorithm": name},
-                    partial(tuner.algorithm, first, lora_rank, name),
+                name: together(
+                    [
+                        found.measured(
+                            place,
+                            {"lora_rank": lora_rank, "algorithm": name, "phase": phase},
+                            partial(tuner.algorithm, first, lora_rank, name, phase),
+                        )
+                        for phase in PHASES
+                    ]
                 )
                 for name in names
             }
@@ -241,19 +260,19 @@ def main(
     configs.save_table(updated(table, list(shapes), found, {}, note))
     classes = crossovers(tuner, found, deadline, allow_fused)
     path = configs.save_table(updated(table, list(shapes), found, classes, note))
-    tuned = sum(found.best(target.key) is not None for target in shapes)
-    click.echo(f"{path}: {tuned} of {len(shapes)} entries tuned, {len(classes)} rules of ranks")
+    tuned = sum(found.best(target) is not None for target in shapes)
+    click.echo(f"{path}: {tuned} of {len(shapes)} kernels tuned, {len(classes)} rules of ranks")
     click.echo("\n".join(tuner.failures[:20]))
 
 
 def plan_text(shapes: Mapping[Target, Shape], table: Table) -> str:
     """What would be searched, and from where."""
     lines = [
-        f"{target.key}: {len(configs.config_space(target.kernel))} configurations, from "
-        f"{table.config(target.kernel, target.dtype, target.phase, target.in_features, target.out_features)}"
+        f"{target.key(phase)}: {len(configs.config_space(target.kernel))} configurations, from {config}"
         for target in shapes
+        for phase, config in known(table, target).items()
     ]
-    return "\n".join([*lines, f"{len(lines)} targets in {len(search_order(shapes))} groups"])
+    return "\n".join([*lines, f"{len(shapes)} targets in {len(search_order(shapes))} groups"])
 
 
 if __name__ == "__main__":

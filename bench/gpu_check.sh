@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Everything that needs one Hopper GPU, in under 9 minutes: versions, kernel and engine tests, tuning of the LoRA
-# kernels, their benchmark, smoke of the engine. A part that fails or runs out of time does not stop the next ones;
-# the exit status is that of the worst. Writes to the folder given as first argument (default: bench/results), as
-# it goes, so that a part cut off leaves what it had. Installs nothing but the C++ library, built in place.
+# Everything that needs one Hopper GPU, in under 9 minutes: versions, tuning of the LoRA kernels, kernel and
+# engine tests (with what was tuned), the kernels' benchmark, smoke of the engine. A part that fails or runs out
+# of time does not stop the next ones; the exit status is that of the worst. Writes to the folder given as first
+# argument (default: bench/results), as it goes, so that a part cut off leaves what it had. Installs nothing but
+# the C++ library, built in place.
 #
 #   bench/gpu_check.sh [FOLDER]     PYTHON=python3.12 bench/gpu_check.sh    BENCH_ARGS=--quick bench/gpu_check.sh
 set -uo pipefail
@@ -32,9 +33,9 @@ for package in (torch, triton, transformers, peft):
     print(package.__name__, package.__version__)
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else "NO CUDA DEVICE")'
 part 60 build "$PYTHON" setup.py -q build_ext --inplace
-part 110 tests "$PYTHON" -m pytest -m gpu -q --durations=5 tests/kernels tests/engine
 part 90 tuning "$PYTHON" -m bench.autotune_lora --budget-s 60 --state "$OUT/lora_tuning.json"
-cp moe_lora/kernels/gpu/configs/*.json "$OUT/" 2>/dev/null
+find moe_lora/kernels/gpu/configs -name '*.json' ! -name default.json -exec cp {} "$OUT/" \;
+part 110 tests "$PYTHON" -m pytest -m gpu -q --durations=5 tests/kernels tests/engine
 # shellcheck disable=SC2086
 part 180 lora "$PYTHON" -m bench.bench_lora_kernels --device cuda --budget-s 150 $BENCH_ARGS \
     --out "$OUT/lora_kernels_gpu.jsonl" --plot "$OUT/lora_kernels_gpu.png"

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from moe_lora.core.config import LORA_KERNELS
+
 from .lora_kernel_cases import Case
 from .lora_kernel_peers import Contestant, NotApplicable, Phases, both
 
-BASELINES = ("mbgmv", "bgmv")
+BASELINES = tuple(kernel for kernel in LORA_KERNELS if kernel != "sgmv")
 ALGORITHMS = ("wgmma", "vector")
 
 
@@ -30,21 +32,22 @@ def own_kernels(device: torch.device) -> list[Contestant]:
 
 
 def gpu_phases(options: dict[str, Any]) -> Callable[[Case], Phases]:
-    """Our Triton kernels; rows are sorted in `prepare`, as a layer does it once for its sites."""
+    """Our Triton kernels; what they walk is made in `prepare`, as a layer does it once for its sites."""
 
     def prepare(case: Case) -> Phases:
         from moe_lora.kernels.gpu import lora
-        from moe_lora.kernels.gpu.segments import build_segments
+        from moe_lora.kernels.gpu.segments import rows_for
 
+        rows = rows_for(
+            options["kernel"], case.row_slot, case.ids, case.slots.num_slots, case.site.num_experts
+        )
         found = {
             **options,
             "decode": case.spec.group != "prefill",
+            "segments": rows,
             "max_lora_rank": case.max_lora_rank,
+            "batch_rank": case.max_lora_rank,
         }
-        if options["kernel"] == "sgmv":
-            found["segments"] = build_segments(
-                case.row_slot, case.ids, case.slots.num_slots, case.site.num_experts
-            )
         return _phases(case, lora, found)
 
     return prepare

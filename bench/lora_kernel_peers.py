@@ -33,7 +33,8 @@ class NotApplicable(ValueError):
 
 @dataclass(frozen=True)
 class Contestant:
-    """role: "ours" (held against the goals), "variant" (ours, algorithm forced), "baseline" or "peer"."""
+    """role: "ours" (held against the goals), "variant" (ours, algorithm forced), "baseline", "peer" (torch's)
+    or "outside" (a --peer-module)."""
 
     name: str
     role: str
@@ -163,4 +164,4 @@ def load_peer(path: Path) -> Contestant:
     spec.loader.exec_module(module)
     if not callable(getattr(module, "prepare", None)):
         raise ValueError(f"--peer-module {path} has no prepare(case); see bench/README.md for the protocol")
-    return Contestant(getattr(module, "NAME", path.stem), "peer", module.prepare)
+    return Contestant(getattr(module, "NAME", path.stem), "outside", module.prepare)

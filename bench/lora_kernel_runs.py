@@ -17,6 +17,7 @@ from .lora_kernel_plan import CaseSpec
 Record = dict[str, Any]
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 """Largest error against the fp32 reference, by the largest value of the delta."""
+_OTHERS = ("baseline", "peer", "outside")
 _SLOW_PASS_S, _SLOW_ROUNDS = 0.1, 3
 
 
@@ -76,7 +77,7 @@ class CaseRun:
             name: (passes, 1, rounds) for name, passes in rates.contestants.items()
         }
         for (phase, name), passes in self.passes.items():
-            slow = passes.first_s > _SLOW_PASS_S and self._roles[name] == "peer"
+            slow = passes.first_s > _SLOW_PASS_S and self._roles[name] in ("peer", "outside")
             turns[f"{phase}/{name}"] = (passes, passes.num_passes, _SLOW_ROUNDS if slow else rounds)
         times = interleave(turns, rounds)
         records = [
@@ -112,14 +113,11 @@ class CaseRun:
         work = self.case.work
         found = speeds(own, work.bytes[phase], work.flops[phase], times, rates)
         if self._roles[name] == "ours":
-            others = (
-                other
-                for at, other in self.passes
-                if at == phase and self._roles[other] in ("baseline", "peer")
-            )
+            others = (other for at, other in self.passes if at == phase and self._roles[other] in _OTHERS)
             found["speedup_over"] = {
                 other: ratio(times[f"{phase}/{other}"], times[f"{phase}/{name}"]) for other in others
             }
+            found["outside"] = [o for o in found["speedup_over"] if self._roles[o] == "outside"]
         found["relative_error"] = self.errors[name]
         return {"config": self._config(phase, name, self.passes[phase, name]), "result": found}
 

@@ -1,10 +1,15 @@
 """Search over launch configurations and algorithms by rank; what is found, and its place in a GPU's table.
 
 No clock here: the caller's `measure` says how long something takes, so that the search runs anywhere.
+
+A kernel is tuned for both phases together, as a `Pair` of configurations, because what fixes the order of
+sums (`spaces.ORDER_FIXING`) must be the same in both; the rest may differ.  A pair is as fast as the
+geometric mean of its phases.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,25 +19,28 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_lora.kernels.gpu.configs import Choice, Config, Entry, Table, config_space
+from moe_lora.core.shape import MAX_LORA_RANK
+from moe_lora.kernels.gpu.configs import PHASES, Choice, Config, Entry, Table, config_space
+from moe_lora.kernels.gpu.spaces import ORDER_FIXING, order_of
 from moe_lora.report.results import read_json, write_json
 
-MAX_LORA_RANK = 512
+Pair = dict[str, Config]
+"""A configuration for each of PHASES."""
+Measure = Callable[[str, Config], float]
+"""Seconds of a phase with a configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What one entry of a table is for."""
+    """What an entry of each phase of a table is for."""
 
     kernel: str
     dtype: str
-    phase: str
     in_features: int
     out_features: int
 
-    @property
-    def key(self) -> str:
-        return f"{self.kernel} {self.dtype} {self.phase} {self.in_features}x{self.out_features}"
+    def key(self, phase: str) -> str:
+        return f"{self.kernel} {self.dtype} {phase} {self.in_features}x{self.out_features}"
 
 
 @dataclass
@@ -69,11 +77,22 @@ class Found:
     def knows(self, key: str, config: Config) -> bool:
         return json.dumps(config, sort_keys=True) in self.seconds.get(key, {})
 
-    def best(self, key: str) -> Config | None:
-        """The fastest configuration that worked, if any was measured."""
-        known = self.seconds.get(key, {})
-        name = min(known, key=known.__getitem__, default=None)
-        return None if name is None or math.isinf(known[name]) else json.loads(name)
+    def best(self, target: Target) -> Pair | None:
+        """The fastest pair that worked, of those that add in the same order; None if there is none."""
+        orders: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = {}
+        for phase in PHASES:
+            for name, seconds in self.seconds.get(target.key(phase), {}).items():
+                fastest = orders.setdefault(order_of(target.kernel, json.loads(name)), {})
+                fastest[phase] = min(fastest.get(phase, (math.inf, name)), (seconds, name))
+        pairs = {
+            together([fastest[phase][0] for phase in PHASES]): {
+                phase: json.loads(fastest[phase][1]) for phase in PHASES
+            }
+            for fastest in orders.values()
+            if len(fastest) == len(PHASES)
+        }
+        best_s = min(pairs, default=math.inf)
+        return None if math.isinf(best_s) else pairs[best_s]
 
     def _save(self) -> None:
         if self.path is not None:
@@ -86,47 +105,63 @@ class Found:
             )
 
 
-def neighbours(kernel: str, config: Config) -> list[Config]:
-    """Configurations of the space that differ from this one in one value, parameter by parameter."""
+def together(seconds: Sequence[float]) -> float:
+    """Geometric mean: a phase twice as fast is worth as much, however long it takes."""
+    return math.prod(seconds) ** (1 / len(seconds))
+
+
+def neighbours(kernel: str, pair: Pair) -> list[Pair]:
+    """Pairs of the space that differ from this one in one value, parameter by parameter.
+
+    What fixes the order of sums changes in both phases at once, anything else in one.
+    """
     space = config_space(kernel)
-    return [
-        {**config, name: value}
-        for name in config
-        for value in dict.fromkeys(other[name] for other in space)
-        if value != config[name] and {**config, name: value} in space
-    ]
+    found = []
+    for name in space[0]:
+        values = dict.fromkeys(other[name] for other in space)
+        groups = [PHASES] if name in ORDER_FIXING[kernel] else [(phase,) for phase in PHASES]
+        for phases, value in itertools.product(groups, values):
+            changed = pair | {phase: {**pair[phase], name: value} for phase in phases}
+            if changed != pair and all(changed[phase] in space for phase in phases):
+                found.append(changed)
+    return found
 
 
-def descend(
-    target: Target, start: Config, measure: Callable[[Config], float], found: Found
-) -> Iterator[Config]:
+def descend(target: Target, start: Pair, measure: Measure, found: Found) -> Iterator[Pair]:
     """Coordinate descent from `start` until no single value's change helps; yields what it measures.
 
     The whole space has hundreds of configurations, each compiled for seconds; this measures some dozen.
     """
-    best, best_s = start, found.measured(target.key, start, partial(measure, start))
+    best, best_s = start, _seconds(target, start, measure, found)
     yield start
     improved = True
     while improved:
         improved = False
-        for config in neighbours(target.kernel, best):
-            fresh = not found.knows(target.key, config)
-            seconds = found.measured(target.key, config, partial(measure, config))
+        for pair in neighbours(target.kernel, best):
+            fresh = any(not found.knows(target.key(phase), pair[phase]) for phase in PHASES)
+            seconds = _seconds(target, pair, measure, found)
             if fresh:
-                yield config
+                yield pair
             if seconds < best_s:
-                best, best_s, improved = config, seconds, True
+                best, best_s, improved = pair, seconds, True
                 break
 
 
-def enumerate_all(
-    target: Target, start: Config, measure: Callable[[Config], float], found: Found
-) -> Iterator[Config]:
-    """Every configuration of the space, `start` first; yields what it measures."""
-    for config in [start, *config_space(target.kernel)]:
-        if not found.knows(target.key, config):
-            found.measured(target.key, config, partial(measure, config))
-            yield config
+def enumerate_all(target: Target, start: Pair, measure: Measure, found: Found) -> Iterator[Pair]:
+    """Every configuration of the space in both phases, `start` first; yields what it measures."""
+    for pair in [start, *(dict.fromkeys(PHASES, config) for config in config_space(target.kernel))]:
+        if any(not found.knows(target.key(phase), pair[phase]) for phase in PHASES):
+            _seconds(target, pair, measure, found)
+            yield pair
+
+
+def _seconds(target: Target, pair: Pair, measure: Measure, found: Found) -> float:
+    return together(
+        [
+            found.measured(target.key(phase), config, partial(measure, phase, config))
+            for phase, config in pair.items()
+        ]
+    )
 
 
 def in_turn(searches: Sequence[Iterator[object]], out_of_time: Callable[[], bool]) -> int:
@@ -172,10 +207,9 @@ def updated(
 ) -> Table:
     """The table with the best configurations and classes of ranks that were found, ahead of what it had."""
     entries = [
-        Entry(**_key(target), kernel=target.kernel, config=config, state="tuned")
+        Entry(**_key(target), kernel=target.kernel, phase=phase, config=config, state="tuned")
         for target in targets
-        for config in (found.best(target.key),)
-        if config is not None
+        for phase, config in (found.best(target) or {}).items()
     ]
     choices = [
         Choice(**_key(target), algorithm=name, min_rank=low, max_rank=high, whole=whole, state="tuned")
@@ -195,12 +229,11 @@ def updated(
 def _key(target: Target) -> dict[str, Any]:
     return {
         "dtype": target.dtype,
-        "phase": target.phase,
         "in_features": target.in_features,
         "out_features": target.out_features,
     }
 
 
 def _place(row: Entry | Choice) -> tuple[Any, ...]:
-    kernel = row.kernel if isinstance(row, Entry) else None
-    return (kernel, row.dtype, row.phase, row.in_features, row.out_features)
+    kernel, phase = (row.kernel, row.phase) if isinstance(row, Entry) else (None, None)
+    return (kernel, row.dtype, phase, row.in_features, row.out_features)

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from moe_lora.core.config import LORA_KERNELS, TRANSPORTS
+
 from .errors import user_errors
 from .variadic import VariadicCommand
 
@@ -22,7 +24,7 @@ _ADAPTERS = (
     click.option("--max-loras", type=int, help="Adapters resident on the device at once."),
     click.option(
         "--lora-kernel",
-        type=click.Choice(["sgmv", "bgmv", "mbgmv"]),
+        type=click.Choice(LORA_KERNELS),
         help="sgmv: true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA).  [default: sgmv]",
     ),
     click.option("--lora-memory-gb", type=float, help=f"Room for resident adapters, in 10^9 bytes.  {_AUTO}"),
@@ -94,7 +96,11 @@ _LORA_SERVER = (
     click.option(
         "--lora-server-memory-gb", type=float, help="Room for adapters on each of its ranks, in 10^9 bytes."
     ),
-    click.option("--transport", help="How instances and LoRA Server exchange rows.  [default: shm]"),
+    click.option(
+        "--transport",
+        type=click.Choice(TRANSPORTS),
+        help="How instances and LoRA Server exchange rows.  [default: shm]",
+    ),
     click.option("--load-gb-per-s", type=float, help="Bound on the rate at which its ranks load adapters."),
 )
 

@@ -10,6 +10,7 @@ from .step_profile import StageTime, StepProfile
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+TRANSPORTS = ("shm", "gloo", "nixl")
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
 QUEUES = ("fcfs", "sjf-oracle")
 MAX_COUNT = 2**31 - 1
@@ -57,16 +58,17 @@ class LoraServerConfig:
     lora_time: StageTime | None = None
 
     def __post_init__(self) -> None:
-        _choice("lora_sites", self.sites, ("auto", "all", "experts"))
-        _at_least("lora_capacity", self.capacity, 1)
-        _at_least("lora_message_rows", self.max_rows, 1)
-        _at_least("lora_message_depth", self.depth, 1)
+        _choice("lora_server.transport", self.transport, TRANSPORTS)
+        _choice("lora_server.sites", self.sites, ("auto", "all", "experts"))
+        _at_least("lora_server.capacity", self.capacity, 1)
+        _at_least("lora_server.max_rows", self.max_rows, 1)
+        _at_least("lora_server.depth", self.depth, 1)
         for name in ("memory_gb", "answer_timeout_s", "lease_timeout_s", "load_gb_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"lora_server {name}={value} must be positive")
+                raise ConfigError(f"lora_server.{name}={value} must be positive")
         if not self.key:
-            raise ConfigError("lora_server key='' is empty; every role of a cluster needs the same secret")
+            raise ConfigError("lora_server.key='' is empty; every role of a cluster needs the same secret")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from .errors import ConfigError
 
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 MATRIX_ALIGN_BYTES = 64
+MAX_LORA_RANK = 512
 """Each A and B matrix of a packed adapter starts at a multiple of this many bytes."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 

@@ -30,6 +30,7 @@ def build_rank(start: StartRank) -> ServerRank:
             server_rank=start.server_rank,
             expert_parallel=config.expert_parallel,
             starvation_s=config.starvation_s,
+            lora_kernel=config.lora_kernel,
             adapters=config.adapters,
         )
     )

@@ -114,13 +114,8 @@ class LoraServerProcesses:
         except BaseException:
             self.stop()
             raise
-        self.num_restarts = 0
         for number in range(num_ranks):
             threading.Thread(target=self._watch, args=(number,), name="rank-watch", daemon=True).start()
-
-    @property
-    def pids(self) -> list[int]:
-        return [rank.pid for rank in self._ranks]
 
     def stop(self) -> None:
         """End all ranks; those that share memory with clients last."""
@@ -155,7 +150,6 @@ class LoraServerProcesses:
             if self._stopping.is_set():
                 return
             rank = self._ranks[number] = self._start(number, replace(self._config, adapters=adapters))
-            self.num_restarts += 1
         try:
             rank.await_start()
         except Exception as error:

@@ -59,24 +59,36 @@ class Door:
         self._key = key.encode()
         self._roster = roster
         self._lock = threading.Lock()
+        self._closing = False
         self._inside: set[str] = set()
         self._info: ModelInfo | None = None
         threading.Thread(target=self._accept, name="engines-door", daemon=True).start()
 
     def close(self) -> None:
         """Let nobody in any more; those inside stay.  May be called again."""
+        self._closing = True
         if self._listener.fileno() >= 0:
             # Closing alone would leave the accepting thread in its call.
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing:
             try:
                 sock, (host, *_) = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._receive, args=(sock, host), name="engine-door", daemon=True).start()
+            except OSError as error:
+                if not self._closing:  # out of descriptors, say: the next one may fare better
+                    logger.error("an engine's connection could not be accepted: %s", error)
+                    time.sleep(0.1)
+                continue
+            thread = threading.Thread(
+                target=self._receive, args=(sock, host), name="engine-door", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.error("an engine from %s can't be let in: %s", host, error)
+                sock.close()
 
     def _receive(self, sock: socket.socket, host: str) -> None:
         try:

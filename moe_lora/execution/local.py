@@ -52,6 +52,7 @@ class LocalBackend:
             kernel=self._kernel,
             decode=step.decode,
             shared=self._shared,
+            batch_rank=self._site_ranks[site],
         )
         return torch.tensor([ticket])
 

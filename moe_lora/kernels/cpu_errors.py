@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_lora.core.config import LORA_KERNELS
+
 from .step import KvLayout, SlotTable
 
 if TYPE_CHECKING:
@@ -36,8 +38,8 @@ def shrink_error(
         return f"{given} given, but site {site.name!r} has {site.num_experts} experts"
     if not 0 <= layer < num_layers:
         return f"layer={layer} is outside 0 .. {num_layers - 1} of the slot table"
-    if kernel not in ("sgmv", "bgmv", "mbgmv"):
-        return f"kernel={kernel!r} is unknown; choose sgmv, bgmv or mbgmv"
+    if kernel not in LORA_KERNELS:
+        return f"kernel={kernel!r} is unknown; choose one of {', '.join(LORA_KERNELS)}"
     return f"site {site.name!r} needs more entries than the {num_entries} of the slot table"
 
 

@@ -9,7 +9,7 @@ rank), and the papers' baselines "bgmv" (Punica: a row at a time, padded to the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Union
 
 import torch
 
@@ -20,28 +20,40 @@ if TYPE_CHECKING:
     from moe_lora.core.shape import Site
 
     from .gpu.lora import Shrunk as GpuShrunk
+    from .gpu.segments import Segments
 
 Shrunk = Union[cpu.Shrunk, "GpuShrunk", torch.Tensor]
 """What `lora_shrink` leaves for `lora_expand`; a tensor is the whole delta."""
+_DENSE = -1
 
 
 class SharedSegments:
-    """Rows sorted by adapter and expert, made once for the sites that share them (CUDA only).
+    """Rows as `kernel` walks them, made once for the sites of a step that share them (CUDA only).
 
-    A step's dense sites share one order; a layer's expert sites share that of their ids.
+    A step's dense sites share one order; a layer's expert sites share that of their ids.  For one kernel.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], Any] = {}
+        self._known: dict[int, tuple[torch.Tensor | None, Segments]] = {}
 
-    def of(self, layer: int, ids: torch.Tensor | None, row_slot: torch.Tensor, site: Site, slots: int) -> Any:
-        from .gpu.segments import build_segments
+    def of(
+        self,
+        layer: int,
+        ids: torch.Tensor | None,
+        row_slot: torch.Tensor,
+        site: Site,
+        num_slots: int,
+        kernel: str,
+    ) -> Segments:
+        """`gpu.segments.rows_for` of these rows; ids are kept: no other tensor can be taken for them."""
+        from .gpu.segments import rows_for
 
-        key = (-1, 0) if ids is None else (layer, ids.data_ptr())
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = build_segments(row_slot, ids, slots, site.num_experts)
-        return known
+        place = _DENSE if ids is None else layer
+        known = self._known.get(place)
+        if known is None or known[0] is not ids:
+            known = ids, rows_for(kernel, row_slot, ids, num_slots, site.num_experts)
+            self._known[place] = known
+        return known[1]
 
 
 def lora_shrink(
@@ -56,10 +68,12 @@ def lora_shrink(
     kernel: str = "sgmv",
     decode: bool = False,
     shared: SharedSegments | None = None,
+    batch_rank: int | None = None,
 ) -> Shrunk:
     """h = x_row @ A.T of each row that has an adapter; operands as in `reference.lora_delta`.
 
-    decode: the phase, which may choose the algorithm on CUDA.  Raises ValueError for operands that don't fit.
+    decode: the phase, which on CUDA may choose tiles and grids, never another result.  batch_rank: the
+    largest rank in this batch, if known; see `gpu.lora`.  Raises ValueError for operands that don't fit.
     """
     operands = (x, ids, site, layer, row_slot, slots, arena)
     if x.is_cpu:
@@ -68,9 +82,11 @@ def lora_shrink(
         from .gpu import lora
 
         segments = None
-        if shared is not None and kernel == "sgmv":
-            segments = shared.of(layer, ids, row_slot, site, slots.num_slots)
-        return lora.lora_shrink(*operands, kernel=kernel, decode=decode, segments=segments)
+        if shared is not None:
+            segments = shared.of(layer, ids, row_slot, site, slots.num_slots, kernel)
+        return lora.lora_shrink(
+            *operands, kernel=kernel, decode=decode, segments=segments, batch_rank=batch_rank
+        )
     return reference.lora_delta(*operands)
 
 
@@ -96,19 +112,19 @@ def lora_delta(
     arena: torch.Tensor,
     out: torch.Tensor,
     *,
-    decode: bool = False,
+    kernel: str = "sgmv",
 ) -> None:
     """out = delta of each row, zero where it has no adapter; see `reference.lora_delta`.
 
-    out: [T, N] or [T*K, N] in x's dtype, overwritten.
+    out: [T, N] or [T*K, N] in x's dtype, overwritten.  Added to y, it gives the bits of a shrink and an
+    expand on the same device: the fused kernel is not allowed.
     """
     operands = (x, ids, site, layer, row_slot, slots, arena)
     if x.is_cpu:
-        cpu.lora_delta(*operands, out)
+        cpu.lora_delta(*operands, out, kernel=kernel)
     elif x.is_cuda:
         from .gpu import lora
 
-        # Never fused: a delta must have the bits of a shrink and an expand on an instance's own device.
-        lora.lora_delta(*operands, out, decode=decode)
+        lora.lora_delta(*operands, out, kernel=kernel, decode=False)
     else:
         out.copy_(reference.lora_delta(*operands))

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from moe_lora.core.shape import MATRIX_ALIGN_BYTES
+from moe_lora.core.shape import MATRIX_ALIGN_BYTES, MAX_LORA_RANK
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
-
-MAX_LORA_RANK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,8 @@ class SlotTable:
         """Largest rank of any adapter at `site`, having checked that its matrices lie within the arena.
 
         itemsize: bytes of an element.  Looks at the tables, and so waits for the device, only if one was
-        written since the last call.  Raises ValueError for an offset or a rank outside what is allowed.
+        written since the last call.  Raises ValueError for an offset or a rank outside what is allowed, and
+        for a site whose entries the tables don't have.
         """
         key = (site.entry_base, itemsize, arena_bytes)
         tables = (self.a_offset, self.b_offset, self.lora_rank)
@@ -100,6 +99,12 @@ class SlotTable:
     def _check_site(self, site: Site, itemsize: int, arena_bytes: int) -> int:
         modules = len(site.modules)
         entries = slice(site.entry_base, site.entry(0, max(1, site.num_experts)))
+        num_entries = self.lora_rank.shape[2]
+        if not 0 <= entries.start <= entries.stop <= num_entries:
+            raise ValueError(
+                f"site {site.name!r} has entries {entries.start}..{entries.stop - 1}, the slot table has "
+                f"{num_entries} per layer; make it with the shape that the site belongs to"
+            )
         ranks = self.lora_rank[:, :, entries].cpu().long()
         out = torch.tensor(site.out_features).repeat(ranks.shape[2] // modules)
         bad = (ranks < 0) | (ranks > MAX_LORA_RANK)
@@ -167,7 +172,7 @@ class StepTables:
     seq_lens: [S] tokens of the sequence including this step's rows; 0 marks a padding sequence.
     block_tables: [S, B] page of each block.
     has_adapters: some row has a slot.  leased: rows for the LoRA Server, None if there are none.
-    decode: every sequence computes one token.
+    decode: every sequence computes one token; kernels may launch otherwise then, but add in the same order.
     """
 
     row_slot: torch.Tensor

@@ -102,6 +102,8 @@ def test_records_agree_with_themselves(output: tuple[list[dict], str]) -> None:
         assert result["of_bound"] == result["of_gemm" if result["bound"] == "compute" else "of_read"]
         assert result["relative_error"] < 1e-2
         assert ("speedup_over" in result) == (config["role"] == "ours")
+        if config["role"] == "ours":
+            assert result["outside"] == (["outsider"] if config["phase"] == "delta" else [])
         assert config["timed_by"] == "wall time"
 
 
@@ -118,6 +120,16 @@ def test_summary_says_how_far_a_goal_was_missed() -> None:
     assert "MISSED figure 19, memory-bound: share of copy bandwidth >= 0.85: 0 of 1" in text
     assert "worst 0.68 (-20%): a case, shrink" in text
     assert "OPEN   prefill" in text
+
+
+@pytest.mark.parametrize("outside", [[], ["vllm"]])
+def test_goal_over_peers_is_open_without_kernels_from_outside(outside: list[str]) -> None:
+    config = {"device": "cuda", "role": "ours", "group": "decode", "phase": "delta", "case": "a case"}
+    speedups = {name: {"median": 2.5} for name in ["mm loop", *outside]}
+    result = {"bound": "memory", "speedup_over": speedups, "outside": outside}
+    text = verdict_table([{"config": {**config, "equal_ranks": False}, "result": result}])
+    goal = "mixed ranks: times the best peer's speed, --peer-module included >= 2"
+    assert f"{'met   ' if outside else 'OPEN  '} {goal}" in text
 
 
 @pytest.mark.parametrize("shape_number", range(len(TINY)))
@@ -230,7 +242,8 @@ from bench.lora_kernel_runs import check
 from tests.bench.test_lora_kernels import spec_of
 
 case = Case(spec_of(2, num_rows=2, lora_ranks=(8,), dtype=torch.bfloat16), torch.device("cpu"), 0)
-for options in ({"kernel": "sgmv"}, {"kernel": "mbgmv"}, {"kernel": "sgmv", "algorithm": "wgmma"}):
+for kernel, more in (("sgmv", {}), ("mbgmv", {}), ("bgmv", {}), ("sgmv", {"algorithm": "wgmma"})):
+    options = {"kernel": kernel, **more}
     check(case, gpu_phases(options)(case))
 """
 

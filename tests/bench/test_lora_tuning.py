@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from bench.autotune_lora import TUNING_GPU, main, targets
 from bench.lora_tuning import (
     Found,
+    Pair,
     Target,
     descend,
     enumerate_all,
@@ -20,64 +21,87 @@ from bench.lora_tuning import (
     updated,
 )
 from moe_lora.kernels.gpu.choose import choose
-from moe_lora.kernels.gpu.configs import Config, config_space, load_table
+from moe_lora.kernels.gpu.configs import PHASES, Config, config_space, load_table
+from moe_lora.kernels.gpu.spaces import order_of
 
-TARGET = Target(kernel="vector_expand", dtype="bf16", phase="decode", in_features=4096, out_features=4096)
+TARGET = Target(kernel="vector_expand", dtype="bf16", in_features=4096, out_features=4096)
 WIDTHS = (4096, 4096)
 
 
-def start() -> Config:
-    return config_space(TARGET.kernel)[0]
+def start() -> Pair:
+    return dict.fromkeys(PHASES, config_space(TARGET.kernel)[0])
 
 
-def goal() -> Config:
-    return config_space(TARGET.kernel)[-1]
+def goal(phase: str) -> Config:
+    """The fastest of a phase; the phases want other blocks of columns, which they must share."""
+    last = config_space(TARGET.kernel)[-1]
+    return last if phase == "decode" else {**last, "block_c": 128, "num_stages": 2}
 
 
-def distance(config: Config) -> float:
-    """Fastest at `goal`, and slower with every value that differs."""
-    return 1.0 + sum(config[name] != value for name, value in goal().items())
+def distance(phase: str, config: Config) -> float:
+    """Fastest at `goal`, and slower with every value that differs; decode cares more."""
+    weight = 2.0 if phase == "decode" else 1.0
+    return 1.0 + weight * sum(config[name] != value for name, value in goal(phase).items())
 
 
-def test_neighbours_differ_in_one_value_and_lie_in_the_space() -> None:
+BEST = {"decode": goal("decode"), "prefill": {**goal("prefill"), "block_c": goal("decode")["block_c"]}}
+"""The blocks that decode wants, as it loses more without them."""
+
+
+def measured(found: Found) -> int:
+    return sum(len(found.seconds[TARGET.key(phase)]) for phase in PHASES)
+
+
+def test_neighbours_differ_in_one_value_and_add_in_the_same_order() -> None:
     space = config_space(TARGET.kernel)
-    for config in neighbours(TARGET.kernel, start()):
-        assert config in space
-        assert sum(config[name] != value for name, value in start().items()) == 1
+    for pair in neighbours(TARGET.kernel, start()):
+        assert all(config in space for config in pair.values())
+        changed = {
+            name for phase in PHASES for name, value in start()[phase].items() if pair[phase][name] != value
+        }
+        assert len(changed) == 1
+        assert len({order_of(TARGET.kernel, config) for config in pair.values()}) == 1
 
 
-def test_descent_finds_the_best_without_measuring_everything() -> None:
+def test_descent_finds_the_best_pair_without_measuring_everything() -> None:
     found = Found()
     steps = list(descend(TARGET, start(), distance, found))
-    assert found.best(TARGET.key) == goal()
-    assert len(steps) == len(found.seconds[TARGET.key]) < len(config_space(TARGET.kernel)) / 2
+    assert found.best(TARGET) == BEST
+    assert len(steps) <= measured(found) < len(config_space(TARGET.kernel))
 
 
 def test_enumeration_measures_the_whole_space_once() -> None:
     found = Found()
     assert len(list(enumerate_all(TARGET, start(), distance, found))) == len(config_space(TARGET.kernel))
-    assert found.best(TARGET.key) == goal()
+    assert found.best(TARGET) == BEST
 
 
 def test_a_second_run_goes_on_where_the_first_was_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     first = descend(TARGET, start(), distance, Found.load(path))
-    done = [next(first) for _ in range(4)]
+    done = [(phase, config) for _ in range(4) for phase, config in next(first).items()]
 
-    def measure(config: Config) -> float:
-        assert config not in done
-        return distance(config)
+    def measure(phase: str, config: Config) -> float:
+        assert (phase, config) not in done
+        return distance(phase, config)
 
     found = Found.load(path)
     list(descend(TARGET, start(), measure, found))
-    assert found.best(TARGET.key) == goal()
+    assert found.best(TARGET) == BEST
 
 
 def test_what_failed_is_never_the_best_and_is_remembered(tmp_path: Path) -> None:
     found = Found.load(tmp_path / "state.json")
-    list(descend(TARGET, start(), lambda config: math.inf, found))
-    assert found.best(TARGET.key) is None
+    list(descend(TARGET, start(), lambda phase, config: math.inf, found))
+    assert found.best(TARGET) is None
     assert Found.load(tmp_path / "state.json").seconds == found.seconds
+
+
+def test_a_phase_alone_has_no_best_pair() -> None:
+    found = Found()
+    found.measured(TARGET.key("decode"), goal("decode"), lambda: 1.0)
+    found.measured(TARGET.key("prefill"), goal("prefill"), lambda: 1.0)
+    assert found.best(TARGET) is None, "they add in different orders"
 
 
 def test_searches_take_turns_until_time_is_up() -> None:
@@ -110,19 +134,20 @@ def test_the_table_takes_what_was_found_and_keeps_the_rest(whole: bool) -> None:
     table, found = load_table(TUNING_GPU), Found()
     list(descend(TARGET, start(), distance, found))
     new = updated(table, [TARGET], found, {(TARGET, whole): [(1, 16, "vector"), (17, 512, "wgmma")]}, "note")
-    assert new.config(TARGET.kernel, "bf16", "decode", *WIDTHS) == goal()
-    other = (TARGET.kernel, "bf16", "prefill", *WIDTHS)
-    assert new.config(*other) == table.config(*other)
+    for phase in PHASES:
+        assert new.config(TARGET.kernel, "bf16", phase, *WIDTHS) == BEST[phase]
+        other = (TARGET.kernel, "bf16", phase, 4096, 4097)
+        assert new.config(*other) == table.config(*other)
     (shape,) = {shape.model: shape for shape in targets("bf16").values() if shape.model == "dense"}.values()
-    classes = choose(shape.site, "bf16", True, new, whole=whole)
+    classes = choose(shape.site, "bf16", new, whole=whole)
     assert [(c.algorithm, c.min_rank, c.max_rank) for c in classes] == [("vector", 1, 16), ("wgmma", 17, 512)]
-    assert choose(shape.site, "bf16", False, new) == choose(shape.site, "bf16", False, table)
+    assert choose(shape.site, "fp16", new) == choose(shape.site, "fp16", table)
     again = updated(new, [TARGET], found, {(TARGET, whole): [(1, 512, "wgmma")]}, "note")
     assert len(again.entries) == len(new.entries)
-    assert len(choose(shape.site, "bf16", True, again, whole=whole)) == 1
+    assert len(choose(shape.site, "bf16", again, whole=whole)) == 1
 
 
 def test_dry_run_names_every_target_without_a_gpu() -> None:
     done = CliRunner().invoke(main, ["--dry-run"])
     assert done.exit_code == 0, done.output
-    assert all(target.key in done.output for target in targets("bf16"))
+    assert all(target.key(phase) in done.output for target in targets("bf16") for phase in PHASES)

@@ -89,7 +89,7 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nengine: {max_model_len: x}", "must be a whole number or null"),
         ("model_dir: m\nengine: {decode_buckets: [x]}", "must be a list of whole numbers or null"),
         ("model_dir: m\nengine: {max_loras: 0}", "max_loras=0 must be 1 or more"),
-        ("model_dir: m\nlora_server: {capacity: 0}", "lora_capacity=0 must be 1 or more"),
+        ("model_dir: m\nlora_server: {capacity: 0}", "lora_server.capacity=0 must be 1 or more"),
         ("model_dir: m\nfront_end: {port: 70000}", "front_end.port=70000 must be between"),
         ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
         ("model_dir: m\nadapters: [a]", "adapters must be a mapping"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import socket
 import threading
@@ -136,6 +137,12 @@ class FrontEnd:
     def close(self) -> None:
         self.door.close()
         asyncio.run(self.fleet.close())
+
+
+@pytest.fixture(autouse=True)
+def all_messages(caplog):
+    """What the code logs is looked at, whatever level other tests left behind."""
+    caplog.set_level(logging.INFO, logger="moe_lora")
 
 
 @pytest.fixture

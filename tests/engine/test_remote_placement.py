@@ -116,7 +116,7 @@ def test_adapter_that_a_new_server_has_no_room_for_is_computed_here(cluster, pla
 
 
 def test_adapter_that_could_never_be_ready_is_refused_and_forgotten(placement):
-    with pytest.raises(CapacityError, match="lora_server_memory_gb"):
+    with pytest.raises(CapacityError, match=r"lora_server\.memory_gb"):
         add(placement, "huge", 1, lora_rank=500)
     assert not placement._num_versions
 

@@ -69,7 +69,7 @@ def test_operands_that_do_not_fit(operands, named):
 
 
 def test_an_unknown_kernel(operands):
-    with pytest.raises(ValueError, match="kernel='gemm' is unknown; choose sgmv, bgmv or mbgmv"):
+    with pytest.raises(ValueError, match="kernel='gemm' is unknown; choose one of sgmv, bgmv, mbgmv"):
         cpu.lora_delta(**operands, kernel="gemm")
 
 

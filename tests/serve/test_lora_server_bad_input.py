@@ -31,14 +31,14 @@ def run(*words: str) -> str:
         (["--lora-server", "EPx"], r"lora_server='EPx' is no layout; choose EPx-PPy"),
         (["--lora-server", "EP0-PP1"], r"lora_server='EP0-PP1' is no layout"),
         (["--lora-server", "EP1-PP99"], r"lora_server='EP1-PP99': 99 stages are more than num_layers="),
-        (["--lora-server", "EP1-PP1", "--lora-capacity", "0"], r"lora_capacity=0"),
+        (["--lora-server", "EP1-PP1", "--lora-capacity", "0"], r"lora_server.capacity=0"),
         (
             ["--lora-server", "EP1-PP1", "--transport", "pigeon"],
             r"transport 'pigeon' is unknown; choose one of",
         ),
         (
             ["--lora-server", "EP1-PP1", "--lora-server-memory-gb", "0.000001"],
-            r"lora_server_memory_gb=1e-06 is too small for one adapter; a rank .* needs at least 0\.0",
+            r"lora_server.memory_gb=1e-06 is too small for one adapter; a rank .* needs at least 0\.0",
         ),
         (["--lora-server", "EP1-PP1", "--lora-server-memory-gb", "-1"], r"memory_gb=-1.0 must be positive"),
         (["--lora-server", "EP1-PP1", "--load-gb-per-s", "0"], r"load_gb_per_s=0.0 must be positive"),

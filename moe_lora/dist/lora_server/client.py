@@ -46,8 +46,8 @@ class _Part:
 class RemoteBackend:
     """LoraBackend whose deltas come from the LoRA Server (see `LoraBackend` for the contract).
 
-    A request that can't be sent, or is not answered, is computed here from the host store, bit for bit the
-    same.  `num_requests` counts answers, `num_fallback_rows` rows of those that had none.
+    A request that can't be sent, or is not answered, is computed here from the host store (`HostDeltas`).
+    `num_requests` counts answers, `num_fallback_rows` rows of those that had none.
     Source: InfiniLoRA sections 3 and 5.1.
     """
 

@@ -32,23 +32,30 @@ def request_deltas(
     slots: SlotTable,
     arena: torch.Tensor,
     out: torch.Tensor,
+    *,
+    kernel: str = "sgmv",
 ) -> None:
     """out [R, N] = the deltas of the request's rows; rows whose row_slot is -1 become zero.
 
-    layer: row of the slot table (the request's own layer, or 0 where the table holds one layer).
+    layer: row of the slot table (the request's own layer, or 0 where the table holds one layer).  kernel: as
+    in `kernels.lora`.
     """
+
+    def delta(ids: torch.Tensor | None, target: torch.Tensor) -> None:
+        lora_delta(x, ids, site, layer, slot, slots, arena, target, kernel=kernel)
+
     site = shape.sites[request.site]
     slot = torch.from_numpy(np.ascontiguousarray(row_slot)).to(arena.device)
     x = request.x.to(arena.device)
     if request.ids is None:
-        _into(lambda full: lora_delta(x, None, site, layer, slot, slots, arena, full), out, arena.device)
+        _into(lambda full: delta(None, full), out, arena.device)
         return
     ids = torch.from_numpy(np.ascontiguousarray(request.ids)).to(arena.device)
     if request.num_rows == request.ids.size:
-        _into(lambda full: lora_delta(x, ids, site, layer, slot, slots, arena, full), out, arena.device)
+        _into(lambda full: delta(ids, full), out, arena.device)
         return
     full = torch.empty(request.ids.size, out.shape[1], dtype=out.dtype, device=arena.device)
-    lora_delta(x, ids, site, layer, slot, slots, arena, full)
+    delta(ids, full)
     rows = torch.from_numpy(np.flatnonzero(request.ids.reshape(-1) >= 0)).to(arena.device)
     _into(lambda target: torch.index_select(full, 0, rows, out=target), out, arena.device)
 
@@ -64,7 +71,11 @@ def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: 
 
 
 class HostDeltas:
-    """Deltas straight from adapters in host memory: slower, one adapter at a time, bit for bit the same."""
+    """Deltas straight from adapters in host memory: slower, one adapter at a time, by the CPU library.
+
+    The same bits as those of a server that computes on CPU, whichever kernel it uses; close to, but not the
+    bits of, one that computes on CUDA.
+    """
 
     def __init__(self, shape: ModelShape, store: HostStore) -> None:
         self._shape = shape

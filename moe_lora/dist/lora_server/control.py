@@ -41,7 +41,7 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, Any]:
     host, separator, port = address.rpartition(":")
     if not (separator and host and port.isdigit() and int(port) < 1 << 16):
         raise LoraServerError(
-            f"lora_server_address={address!r} is neither host:port nor an absolute path of a socket"
+            f"lora_server.address={address!r} is neither host:port nor an absolute path of a socket"
         )
     return socket.AF_INET, (host, int(port))
 
@@ -178,7 +178,7 @@ def dial(address: str, key: bytes, hello: Message, timeout_s: float) -> tuple[Co
         except (OSError, EOFError) as error:
             if time.monotonic() >= deadline_s:
                 raise LoraServerError(
-                    f"no LoRA Server answers at lora_server_address={address} ({error}); start it, or "
+                    f"no LoRA Server answers at lora_server.address={address} ({error}); start it, or "
                     "correct the address"
                 ) from error
             time.sleep(0.05)
@@ -230,7 +230,7 @@ class ControlServer:
         except OSError as error:
             self._socket.close()
             raise LoraServerError(
-                f"can't listen at lora_server_address={address}: {error}; choose another address"
+                f"can't listen at lora_server.address={address}: {error}; choose another address"
             ) from error
         place = self._socket.getsockname()
         self.address = place if isinstance(place, str) else f"{place[0]}:{place[1]}"
@@ -265,8 +265,21 @@ class ControlServer:
                         logger.error("a connection could not be accepted: %s", error)
                         time.sleep(0.1)
                 else:
-                    raw = _bounded(sock)
-                    threading.Thread(target=self._serve, args=(raw,), name="control", daemon=True).start()
+                    self._begin(sock)
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Serve the peer in a thread of its own; a peer that can't be served is hung up on."""
+        try:
+            with sock:
+                raw = _bounded(sock)
+        except OSError as error:  # the peer has left already, say
+            logger.info("a connection ended at once: %s", error)
+            return
+        try:
+            threading.Thread(target=self._serve, args=(raw,), name="control", daemon=True).start()
+        except RuntimeError as error:
+            logger.error("a connection can't be served: %s", error)
+            raw.close()
 
     def _serve(self, raw: Connection) -> None:
         try:

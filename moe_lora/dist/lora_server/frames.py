@@ -44,8 +44,8 @@ class FrameLayout:
         least = max(1, self.shape.num_experts_per_token)
         if self.max_rows < least:
             raise ConfigError(
-                f"lora_message_rows={self.max_rows} can't hold a token's rows, one for each of its experts; "
-                f"choose {least} or more"
+                f"lora_server.max_rows={self.max_rows} can't hold a token's rows, one for each of its "
+                f"experts; choose {least} or more"
             )
 
     @property

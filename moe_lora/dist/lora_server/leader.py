@@ -58,6 +58,7 @@ class Leader:
         self._lock = threading.RLock()
         self._instances: dict[str, ControlConnection] = {}
         self._registered_by: dict[str, set[str]] = {}
+        self._acquires: dict[tuple[str, str], int] = {}
         self._ranks: dict[int, ControlConnection] = {}
         self._addresses: dict[int, str] = {}
 
@@ -93,6 +94,7 @@ class Leader:
             with self._lock:
                 if self._ranks.get(server_rank) is connection:
                     del self._ranks[server_rank]
+                    self._addresses.pop(server_rank, None)  # clients wait until it has joined again
             logger.warning("server rank %d left", server_rank)
 
     # Instances
@@ -125,6 +127,7 @@ class Leader:
         for instances in self._registered_by.values():
             instances.discard(instance)
         self._table.drop_instance(instance, time.monotonic())
+        self._acquires = {pair: number for pair, number in self._acquires.items() if pair[0] != instance}
         self._dispatch()
 
     def _answer(self, instance: str, connection: ControlConnection, message: Message) -> None:
@@ -168,11 +171,13 @@ class Leader:
         if kind == "unregister":
             self._unregister(instance, adapter_id, now_s)
         elif kind == "acquire":
+            self._acquires[instance, adapter_id] = message["number"]
             self._acquire(instance, adapter_id, now_s)
         elif kind == "release":
             # An acquire that crossed this release on its way is given up with it.
             self._table.cancel(instance, adapter_id, now_s)
             self._table.release(instance, adapter_id, now_s)
+            self._acquires.pop((instance, adapter_id), None)
         elif kind == "stats":
             connection.send("stats", request=message["request"], stats=asdict(self._table.stats()))
         else:
@@ -227,7 +232,10 @@ class Leader:
 
     def _tell_rank(self, server_rank: int, command: Message) -> None:
         if server_rank == _LEADER:
-            self._carry_out(command)
+            try:
+                self._carry_out(command)
+            except Exception:  # what was decided after it must be carried out all the same
+                logger.exception("the leader's own rank can't %s", command["kind"])
             return
         connection = self._ranks.get(server_rank)
         if connection is None:
@@ -241,8 +249,9 @@ class Leader:
         connection = self._instances.get(event.instance)
         if connection is None:
             return
-        generation = self._first_generation + event.generation
+        lease = {"slot": event.slot, "generation": self._first_generation + event.generation}
+        number = self._acquires[event.instance, event.adapter_id]
         try:
-            connection.send("granted", adapter_id=event.adapter_id, slot=event.slot, generation=generation)
+            connection.send("granted", adapter_id=event.adapter_id, number=number, **lease)
         except OSError:
             logger.warning("instance %s can't be told of its lease", event.instance)

@@ -51,7 +51,9 @@ class LeaseClient(threading.Thread):
         self._registered: set[str] = set()
         self._rejected: dict[str, str] = {}
         self._confirmed: set[str] = set()
-        self._wanted: dict[str, None] = {}  # in the order asked, so that a new leader hears it so
+        # Number of the acquire, in the order asked, so that a new leader hears it so.
+        self._wanted: dict[str, int] = {}
+        self._numbers = itertools.count(1)
         self._leases: dict[str, Lease] = {}
         self._stats: dict[int, Any] = {}
         self._requests = itertools.count(1)
@@ -96,8 +98,8 @@ class LeaseClient(threading.Thread):
         """
         with self._lock:
             if adapter_id not in self._wanted:
-                self._wanted[adapter_id] = None
-                self._send("acquire", adapter_id)
+                self._wanted[adapter_id] = next(self._numbers)
+                self._send_acquire(adapter_id)
             return self.connected and adapter_id not in self._rejected
 
     def lease(self, adapter_id: str) -> Lease | None:
@@ -139,6 +141,10 @@ class LeaseClient(threading.Thread):
         except OSError:
             logger.debug("the leader is gone; %s %s is said again later", kind, adapter_id)
 
+    def _send_acquire(self, adapter_id: str) -> None:
+        """The grant repeats the number: one of an acquire that was given up since is not for the next one."""
+        self._send("acquire", adapter_id, number=self._wanted[adapter_id])
+
     def run(self) -> None:
         problem = ""
         while True:
@@ -178,7 +184,7 @@ class LeaseClient(threading.Thread):
             for adapter_id in self._registered:
                 self._send("register", adapter_id)
             for adapter_id in self._wanted:
-                self._send("acquire", adapter_id)
+                self._send_acquire(adapter_id)
         logger.info("joined the leader of the LoRA Server again")
 
     def _lose_all(self) -> None:
@@ -199,13 +205,13 @@ class LeaseClient(threading.Thread):
             if kind == "registered":
                 self._confirmed.add(adapter_id)
                 if adapter_id in self._wanted and adapter_id not in self._leases:
-                    self._send("acquire", adapter_id)  # the first one came before the content
+                    self._send_acquire(adapter_id)  # the first one came before the content
             elif kind == "rejected":
                 self._rejected[adapter_id] = message["error"]
                 logger.warning("the LoRA Server does not take adapter %s: %s", adapter_id, message["error"])
             elif kind == "stats":
                 self._stats[message["request"]] = message["stats"]
-            elif kind == "granted" and adapter_id in self._wanted:
+            elif kind == "granted" and self._wanted.get(adapter_id) == message["number"]:
                 self._leases[adapter_id] = Lease(message["slot"], message["generation"])
             self._lock.notify_all()
         if kind in ("granted", "rejected"):

@@ -55,6 +55,7 @@ class ServerLink(threading.Thread):
 
     def connect(self, timeout_s: float) -> ControlConnection:
         """Make the session.  Raises LoraServerError."""
+        address = self._find(timeout_s)
         label = f"answers-{self._hello['server_rank']}-{next(self._attempts)}"
         answers = self._transport.alloc(label, self._depth * self._layout.answer_bytes, 1)
         try:
@@ -64,7 +65,7 @@ class ServerLink(threading.Thread):
                 "depth": self._depth,
             }
             with attended(self._transport, answers):
-                connection, welcome = dial(self._find(timeout_s), self._key, hello, timeout_s)
+                connection, welcome = dial(address, self._key, hello, timeout_s)
             try:
                 requests = self._transport.attach(base64.b64decode(welcome["requests"]))
             except (PeerUnreachableError, ValueError) as error:
@@ -113,6 +114,8 @@ class ServerLink(threading.Thread):
         except (EOFError, OSError) as error:
             if not self._stopping.is_set():
                 logger.warning("lost the LoRA Server at %s: %r", connection.peer, error)
+        except Exception:
+            logger.exception("what the LoRA Server at %s sent can't be read", connection.peer)
         session, self.session = self.session, None
         if session is not None:
             session.break_off()

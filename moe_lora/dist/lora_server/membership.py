@@ -57,13 +57,16 @@ class Membership(threading.Thread):
             except (EOFError, OSError) as error:
                 if not self._stopping.is_set():
                     logger.warning("lost the leader of the LoRA Server: %r", error)
+            except Exception:
+                logger.exception("an order of the LoRA Server's leader can't be carried out; joining it anew")
+                self._stopping.wait(_RETRY_S)
             self._orders.lose_leader()
             self._connection.close()
             while not self._stopping.is_set():
                 try:
                     self._connection, welcome = self._join(timeout_s=1.0)
                     break
-                except LoraServerError as error:
+                except Exception as error:  # whatever it is, the leader may be well again later
                     if str(error) != problem:
                         problem = str(error)
                         logger.warning("%s", problem)
@@ -138,4 +141,7 @@ class TurnsListener(threading.Thread):
                     connection.receive(0.5, SILENCE_S)
             except (EOFError, OSError) as error:
                 logger.debug("the stage leader is gone: %r", error)
+            except Exception:
+                logger.exception("what the stage leader sent can't be read; connecting anew")
+                self._stopping.wait(_RETRY_S)
             connection.close()

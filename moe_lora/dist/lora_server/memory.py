@@ -48,7 +48,7 @@ def plan_memory(
         if given < max(least):
             least_gb = math.ceil(max(least) * page_bytes / 1e3) / 1e6
             raise ConfigError(
-                f"lora_server_memory_gb={server.memory_gb} is too small for one adapter; a rank of "
+                f"lora_server.memory_gb={server.memory_gb} is too small for one adapter; a rank of "
                 f"{partition.layout} needs at least {least_gb:.6f}"
             )
         return Memory(server.capacity, (given,) * ranks, page_bytes)

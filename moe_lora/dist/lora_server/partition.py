@@ -153,7 +153,9 @@ class Partition:
 
     def _check_layout(self) -> None:
         if self._experts_only and not self.shape.num_experts:
-            raise ConfigError("lora_sites='experts': this model has no experts; choose 'all' or 'auto'")
+            raise ConfigError(
+                "lora_server.sites='experts': this model has no experts; choose 'all' or 'auto'"
+            )
         setting, shape, layout = f"lora_server='{self.layout}'", self.shape, self.layout
         if shape.num_experts and shape.num_experts % layout.ep:
             raise ConfigError(f"{setting}: {_not_a_divisor(layout.ep, shape.num_experts)}")

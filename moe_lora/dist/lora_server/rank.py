@@ -21,6 +21,7 @@ from moe_lora.adapters.peft_format import read_adapter
 from moe_lora.core.config import LoraServerConfig
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.transport.contract import RemoteWindow, Window
 
 from .control import SILENCE_S, ControlConnection, ControlServer, Handler, Message
 from .frames import PROTOCOL_VERSION, FrameLayout
@@ -37,6 +38,8 @@ from .shelf import Shelf
 logger = logging.getLogger(__name__)
 
 LEADER = 0
+_PUT_TIMEOUT_S = 3.0
+"""How long an instance that takes no answers may hold up the others' before it counts as gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class RankConfig:
     """What a server rank is started with.
 
     expert_parallel: ranks of each instance.  adapters: (name, directory) pairs that the leader puts into the
-    store at the start and sizes the arenas by.
+    store at the start and sizes the arenas by.  lora_kernel: how deltas are computed (`kernels.lora`).
     """
 
     server: LoraServerConfig
@@ -54,6 +57,7 @@ class RankConfig:
     server_rank: int
     expert_parallel: int = 1
     starvation_s: float = 5.0
+    lora_kernel: str = "sgmv"
     adapters: tuple[tuple[str, str], ...] = ()
 
 
@@ -88,7 +92,7 @@ class ServerRank:
         self._key = server.key.encode()
         self._store = HostStore(server.store_dir)
         self._name = f"lora-server-{config.server_rank}"
-        self._transport = server_transport(server, self._name)
+        self._transport = server_transport(server, self._name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
         self._threads: list[Membership | TurnsListener] = []
         if config.server_rank == LEADER:
@@ -181,7 +185,13 @@ class ServerRank:
 
     def _data_loop(self, memory: Memory) -> DataLoop:
         config = self._config
-        return DataLoop(config.shape, self._shelf_maker(memory), self._transport, config.server.lora_time)
+        return DataLoop(
+            config.shape,
+            self._shelf_maker(memory),
+            self._transport,
+            config.server.lora_time,
+            lora_kernel=config.lora_kernel,
+        )
 
     def _shelf_maker(self, memory: Memory) -> Callable[[Callable[[], None]], Shelf]:
         config = self._config
@@ -213,12 +223,26 @@ class ServerRank:
         except (PeerUnreachableError, ValueError) as error:
             connection.send("refused", error=f"its answer buffers can't be used: {error}")
             return
+        try:
+            self._serve_session(connection, hello, layout, answers)
+        finally:
+            self._transport.detach(answers)
+
+    def _serve_session(
+        self, connection: ControlConnection, hello: Message, layout: FrameLayout, answers: RemoteWindow
+    ) -> None:
         depth = hello["depth"]
         label = f"requests-{next(self._session_numbers)}"
         requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
-        session = ServerSession(
-            hello["name"], hello["instance"], self._transport, requests, answers, layout, depth
-        )
+        try:
+            session = ServerSession(
+                hello["name"], hello["instance"], self._transport, requests, answers, layout, depth
+            )
+            self._converse(connection, session, requests)
+        finally:
+            requests.free()
+
+    def _converse(self, connection: ControlConnection, session: ServerSession, requests: Window) -> None:
         self.loop.add(session)
         try:
             connection.send("welcome", requests=base64.b64encode(requests.descriptor()).decode())
@@ -227,16 +251,14 @@ class ServerRank:
         finally:
             self.loop.remove(session)
             session.left.wait()
-            self._transport.detach(answers)
-            requests.free()
 
     # Turns within a stage
 
     def _serve_turns(self, connection: ControlConnection, hello: Message) -> None:
         turns = self._transport.attach(base64.b64decode(hello["turns"]))
-        connection.send("welcome")
-        self.loop.tell(turns, hello["seen"])
         try:
+            connection.send("welcome")
+            self.loop.tell(turns, hello["seen"])
             while turns.alive():
                 connection.receive(1.0, SILENCE_S)
         finally:

@@ -26,12 +26,16 @@ def own_host(address: str) -> str:
             return str(sock.getsockname()[0])
     except OSError as error:
         raise LoraServerError(
-            f"there is no way to lora_server_address={address} from this host ({error}); correct the address"
+            f"there is no way to lora_server.address={address} from this host ({error}); correct the address"
         ) from error
 
 
-def server_transport(server: LoraServerConfig, name: str) -> Transport:
-    """This process's end of the transport that the settings name."""
+def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float | None = None) -> Transport:
+    """This process's end of the transport that the settings name.
+
+    put_timeout_s: how long one peer that takes nothing may hold up a put, where the medium waits for it.
+    """
     if server.transport == "gloo":
-        return make_transport("gloo", name=name, host=own_host(server.address))
+        host = own_host(server.address)
+        return make_transport("gloo", name=name, host=host, put_timeout_s=put_timeout_s)
     return make_transport(server.transport, name=name)

@@ -68,7 +68,9 @@ class ServerResidency:
         Slot numbers stay below the largest capacity there ever was.  Raises ConfigError below 1.
         """
         if capacity < 1:
-            raise ConfigError(f"lora_capacity={capacity} leaves no place for an adapter; choose 1 or more")
+            raise ConfigError(
+                f"lora_server.capacity={capacity} leaves no place for an adapter; choose 1 or more"
+            )
         for slot in range(len(self._generations), capacity):
             self._generations.append(0)
             heapq.heappush(self._free_slots, slot)
@@ -174,6 +176,6 @@ class ServerResidency:
                 least_gb = math.ceil(needed * self._page_bytes / 1e6) / 1e3
                 raise ConfigError(
                     f"adapter {adapter_id!r} needs {needed} pages on LoRA Server rank {rank}, which has "
-                    f"{given} (lora_server_memory_gb={given * self._page_bytes / 1e9:g} a rank); "
-                    f"choose lora_server_memory_gb={least_gb:g} or more"
+                    f"{given} (lora_server.memory_gb={given * self._page_bytes / 1e9:g} a rank); "
+                    f"choose lora_server.memory_gb={least_gb:g} or more"
                 )

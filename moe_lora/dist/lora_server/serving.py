@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -128,9 +127,12 @@ class DataLoop:
         shelf_of: Callable[[Callable[[], None]], Shelf],
         transport: Transport,
         lora_time: StageTime | None = None,
+        *,
+        lora_kernel: str = "sgmv",
     ) -> None:
         self._shape = shape
         self._lora_time = lora_time
+        self._lora_kernel = lora_kernel
         self._transport = transport
         self._lock = threading.Lock()
         self._sessions: list[ServerSession] = []
@@ -140,9 +142,9 @@ class DataLoop:
         self._stopping = self._ended = False
         self.turns = transport.alloc("turns", _TURNS * 8, 1)
         self._turns_seen = 0
-        self._wanted: deque[int] = deque(maxlen=_TURNS)
+        self._wanted: dict[int, None] = {}  # instances whose turn it is, oldest announcement first
         self._told: list[tuple[RemoteWindow, itertools.count[int]]] = []
-        self.num_requests = self.num_stale = self.busy_ns = self.num_rows = 0
+        self.num_requests = self.num_stale = 0
         self.shelf = shelf_of(self.wake)
 
     def add(self, session: ServerSession) -> None:
@@ -245,10 +247,9 @@ class DataLoop:
                 ready.append((session, request))
                 if not self._wanted:
                     return ready[0], waits
-        for instance in list(self._wanted):
+        for instance in self._wanted:
             for choice in ready:
                 if choice[0].instance == instance:
-                    self._wanted.remove(instance)
                     return choice, waits
         return (ready[0] if ready else None), waits
 
@@ -271,6 +272,8 @@ class DataLoop:
         start_ns = time.monotonic_ns()
         session.check(request)
         site = self._shape.sites[request.site]
+        if site.num_experts:
+            self._wanted.pop(session.instance, None)
         if self._told and site.num_experts:
             self._announce(session.instance)
         state = self._compute(session, request)
@@ -280,9 +283,7 @@ class DataLoop:
             time.sleep(max(0.0, busy_s - (time.monotonic_ns() - start_ns) / 1e9))
         self.num_stale += state == STALE
         self.num_requests += 1
-        self.num_rows += request.num_rows
         session.answer(request, state, start_ns)
-        self.busy_ns += time.monotonic_ns() - start_ns
 
     def _compute(self, session: ServerSession, request: Request) -> int:
         """Lay the deltas into the session's answer; the answer's state."""
@@ -291,7 +292,8 @@ class DataLoop:
             if self._is_stale(request) or not self._is_ready(request):
                 return STALE
             out = session.deltas(request)
-            request_deltas(request, self._shape, request.layer, request.slot, shelf.slots, shelf.arena, out)
+            operands = (request, self._shape, request.layer, request.slot, shelf.slots, shelf.arena, out)
+            request_deltas(*operands, kernel=self._lora_kernel)
             # An adapter that left meanwhile (its instance was given up) may have been read in part.
             return STALE if self._is_stale(request) else DONE
 
@@ -312,5 +314,7 @@ class DataLoop:
             return
         entries = self.turns.bytes.numpy().view(np.int64)
         for number in range(max(self._turns_seen, value - _TURNS), value):
-            self._wanted.append(int(entries[number % _TURNS]))
+            instance = int(entries[number % _TURNS])
+            self._wanted.pop(instance, None)
+            self._wanted[instance] = None
         self._turns_seen = value

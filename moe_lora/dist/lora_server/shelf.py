@@ -29,10 +29,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Loading:
-    """A load under way: layers still to come, in order."""
+    """A load under way: layers still to come, in order.  epoch: that of the shelf when it began."""
 
     slot: int
     generation: int
+    epoch: int
     packed: PackedAdapter
     runs: deque[tuple[int, Run]]
 
@@ -77,6 +78,7 @@ class Shelf:
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.loaded = np.zeros((capacity, shape.num_layers), dtype=np.int64)
         self._loading: deque[_Loading] = deque()
+        self._epoch = 0
         self._changed = threading.Condition()
         self._stopping = False
         self.reading = threading.Lock()
@@ -99,7 +101,7 @@ class Shelf:
                 self.loaded[slot, layer] = generation
             order = deque(sorted(runs.items()))
             if order:
-                self._loading.append(_Loading(slot, generation, packed, order))
+                self._loading.append(_Loading(slot, generation, self._epoch, packed, order))
             self._changed.notify_all()
         self._on_progress()
 
@@ -118,6 +120,7 @@ class Shelf:
         """Forget everything: generations begin above first_generation."""
         with self._changed:
             self._loading.clear()
+            self._epoch += 1  # a leader heard again sends the same generations anew
             self.generation[:] = first_generation
             self.loaded[:] = 0
             with self.reading:
@@ -162,14 +165,24 @@ class Shelf:
                 num_bytes = self._load_layer(loading, layer, run)
             except Exception:
                 logger.exception("layer %d of adapter %s can't be loaded", layer, loading.packed.content_hash)
-                self.evict(loading.slot, loading.generation)
+                self._give_up(loading)
                 continue
             if self._load_bytes_per_s is not None:
                 time.sleep(max(0.0, num_bytes / self._load_bytes_per_s - (time.monotonic() - start_s)))
             with self._changed:
-                if self.generation[loading.slot] == loading.generation and (self._layer_wise or last):
+                if self._is_wanted(loading) and (self._layer_wise or last):
                     self.loaded[loading.slot, layer if self._layer_wise else slice(None)] = loading.generation
             self._on_progress()
+
+    def _is_wanted(self, loading: _Loading) -> bool:
+        """Whether the load was neither evicted nor forgotten since it began; the caller holds the lock."""
+        same_content = bool(self.generation[loading.slot] == loading.generation)
+        return same_content and loading.epoch == self._epoch
+
+    def _give_up(self, loading: _Loading) -> None:
+        with self._changed:
+            if self._is_wanted(loading):
+                self.evict(loading.slot, loading.generation)
 
     def _load_layer(self, loading: _Loading, layer: int, run: Run) -> int:
         packed = loading.packed.layers[layer]
@@ -179,7 +192,7 @@ class Shelf:
         num_bytes = shard.num_elements * packed.data.element_size()
         assert num_bytes <= run[1] * self._page_bytes
         with self._changed:
-            if self.generation[loading.slot] != loading.generation:
+            if not self._is_wanted(loading):
                 return 0
             shard.copy(packed.data, self.arena[start : start + num_bytes].view(packed.data.dtype))
             with self.reading:

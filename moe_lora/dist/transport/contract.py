@@ -78,7 +78,7 @@ class RemoteWindow(Protocol):
 class Transport(Protocol):
     """One process's end. Made by `make_transport`; closed by `close` or as a context manager.
 
-    Puts, gets and waits may be called from any thread; the rest from one at a time.
+    Everything may be called from any thread, windows' methods too; `close` once nothing else is under way.
     """
 
     kind: str
@@ -102,9 +102,13 @@ class Transport(Protocol):
     ) -> None:
         """dst[offset : offset + src.nbytes] = src, then signal = max(signal, value).
 
+        Who sees the value sees this put and all that this process put into this window before, without a
+        `fence` between: signal n + 1 says that frames 0 to n are there.
+
         src: contiguous, on the CPU, any dtype, or None for the signal alone; not to be changed before
-        `quiet(dst)`.  Asynchronous where the medium is: over NIXL a put gets on while its process waits or
-        quiets, and puts may overtake each other unless `fence` stands between.
+        `quiet(dst)`.  Asynchronous where the medium is: over NIXL a put, and a signal behind it, gets on
+        while its process puts, waits or quiets, and the bytes of puts may overtake each other unless `fence`
+        stands between.
         Any offset and length, zero too.
         Raises ValueError beyond the window, PeerGoneError.
         """

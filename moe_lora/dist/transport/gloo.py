@@ -41,21 +41,24 @@ class GlooTransport:
         spin_s: float = 20e-6,
         host: str = "127.0.0.1",
         timeout_s: float = 30.0,
+        put_timeout_s: float | None = None,
     ) -> None:
         """host: this host's address as peers reach it.  timeout_s: of one send or connection, after which the
-        peer counts as gone."""
+        peer counts as gone.  put_timeout_s: the same for each part of a put; None: timeout_s."""
         self.name = name
         self._directory = Directory(store, self.kind, name)
         self.generation = self._directory.generation
         self.doorbell = lines(1)
         self._waiter = Waiter(self.doorbell, spin_s)
-        self._host, self._timeout_s = host, timeout_s
+        self._host, self._timeout_s, self._put_timeout_s = host, timeout_s, put_timeout_s
         self._device = ProcessGroupGloo.create_device(hostname=host)
         self._numbers = itertools.count()
         self._windows: dict[int, GlooWindow] = {}
         self._links: dict[tuple[str, int, str], Link] = {}
         self._remotes: set[GlooRemoteWindow] = set()
         self._reception: Reception | None = None
+        self._lock = threading.Lock()
+        """Held around the windows and the reception."""
         # A link that another thread is about to use must not count as unused.
         self._attaching = threading.Lock()
         self._closed = False
@@ -63,21 +66,25 @@ class GlooTransport:
 
     def address(self) -> dict[str, Any]:
         """Where peers come to make links; starts with the first window."""
-        if self._reception is None:
-            self._reception = Reception(self._host, self._device, self._timeout_s, self._windows.get)
-        return {"host": self._host, "port": self._reception.port, "tag": self._reception.tag}
+        with self._lock:
+            if self._reception is None:
+                self._reception = Reception(self._host, self._device, self._timeout_s, self._windows.get)
+            return {"host": self._host, "port": self._reception.port, "tag": self._reception.tag}
 
     def alloc(self, label: str, num_bytes: int, num_signals: int) -> GlooWindow:
         """A window in private memory."""
-        check_new_window(self.name, label, {window.label for window in self._windows.values()}, self._closed)
-        window = GlooWindow(self, next(self._numbers), label, num_bytes, num_signals)
-        self._windows[window.number] = window
+        with self._lock:
+            known = {window.label for window in self._windows.values()}
+            check_new_window(self.name, label, known, self._closed)
+            window = GlooWindow(self, next(self._numbers), label, num_bytes, num_signals)
+            self._windows[window.number] = window
         self._directory.publish(label, window.descriptor())
         return window
 
     def forget(self, window: GlooWindow) -> None:
         """Called by a window that is freed."""
-        self._windows.pop(window.number, None)
+        with self._lock:
+            self._windows.pop(window.number, None)
 
     def attach(self, descriptor: bytes) -> GlooRemoteWindow:
         """Connect to the window's owner, unless that is done."""
@@ -90,7 +97,8 @@ class GlooTransport:
         link = self._links.get((host, port, tag))
         try:
             if link is None or not link.alive:
-                link = self._links[host, port, tag] = connect(host, port, tag, self._device, self._timeout_s)
+                link = connect(host, port, tag, self._device, self._timeout_s, self._put_timeout_s)
+                self._links[host, port, tag] = link
             exists, num_bytes, num_signals = link.ask(Op.SIZE, found.medium["window"])
             if not exists:
                 raise PeerUnreachableError(
@@ -161,13 +169,16 @@ class GlooTransport:
 
     def close(self) -> None:
         """Free and detach all, end the threads."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._windows.clear()
         atexit.unregister(self.close)
-        for remote in list(self._remotes):
+        with self._attaching:
+            remotes = list(self._remotes)
+        for remote in remotes:
             self.detach(remote)
-        self._windows.clear()
         if self._reception is not None:
             self._reception.close()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import distributed
 from torch.distributed import Store
 
-from .descriptor import as_bytes
+from .descriptor import as_bytes, check_range, check_signal
 
 OWNER, ATTACHED = 0, 1
 _REQUEST = struct.Struct("<qqqqqQ")
@@ -45,9 +46,15 @@ Answer = tuple[int, int, int]
 class Link:
     """One end of a connection. Methods raise RuntimeError when the other end is gone."""
 
-    def __init__(self, store: Store, side: int, device: Any, timeout_s: float) -> None:
-        """Meets the other end; raises RuntimeError if it does not come within timeout_s."""
+    def __init__(
+        self, store: Store, side: int, device: Any, timeout_s: float, put_timeout_s: float | None = None
+    ) -> None:
+        """Meets the other end; raises RuntimeError if it does not come within timeout_s.
+
+        put_timeout_s: of the parts of a put; None: timeout_s.
+        """
         self._timeout = timedelta(seconds=timeout_s)
+        self._put_timeout = timedelta(seconds=timeout_s if put_timeout_s is None else put_timeout_s)
         options = _Group._Options()
         options._timeout = self._timeout
         options._threads = 1
@@ -67,10 +74,20 @@ class Link:
     def put(self, window: int, offset: int, data: torch.Tensor | None, signal: int, value: int) -> None:
         """Send bytes and a signal; returns when gloo has taken them."""
         num_bytes = 0 if data is None else data.nbytes
-        with self._lock:
-            self._request(Op.PUT, window, offset, num_bytes, signal, value)
+        with self._turn_to_put():
+            self._request(Op.PUT, window, offset, num_bytes, signal, value, timeout=self._put_timeout)
             if data is not None and num_bytes:
-                self._send(as_bytes(data), _PAYLOAD_TAG)
+                self._send(as_bytes(data), _PAYLOAD_TAG, self._put_timeout)
+
+    @contextmanager
+    def _turn_to_put(self) -> Iterator[None]:
+        # Whoever has the lock may wait for a peer that stalls: longer than a put may take.
+        if not self._lock.acquire(timeout=self._put_timeout.total_seconds()):
+            raise RuntimeError("another thread waits for an answer over the same connection")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def ask(self, op: Op, window: int, offset: int = 0, out: torch.Tensor | None = None) -> Answer:
         """SIZE, QUIET or GET: the answer comes after all that was put before."""
@@ -96,18 +113,26 @@ class Link:
         self._send(request, _REQUEST_TAG, timeout)
 
     def serve(self, place: Callable[[int], Any]) -> None:
-        """Obey requests until the other end says goodbye. place(id): a window or None."""
+        """Obey requests until the other end says goodbye. place(id): a window or None.
+
+        Raises ValueError for a request beyond its window, before anything of it is placed.
+        """
         request = torch.empty(_REQUEST.size, dtype=torch.uint8)
         while True:
             self._recv(request, _REQUEST_TAG, _FOREVER)
-            op, number, offset, num_bytes, signal, value = _REQUEST.unpack(bytes(request.numpy()))
-            window = place(number)
+            code, number, offset, num_bytes, signal, value = _REQUEST.unpack(bytes(request.numpy()))
+            op, window = Op(code), place(number)
+            if window and op in (Op.PUT, Op.GET):
+                check_range(window, offset if num_bytes else 0, num_bytes)
+            if window and op == Op.PUT:
+                check_signal(window, signal, value)
             if op == Op.BYE:
                 return
             if op == Op.PUT:
                 if num_bytes:
-                    place_for = window.bytes if window else torch.empty(offset + num_bytes, dtype=torch.uint8)
-                    self._recv(place_for[offset : offset + num_bytes], _PAYLOAD_TAG, self._timeout)
+                    discarded = torch.empty(0 if window else num_bytes, dtype=torch.uint8)
+                    target = window.bytes[offset : offset + num_bytes] if window else discarded
+                    self._recv(target, _PAYLOAD_TAG, self._timeout)
                 if window:
                     window.words.raise_to(signal, value)
                 continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
+import logging
 import secrets
 import socket
 import threading
@@ -11,7 +13,9 @@ from typing import Any
 from .gloo_link import ATTACHED, OWNER, Link
 from .gloo_meeting import MeetingStore, receive
 
-_TAG_CHARS = 16
+logger = logging.getLogger(__name__)
+
+_TAG_CHARS = 32
 
 
 class Reception:
@@ -43,15 +47,24 @@ class Reception:
         try:
             with visitor:
                 visitor.settimeout(self._timeout_s)
-                visitor.sendall(self.tag.encode())
+                tag = self.tag.encode()
+                if not hmac.compare_digest(receive(visitor, _TAG_CHARS), tag):
+                    raise ConnectionError("a stranger: it does not know this process's tag")
+                visitor.sendall(tag)
                 link = Link(MeetingStore(visitor), OWNER, self._device, self._timeout_s)
-        except (OSError, RuntimeError):  # the visitor died on the doorstep
+        except (OSError, RuntimeError) as error:  # the visitor died on the doorstep, or may not come in
+            logger.info("a visitor of the gloo transport was turned away: %s", error)
             self._threads.pop(number, None)
             return
         self._links[number] = link
         try:
             if not self._closing:
                 link.serve(self._place)
+        except ValueError as error:
+            logger.warning(
+                "a link of the gloo transport is dropped, its peer asked for what can't be: %s", error
+            )
+            link.abort()
         except RuntimeError:  # the peer has ended, or this side closes
             link.alive = False
         self._links.pop(number, None)
@@ -70,12 +83,18 @@ class Reception:
             thread.join()
 
 
-def connect(host: str, port: int, tag: str, device: Any, timeout_s: float) -> Link:
-    """A link to the owner at that address. Raises OSError or RuntimeError."""
+def connect(
+    host: str, port: int, tag: str, device: Any, timeout_s: float, put_timeout_s: float | None = None
+) -> Link:
+    """A link to the owner at that address, who knows by the tag that this process has its descriptor.
+
+    Raises OSError or RuntimeError.
+    """
     with socket.create_connection((host, port), timeout=timeout_s) as owner:
-        if receive(owner, _TAG_CHARS).decode() != tag:
+        owner.sendall(tag.encode())
+        if not hmac.compare_digest(receive(owner, _TAG_CHARS), tag.encode()):
             raise ConnectionError("another process has its port")
-        return Link(MeetingStore(owner), ATTACHED, device, timeout_s)
+        return Link(MeetingStore(owner), ATTACHED, device, timeout_s, put_timeout_s)
 
 
 def say_goodbye(link: Link) -> None:

@@ -39,7 +39,7 @@ from .descriptor import (
 )
 from .directory import Directory
 from .nixl_transfers import Transfers
-from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlWindow
+from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlWindow, Transfer
 from .shm_library import Waiter, lines, too_late
 
 _log = logging.getLogger(__name__)
@@ -107,11 +107,10 @@ class NixlTransport:
 
     def alloc(self, label: str, num_bytes: int, num_signals: int) -> NixlWindow:
         """A window of registered memory."""
-        check_new_window(
-            self.name, label, {window.label for window, _ in self._windows.values()}, self._closed
-        )
-        window = NixlWindow(self, next(self._numbers), label, num_bytes, num_signals)
         with self._lock:
+            known = {window.label for window, _ in self._windows.values()}
+            check_new_window(self.name, label, known, self._closed)
+            window = NixlWindow(self, next(self._numbers), label, num_bytes, num_signals)
             self._windows[window.number] = window, self._agent.register_memory(window.memory)
         self._directory.publish(label, window.descriptor())
         return window
@@ -156,7 +155,7 @@ class NixlTransport:
 
     def _read_header(self, remote: NixlRemoteWindow, timeout_s: float) -> tuple[int, int]:
         header = torch.zeros(HEADER.size, dtype=torch.uint8)
-        self._transfers.finish([self._transfers.start("READ", header, remote, 0, b"")], remote, timeout_s)
+        self._transfers.finish([self._transfers.start("READ", header, remote, 0)], remote, timeout_s)
         magic, tag, num_bytes, num_signals, freed = HEADER.unpack(bytes(header.numpy()))
         if freed or (magic, tag) != (MAGIC, remote.tag):
             raise remote.gone("it was freed", process_lost=False)
@@ -165,25 +164,21 @@ class NixlTransport:
     def put_signal(
         self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
-        """Write with a notification.  The put gets on while this process waits, fences or quiets; puts may
-        overtake each other unless `fence` stands between."""
+        """Write, then notify.  The put gets on while this process puts, waits, fences or quiets; a notice
+        waits until all writes before it are done."""
         assert isinstance(dst, NixlRemoteWindow)
         check_signal(dst, signal, value)
         num_bytes = 0 if src is None else check_tensor(src, "src")
         check_range(dst, offset_bytes if num_bytes else 0, num_bytes)
-        self._check_live(dst)
         notice = _NOTICE.pack(dst.number, signal, value)
-        if src is None or not num_bytes:
-            self.fence(dst)
-            with self._lock:
-                try:
-                    self._agent.send_notif(dst.agent, notice)
-                except self._errors as error:
-                    raise dst.gone(error) from None
-            return
         with self._lock:
-            offset = mmap.PAGESIZE + offset_bytes
-            dst.pending.append(self._transfers.start("WRITE", as_bytes(src), dst, offset, notice))
+            self._check_live(dst)
+            transfer = Transfer(notice=notice)
+            if src is not None and num_bytes:
+                offset = mmap.PAGESIZE + offset_bytes
+                transfer = self._transfers.start("WRITE", as_bytes(src), dst, offset, notice)
+            dst.pending.append(transfer)
+            self._transfers.ended(dst.pending, dst)
 
     def _check_live(self, remote: NixlRemoteWindow) -> None:
         if remote not in self._remotes or not remote.reachable:
@@ -195,16 +190,15 @@ class NixlTransport:
         check_range(src, offset_bytes, check_tensor(out, "out"))
         self._check_live(src)
         if out.nbytes:
-            transfer = self._transfers.start("READ", as_bytes(out), src, mmap.PAGESIZE + offset_bytes, b"")
+            transfer = self._transfers.start("READ", as_bytes(out), src, mmap.PAGESIZE + offset_bytes)
             self._transfers.finish([transfer], src, self._timeout_s)
 
     def fence(self, dst: RemoteWindow) -> None:
         """Wait for the puts before."""
         assert isinstance(dst, NixlRemoteWindow)
-        with self._lock:
-            self._check_live(dst)
-            pending, dst.pending = dst.pending, []
-        self._transfers.finish(pending, dst, self._timeout_s)
+        self._check_live(dst)
+        self._transfers.finish(dst.pending, dst, self._timeout_s)
+        self._check_live(dst)  # another thread may have been told that the puts are lost
 
     def quiet(self, dst: RemoteWindow) -> None:
         """Wait for the puts before, and see that the window still stands."""
@@ -222,12 +216,19 @@ class NixlTransport:
                     self._push(remote)
             for notices in self._agent.get_new_notifs().values():
                 for notice in notices:
-                    number, signal, value = _NOTICE.unpack(notice)
-                    if number in self._windows:
-                        self._windows[number][0].words.raise_to(signal, value)
+                    self._obey(notice)
+
+    def _obey(self, notice: bytes) -> None:
+        try:
+            number, signal, value = _NOTICE.unpack(notice)
+            if number in self._windows:
+                window = self._windows[number][0]
+                check_signal(window, signal, value)
+                window.words.raise_to(signal, value)
+        except (ValueError, struct.error) as error:
+            _log.warning("a notice that came over NIXL is dropped: %s", error)
 
     def _push(self, remote: NixlRemoteWindow) -> None:
-        # NIXL sends a notification when the writer looks at its transfer and finds it done.
         try:
             self._transfers.ended(remote.pending, remote)
         except PeerGoneError as error:

@@ -6,7 +6,8 @@ import base64
 import mmap
 import secrets
 import struct
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,8 +22,19 @@ if TYPE_CHECKING:
 MAGIC = int.from_bytes(b"moelora1", "little")
 HEADER = struct.Struct("<QQQQQ")
 _FREED_OFFSET = 32
-Transfer: TypeAlias = tuple[Any, Any, torch.Tensor]
-"""handle, registration, the tensor to keep till the end"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transfer:
+    """A write or read under way, and what to tell the peer once it and those before it are done.
+
+    handle, registered: NIXL's; None for a notice alone.  tensor: kept till the end.  notice: b"" for none.
+    """
+
+    handle: Any = None
+    registered: Any = None
+    tensor: torch.Tensor | None = None
+    notice: bytes = b""
 
 
 class NixlWindow:

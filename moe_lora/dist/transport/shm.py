@@ -5,6 +5,7 @@ All processes run as one user in one PID namespace.  Puts are complete when they
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import cast
@@ -42,27 +43,34 @@ class ShmTransport:
             weakref.WeakValueDictionary()
         )
         self._remotes: weakref.WeakSet[ShmRemoteWindow] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        """Held around the three collections above; not while the store is asked."""
         self._closed = False
 
     def alloc(self, label: str, num_bytes: int, num_signals: int) -> ShmWindow:
         """A window in a segment of its own."""
-        check_new_window(self.name, label, self._windows, self._closed)
-        window = ShmWindow(self, label, num_bytes, num_signals)
-        self._windows[label] = window
+        with self._lock:
+            check_new_window(self.name, label, self._windows, self._closed)
+            window = self._windows[label] = ShmWindow(self, label, num_bytes, num_signals)
         self._directory.publish(label, window.descriptor())
         return window
 
-    def forget(self, window: ShmWindow) -> None:
-        """Called by a window that is freed."""
-        del self._windows[window.label]
+    def forget(self, window: ShmWindow) -> bool:
+        """Called by a window that is freed; whether it was still known."""
+        with self._lock:
+            known = self._windows.get(window.label) is window
+            if known:
+                del self._windows[window.label]
+            return known
 
     def attach(self, descriptor: bytes) -> ShmRemoteWindow:
         """Map the window that a descriptor names."""
         found = Descriptor.decode(descriptor, self.kind)
         key = found.medium["pid"], found.medium["bell_tag"]
-        process = self._processes.get(key)
-        if process is None:
-            process = self._processes[key] = ShmProcess(found)
+        with self._lock:
+            process = self._processes.get(key)
+            if process is None:
+                process = self._processes[key] = ShmProcess(found)
         segment = map_peer_segment(found, found.medium["fd"], found.medium["tag"])
         remote = ShmRemoteWindow(found, process, segment)
         if not remote.alive():
@@ -70,7 +78,8 @@ class ShmTransport:
                 f"window {found.label!r} of {found.peer!r} was freed, or its process ended; open its newest "
                 "window"
             )
-        self._remotes.add(remote)
+        with self._lock:
+            self._remotes.add(remote)
         return remote
 
     def open(self, peer: str, label: str, timeout_s: float) -> ShmRemoteWindow:
@@ -128,17 +137,20 @@ class ShmTransport:
     def detach(self, remote: RemoteWindow) -> None:
         """Let a peer's window go."""
         assert isinstance(remote, ShmRemoteWindow)
-        self._remotes.discard(remote)
+        with self._lock:
+            self._remotes.discard(remote)
         remote.detach()
 
     def close(self) -> None:
         """Free and detach all."""
-        if self._closed:
-            return
-        self._closed = True
-        for window in list(self._windows.values()):
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            windows, remotes = list(self._windows.values()), list(self._remotes)
+        for window in windows:
             window.free()
-        for remote in list(self._remotes):
+        for remote in remotes:
             self.detach(remote)
         self.bell.free()
 

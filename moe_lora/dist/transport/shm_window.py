@@ -30,7 +30,6 @@ class ShmWindow:
         self.bytes = self._segment.data
         self.words = SignalWords(self._segment.signals, owner.bell.doorbell)
         self._owner = owner
-        self._freed = False
 
     def descriptor(self) -> bytes:
         """As in the contract; the medium is process, files, tags."""
@@ -61,10 +60,8 @@ class ShmWindow:
 
     def free(self) -> None:
         """Take the window back: later puts of peers raise PeerGoneError."""
-        if not self._freed:
-            self._freed = True
+        if self._owner.forget(self):
             self._segment.free()
-            self._owner.forget(self)
 
 
 class ShmProcess:

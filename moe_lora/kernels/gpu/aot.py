@@ -1,5 +1,7 @@
 """`python -m moe_lora.kernels.gpu.aot`: compile every kernel of every table for sm_90a, without a GPU.
 
+Every configuration, as launched where rows are and are not multiples of 16 bytes, adding and overwriting: in
+bf16 for sites of one, two and three modules, in the other dtypes for sites of two.
 Prints what each became, and ends with status 1 if SGMV lost wgmma, TMA or register reallocation, or if
 anything spills or exceeds the limits of an SM.
 """
@@ -12,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
-from .configs import CONFIG_DIR, PHASES, Config, config_space, load_table
+from .configs import CONFIG_DIR, DTYPES, FALLBACK, PHASES, Config, Entry, Table, config_space, load_table
 from .launch import kernels
 from .sass import PIPELINE, Compiled, inspect
 from .steps import pipeline
@@ -30,7 +32,7 @@ _ALIGNED = {
     *("x", "y", "h", "arena", "partial", "width", "width0", "width1", "width2"),
     *("x_stride", "y_stride", "h_width"),
 }
-_MODULES = {"prefill": 3, "decode": 2}
+_MODULES = {"bf16": (1, 2, 3), "fp16": (2,), "fp32": (2,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +63,27 @@ def table_builds() -> list[Build]:
         Build(module="segment_kernels", kernel="cut_tiles", dtype="", num_warps=8, constants={"BLOCK": 1024})
     )
     for path in sorted(CONFIG_DIR.glob("*.json")):
-        for entry in load_table(path.stem).entries:
-            dtypes = ("bf16", "fp32") if entry.kernel.startswith("vector") else ("bf16",)
+        table = load_table(path.stem)
+        for entry in table.entries:
+            dtypes = DTYPES if entry.kernel.startswith("vector") else DTYPES[:2]
             for dtype in dtypes if entry.dtype is None else (entry.dtype,):
-                builds += config_builds(entry.kernel, entry.config, dtype, entry.phase or PHASES[0])
+                split_k = _split_of(table, entry, dtype)
+                for modules in _MODULES[dtype]:
+                    builds += config_builds(entry.kernel, entry.config, dtype, modules, split_k)
     return [build for i, build in enumerate(builds) if build not in builds[:i]]
 
 
-def config_builds(kernel: str, config: Config, dtype: str, phase: str) -> list[Build]:
-    """What one configuration is launched as: variants that differ in constants."""
-    modules = _MODULES[phase]
+def _split_of(table: Table, entry: Entry, dtype: str) -> int:
+    """Parts of h that `vector_expand` meets where the entry applies."""
+    widths = (entry.in_features or 0, entry.out_features or 0)
+    return table.config("vector_shrink", dtype, entry.phase or PHASES[0], *widths)["split_k"]
+
+
+def config_builds(kernel: str, config: Config, dtype: str, modules: int, split_k: int) -> list[Build]:
+    """What one configuration is launched as: variants that differ in constants.
+
+    split_k: that of `vector_shrink`, which `vector_expand` reads the parts of.
+    """
     common = {"MODULES": modules, "STAGES": config["num_stages"]}
     label = " ".join(f"{name}={int(value)}" for name, value in config.items())
     made: list[Build] = []
@@ -108,9 +121,11 @@ def config_builds(kernel: str, config: Config, dtype: str, phase: str) -> list[B
                 num_warps=4,
             )
     elif kernel.startswith("vector"):
-        for padded in (False, True):
-            own = {"ADD": True, "SPLIT_K": 2, "INTERPRETED": False}
+        for padded, adds in ((False, True), (False, False), (True, True), (True, False)):
+            own = {"ADD": adds, "SPLIT_K": split_k, "INTERPRETED": False}
             if kernel == "vector_shrink":
+                if adds:
+                    continue
                 own = {"X_DIVISOR": 1}
             constants = {**common, **_blocks(config), **own, "PADDED": padded}
             add("vector", kernel, constants, types={"h": "*fp32"})
@@ -144,7 +159,9 @@ def compile_build(build: Build) -> Compiled:
             continue
         of_model = name in ("x", "y", "h")
         signature[name] = build.types.get(name, f"*{build.dtype}" if of_model else _POINTERS.get(name, "i32"))
-        if (name in _ALIGNED and build.constants.get("ALIGNED", True)) or name == "arena":
+        aligned = name in _ALIGNED and build.constants.get("ALIGNED", True)
+        free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if (aligned and not free) or name == "arena":
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
@@ -155,11 +172,12 @@ def compile_build(build: Build) -> Compiled:
 def line(build: Build, compiled: Compiled) -> str:
     """One row of the printed table."""
     variant = [name.lower() for name in ("ALIGNED", "ADD", "PADDED", "HAS_IDS") if build.constants.get(name)]
+    variant += [f"{build.constants['MODULES']}m"] if "MODULES" in build.constants else []
     marks = " ".join(f"{name if name in compiled.instructions else '-':<11}" for name in PIPELINE)
     return (
         f"{build.kernel:<14}{build.dtype:<5}{compiled.registers:>4}{compiled.shared_bytes:>8}"
         f"{compiled.stack_bytes:>6}{compiled.local_bytes:>6}{compiled.spill_instructions:>7}  {marks}"
-        f"{'+'.join(variant) or '-':<12}{build.label}"
+        f"{'+'.join(variant) or '-':<16}{build.label}"
     )
 
 
@@ -169,7 +187,7 @@ def check(builds: list[Build], processes: int = 2) -> list[str]:
     header = (
         f"{'kernel':<14}{'type':<5}{'regs':>4}{'shared':>8}{'stack':>6}{'local':>6}{'spills':>7}  {wanted}"
     )
-    print(f"{'':9}{header}{'variant':<12}config")
+    print(f"{'':9}{header}{'variant':<16}config")
     wrong: list[str] = []
     with ProcessPoolExecutor(processes) as pool:
         running = {pool.submit(compile_build, build): build for build in builds}
@@ -198,8 +216,11 @@ def main() -> int:
     builds = table_builds()
     if arguments.space:
         kernel = arguments.space
+        split_of_default = load_table(FALLBACK).config("vector_shrink", "bf16", PHASES[0], 0, 0)["split_k"]
         builds = [
-            b for config in config_space(kernel) for b in config_builds(kernel, config, "bf16", PHASES[0])
+            build
+            for config in config_space(kernel)
+            for build in config_builds(kernel, config, "bf16", 2, split_of_default)
         ]
     wrong = check(builds, arguments.processes)
     if wrong:

@@ -58,12 +58,17 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
-    """Launch `programs` programs of a Triton kernel; `meta` holds its constants and compile options."""
+    """Launch `programs` programs of a Triton kernel on the device of its first operand, a tensor.
+
+    meta holds its constants and compile options.
+    """
     import triton
 
     if interpreted():
         meta = {name: value for name, value in meta.items() if name not in ("num_warps", "num_stages")}
-    else:
+        kernel[(programs,)](*operands, **meta)
+        return
+    with torch.cuda.device(operands[0].device):
         # Descriptors made on the device need memory of their own; torch's allocator follows graph capture.
         triton.set_allocator(_scratch)
-    kernel[(programs,)](*operands, **meta)
+        kernel[(programs,)](*operands, **meta)

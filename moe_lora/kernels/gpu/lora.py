@@ -6,36 +6,38 @@ Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H i
     lora_expand  y = round(y + delta)       delta = round(scale * h @ B.T), in the model's dtype
     lora_delta   out = delta                zero where there is none
 
-Sums are in fp32, in an order that depends on widths, rank, dtype and phase alone, without atomics: a row's
-delta is the same bits whatever else is in the batch.  Mixed ranks 1..512 go in one launch; nothing is padded
-in memory.
-Launches never wait for the device.  When they are captured into a CUDA graph, give `max_lora_rank`: a bound
-of every adapter that replays may meet, since replays skip the check against it.
+Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta
+is the same bits whatever else is in the batch, in decode and in prefill.  Mixed ranks 1..512 go in one
+launch; nothing is padded in memory.  In fp16 the h of `wgmma` and `fused`, two numbers of that dtype without
+a scale, is infinite where x_row @ A.T exceeds 65504; `vector` keeps h in fp32.
+Launches never wait for the device, once the slot table was looked at after it was written.  When they are
+captured into a CUDA graph, give `max_lora_rank`: a bound of every adapter that replays may meet, since
+replays skip the check against it.
 
 kernel: "sgmv" takes the algorithm that `choose` picks, or the one named by `algorithm`.  Baselines: "bgmv" is
-Punica's (each row at the maximum rank, in compute and traffic), "mbgmv" S-LoRA's (each row at its true rank).
+Punica's (each row at the batch's maximum rank, in compute and traffic), "mbgmv" S-LoRA's (each row at its
+true rank).
 Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section 5.2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from moe_lora.core.config import LORA_KERNELS
 from moe_lora.kernels.step import SlotTable
 
 from . import launch, steps
 from .choose import choose, forced
 from .configs import Choice
 from .problem import Problem, check_output, checked_problem
-from .segments import Segments, unsorted_rows
+from .segments import Segments, rows_for
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
-
-KERNELS = ("sgmv", "bgmv", "mbgmv")
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,20 @@ def lora_shrink(
     segments: Segments | None = None,
     algorithm: str | None = None,
     max_lora_rank: int | None = None,
+    batch_rank: int | None = None,
 ) -> Shrunk:
     """h = x_row @ A.T for each row that has an adapter and each module of the site.
 
     x: [T, H] or [T*K, H], bf16, fp16 or fp32, rows contiguous (row stride free); adapters have its dtype.
     ids: [T, K] int32 (row t*K + k belongs to expert ids[t, k], -1 = none), None at a dense site.
-    row_slot: [T] int32, -1 = none.  arena: flat uint8.  decode: the phase, for `choose`.
-    segments: `build_segments` of the same row_slot and ids, to share them between sites (not for baselines).
-    Modules that share A (same a_offset and rank) are computed once.  Raises ValueError for operands that
-    don't fit.
+    row_slot: [T] int32, -1 = none.  arena: flat uint8.  decode: the phase, for tiles and grids.
+    segments: `rows_for` of the same kernel, row_slot and ids, to share them between sites.
+    batch_rank: the largest rank in this batch, which "bgmv" pads to; without it "bgmv" waits for the device
+    to learn it.  Modules that share A (same a_offset and rank) are computed once.
+    Raises ValueError for operands that don't fit.
     """
-    problem = _problem(x, ids, site, layer, row_slot, slots, arena, kernel, decode, segments, max_lora_rank)
+    operands = (x, ids, site, layer, row_slot, slots, arena)
+    problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     choices = _choices(problem, kernel, algorithm, whole=False)
     if any(choice.algorithm == "fused" for choice in choices):
         raise ValueError("algorithm='fused' has no separate shrink; use lora_delta")
@@ -103,15 +108,18 @@ def lora_delta(
     segments: Segments | None = None,
     algorithm: str | None = None,
     max_lora_rank: int | None = None,
+    batch_rank: int | None = None,
+    allow_fused: bool = False,
 ) -> None:
     """out = delta of each row, zeros where it has no adapter; all of out is overwritten.
 
-    Adding out to y in its dtype gives the bits of `lora_shrink` and `lora_expand`, unless algorithm="fused".
-    out: like y of `lora_expand`.  The other arguments are `lora_shrink`'s.
+    Adding out to y in its dtype gives the bits of `lora_shrink` and `lora_expand`, unless algorithm="fused"
+    or allow_fused lets the table choose that.  out: like y of `lora_expand`.  The rest is `lora_shrink`'s.
     """
-    problem = _problem(x, ids, site, layer, row_slot, slots, arena, kernel, decode, segments, max_lora_rank)
+    operands = (x, ids, site, layer, row_slot, slots, arena)
+    problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")
-    choices = _choices(problem, kernel, algorithm, whole=True)
+    choices = _choices(problem, kernel, algorithm, whole=allow_fused)
     out.zero_()
     _expand(_shrunk(problem, kernel, tuple(c for c in choices if c.algorithm != "fused")), out, add=False)
     for choice in choices:
@@ -120,28 +128,25 @@ def lora_delta(
 
 
 def _problem(
-    x: torch.Tensor,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena: torch.Tensor,
+    operands: tuple[torch.Tensor, torch.Tensor | None, Site, int, torch.Tensor, SlotTable, torch.Tensor],
     kernel: str,
     decode: bool,
     segments: Segments | None,
     max_lora_rank: int | None,
+    batch_rank: int | None,
 ) -> Problem:
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(KERNELS)}")
-    if kernel != "sgmv":
-        segments = unsorted_rows(row_slot, ids)
-    return checked_problem(
-        *(x, ids, site, layer, row_slot, slots, arena),
-        decode=decode,
-        sorted_rows=segments,
-        max_lora_rank=max_lora_rank,
-    )
+    if kernel not in LORA_KERNELS:
+        raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(LORA_KERNELS)}")
+    _, ids, site, _, row_slot, slots, _ = operands
+    if segments is None:
+        segments = rows_for(kernel, row_slot, ids, slots.num_slots, site.num_experts)
+    elif segments.is_sorted != (kernel == "sgmv"):
+        order = "sorted" if segments.is_sorted else "unsorted"
+        raise ValueError(f"segments are {order}, kernel={kernel!r} takes others; make them by rows_for")
+    problem = checked_problem(*operands, decode=decode, rows=segments, max_lora_rank=max_lora_rank)
+    if kernel != "bgmv":
+        return problem
+    return replace(problem, padded_rank=problem.batch_rank() if batch_rank is None else batch_rank)
 
 
 def _choices(problem: Problem, kernel: str, algorithm: str | None, whole: bool) -> tuple[Choice, ...]:
@@ -156,7 +161,7 @@ def _choices(problem: Problem, kernel: str, algorithm: str | None, whole: bool) 
         choices = forced(algorithm)
     else:
         dtype, table = launch.DTYPE_NAMES[problem.x.dtype], launch.table_of(problem.x.device)
-        choices = choose(problem.site, dtype, problem.decode, table, whole)
+        choices = choose(problem.site, dtype, table, whole)
     possible = tuple(choice for choice in choices if choice.min_rank <= problem.max_lora_rank)
     for choice in possible:
         steps.check_choice(problem, choice)

@@ -23,7 +23,10 @@ _MAX_MODULES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What a site's kernels share.  max_lora_rank: no adapter that may take part is larger."""
+    """What a site's kernels share.
+
+    max_lora_rank: no adapter that may take part is larger.  padded_rank: what "bgmv" computes every row at.
+    """
 
     x: torch.Tensor
     site: Site
@@ -33,6 +36,7 @@ class Problem:
     segments: segments.Segments
     decode: bool
     max_lora_rank: int
+    padded_rank: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -64,6 +68,15 @@ class Problem:
         _, layers, entries = self.slots.lora_rank.shape
         return layers * entries, self.layer * entries + self.site.entry_base
 
+    def batch_rank(self) -> int:
+        """The largest rank that a row's adapter has here; waits for the device."""
+        slot, expert = self.segments.described[:, 2].long(), self.segments.described[:, 3].long()
+        chosen = slot >= 0
+        first = slot[chosen] * self.entry_strides[0] + self.entry_strides[1] + expert[chosen] * self.modules
+        entries = first[:, None] + torch.arange(self.modules, device=first.device)
+        ranks = self.slots.lora_rank.flatten()[entries]
+        return int(ranks.max()) if ranks.numel() else 0
+
     def config(self, kernel: str) -> dict[str, Any]:
         """Launch configuration of a kernel here."""
         dtype, phase = launch.DTYPE_NAMES[self.x.dtype], "decode" if self.decode else "prefill"
@@ -81,10 +94,10 @@ def checked_problem(
     arena: torch.Tensor,
     *,
     decode: bool,
-    sorted_rows: segments.Segments | None,
+    rows: segments.Segments,
     max_lora_rank: int | None,
 ) -> Problem:
-    """The operands as a `Problem`; sorts rows if `sorted_rows` is None.
+    """The operands as a `Problem`.  rows: `segments.rows_for` of row_slot and ids.
 
     Raises ValueError for operands that don't fit each other or the kernels.
     """
@@ -118,10 +131,8 @@ def checked_problem(
         raise ValueError(f"layer={layer} is outside the slot table's {slots.lora_rank.shape[1]} layers")
     if len(site.modules) > _MAX_MODULES:
         raise ValueError(f"site {site.name!r} has {len(site.modules)} modules; kernels take {_MAX_MODULES}")
-    if sorted_rows is None:
-        sorted_rows = segments.build_segments(row_slot, ids, slots.num_slots, site.num_experts)
-    elif sorted_rows.rows.numel() != num_rows:
-        raise ValueError(f"segments have {sorted_rows.rows.numel()} rows, this batch has {num_rows}")
+    if rows.rows.numel() != num_rows:
+        raise ValueError(f"segments have {rows.rows.numel()} rows, this batch has {num_rows}")
     largest = slots.checked_rank(site, x.element_size(), arena.numel())
     if max_lora_rank is not None and largest > max_lora_rank:
         raise ValueError(
@@ -133,7 +144,7 @@ def checked_problem(
         layer=layer,
         slots=slots,
         arena=arena,
-        segments=sorted_rows,
+        segments=rows,
         decode=decode,
         max_lora_rank=largest if max_lora_rank is None else max_lora_rank,
     )

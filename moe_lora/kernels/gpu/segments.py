@@ -29,17 +29,18 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Rows in sorted order.
+    """Rows in sorted order, or as they come.
 
     rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, per
     position the first and last + 1 position of its segment, slot and expert (-1, -1 where the row has no
     adapter).
-    count: [1] int32 rows with an adapter.
+    count: [1] int32 rows with an adapter.  is_sorted: False for the baselines' rows, see `unsorted_rows`.
     """
 
     rows: torch.Tensor
     described: torch.Tensor
     count: torch.Tensor
+    is_sorted: bool = True
     _tiles: dict[int, Tiles] = field(default_factory=dict)
 
     def tiles(self, tile_rows: int) -> Tiles:
@@ -50,6 +51,14 @@ class Segments:
             launch.start(launch.kernels("segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8)
             self._tiles[tile_rows] = tiles
         return self._tiles[tile_rows]
+
+
+def rows_for(
+    kernel: str, row_slot: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+) -> Segments:
+    """What `kernel` walks: `build_segments` for "sgmv", `unsorted_rows` for the baselines."""
+    build = build_segments if kernel == "sgmv" else unsorted_rows
+    return build(row_slot, ids, num_slots, num_experts)
 
 
 def build_segments(
@@ -87,14 +96,21 @@ def build_segments(
     return segments
 
 
-def unsorted_rows(row_slot: torch.Tensor, ids: torch.Tensor | None) -> Segments:
-    """Every row in its own place, as the per-row baselines take them; `count` is R."""
+def unsorted_rows(
+    row_slot: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+) -> Segments:
+    """Every row in its own place, as the per-row baselines take them; `count` is R.
+
+    Slots and experts outside the tables count as none; raises as `build_segments`.
+    """
     check_rows_and_ids(row_slot, ids)
     slot, expert = _slots_and_experts(row_slot, ids)
+    fits = _fits(slot, expert, num_slots, max(1, num_experts))
     position = torch.arange(slot.numel(), dtype=torch.int32, device=slot.device)
-    described = torch.stack([position, position + 1, torch.where(expert < 0, -1, slot), expert], 1)
+    slot, expert = torch.where(fits, slot, -1), torch.where(fits, expert, -1)
+    described = torch.stack([position, position + 1, slot, expert], 1)
     count = torch.full((1,), slot.numel(), dtype=torch.int32, device=slot.device)
-    return Segments(rows=position, described=described, count=count)
+    return Segments(rows=position, described=described, count=count, is_sorted=False)
 
 
 def check_rows_and_ids(row_slot: torch.Tensor, ids: torch.Tensor | None) -> None:
@@ -118,11 +134,15 @@ def _slots_and_experts(row_slot: torch.Tensor, ids: torch.Tensor | None) -> tupl
     return row_slot[:, None].expand(ids.shape).reshape(-1), ids.reshape(-1)
 
 
+def _fits(slot: torch.Tensor, expert: torch.Tensor, num_slots: int, num_experts: int) -> torch.Tensor:
+    return (slot >= 0) & (slot < num_slots) & (expert >= 0) & (expert < num_experts)
+
+
 def _sorted_by_torch(
     row_slot: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
 ) -> Segments:
     slot, expert = _slots_and_experts(row_slot, ids)
-    fits = (slot >= 0) & (slot < num_slots) & (expert >= 0) & (expert < num_experts)
+    fits = _fits(slot, expert, num_slots, num_experts)
     key, rows = torch.where(fits, expert * num_slots + slot, num_experts * num_slots).sort(stable=True)
     none = key >= num_experts * num_slots
     described = torch.stack(

@@ -57,6 +57,16 @@ rank rows; `block_k`: input columns a step; `split_k`: parts of the input width 
 `column_parts`: work items that share the output columns, each of which recomputes h;
 `programs_per_sm`: programs of the persistent grid on each SM."""
 KERNEL_NAMES = tuple(SPACES)
+ORDER_FIXING: dict[str, tuple[str, ...]] = {
+    "wgmma_shrink": ("block_k", "split_k"),
+    "wgmma_expand": (),
+    "vector_shrink": ("block_r", "block_k", "split_k", "num_warps"),
+    "vector_expand": ("block_r", "block_c", "num_warps"),
+    "fused_delta": ("block_r", "block_k"),
+}
+"""Meta-parameters that change the order in which a row's products are added, so that they must not depend on
+the phase. Tensor cores add along the inner width whatever the tile of tokens; where threads add, the layout
+of the whole tile decides."""
 _MAX_SHARED_BYTES = 200 * 1024
 
 
@@ -78,6 +88,11 @@ def config_space(kernel: str) -> list[Config]:
     names = list(SPACES[kernel])
     every = [dict(zip(names, values, strict=True)) for values in itertools.product(*SPACES[kernel].values())]
     return [config for config in every if _staged_bytes(kernel, config) <= _MAX_SHARED_BYTES]
+
+
+def order_of(kernel: str, config: Config) -> tuple[Any, ...]:
+    """The values of the configuration that fix the order of sums."""
+    return tuple(config[name] for name in ORDER_FIXING[kernel])
 
 
 def _staged_bytes(kernel: str, config: Config) -> int:

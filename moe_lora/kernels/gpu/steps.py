@@ -96,12 +96,13 @@ def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor
     """h of all rows in S parts: [S, M, R, h_width] fp32.  kernel: a baseline is launched without
     persistence."""
     config, slots, x = problem.config("vector_shrink"), problem.slots, problem.x
-    split_k, lanes = config["split_k"], -(-problem.max_lora_rank // config["block_r"])
+    rank = problem.padded_rank if kernel == "bgmv" else problem.max_lora_rank
+    split_k, lanes = config["split_k"], -(-rank // config["block_r"])
     h = _workspace(problem, split_k, torch.float32)
     items = problem.num_rows * problem.modules * split_k * lanes
     launch.start(
         launch.kernels("vector").vector_shrink,
-        launch.num_programs(x.device, config, items) if kernel == "sgmv" else items,
+        launch.num_programs(x.device, config, items) if kernel == "sgmv" else max(1, items),
         *(x, problem.segments.rows, problem.segments.described, problem.segments.count),
         *(slots.a_offset, slots.lora_rank, problem.arena, h, problem.arena.numel(), *problem.entry_strides),
         *(
@@ -132,10 +133,10 @@ def vector_expand(
     items = problem.num_rows * sum(-(-width // config["block_c"]) for width in problem.out_widths)
     launch.start(
         launch.kernels("vector").vector_expand,
-        launch.num_programs(y.device, config, items) if kernel == "sgmv" else items,
+        launch.num_programs(y.device, config, items) if kernel == "sgmv" else max(1, items),
         *(h, problem.segments.rows, problem.segments.described, problem.segments.count, slots.a_offset),
         *(slots.b_offset, slots.lora_rank, slots.scale, problem.arena, y, problem.arena.numel()),
-        *(*problem.entry_strides, choice.min_rank, choice.max_rank, problem.max_lora_rank),
+        *(*problem.entry_strides, choice.min_rank, choice.max_rank, problem.padded_rank),
         *(problem.num_rows, *problem.out_widths, y.stride(0), problem.h_width),
         MODULES=problem.modules,
         SPLIT_K=h.shape[0],

@@ -8,6 +8,9 @@ Small programs keep bytes in flight: 4 programs per SM (110 registers a thread a
 8 x 512 two-byte tile have 3 x 8 KB each on the way, 96 KB per SM, where 4.3 TB/s at 0.8 us of latency asks
 for 26 KB.  These are reckonings; nothing has been measured on a GPU.
 
+The layout in which threads hold a tile decides in which order its products are added, and the compiler may
+choose another for an x or y that is less aligned: neither their addresses nor their strides are specialized.
+
 PADDED is Punica's BGMV as it runs mixed ranks: every row is computed, and read, at the batch's maximum rank.
 What lies behind a matrix is read within the arena's bounds and discarded by a select.
 Source: Punica (arXiv 2310.18547); S-LoRA (arXiv 2311.03285), MBGMV.
@@ -29,6 +32,8 @@ from .entries import (
     rank_of,
 )
 
+_NUMBERS = (*NOT_SPECIALIZED, "x_stride", "y_stride")
+
 
 @triton.jit
 def _weights(
@@ -49,7 +54,7 @@ def _weights(
     return tl.load(start + row[:, None] * width + column[None, :], mask=true, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=("x", "y"))
 def vector_shrink(
     x,
     rows,
@@ -112,7 +117,7 @@ def vector_shrink(
                 tl.store(h + row.to(tl.int64) * h_width + r, tl.sum(products, axis=1), mask=r < h_width)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=("x", "y"))
 def vector_expand(
     h,
     rows,

@@ -13,7 +13,8 @@ Rows that are not multiples of 16 bytes can't go by TMA: ALIGNED = False loads t
 
 Bytes in flight: 4.3 TB/s at about 0.8 us of latency asks for 26 KB per SM.  Shrink in decode keeps 6 stages
 of a 64 x 128 two-byte tile, 96 KB per SM; expand keeps 3 stages of 64 x 64, 24 KB of weights and as much
-again of h and y.  Splitting H in 8 gives 128 items for 16 one-row segments of one module: about one per SM.
+again of h and y.  Splitting H in 4 gives 128 items, about one per SM, for 16 one-row segments of two modules;
+as the split fixes the order of sums it must be the same in prefill, where each part's sums are written.
 These are reckonings; nothing has been measured on a GPU.
 
 h is kept as a sum of two numbers of the model's dtype (hi + lo, about 16 bits for bf16), so that expand can

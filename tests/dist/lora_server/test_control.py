@@ -147,7 +147,7 @@ def test_successor_listens_where_a_killed_process_did():
             killed.listen()
         with echo(path) as served:
             connection = connect(served)
-            with pytest.raises(LoraServerError, match=f"can't listen at lora_server_address={path}"):
+            with pytest.raises(LoraServerError, match=f"can't listen at lora_server.address={path}"):
                 Echo(path, None)
             connection.close()
         assert not os.path.exists(path)
@@ -155,14 +155,14 @@ def test_successor_listens_where_a_killed_process_did():
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", ":1", "host:99999", "rel/path"])
 def test_address_that_is_none_is_refused(address):
-    with pytest.raises(LoraServerError, match=r"lora_server_address=.* is neither host:port nor an absolute"):
+    with pytest.raises(LoraServerError, match=r"lora_server.address=.* is neither host:port nor an absolute"):
         dial(address, b"k", HELLO, 0.1)
 
 
 def test_unreachable_server_is_named():
     with tempfile.TemporaryDirectory(prefix="ls") as folder:
         address = f"{folder}/nobody"
-        with pytest.raises(LoraServerError, match=f"no LoRA Server answers at lora_server_address={address}"):
+        with pytest.raises(LoraServerError, match=f"no LoRA Server answers at lora_server.address={address}"):
             dial(address, b"k", HELLO, 0.1)
 
 

@@ -97,6 +97,6 @@ def test_answer_is_read_as_it_was_written():
 
 
 def test_frames_hold_at_least_one_token():
-    with pytest.raises(ConfigError, match=r"lora_message_rows=1 .*choose 2 or more"):
+    with pytest.raises(ConfigError, match=r"lora_server.max_rows=1 .*choose 2 or more"):
         FrameLayout(SHAPE, torch.float32, 1)
     assert FrameLayout(model_shape(0), torch.float32, 1).max_rows == 1

@@ -11,6 +11,7 @@ import pytest
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.control import dial
 from moe_lora.dist.lora_server.lease_client import LeaseClient
+from moe_lora.dist.lora_server.orders import Orders
 
 from .cluster import KEY, Cluster, hear_until_the_end, random_adapter, until
 from .shapes import model_shape
@@ -74,6 +75,30 @@ def test_waiting_ends_with_release(cluster):
     assert one.lease("c") is None
 
 
+def test_grant_of_an_acquire_given_up_since_is_not_taken_for_the_next_one(cluster):
+    one, other = join(cluster, "one"), join(cluster, "other")
+    other.acquire("a")
+    other.acquire("b")
+    granted(other, "b")
+    one.acquire("c")
+    one._hear(one._connection, {"kind": "granted", "adapter_id": "c", "number": 0, "slot": 0, "generation": 1})
+    assert one.lease("c") is None
+    other.release("a")
+    granted(one, "c")
+
+
+def test_lease_is_granted_though_the_leaders_own_rank_can_not_load(monkeypatch):
+    def fail(orders: Orders, command: dict) -> None:
+        raise OSError(f"no {command['kind']} today")
+
+    monkeypatch.setattr(Orders, "carry_out", fail)
+    with Cluster(SHAPE, "EP1-PP1", capacity=2) as made:
+        made.put(random_adapter("a", SHAPE))
+        one = join(made, "one", "a")
+        one.acquire("a")
+        granted(one, "a")
+
+
 def test_instance_that_is_gone_frees_its_leases(cluster):
     one, other = join(cluster, "one"), join(cluster, "other")
     one.acquire("a")
@@ -88,7 +113,7 @@ def test_instance_that_came_back_is_heard_on_its_newest_connection_only(cluster)
     hello = cluster.client("one")._hello("leases")
     old, new = (dial(cluster.config.address, KEY.encode(), hello, 5.0)[0] for _ in range(2))
     for kind in ("register", "acquire"):
-        new.send(kind, adapter_id="a")
+        new.send(kind, adapter_id="a", number=1)
     assert [new.receive(20.0)["kind"] for _ in range(2)] == ["registered", "granted"]
     with contextlib.suppress(OSError):  # it is being closed
         old.send("release", adapter_id="a")

@@ -302,7 +302,7 @@ def test_generation_goes_on_after_shrinking_and_growing():
 
 @pytest.mark.parametrize("capacity", [0, -1])
 def test_capacity_below_one_is_refused(capacity):
-    with pytest.raises(ConfigError, match=f"lora_capacity={capacity} .*; choose 1 or more"):
+    with pytest.raises(ConfigError, match=f"lora_server.capacity={capacity} .*; choose 1 or more"):
         make_table(capacity)
     table = make_table()
     with pytest.raises(ConfigError, match="choose 1 or more"):
@@ -312,7 +312,7 @@ def test_capacity_below_one_is_refused(capacity):
 
 def test_adapter_larger_than_an_arena_is_refused_with_the_least_memory_that_works():
     table = LeaseTable(1, [8, 1000], 2_000_000, starvation_s=5.0)
-    message = r"needs 9 pages on LoRA Server rank 0, .* choose lora_server_memory_gb=0.018 or more"
+    message = r"needs 9 pages on LoRA Server rank 0, .* choose lora_server.memory_gb=0.018 or more"
     with pytest.raises(ConfigError, match=message):
         table.register("a", {0: {0: 5, 1: 4}, 1: {0: 9}})
     table = LeaseTable(1, [9, 1000], 2_000_000, starvation_s=5.0)

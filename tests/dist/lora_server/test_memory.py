@@ -28,7 +28,7 @@ def test_too_little_memory_is_refused_with_the_least_that_works(layout, lora_ran
     with pytest.raises(ConfigError) as caught:
         plan_memory(replace(CONFIG, memory_gb=1e-6), partition, torch.float32, [adapter])
     found = re.fullmatch(
-        rf"lora_server_memory_gb=1e-06 is too small for one adapter; a rank of {partition.layout} needs at "
+        rf"lora_server.memory_gb=1e-06 is too small for one adapter; a rank of {partition.layout} needs at "
         r"least ([0-9.]+)",
         str(caught.value),
     )
@@ -54,13 +54,13 @@ def test_default_memory_holds_capacity_times_the_largest_adapter():
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("capacity", 0, "lora_capacity=0"),
-        ("max_rows", 0, "lora_message_rows=0"),
-        ("depth", 0, "lora_message_depth=0"),
+        ("capacity", 0, "lora_server.capacity=0"),
+        ("max_rows", 0, "lora_server.max_rows=0"),
+        ("depth", 0, "lora_server.depth=0"),
         ("memory_gb", 0.0, "memory_gb=0.0"),
         ("load_gb_per_s", -1.0, "load_gb_per_s=-1.0"),
         ("lease_timeout_s", 0.0, "lease_timeout_s=0.0"),
-        ("sites", "some", "lora_sites='some'"),
+        ("sites", "some", "lora_server.sites='some'"),
         ("key", "", "key=''"),
     ],
 )

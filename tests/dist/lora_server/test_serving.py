@@ -127,6 +127,17 @@ def test_instances_take_turns(stage):
     assert all(one.answered(request) for request in sent[:4])
 
 
+def test_turn_announced_often_counts_once_and_ends_when_the_instance_is_served(stage):
+    one, other = stage.add("one"), stage.add("other")
+    for client in (one, one, other, other):
+        client.send(site=GATE_UP)
+    stage.loop.turns.bytes.numpy().view(np.int64)[:3] = instance_number("other")
+    stage.loop.turns.set_signal(0, 3)
+    stage.run()
+    until(lambda: len(stage.order) == 4)
+    assert stage.order == ["other", "one", "other", "one"]
+
+
 def test_request_whose_layer_is_loading_lets_others_pass(stage):
     early, late = stage.add("early"), stage.add("late")
     stage.shelf.loaded[0, 1] = 4
@@ -164,7 +175,7 @@ def test_rows_of_other_content_are_refused(stage, slot, generation):
 
 
 def test_content_that_leaves_while_it_is_read_is_refused(stage, monkeypatch):
-    def evicting(*_: object) -> None:
+    def evicting(*_: object, kernel: str) -> None:
         stage.shelf.generation[0] = 6
 
     monkeypatch.setattr("moe_lora.dist.lora_server.serving.request_deltas", evicting)

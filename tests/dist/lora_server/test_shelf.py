@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -36,7 +37,7 @@ class Gate:
         self._passes.release(num_layers)
 
 
-def make_shelf(on_progress=lambda: None) -> Shelf:
+def make_shelf(on_progress=lambda: None, load_bytes_per_s: float | None = None) -> Shelf:
     return Shelf(
         SHAPE,
         PARTITION,
@@ -46,6 +47,7 @@ def make_shelf(on_progress=lambda: None) -> Shelf:
         page_bytes=PAGE_BYTES,
         device=CPU,
         on_progress=on_progress,
+        load_bytes_per_s=load_bytes_per_s,
     )
 
 
@@ -141,6 +143,30 @@ def test_after_starting_over_nothing_of_before_is_ready(shelf, gate, first_gener
     assert stale(shelf, 0, 5) == (first_generation > 5)
     shelf.load(0, first_generation + 1, random_adapter("b", SHAPE), runs(0))
     until(lambda: all(ready(shelf, 0, first_generation + 1)))
+
+
+def test_layer_written_before_starting_over_does_not_count_for_the_same_load_sent_again(monkeypatch):
+    gate, pauses, sleep = Gate(), threading.Semaphore(0), time.sleep
+
+    def pause(duration_s: float) -> None:
+        if threading.current_thread().name != "adapter-loads":
+            sleep(duration_s)
+            return
+        pauses.release()
+        gate()
+
+    monkeypatch.setattr(time, "sleep", pause)
+    shelf = make_shelf(load_bytes_per_s=1e9)
+    shelf.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    assert pauses.acquire(timeout=20.0), "the first layer is written, and waits for the rate limit"
+    shelf.start_over(1)
+    shelf.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    gate.let(1)
+    assert pauses.acquire(timeout=20.0), "the old load's step is over, the new one's first layer is written"
+    assert not any(ready(shelf, 0, 5))
+    gate.let(1000)
+    until(lambda: all(ready(shelf, 0, 5)))
+    shelf.stop()
 
 
 def test_layer_that_can_not_be_loaded_makes_its_adapter_stale_and_the_next_one_loads(shelf, gate):

@@ -54,6 +54,11 @@ class Driven:
     def read(self, label: str, offset: int, num_bytes: int) -> bytes:
         return bytes(self.windows[label].bytes[offset : offset + num_bytes].numpy())
 
+    def read_at(self, label: str, index: int, at_least: int, parts: list[tuple[int, int]]) -> list[bytes]:
+        """The bytes of each (offset, length) as they are once the signal is there."""
+        self.wait(label, index, at_least)
+        return [self.read(label, offset, num_bytes) for offset, num_bytes in parts]
+
     def free(self, label: str) -> None:
         self.windows.pop(label).free()
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
+import torch
+from torch.distributed import TCPStore
 
-from moe_lora.core.errors import PeerUnreachableError
-from moe_lora.dist.transport import make_transport
+from moe_lora.core.errors import PeerGoneError, PeerUnreachableError
+from moe_lora.dist.transport import RemoteWindow, Transport, make_transport
+from moe_lora.dist.transport.gloo_link import Op
 
-from .peers import TIMEOUT_S, pattern
+from .peers import TIMEOUT_S, Peer, pattern
 
 NUM_PEERS = 8
 
@@ -41,6 +46,78 @@ def test_visitor_that_says_nothing_sensible_does_no_harm() -> None:
         assert window.bytes.equal(pattern(100, 1))
 
 
+@pytest.mark.parametrize("said", [b"", b"0" * 31, b"0" * 32, b"0" * 64])
+def test_stranger_who_knows_only_the_port_is_not_told_the_tag(said: bytes) -> None:
+    with make_transport("gloo", name="there") as there:
+        there.alloc("theirs", 100, 1).descriptor()
+        with socket.create_connection(("127.0.0.1", there.address()["port"]), timeout=TIMEOUT_S) as stranger:
+            heard = b""
+            with suppress(OSError):  # the owner may hang up before all is read
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+                heard = stranger.recv(100)
+            assert heard == b""
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes", "signal"), [(90, 20, 0), (-10, 20, 0), (1 << 60, 20, 0), (0, 20, 1), (0, 20, -1)]
+)
+def test_put_beyond_the_window_is_refused_by_the_owner_too(offset: int, num_bytes: int, signal: int) -> None:
+    with make_transport("gloo", name="here") as here, make_transport("gloo", name="there") as there:
+        window = there.alloc("theirs", 100, 1)
+        remote = here.attach(window.descriptor())
+        with suppress(RuntimeError):  # the owner may break the link while this is sent
+            remote.link.put(remote.number, offset, pattern(num_bytes, 1), signal, 7)
+        with pytest.raises(RuntimeError):
+            remote.link.ask(Op.QUIET, remote.number)
+        assert not window.bytes.any()
+        assert window.read_signal(0) == 0
+        with pytest.raises(PeerGoneError):
+            here.quiet(remote)
+        again = here.attach(window.descriptor())
+        here.put_signal(again, 0, pattern(100, 1), 0, 1)
+        there.signal_wait_until(window, 0, 1, TIMEOUT_S)
+        assert window.bytes.equal(pattern(100, 1))
+
+
+def test_get_beyond_the_window_is_refused_by_the_owner_too() -> None:
+    with make_transport("gloo", name="here") as here, make_transport("gloo", name="there") as there:
+        remote = here.attach(there.alloc("theirs", 100, 1).descriptor())
+        out = torch.zeros(50, dtype=torch.uint8)
+        with pytest.raises(RuntimeError):
+            remote.link.ask(Op.GET, remote.number, 60, out)
+
+
+def test_put_to_a_peer_that_stalls_ends_soon(store: TCPStore) -> None:
+    """timeout_s is for connections and answers: a loop that serves many peers can't wait that long."""
+    peer = Peer()
+    peer.call("join", "gloo", "stalled", store.port, {})
+    with make_transport("gloo", name="here", timeout_s=600.0, put_timeout_s=0.2) as here:
+        remote = here.attach(peer.call("alloc", "theirs", 1 << 24, 1))
+        peer.send_signal(signal.SIGSTOP)
+        wake_up = threading.Timer(TIMEOUT_S, peer.send_signal, (signal.SIGCONT,))
+        wake_up.start()
+        with pytest.raises(PeerGoneError, match="'theirs' of 'stalled'"):
+            put_often(here, remote)
+        wake_up.cancel()
+        assert not remote.alive()
+    peer.kill()
+
+
+def put_often(here: Transport, remote: RemoteWindow) -> None:
+    """The system takes some bytes before a stalled peer holds up the rest."""
+    for value in range(1, 100):
+        here.put_signal(remote, 0, pattern(1 << 24, 1), 0, value)
+
+
+def greet(listener: socket.socket) -> None:
+    """As a mail server would."""
+    visitor, _ = listener.accept()
+    with visitor:
+        visitor.recv(100)
+        visitor.sendall(b"220 mail.example ESMTP, ready when you are\r\n")
+
+
 def test_port_that_another_process_has_taken_is_no_peer() -> None:
     with make_transport("gloo", name="here") as here, make_transport("gloo", name="there") as there:
         descriptor = there.alloc("theirs", 100, 1).descriptor()
@@ -49,7 +126,7 @@ def test_port_that_another_process_has_taken_is_no_peer() -> None:
         with socket.create_server(("127.0.0.1", port)) as other:
             other.listen()
             with ThreadPoolExecutor(1) as threads:
-                answer = threads.submit(lambda: other.accept()[0].sendall(b"220 mail.example ESMTP\r\n"))
+                answer = threads.submit(greet, other)
                 with pytest.raises(PeerUnreachableError, match="another process has its port"):
                     here.attach(descriptor)
                 answer.result()

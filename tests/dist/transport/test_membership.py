@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,48 @@ def test_closing_gives_back_files_and_threads(kind: str, pair: Pair, shared_peer
         last = live_through()
     there = shared_peer.call("footprint")
     assert (last, there) == (first, first_there)
+
+
+def test_threads_take_and_give_back_windows_at_once(pair: Pair) -> None:
+    """Each thread has windows of its own, there and here; one label is fought for, and has one owner."""
+    num_threads, num_rounds = 4, 8
+    descriptors = [pair.peer.call("alloc", f"busy-{i}", 4000, 1) for i in range(num_threads)]
+    barrier = threading.Barrier(num_threads)
+
+    def live(index: int) -> int:
+        owned = 0
+        for value in range(1, num_rounds + 1):
+            mine = pair.here.alloc(f"mine-{index}", 4000, 1)
+            remote = pair.here.attach(descriptors[index])
+            pair.here.put_signal(remote, 0, pattern(4000, value), 0, value)
+            pair.here.quiet(remote)
+            barrier.wait(TIMEOUT_S)
+            try:
+                fought_for = pair.here.alloc("fought-for", 4000, 1)
+                owned += 1
+            except ValueError:
+                fought_for = None
+            barrier.wait(TIMEOUT_S)
+            if fought_for is not None:
+                fought_for.free()
+            pair.here.detach(remote)
+            mine.free()
+            mine.free()
+        return owned
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        assert sum(threads.map(live, range(num_threads))) == num_rounds
+    for index in range(num_threads):
+        assert pair.peer.call("wait", f"busy-{index}", 0, num_rounds) == num_rounds
+        assert pair.peer.call("read", f"busy-{index}", 0, 4000) == bytes(pattern(4000, num_rounds).numpy())
+        pair.peer.call("free", f"busy-{index}")
+
+
+def test_a_window_freed_by_several_threads_is_freed_once(pair: Pair) -> None:
+    for _ in range(20):
+        window = pair.here.alloc("freed-often", 4000, 1)
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda free: free(), [window.free] * 4))
 
 
 def test_a_process_that_never_closes_ends_cleanly() -> None:

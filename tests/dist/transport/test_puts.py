@@ -126,6 +126,22 @@ def test_puts_from_several_threads_arrive(pair: Pair) -> None:
     assert pair.peer.call("read", "threads", 0, 20_000) == bytes(pattern(5000, 10).repeat(4).numpy())
 
 
+def test_a_signal_covers_all_puts_before_it_without_a_fence(pair: Pair) -> None:
+    """Large puts before small ones and before signals alone: the last value says that all are there."""
+    large, small, num_frames, num_rounds = 1 << 21, 64, 4, 6
+    pair.peer.call("alloc", "covered", num_frames * large, 1)
+    target, value = pair.here.open(pair.peer_name, "covered", TIMEOUT_S), 0
+    for round_ in range(num_rounds):
+        sizes = [large, small, large - 1, small + 1] if round_ % 2 else [large, large, large, small]
+        frames = [pattern(size, value + index) for index, size in enumerate(sizes)]
+        value += num_frames + 1
+        pair.peer.start("read_at", "covered", 0, value, [(i * large, size) for i, size in enumerate(sizes)])
+        for index, frame in enumerate(frames):
+            pair.here.put_signal(target, index * large, frame, 0, value - num_frames + index)
+        target.signal(0, value)
+        assert pair.peer.finish() == [bytes(frame.numpy()) for frame in frames]
+
+
 @pytest.mark.parametrize(("offset", "size"), [(SIZE, 1), (-1, 4), (SIZE - 3, 4), (0, SIZE + 1)])
 def test_put_beyond_the_window_names_the_sizes(
     pair: Pair, both: tuple[Window, RemoteWindow], offset: int, size: int

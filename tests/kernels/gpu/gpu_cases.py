@@ -77,31 +77,30 @@ def make_batch(
 
 
 def exact_delta(batch: Batch) -> torch.Tensor:
-    """Deltas in fp64, row by row."""
-    out = torch.zeros(batch.num_rows, sum(batch.site.out_features), dtype=torch.float64)
-    top_k = 1 if batch.ids is None else batch.ids.shape[1]
-    source = range(batch.num_rows) if batch.ids is None else input_rows(batch.x, batch.ids).tolist()
-    experts = [0] * batch.num_rows if batch.ids is None else batch.ids.flatten().tolist()
-    slots, x, arena = batch.slots, batch.x.cpu().double(), batch.arena.cpu()
-    for row, (expert, x_row) in enumerate(zip(experts, source, strict=True)):
-        slot = int(batch.row_slot[row // top_k])
-        if slot < 0 or expert < 0:
+    """Deltas in fp64 on the batch's device, segment by segment."""
+    site, slots, x = batch.site, batch.slots, batch.x.double()
+    out = torch.zeros(batch.num_rows, sum(site.out_features), dtype=torch.float64, device=x.device)
+    slot, expert, source = batch.row_slot.long(), torch.zeros_like(batch.row_slot), None
+    if batch.ids is not None:
+        slot, expert = slot.repeat_interleave(batch.ids.shape[1]), batch.ids.flatten()
+        source = input_rows(batch.x, batch.ids)
+    for pair in torch.unique(torch.stack([slot, expert], 1), dim=0).tolist():
+        if min(pair) < 0:
             continue
-        for module, (column, width) in enumerate(
-            zip(batch.site.columns, batch.site.out_features, strict=True)
-        ):
-            index = (slot, LAYER, batch.site.entry(module, expert))
+        rows = ((slot == pair[0]) & (expert == pair[1])).nonzero()[:, 0]
+        segment = x[rows if source is None else source[rows]]
+        for module, (column, width) in enumerate(zip(site.columns, site.out_features, strict=True)):
+            index = (pair[0], LAYER, site.entry(module, pair[1]))
+            lora_rank = int(slots.lora_rank[index])
             a, b = (
-                arena_rows(
-                    arena, int(offset[index]), int(slots.lora_rank[index]), size, batch.x.dtype
-                ).double()
-                for offset, size in ((slots.a_offset, batch.site.in_features), (slots.b_offset, width))
+                arena_rows(batch.arena, int(offset[index]), lora_rank, size, batch.x.dtype).double()
+                for offset, size in ((slots.a_offset, site.in_features), (slots.b_offset, width))
             )
-            out[row, column : column + width] = float(slots.scale[index]) * (x[x_row] @ a.T) @ b
+            out[rows, column : column + width] = float(slots.scale[index]) * (segment @ a.T) @ b
     return out
 
 
 def assert_delta(actual: torch.Tensor, batch: Batch) -> None:
     """Within one rounding of the dtype of the fp64 oracle."""
     tolerance = TOLERANCE[batch.x.dtype]
-    torch.testing.assert_close(actual.double().cpu(), exact_delta(batch), rtol=tolerance, atol=tolerance / 4)
+    torch.testing.assert_close(actual.double(), exact_delta(batch), rtol=tolerance, atol=tolerance / 4)

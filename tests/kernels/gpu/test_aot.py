@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -39,7 +40,7 @@ def wgmma_build(kernel: str, **changes: object) -> aot.Build:
     config = configs.load_table(configs.FALLBACK).config(kernel, "bf16", "decode", 4096, 4096)
     return next(
         b
-        for b in aot.config_builds(kernel, {**config, **changes}, "bf16", "decode")
+        for b in aot.config_builds(kernel, {**config, **changes}, "bf16", 2, 1)
         if b.required == sass.PIPELINE
     )
 
@@ -73,6 +74,15 @@ def test_every_kernel_of_the_tables_is_built():
     }
     assert all(build.required == sass.PIPELINE for build in builds if build.constants.get("WARP_SPECIALIZE"))
     assert sum(bool(build.required) for build in builds) >= 4
+    for kernel in configs.KERNEL_NAMES:
+        found = {(build.dtype, build.constants["MODULES"]) for build in builds if build.kernel == kernel}
+        dtypes = {"bf16", "fp16"} | ({"fp32"} if kernel.startswith("vector") else set())
+        assert {dtype for dtype, _ in found} == dtypes
+        assert {modules for dtype, modules in found if dtype == "bf16"} == {1, 2, 3}
+    splits = {b.constants["SPLIT_K"] for b in builds if b.kernel == "vector_shrink"}
+    expands = [b.constants for b in builds if b.kernel == "vector_expand"]
+    assert {b["SPLIT_K"] for b in expands} == splits
+    assert {(b["ADD"], b["PADDED"]) for b in expands} == set(itertools.product((True, False), repeat=2))
 
 
 def test_command_explains_itself():

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_committed_tables_serve_every_kernel_dtype_and_phase(path):
     table = configs.load_table(path.stem)
     for phase in configs.PHASES:
         for dtype in ("bf16", "fp16", "fp32"):
-            for choice in choose(QKV, dtype, phase == "decode", table):
+            for choice in choose(QKV, dtype, table):
                 for half in ("shrink", "expand"):
                     assert table.config(f"{choice.algorithm}_{half}", dtype, phase, 96, 146)
         assert table.config("fused_delta", "bf16", phase, 96, 146)
@@ -55,6 +56,51 @@ def test_saved_table_is_read_back(tmp_path, monkeypatch):
     assert configs.load_table("NVIDIA Test/1") == saved
 
 
+PLACE = {"kernel": "wgmma_shrink", "dtype": "bf16", "in_features": 96}
+
+
+@pytest.mark.parametrize("other", [{"block_k": 64}, {"split_k": 8}])
+@pytest.mark.parametrize(
+    "places",
+    [
+        ({"phase": "decode"}, {"phase": "prefill"}),
+        ({"phase": "decode"}, {}),
+        ({"phase": "decode", "out_features": 146}, {"phase": None, "in_features": None}),
+        ({"phase": "prefill", "dtype": None, "in_features": None},),
+    ],
+)
+def test_phases_that_would_add_in_different_orders_are_refused(tmp_path, monkeypatch, places, other):
+    config = TABLE.config("wgmma_shrink", "bf16", "decode", 96, 146)
+    rows = tuple(
+        configs.Entry(**{**PLACE, **place}, config={**config, **(other if i == 0 else {})})
+        for i, place in enumerate(places)
+    )
+    with pytest.raises(ValueError, match="different orders in decode and in prefill"):
+        replace(TABLE, entries=(*rows, *TABLE.entries))
+    monkeypatch.setattr(configs, "CONFIG_DIR", tmp_path)
+    data = {"gpu": "bad", "note": "", "choices": [], "entries": [asdict(row) for row in rows + TABLE.entries]}
+    (tmp_path / "bad.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="different orders in decode and in prefill"):
+        configs.load_table("bad")
+
+
+def test_phases_may_differ_in_tiles_and_stages():
+    config = TABLE.config("wgmma_shrink", "bf16", "decode", 96, 146)
+    own = {**config, "block_t": 32, "num_stages": 3, "programs_per_sm": 2}
+    table = replace(TABLE, entries=(configs.Entry(**PLACE, phase="decode", config=own), *TABLE.entries))
+    assert table.config("wgmma_shrink", "bf16", "decode", 96, 146) == own
+    assert table.config("wgmma_shrink", "bf16", "prefill", 96, 146)["block_t"] == 64
+
+
+def test_choice_by_phase_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(configs, "CONFIG_DIR", tmp_path)
+    choice = {"algorithm": "vector", "phase": "decode"}
+    data = {"gpu": "bad", "note": "", "choices": [choice], "entries": []}
+    (tmp_path / "by_phase.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="'phase'"):
+        configs.load_table("by_phase")
+
+
 def test_unknown_gpu_gets_the_fallback():
     assert configs.load_table("Some GPU of 2031").entries == TABLE.entries
 
@@ -86,9 +132,9 @@ def test_choices_must_cover_every_rank_once():
         configs.Choice(algorithm="wgmma", min_rank=18),
     ):
         with pytest.raises(ValueError, match="cover"):
-            choose(QKV, "bf16", True, replace(TABLE, choices=(small, second)))
+            choose(QKV, "bf16", replace(TABLE, choices=(small, second)))
     both = (small, configs.Choice(algorithm="wgmma", min_rank=17))
-    assert choose(QKV, "bf16", True, replace(TABLE, choices=both)) == both
+    assert choose(QKV, "bf16", replace(TABLE, choices=both)) == both
 
 
 def test_package_imports_without_triton():

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_lora.kernels.gpu import configs, launch, lora
-from moe_lora.kernels.gpu.segments import build_segments
+from moe_lora.kernels.gpu import configs, launch, lora, steps
+from moe_lora.kernels.gpu.segments import build_segments, unsorted_rows
 
 from .gpu_cases import DOWN, GATE_UP, ODD, QKV, SITES, assert_delta, make_batch
 
@@ -50,6 +50,23 @@ def test_baselines_agree_with_fp64(device, kernel, site):
     out = batch.output()
     lora.lora_delta(*batch.operands(), out, kernel=kernel, decode=True)
     assert_delta(out, batch)
+
+
+def test_bgmv_pads_to_the_largest_rank_of_the_batch_not_of_the_slots(device, monkeypatch):
+    """Slots hold rank 70; the batch has no more than 8 at the site."""
+    batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device)
+    batch.row_slot = torch.tensor([0, 1, -1, 4, 0], dtype=torch.int32, device=device)
+    padded = []
+    shrink = steps.vector_shrink
+    monkeypatch.setattr(
+        steps, "vector_shrink", lambda p, *rest: (padded.append(p.padded_rank), shrink(p, *rest))[1]
+    )
+    outs = [batch.output(), batch.output()]
+    lora.lora_delta(*batch.operands(), outs[0], kernel="bgmv", decode=True)
+    lora.lora_delta(*batch.operands(), outs[1], kernel="bgmv", decode=True, batch_rank=8)
+    assert padded == [8, 8]
+    assert torch.equal(*outs)
+    assert_delta(outs[0], batch)
 
 
 @pytest.mark.parametrize("algorithm", ["wgmma", "vector"])
@@ -142,6 +159,10 @@ def test_operands_that_do_not_fit_are_refused(device):
         {"algorithm": "fused"},
         {"max_lora_rank": 69},
         {"kernel": "bgmv", "algorithm": "vector"},
+        {"segments": unsorted_rows(row_slot, ids, 5, 3)},
+        {"kernel": "mbgmv", "segments": build_segments(row_slot, ids, 5, 3)},
+        {"site": replace(GATE_UP, entry_base=3)},
+        {"site": replace(GATE_UP, entry_base=-1)},
     ]
     names = ("x", "ids", "site", "layer", "row_slot", "slots", "arena")
     given = dict(zip(names, batch.operands(), strict=True))
@@ -176,12 +197,17 @@ def test_tables_are_looked_at_again_after_a_slot_was_written(device):
 def test_classes_of_ranks_are_served_by_their_own_algorithms(device, monkeypatch, whole):
     small = configs.Choice(algorithm="fused" if whole else "vector", max_rank=8, whole=whole)
     choices = (small, configs.Choice(algorithm="wgmma", min_rank=9, whole=whole))
-    table = replace(configs.load_table(configs.FALLBACK), choices=choices)
+    table = configs.load_table(configs.FALLBACK)
+    table = replace(table, choices=choices + table.choices if whole else choices)
     monkeypatch.setattr(launch, "table_of", lambda device: table)
     batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device, lora_ranks=[8, 1, 70, 16])
     out = batch.output(0.0)
     if whole:
-        lora.lora_delta(*batch.operands(), out, decode=True)
+        lora.lora_delta(*batch.operands(), out, decode=True, allow_fused=True)
+        fused, out = out, batch.output(0.0)
+        monkeypatch.setattr(steps, "fused", None)
+        lora.lora_delta(*batch.operands(), out, decode=True, allow_fused=False)
+        assert_delta(fused, batch)
     else:
         shrunk = lora.lora_shrink(*batch.operands(), decode=True, max_lora_rank=128)
         assert [choice.algorithm for choice, _ in shrunk.parts] == ["vector", "wgmma"]

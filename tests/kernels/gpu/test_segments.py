@@ -6,6 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_lora.kernels.gpu import segments
+from moe_lora.kernels.lora import SharedSegments
+
+from ..kernel_cases import GATE_UP, QKV
 
 
 def described_rows(row_slot, ids) -> list[tuple[int, int, int]]:
@@ -61,6 +64,9 @@ def test_slots_and_experts_outside_the_tables_count_as_none(device):
     built = segments.build_segments(row_slot, ids, 4, 3)
     assert int(built.count) == 1
     assert int(built.rows[0]) == 0
+    unsorted = segments.unsorted_rows(row_slot, ids, 4, 3)
+    assert unsorted.described[:, 2:].tolist() == [[0, 0]] + [[-1, -1]] * 5
+    assert segments.unsorted_rows(row_slot, None, 4, 0).described[:, 2].tolist() == [0, -1, -1]
 
 
 def test_wrong_shapes_and_dtypes_are_refused(device):
@@ -74,3 +80,22 @@ def test_wrong_shapes_and_dtypes_are_refused(device):
     ]:
         with pytest.raises(ValueError):
             segments.build_segments(slots, ids, 4, 1)
+
+
+def test_order_is_shared_by_sites_of_the_same_rows_only(device):
+    row_slot = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
+    ids = torch.tensor([[0, 1], [2, 3], [1, 0]], dtype=torch.int32, device=device)
+    shared = SharedSegments()
+
+    def of(layer, ids):
+        return shared.of(layer, ids, row_slot, QKV if ids is None else GATE_UP, 2, "sgmv")
+
+    dense, experts = of(0, None), of(0, ids)
+    assert of(1, None) is dense
+    assert of(0, ids) is experts
+    assert of(1, ids) is not experts
+    # Another tensor in the memory that ids had, as an allocator may hand out.
+    other = ids[:]
+    ids.copy_(ids.flip(1))
+    assert of(0, other) is not experts
+    assert of(0, other).rows.tolist() != experts.rows.tolist()

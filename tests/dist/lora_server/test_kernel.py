@@ -1,0 +1,32 @@
+"""A LoRA Server's rank computes with the kernel that the cluster's settings name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from moe_lora.core.config import EngineConfig, LoraServerConfig
+from moe_lora.dist.build import build_rank
+from moe_lora.dist.lora_server import serving
+from moe_lora.dist.ranks import StartRank
+
+MODEL = Path(__file__).parents[3] / "demo" / "model"
+
+
+def test_lora_kernel_reaches_the_data_loop(tmp_path, monkeypatch):
+    server = LoraServerConfig(address=f"{tmp_path}/leader", key="secret", store_dir=f"{tmp_path}/store")
+    config = EngineConfig(model_dir=str(MODEL), device="cpu", lora_kernel="bgmv", lora_server=server)
+    used = []
+    monkeypatch.setattr(serving, "request_deltas", lambda *operands, kernel: used.append(kernel))
+    rank = build_rank(StartRank(config, 0))
+    try:
+        nothing = np.empty(0, np.int64)
+        request = SimpleNamespace(slot=nothing, generation=nothing, layer=0)
+        session = SimpleNamespace(deltas=lambda request: None)
+        assert rank.loop._compute(session, request) == serving.DONE
+    finally:
+        rank.stop()
+        rank.run()
+    assert used == ["bgmv"]

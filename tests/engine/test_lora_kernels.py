@@ -1,0 +1,43 @@
+"""Whichever LoRA kernel an engine or a LoRA Server is told to use, answers are the same on CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from demo.tasks import prompt_for
+from moe_lora import LLM, SamplingParams
+from moe_lora.kernels import cpu_lora
+
+DEMO = Path(__file__).parents[2] / "demo"
+NAMES = [None, *list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:4]]
+PROMPTS = [prompt_for("abcdefgh"[: 3 + i]) for i in range(len(NAMES))]
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def answers(kernel: str) -> list[tuple[int, ...]]:
+    adapters = {name: str(DEMO / "adapters" / name) for name in NAMES if name}
+    settings = {"dtype": "float32", "num_threads": 1, "eager": True, "lora_kernel": kernel}
+    with LLM(str(DEMO / "model"), adapters=adapters, **settings) as llm:
+        return [completion.token_ids for completion in llm.generate(PROMPTS, NAMES, SAMPLING)]
+
+
+@pytest.fixture(scope="module")
+def of_sgmv() -> list[tuple[int, ...]]:
+    return answers("sgmv")
+
+
+@pytest.mark.parametrize("kernel", ["bgmv", "mbgmv"])
+def test_baselines_give_the_tokens_of_sgmv(of_sgmv, kernel, monkeypatch):
+    used = set()
+    shrink = cpu_lora._shrink
+
+    def spy(code: int, *operands: object) -> int:
+        used.add(code)
+        return shrink(code, *operands)
+
+    monkeypatch.setattr(cpu_lora, "_shrink", spy)
+    assert answers(kernel) == of_sgmv
+    assert used == {cpu_lora.KERNELS[kernel]}
