@@ -81,7 +81,9 @@ def test_grant_of_an_acquire_given_up_since_is_not_taken_for_the_next_one(cluste
     other.acquire("b")
     granted(other, "b")
     one.acquire("c")
-    one._hear(one._connection, {"kind": "granted", "adapter_id": "c", "number": 0, "slot": 0, "generation": 1})
+    one._hear(
+        one._connection, {"kind": "granted", "adapter_id": "c", "number": 0, "slot": 0, "generation": 1}
+    )
     assert one.lease("c") is None
     other.release("a")
     granted(one, "c")
