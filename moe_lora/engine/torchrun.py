@@ -20,11 +20,6 @@ _DIRECTORY_KEY = "moe_lora/instance_directory"
 _SOCKET = "control"
 
 
-def launched_rank() -> int | None:
-    """This process's rank, None if torchrun did not start it."""
-    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
-
-
 def gather_followers(config: EngineConfig) -> Followers:
     """The other ranks of this torchrun job, for `build_engine`.
 

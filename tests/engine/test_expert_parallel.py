@@ -200,12 +200,14 @@ def test_dense_model_has_no_experts_to_share(served):  # noqa: F811
 
 
 TORCHRUN_PROGRAM = f"""
+import os
+
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine import torchrun
 from moe_lora.engine.build import build_engine
 
-if torchrun.launched_rank() == 0:
+if os.environ["RANK"] == "0":
     config = EngineConfig(model_dir={str(MODEL)!r}, eager=True, num_threads=1, expert_parallel=2)
     core = build_engine(config, torchrun.gather_followers(config))
     sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

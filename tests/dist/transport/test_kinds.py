@@ -1,0 +1,8 @@
+from __future__ import annotations
+
+from moe_lora.core.config import TRANSPORTS
+from moe_lora.dist.transport import KINDS
+
+
+def test_settings_name_the_transports_that_exist():
+    assert set(TRANSPORTS) == set(KINDS)
