@@ -34,7 +34,7 @@ def run(*words: str) -> str:
         (["--lora-server", "EP1-PP1", "--lora-capacity", "0"], r"lora_server.capacity=0"),
         (
             ["--lora-server", "EP1-PP1", "--transport", "pigeon"],
-            r"transport 'pigeon' is unknown; choose one of",
+            r"'pigeon' is not one of 'shm', 'gloo', 'nixl'",
         ),
         (
             ["--lora-server", "EP1-PP1", "--lora-server-memory-gb", "0.000001"],
