@@ -37,7 +37,6 @@ from .random_model import FULL, QUICK, RANKS, TINY, ModelSize, write_adapter, wr
 
 PROMPT_TOKENS = 33
 NUM_ADAPTERS = 8
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 GOAL_HIDDEN = 0.9
 
 
@@ -191,7 +190,7 @@ def measure(folder: Path, size: ModelSize, options: argparse.Namespace, rounds: 
         capacity=NUM_ADAPTERS, address=str(folder / "server"), key="bench", store_dir=str(folder / "store")
     )
     joined = replace(config, lora_server=server)
-    ranks = LoraServerProcesses(joined, 1, ONE_THREAD)
+    ranks = LoraServerProcesses(joined, 1)
     names = [name for name, _ in adapters]
     try:
         local, remote = build_engine(config), build_engine(joined)

@@ -143,9 +143,7 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
         shape = ModelShape.from_hf_config(json.loads((Path(config.model_dir) / "config.json").read_text()))
         Partition(shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites)
         config = replace(config, lora_server=server)
-        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        num_ranks = Layout.parse(server.layout).num_ranks
-        ranks = LoraServerProcesses(config, num_ranks, environment, Path(directory))
+        ranks = LoraServerProcesses(config, Layout.parse(server.layout).num_ranks, Path(directory))
         try:
             yield config
         finally:

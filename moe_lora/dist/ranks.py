@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import LoraServerError
+from moe_lora.engine.process import start_child
 
 logger = logging.getLogger(__name__)
 
+THREADS_PER_RANK = 1
 _STOP_TIMEOUT_S = 10.0
 _PAUSE_S = 1.0
 _QUICK_S = 10.0
@@ -46,16 +44,10 @@ class Started:
 class RankProcess:
     """One rank's process, which ends when this one does."""
 
-    def __init__(self, start: StartRank, environment: dict[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "moe_lora.dist.worker", "--lora-server-fd", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=os.environ | environment,
-                start_new_session=True,
-            )
-        self._connection = Connection(ours.detach())
+    def __init__(self, start: StartRank) -> None:
+        self._process, self._connection = start_child(
+            "moe_lora.dist.worker", "--lora-server-fd", num_threads=THREADS_PER_RANK
+        )
         self._connection.send(start)
         self._started = False
 
@@ -94,16 +86,12 @@ class RankProcess:
 class LoraServerProcesses:
     """All ranks of one LoRA Server on this host.
 
-    Raises, from the constructor, what kept a rank from starting.  environment: added to that of the ranks,
-    thread counts above all.  directory: of the server, deleted by the ranks when they are stopped or this
-    process is killed.
+    Raises, from the constructor, what kept a rank from starting.  directory: of the server, deleted by the
+    ranks when they are stopped or this process is killed.
     """
 
-    def __init__(
-        self, config: EngineConfig, num_ranks: int, environment: dict[str, str], directory: Path | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, num_ranks: int, directory: Path | None = None) -> None:
         self._config = config
-        self._environment = environment
         self._directory = directory
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -126,7 +114,7 @@ class LoraServerProcesses:
             rank.stop()
 
     def _start(self, number: int, config: EngineConfig) -> RankProcess:
-        return RankProcess(StartRank(config, number, self._directory), self._environment)
+        return RankProcess(StartRank(config, number, self._directory))
 
     def _watch(self, number: int) -> None:
         quick_deaths = 0

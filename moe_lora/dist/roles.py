@@ -14,7 +14,7 @@ from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 
 from .cluster import ClusterConfig, parse_host_port, read_cluster
-from .ranks import StartRank
+from .ranks import THREADS_PER_RANK, StartRank
 
 _PARENT_S = 0.5
 
@@ -49,6 +49,8 @@ def serve_role(path: str, role: str, name: str) -> int:
 
 def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
     """One rank of the LoRA Server: the process's rank in its torchrun job."""
+    from moe_lora.engine.process import worker_environment
+
     from .lora_server.partition import Layout
 
     config = cluster.instance()
@@ -60,7 +62,7 @@ def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
             f"lora_server.layout={layout} has {layout.num_ranks} ranks, but this job has {place.num_ranks} "
             f"processes; start it with torchrun --nproc-per-node {layout.num_ranks}, or change the layout"
         )
-    os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"})
+    os.environ.update(worker_environment(THREADS_PER_RANK))
     from .build import build_rank
 
     rank = build_rank(StartRank(config, place.dist_rank))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from typing import Any
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 
-from .process import STOP_TIMEOUT_S, worker_environment
+from .process import STOP_TIMEOUT_S, start_child
 from .step_batch import packed_message
 
 RENDEZVOUS, HOST_STORE = "rendezvous", "adapters"
@@ -161,17 +159,9 @@ def start_followers(config: EngineConfig) -> Followers:
     connections: list[Connection] = []
     processes: list[subprocess.Popen[bytes]] = []
     for _ in range(1, config.expert_parallel):
-        ours, theirs = socket.socketpair()
-        with theirs:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "moe_lora.engine.follower", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    env=worker_environment(config.threads_per_process),
-                    start_new_session=True,
-                )
-            )
-        connections.append(Connection(ours.detach()))
+        process, connection = start_child("moe_lora.engine.follower", num_threads=config.threads_per_process)
+        processes.append(process)
+        connections.append(connection)
     return Followers(connections, instance_directory(), processes)
 
 

@@ -41,6 +41,24 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
     }
 
 
+def start_child(
+    module: str, *options: str, num_threads: int | None
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Run `python -m module options FD` as a process that finds us at the other end of FD; our end of it.
+
+    It has a session of its own, so that a Ctrl-C in this one's terminal does not reach it first.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *options, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=worker_environment(num_threads),
+            start_new_session=True,
+        )
+    return process, Connection(ours.detach())
+
+
 class ProcessClient(ConnectionClient):
     """`EngineClient` of an engine process that it starts, and that ends with it.
 
@@ -49,15 +67,10 @@ class ProcessClient(ConnectionClient):
     """
 
     def __init__(self, config: EngineConfig, *, wait: bool = True) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "moe_lora.engine.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=worker_environment(config.threads_per_process),
-                start_new_session=True,
-            )
-        super().__init__(Connection(ours.detach()), "the engine's process")
+        self._process, connection = start_child(
+            "moe_lora.engine.worker", num_threads=config.threads_per_process
+        )
+        super().__init__(connection, "the engine's process")
         self._connection.send(config)
         if wait:
             self.await_start()
