@@ -1,0 +1,1 @@
+"""How much hardware a workload needs: cache capacity, LoRA Server ranks, instances.  No torch here."""

@@ -1,0 +1,1 @@
+"""A discrete-event simulator: the real policies and caches on a virtual clock.  No torch here."""
