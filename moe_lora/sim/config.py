@@ -1,0 +1,99 @@
+"""What a simulated system is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.step_profile import StageTime, StepProfile
+from moe_lora.policies.routing import LeastOutstanding, Router
+
+AdapterBytes: TypeAlias = float | Mapping[str, float]
+"""Bytes of every adapter, or of each by name."""
+
+
+def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
+    return adapter_bytes[name] if isinstance(adapter_bytes, Mapping) else adapter_bytes
+
+
+def _check_at_least(least: float, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise ConfigError(f"{name}={value} is not allowed; choose {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig:
+    """An LLM instance.
+
+    profile: of one of its num_layers equal layers.  max_num_seqs: requests that run at once.  kv_tokens: room
+    for prompts and whole answers of these; None: enough.  prefill: time of a step's prompt tokens, at most
+    max_num_batched_tokens with the decode rows; None: prompts are computed elsewhere, and a request's first
+    step here is a decode step (InfiniLoRA section 2.1).  shortest_first, starvation_s: see
+    `policies.admission`.
+    """
+
+    profile: StepProfile
+    num_layers: int
+    max_num_seqs: int = 256
+    kv_tokens: float | None = None
+    prefill: StageTime | None = None
+    max_num_batched_tokens: int = 2048
+    shortest_first: bool = False
+    starvation_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, num_layers=self.num_layers, max_num_seqs=self.max_num_seqs)
+        _check_at_least(1, kv_tokens=self.kv_tokens, max_num_batched_tokens=self.max_num_batched_tokens)
+        _check_at_least(0, starvation_s=self.starvation_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig:
+    """Every instance has `capacity` adapter slots of its own and loads at load_bytes_per_s (inf: at once)."""
+
+    capacity: int
+    load_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, capacity=self.capacity)
+        if not self.load_bytes_per_s > 0:
+            raise ConfigError(f"load_bytes_per_s={self.load_bytes_per_s} loads nothing; choose more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraServerConfig(LocalConfig):
+    """One LoRA Server for all instances, of `capacity` slots.
+
+    load_bytes_per_s: of all its GPUs together.  num_stages: groups of GPUs that work on different layers
+    (y of EPx-PPy).  layer_wise: see `adapters.LoadLink`.  starvation_s: see `dist.lora_server.leases`.
+    """
+
+    num_stages: int = 1
+    layer_wise: bool = True
+    starvation_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_at_least(1, num_stages=self.num_stages)
+        _check_at_least(0, starvation_s=self.starvation_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemConfig:
+    """Equal instances and where their adapters are.
+
+    adapters: slots of each instance, or a LoRA Server.  router: makes the router of a run.
+    """
+
+    num_instances: int
+    instance: InstanceConfig
+    adapters: LocalConfig | LoraServerConfig
+    adapter_bytes: AdapterBytes = 0.0
+    router: Callable[[], Router] = LeastOutstanding
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, num_instances=self.num_instances)

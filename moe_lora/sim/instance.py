@@ -1,0 +1,201 @@
+"""A simulated LLM instance: continuous batching, the real admission policy, a model of the step's time.
+
+Steps between two changes of the batch are alike, so they are one event: a `Stretch` lasts until the first
+request ends, and is cut short, at the end of the step under way, by whatever may change the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from moe_lora.core.errors import CapacityError
+from moe_lora.policies.admission import admissible
+
+from .adapters import AdapterSource, SimAdapter
+from .config import InstanceConfig
+from .events import EventQueue
+from .requests import SimRequest
+from .running import RunningRequests
+from .step_time import StepTime, delayed_step_s
+from .stretch import Stretch
+from .waiting import WaitingRequests
+
+
+class SimInstance:
+    """`policies.routing.InstanceView`; `connect` it to the source of its adapters before the first request.
+
+    on_finish: called with every request that is done.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        config: InstanceConfig,
+        step_time: StepTime,
+        events: EventQueue,
+        on_finish: Callable[[SimRequest], None],
+    ) -> None:
+        self.index = index
+        self._config = config
+        self._step_time = step_time
+        self._events = events
+        self._on_finish = on_finish
+        self._adapters: dict[int, SimAdapter] = {}
+        self._waiting = WaitingRequests(shortest_first=config.shortest_first)
+        self._running = RunningRequests(None if config.prefill is None else config.max_num_batched_tokens)
+        self._free_kv_tokens = math.inf if config.kv_tokens is None else config.kv_tokens
+        self._stretch: Stretch | None = None
+        self._outstanding_tokens = 0
+
+    def connect(self, source: AdapterSource) -> None:
+        self._source = source
+
+    @property
+    def num_steps(self) -> int:
+        return self._running.num_steps
+
+    @property
+    def outstanding_tokens(self) -> int:
+        done = self._stretch.steps_done(self._events.now_s()) if self._stretch else 0
+        return self._outstanding_tokens - done * self._running.num_rows
+
+    def add(self, request: SimRequest) -> None:
+        """Queue a request.  Raises CapacityError if it could never run."""
+        room = self._config.kv_tokens
+        if room is not None and request.num_tokens > room:
+            raise CapacityError(
+                f"request {request.index} needs {request.num_tokens} tokens of KV, an instance has {room:g}; "
+                "raise kv_tokens or shorten the request"
+            )
+        request.instance = self.index
+        self._outstanding_tokens += self._running.work(request)
+        if request.adapter_uid is not None:
+            self._adapter(request).num_waiting += 1
+        self._waiting.add(request)
+        self.look_again()
+
+    def freed(self) -> None:
+        """Requests that were turned away may find room now."""
+        self._waiting.freed()
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Begin a step, or plan anew when the one under way has ended."""
+        now_s = self._events.now_s()
+        if self._stretch is None:
+            self._go_on(Stretch(now_s))
+        elif self._stretch.cut(now_s):
+            self._go_on(self._stretch)
+
+    def _go_on(self, stretch: Stretch) -> None:
+        self._stretch = stretch
+        self._events.at(stretch.end_s, partial(self._end, stretch, stretch.end_s))
+
+    def _end(self, stretch: Stretch, end_s: float) -> None:
+        """Take the tokens of a stretch, unless it was cut short meanwhile, and begin the next one."""
+        if stretch is not self._stretch or end_s != stretch.end_s:
+            return
+        running = self._running
+        self._stretch = None
+        if stretch.num_steps:
+            self._outstanding_tokens -= stretch.num_steps * running.num_rows + running.num_prompt_tokens
+            for request in running.advance(stretch.num_steps, end_s):
+                self._finish(request)
+        self._begin(end_s)
+
+    def _begin(self, now_s: float) -> None:
+        running = self._running
+        running.continue_prompts()
+        self._waiting.next_step()
+        started = self._admit(now_s)
+        if not running:
+            self._source.work(0.0, 0.0)
+            return
+        has_adapters = running.num_with_adapter > 0
+        layer_s = self._step_time.layer_s(running.num_rows, has_adapters)
+        delta_s = self._step_time.profile.lora.seconds(running.num_rows) if has_adapters else 0.0
+        step_s = self._step_time.step_s(layer_s, self._source.work(layer_s, delta_s))
+        first_s = self._first_step_s(step_s, started, now_s)
+        running.stamp_first_decode(now_s + first_s)
+        self._go_on(Stretch(now_s, first_s, step_s, running.steps_alike()))
+
+    def _first_step_s(self, step_s: float, started: list[SimRequest], now_s: float) -> float:
+        """A step that has prompt tokens, and waits for the adapters of those that start with it."""
+        if self._config.prefill is not None:
+            step_s += self._config.prefill.seconds(self._running.num_prompt_tokens)
+        adapters = [self._adapter(request) for request in started if request.adapter_uid is not None]
+        if not adapters:
+            return step_s
+        first_layer_s = max(adapter.first_layer_s for adapter in adapters)
+        last_layer_s = max(adapter.last_layer_s for adapter in adapters)
+        return delayed_step_s(step_s, self._config.num_layers, first_layer_s - now_s, last_layer_s - now_s)
+
+    def _admit(self, now_s: float) -> list[SimRequest]:
+        """Start what may start."""
+        started: list[SimRequest] = []
+        if not self._waiting or not self._has_room:
+            return started
+        whole = True
+        queue = self._waiting.candidates()
+        for request in admissible(queue, self._hold, now_s, self._config.starvation_s):
+            if request.num_tokens > self._free_kv_tokens:
+                self._release(request)
+                whole = False
+                break
+            self._start(request, now_s)
+            started.append(request)
+            whole = self._has_room
+            if not whole:
+                break
+        self._waiting.scanned(started, whole=whole)
+        return started
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._running) < self._config.max_num_seqs and self._running.has_room
+
+    def _start(self, request: SimRequest, now_s: float) -> None:
+        request.admitted_s = now_s
+        if request.adapter_uid is not None:
+            adapter = self._adapter(request)
+            adapter.num_waiting -= 1
+            if self._source.loads_first:
+                request.admitted_s = max(now_s, adapter.first_layer_s)
+        self._free_kv_tokens -= request.num_tokens
+        self._running.start(request)
+
+    def _finish(self, request: SimRequest) -> None:
+        self._free_kv_tokens += request.num_tokens
+        self._release(request)
+        self._waiting.freed()
+        self._on_finish(request)
+
+    def _hold(self, request: SimRequest) -> bool:
+        if request.adapter_uid is None:
+            return True
+        adapter = self._adapter(request)
+        if not self._source.hold(adapter):
+            return False
+        adapter.num_running += 1
+        adapter.last_used_s = self._events.now_s()
+        return True
+
+    def _release(self, request: SimRequest) -> None:
+        if request.adapter_uid is None:
+            return
+        adapter = self._adapter(request)
+        adapter.num_running -= 1
+        adapter.last_used_s = self._events.now_s()
+        if adapter.num_running == 0:
+            self._source.let_go(adapter)
+
+    def _adapter(self, request: SimRequest) -> SimAdapter:
+        """This instance's view of the request's adapter."""
+        assert request.adapter is not None
+        assert request.adapter_uid is not None
+        adapter = self._adapters.get(request.adapter_uid)
+        if adapter is None:
+            adapter = self._adapters[request.adapter_uid] = SimAdapter(request.adapter, request.adapter_uid)
+        return adapter

@@ -1,0 +1,119 @@
+"""The simulated LoRA Server: the real one's lease table, a link to load over, and its computing time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe_lora.core.clock import Clock
+from moe_lora.dist.lora_server.lease_events import Grant, Load
+from moe_lora.dist.lora_server.leases import LeaseTable
+
+from .adapters import LoadLink, SimAdapter
+from .config import AdapterBytes, LoraServerConfig, bytes_of
+
+
+class SimLoraServer:
+    """Decides by the table that the real leader keeps (capacity in slots, not in pages)."""
+
+    def __init__(
+        self, config: LoraServerConfig, adapter_bytes: AdapterBytes, num_layers: int, clock: Clock
+    ) -> None:
+        self.link = LoadLink(config.load_bytes_per_s, num_layers, layer_wise=config.layer_wise)
+        self._table = LeaseTable(config.capacity, (), 1, starvation_s=config.starvation_s)
+        self._adapter_bytes = adapter_bytes
+        self._num_stages = config.num_stages
+        self._clock = clock
+        self._clients: list[RemoteAdapters] = []
+        self._registered: set[str] = set()
+        self._loaded_s: dict[str, tuple[float, float]] = {}
+        self._layer_s: list[float] = []
+        self._delta_s: list[float] = []
+
+    def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
+        """A further instance's access.  on_grant: an adapter that it waited for is ready, or being loaded.
+        on_contention: its layers may take another time from now on, because of other instances.
+        """
+        client = RemoteAdapters(self, len(self._clients), on_grant, on_contention)
+        self._clients.append(client)
+        self._layer_s.append(0.0)
+        self._delta_s.append(0.0)
+        return client
+
+    def acquire(self, index: int, name: str) -> tuple[float, float] | None:
+        """When first and last layer are there, if the instance can have the lease now; else it waits."""
+        if name not in self._registered:
+            self._registered.add(name)
+            self._table.register(name, {})
+        granted = self._table.acquire(str(index), name, self._clock.now_s()) is not None
+        self._carry_out()
+        return self._loaded_s[name] if granted else None
+
+    def release(self, index: int, name: str) -> None:
+        self._table.release(str(index), name, self._clock.now_s())
+        self._carry_out()
+
+    def work(self, index: int, layer_s: float, delta_s: float) -> float:
+        """See `AdapterSource.work`; tells the other instances where it makes a difference to them."""
+        before_s = sum(self._delta_s)
+        self._layer_s[index], self._delta_s[index] = layer_s, delta_s
+        after_s = sum(self._delta_s)
+        if before_s != after_s:
+            most_s = max(before_s, after_s) / self._num_stages
+            for client in self._clients:
+                if client.index != index and 0 < self._layer_s[client.index] < most_s:
+                    client.on_contention()
+        return after_s / self._num_stages if delta_s else 0.0
+
+    def _carry_out(self) -> None:
+        for event in self._table.take_events():
+            if isinstance(event, Load):
+                num_bytes = bytes_of(self._adapter_bytes, event.adapter_id)
+                self._loaded_s[event.adapter_id] = self.link.load(self._clock.now_s(), num_bytes)
+            elif isinstance(event, Grant):
+                loaded_s = self._loaded_s[event.adapter_id]
+                self._clients[int(event.instance)].take(event.adapter_id, loaded_s)
+
+
+class RemoteAdapters:
+    """`AdapterSource` of one instance: an adapter is ready while the instance has a lease."""
+
+    loads_first = False
+
+    def __init__(
+        self,
+        server: SimLoraServer,
+        index: int,
+        on_grant: Callable[[], None],
+        on_contention: Callable[[], None],
+    ) -> None:
+        self.index = index
+        self.on_contention = on_contention
+        self._on_grant = on_grant
+        self._server = server
+        self._leases: dict[str, tuple[float, float]] = {}
+        self._waits: set[str] = set()
+
+    def hold(self, adapter: SimAdapter) -> bool:
+        loaded_s = self._leases.get(adapter.name)
+        if loaded_s is None and adapter.name not in self._waits:
+            loaded_s = self._server.acquire(self.index, adapter.name)
+            if loaded_s is None:
+                self._waits.add(adapter.name)
+        if loaded_s is None:
+            return False
+        adapter.first_layer_s, adapter.last_layer_s = loaded_s
+        return True
+
+    def let_go(self, adapter: SimAdapter) -> None:
+        del self._leases[adapter.name]
+        self._server.release(self.index, adapter.name)
+
+    def take(self, name: str, loaded_s: tuple[float, float]) -> None:
+        """The lease is given."""
+        self._leases[name] = loaded_s
+        if name in self._waits:
+            self._waits.remove(name)
+            self._on_grant()
+
+    def work(self, layer_s: float, delta_s: float) -> float:
+        return self._server.work(self.index, layer_s, delta_s)
