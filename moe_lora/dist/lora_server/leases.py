@@ -197,8 +197,7 @@ class LeaseTable:
         adapter = waiter.adapter
         assert adapter.slot is not None
         lease = Grant(waiter.instance, adapter.adapter_id, adapter.slot, adapter.generation)
-        adapter.num_running += 1
-        adapter.last_used_s = now_s
+        self._residency.pin(adapter, now_s)
         self._leases.setdefault(waiter.instance, {})[adapter.adapter_id] = lease
         self._end_wait(waiter.instance, adapter.adapter_id)
         self._events.append(lease)
@@ -212,6 +211,5 @@ class LeaseTable:
     def _end_lease(self, instance: str, adapter_id: str, now_s: float) -> None:
         del self._leases[instance][adapter_id]
         adapter = self._residency.in_use(adapter_id)
-        adapter.num_running -= 1
-        adapter.last_used_s = now_s
+        self._residency.unpin(adapter, now_s)
         self._residency.settle(adapter)

@@ -60,6 +60,7 @@ class ServerResidency:
         self._adapters: dict[str, ServedAdapter] = {}
         self._generations: list[int] = []
         self._free_slots: list[int] = []
+        self._num_leased = 0
         self.set_capacity(capacity)
 
     def set_capacity(self, capacity: int) -> None:
@@ -118,6 +119,18 @@ class ServerResidency:
         """The adapter of this id that is held or waited for, be it retired."""
         return self._adapters[adapter_id]
 
+    def pin(self, adapter: ServedAdapter, now_s: float) -> None:
+        """An instance got a lease of the resident adapter."""
+        self._num_leased += adapter.num_running == 0
+        adapter.num_running += 1
+        adapter.last_used_s = now_s
+
+    def unpin(self, adapter: ServedAdapter, now_s: float) -> None:
+        """A lease ended."""
+        adapter.num_running -= 1
+        adapter.last_used_s = now_s
+        self._num_leased -= adapter.num_running == 0
+
     def settle(self, adapter: ServedAdapter) -> None:
         """Forget a retired adapter that nobody holds or waits for."""
         if adapter.retired and adapter.num_running == 0 and adapter.num_waiting == 0:
@@ -156,8 +169,10 @@ class ServerResidency:
         return self._pages.alloc(adapter.shard_pages) if len(self.resident) < self.capacity else None
 
     def _could_fit(self, adapter: ServedAdapter) -> bool:
+        if self._num_leased >= self.capacity:
+            return False
         leased = [other.runs for other in self.resident.values() if other.num_running]
-        return len(leased) < self.capacity and self._pages.could_alloc(adapter.shard_pages, leased)
+        return self._pages.could_alloc(adapter.shard_pages, leased)
 
     def _evict(self, adapter: ServedAdapter) -> None:
         assert adapter.slot is not None
