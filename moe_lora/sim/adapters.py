@@ -28,13 +28,15 @@ class AdapterSource(Protocol):
 
     loads_first: bool
     """Whether a request leaves the queue only when its adapter is there, holding up the step meanwhile."""
+    starvation_s: float
+    """See `policies.admission.admissible`; inf where somebody else sees to it."""
 
     def hold(self, adapter: SimAdapter) -> bool:
         """Make the adapter ready, or begin to, and keep it so; False if that can't be done now."""
         ...
 
-    def let_go(self, adapter: SimAdapter) -> None:
-        """Its last running request ended."""
+    def let_go(self, adapter: SimAdapter) -> bool:
+        """Its last running request ended; whether another adapter of this instance may find room by that."""
         ...
 
     def work(self, layer_s: float, delta_s: float) -> float:

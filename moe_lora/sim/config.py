@@ -32,8 +32,7 @@ class InstanceConfig:
     profile: of one of its num_layers equal layers.  max_num_seqs: requests that run at once.  kv_tokens: room
     for prompts and whole answers of these; None: enough.  prefill: time of a step's prompt tokens, at most
     max_num_batched_tokens with the decode rows; None: prompts are computed elsewhere, and a request's first
-    step here is a decode step (InfiniLoRA section 2.1).  shortest_first, starvation_s: see
-    `policies.admission`.
+    step here is a decode step (InfiniLoRA section 2.1).  shortest_first: see `policies.admission`.
     """
 
     profile: StepProfile
@@ -43,23 +42,26 @@ class InstanceConfig:
     prefill: StageTime | None = None
     max_num_batched_tokens: int = 2048
     shortest_first: bool = False
-    starvation_s: float = math.inf
 
     def __post_init__(self) -> None:
         _check_at_least(1, num_layers=self.num_layers, max_num_seqs=self.max_num_seqs)
         _check_at_least(1, kv_tokens=self.kv_tokens, max_num_batched_tokens=self.max_num_batched_tokens)
-        _check_at_least(0, starvation_s=self.starvation_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalConfig:
-    """Every instance has `capacity` adapter slots of its own and loads at load_bytes_per_s (inf: at once)."""
+    """Every instance has `capacity` adapter slots of its own and loads at load_bytes_per_s (inf: at once).
+
+    starvation_s: a request that has waited for a slot for longer stops younger ones.
+    """
 
     capacity: int
     load_bytes_per_s: float = math.inf
+    starvation_s: float = 5.0
 
     def __post_init__(self) -> None:
         _check_at_least(1, capacity=self.capacity)
+        _check_at_least(0, starvation_s=self.starvation_s)
         if not self.load_bytes_per_s > 0:
             raise ConfigError(f"load_bytes_per_s={self.load_bytes_per_s} loads nothing; choose more than 0")
 
@@ -69,17 +71,15 @@ class LoraServerConfig(LocalConfig):
     """One LoRA Server for all instances, of `capacity` slots.
 
     load_bytes_per_s: of all its GPUs together.  num_stages: groups of GPUs that work on different layers
-    (y of EPx-PPy).  layer_wise: see `adapters.LoadLink`.  starvation_s: see `dist.lora_server.leases`.
+    (y of EPx-PPy).  layer_wise: see `adapters.LoadLink`.
     """
 
     num_stages: int = 1
     layer_wise: bool = True
-    starvation_s: float = math.inf
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_at_least(1, num_stages=self.num_stages)
-        _check_at_least(0, starvation_s=self.starvation_s)
 
 
 @dataclass(frozen=True, kw_only=True)

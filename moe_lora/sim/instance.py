@@ -139,7 +139,7 @@ class SimInstance:
             return started
         whole = True
         queue = self._waiting.candidates()
-        for request in admissible(queue, self._hold, now_s, self._config.starvation_s):
+        for request in admissible(queue, self._hold, now_s, self._source.starvation_s):
             if request.num_tokens > self._free_kv_tokens:
                 self._release(request)
                 whole = False
@@ -169,7 +169,6 @@ class SimInstance:
     def _finish(self, request: SimRequest) -> None:
         self._free_kv_tokens += request.num_tokens
         self._release(request)
-        self._waiting.freed()
         self._on_finish(request)
 
     def _hold(self, request: SimRequest) -> bool:
@@ -188,8 +187,8 @@ class SimInstance:
         adapter = self._adapter(request)
         adapter.num_running -= 1
         adapter.last_used_s = self._events.now_s()
-        if adapter.num_running == 0:
-            self._source.let_go(adapter)
+        if adapter.num_running == 0 and self._source.let_go(adapter):
+            self._waiting.freed()
 
     def _adapter(self, request: SimRequest) -> SimAdapter:
         """This instance's view of the request's adapter."""

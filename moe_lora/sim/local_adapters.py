@@ -16,6 +16,7 @@ class LocalAdapters:
 
     def __init__(self, config: LocalConfig, adapter_bytes: AdapterBytes, clock: Clock) -> None:
         self.link = LoadLink(config.load_bytes_per_s, 1, layer_wise=False)
+        self.starvation_s = config.starvation_s
         self._capacity = config.capacity
         self._adapter_bytes = adapter_bytes
         self._clock = clock
@@ -34,8 +35,8 @@ class LocalAdapters:
         adapter.first_layer_s, adapter.last_layer_s = self.link.load(self._clock.now_s(), num_bytes)
         return True
 
-    def let_go(self, adapter: SimAdapter) -> None:
-        """It stays until its slot is needed."""
+    def let_go(self, adapter: SimAdapter) -> bool:
+        return True  # it stays, but may be evicted now
 
     def work(self, layer_s: float, delta_s: float) -> float:
         return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from moe_lora.core.clock import Clock
@@ -75,9 +76,15 @@ class SimLoraServer:
 
 
 class RemoteAdapters:
-    """`AdapterSource` of one instance: an adapter is ready while the instance has a lease."""
+    """`AdapterSource` of one instance: an adapter is ready while the instance has a lease.
+
+    The lease table stops those that come after a starving request.  Were the instances to do so too, each
+    could keep the others waiting for ever: with leases given to it for requests behind a starving one, which
+    itself waits for a slot.
+    """
 
     loads_first = False
+    starvation_s = math.inf
 
     def __init__(
         self,
@@ -104,9 +111,10 @@ class RemoteAdapters:
         adapter.first_layer_s, adapter.last_layer_s = loaded_s
         return True
 
-    def let_go(self, adapter: SimAdapter) -> None:
+    def let_go(self, adapter: SimAdapter) -> bool:
         del self._leases[adapter.name]
         self._server.release(self.index, adapter.name)
+        return False  # whoever finds room is told by a grant
 
     def take(self, name: str, loaded_s: tuple[float, float]) -> None:
         """The lease is given."""

@@ -14,8 +14,9 @@ class SimRequest:
 
     arrival_s: at the instance that serves it.  adapter, adapter_uid: None for the base model.
     admitted_s: it has left the queue, and the load of its adapter is over where that holds up the step.
-    first_token_s, finish_s: first and last token.  decode_ttft_s: queue, adapter load and first decode step, without
-    prefill (InfiniLoRA section 2.3, footnote).  at_once: it started with the first step after its arrival.
+    first_token_s, finish_s: first and last token.  decode_ttft_s: queue, adapter load and first decode step,
+    without prefill (InfiniLoRA section 2.3, footnote).  at_once: it started with the first step after its
+    arrival.
     num_steps_before: those that its instance had begun when it came.
     """
 
@@ -52,7 +53,7 @@ class SimRequest:
 
 
 def from_plan(planned: PlannedRequest, adapter_uid: int | None) -> SimRequest:
-    """The planned request, nothing having happened to it yet.  Raises ValueError for an answer of no token."""
+    """The planned request before anything happens to it.  Raises ValueError for an answer of no token."""
     if planned.output_tokens < 1:
         raise ValueError(f"request {planned.index} has output_tokens={planned.output_tokens}; give 1 or more")
     return SimRequest(

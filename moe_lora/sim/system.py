@@ -1,4 +1,4 @@
-"""A simulated system: requests come, a router chooses an instance, instances take turns on the event queue."""
+"""A simulated system: requests come, a router chooses an instance, everybody's events share one queue."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class WaitingRequests:
         return [*islice(self._refused.values(), 1), *self._new.values()]
 
     def scanned(self, started: Iterable[SimRequest], *, whole: bool) -> None:
-        """Of the candidates these have started.  whole: all were looked at, none for want of another thing."""
+        """These of the candidates have started.  whole: none of the others wants anything but its adapter."""
         for request in started:
             request.at_once = self._num_steps == request.num_steps_before + 1
             if self._new.pop(request.index, None) is None:
