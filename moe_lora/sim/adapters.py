@@ -11,7 +11,8 @@ from typing import Protocol
 class SimAdapter:
     """An adapter as one instance knows it (`policies.eviction.ResidentView`).
 
-    first_layer_s, last_layer_s: when these are, or were, loaded.
+    first_layer_s, last_layer_s: when these are, or were, loaded.  told_s: when the instance hears, or heard,
+    that it may use it.
     """
 
     name: str
@@ -19,6 +20,7 @@ class SimAdapter:
     num_running: int = 0
     num_waiting: int = 0
     last_used_s: float = -math.inf
+    told_s: float = -math.inf
     first_layer_s: float = -math.inf
     last_layer_s: float = -math.inf
 
@@ -32,7 +34,10 @@ class AdapterSource(Protocol):
     """See `policies.admission.admissible`; inf where somebody else sees to it."""
 
     def hold(self, adapter: SimAdapter) -> bool:
-        """Make the adapter ready, or begin to, and keep it so; False if that can't be done now."""
+        """Make the adapter ready, or begin to, and keep it so; False if that can't be done now.
+
+        Sets the adapter's times.
+        """
         ...
 
     def let_go(self, adapter: SimAdapter) -> bool:

@@ -71,15 +71,18 @@ class LoraServerConfig(LocalConfig):
     """One LoRA Server for all instances, of `capacity` slots.
 
     load_bytes_per_s: of all its GPUs together.  num_stages: groups of GPUs that work on different layers
-    (y of EPx-PPy).  layer_wise: see `adapters.LoadLink`.
+    (y of EPx-PPy).  layer_wise: see `adapters.LoadLink`.  control_s: from asking for a lease to hearing of
+    it; a step begins without those that wait for that.
     """
 
     num_stages: int = 1
     layer_wise: bool = True
+    control_s: float = 0.001
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_at_least(1, num_stages=self.num_stages)
+        _check_at_least(0, control_s=self.control_s)
 
 
 @dataclass(frozen=True, kw_only=True)

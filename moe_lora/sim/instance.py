@@ -109,9 +109,14 @@ class SimInstance:
         running = self._running
         running.continue_prompts()
         self._waiting.next_step()
-        started = self._admit(now_s)
-        if not running:
+        started = running.join(now_s)
+        for request in started:
+            self._start(request, now_s)
+        started += self._admit(now_s)
+        if running.is_idle:
             self._source.work(0.0, 0.0)
+            if running.next_join_s is not None:
+                self._go_on(Stretch(running.next_join_s))
             return
         has_adapters = running.num_with_adapter > 0
         layer_s = self._step_time.layer_s(running.num_rows, has_adapters)
@@ -133,7 +138,8 @@ class SimInstance:
         return delayed_step_s(step_s, self._config.num_layers, first_layer_s - now_s, last_layer_s - now_s)
 
     def _admit(self, now_s: float) -> list[SimRequest]:
-        """Start what may start."""
+        """Take what may start out of the queue; those that start now."""
+        admitted: list[SimRequest] = []
         started: list[SimRequest] = []
         if not self._waiting or not self._has_room:
             return started
@@ -144,26 +150,35 @@ class SimInstance:
                 self._release(request)
                 whole = False
                 break
-            self._start(request, now_s)
-            started.append(request)
+            admitted.append(request)
+            if self._take(request, now_s):
+                started.append(request)
             whole = self._has_room
             if not whole:
                 break
-        self._waiting.scanned(started, whole=whole)
+        self._waiting.scanned(admitted, whole=whole)
         return started
 
     @property
     def _has_room(self) -> bool:
         return len(self._running) < self._config.max_num_seqs and self._running.has_room
 
-    def _start(self, request: SimRequest, now_s: float) -> None:
-        request.admitted_s = now_s
+    def _take(self, request: SimRequest, now_s: float) -> bool:
+        """Give the request its place; whether it starts now."""
+        self._free_kv_tokens -= request.num_tokens
         if request.adapter_uid is not None:
             adapter = self._adapter(request)
             adapter.num_waiting -= 1
-            if self._source.loads_first:
-                request.admitted_s = max(now_s, adapter.first_layer_s)
-        self._free_kv_tokens -= request.num_tokens
+            if adapter.told_s > now_s:
+                self._running.join_at(adapter.told_s, request)
+                return False
+        self._start(request, now_s)
+        return True
+
+    def _start(self, request: SimRequest, now_s: float) -> None:
+        request.admitted_s = now_s
+        if request.adapter_uid is not None and self._source.loads_first:
+            request.admitted_s = max(now_s, self._adapter(request).first_layer_s)
         self._running.start(request)
 
     def _finish(self, request: SimRequest) -> None:

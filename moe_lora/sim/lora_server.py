@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from moe_lora.core.clock import Clock
 from moe_lora.dist.lora_server.lease_events import Grant, Load
@@ -11,6 +12,14 @@ from moe_lora.dist.lora_server.leases import LeaseTable
 
 from .adapters import LoadLink, SimAdapter
 from .config import AdapterBytes, LoraServerConfig, bytes_of
+
+
+class SimLease(NamedTuple):
+    """When its instance hears of it, and when first and last layer are loaded."""
+
+    told_s: float
+    first_layer_s: float
+    last_layer_s: float
 
 
 class SimLoraServer:
@@ -23,6 +32,7 @@ class SimLoraServer:
         self._table = LeaseTable(config.capacity, (), 1, starvation_s=config.starvation_s)
         self._adapter_bytes = adapter_bytes
         self._num_stages = config.num_stages
+        self._control_s = config.control_s
         self._clock = clock
         self._clients: list[RemoteAdapters] = []
         self._registered: set[str] = set()
@@ -40,14 +50,13 @@ class SimLoraServer:
         self._delta_s.append(0.0)
         return client
 
-    def acquire(self, index: int, name: str) -> tuple[float, float] | None:
-        """When first and last layer are there, if the instance can have the lease now; else it waits."""
+    def acquire(self, index: int, name: str) -> None:
+        """Give the instance its lease, now or when there is room."""
         if name not in self._registered:
             self._registered.add(name)
             self._table.register(name, {})
-        granted = self._table.acquire(str(index), name, self._clock.now_s()) is not None
+        self._table.acquire(str(index), name, self._clock.now_s())
         self._carry_out()
-        return self._loaded_s[name] if granted else None
 
     def release(self, index: int, name: str) -> None:
         self._table.release(str(index), name, self._clock.now_s())
@@ -71,8 +80,9 @@ class SimLoraServer:
                 num_bytes = bytes_of(self._adapter_bytes, event.adapter_id)
                 self._loaded_s[event.adapter_id] = self.link.load(self._clock.now_s(), num_bytes)
             elif isinstance(event, Grant):
-                loaded_s = self._loaded_s[event.adapter_id]
-                self._clients[int(event.instance)].take(event.adapter_id, loaded_s)
+                told_s = self._clock.now_s() + self._control_s
+                lease = SimLease(told_s, *self._loaded_s[event.adapter_id])
+                self._clients[int(event.instance)].take(event.adapter_id, lease)
 
 
 class RemoteAdapters:
@@ -97,18 +107,18 @@ class RemoteAdapters:
         self.on_contention = on_contention
         self._on_grant = on_grant
         self._server = server
-        self._leases: dict[str, tuple[float, float]] = {}
+        self._leases: dict[str, SimLease] = {}
         self._waits: set[str] = set()
 
     def hold(self, adapter: SimAdapter) -> bool:
-        loaded_s = self._leases.get(adapter.name)
-        if loaded_s is None and adapter.name not in self._waits:
-            loaded_s = self._server.acquire(self.index, adapter.name)
-            if loaded_s is None:
-                self._waits.add(adapter.name)
-        if loaded_s is None:
+        name = adapter.name
+        if name not in self._leases and name not in self._waits:
+            self._server.acquire(self.index, name)
+            if name not in self._leases:
+                self._waits.add(name)
+        if name in self._waits:
             return False
-        adapter.first_layer_s, adapter.last_layer_s = loaded_s
+        adapter.told_s, adapter.first_layer_s, adapter.last_layer_s = self._leases[name]
         return True
 
     def let_go(self, adapter: SimAdapter) -> bool:
@@ -116,9 +126,9 @@ class RemoteAdapters:
         self._server.release(self.index, adapter.name)
         return False  # whoever finds room is told by a grant
 
-    def take(self, name: str, loaded_s: tuple[float, float]) -> None:
+    def take(self, name: str, lease: SimLease) -> None:
         """The lease is given."""
-        self._leases[name] = loaded_s
+        self._leases[name] = lease
         if name in self._waits:
             self._waits.remove(name)
             self._on_grant()

@@ -30,9 +30,20 @@ class RunningRequests:
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._prompts: deque[_Prompt] = deque()
         self._fresh: list[SimRequest] = []
+        self._joining: list[tuple[float, SimRequest]] = []
 
     def __len__(self) -> int:
-        return self.num_rows + len(self._prompts)
+        return self.num_rows + len(self._prompts) + len(self._joining)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next step would have nothing to do."""
+        return not self.num_rows and not self._prompts
+
+    @property
+    def next_join_s(self) -> float | None:
+        """When the next one may join that may not yet."""
+        return min((moment_s for moment_s, _ in self._joining), default=None)
 
     @property
     def has_room(self) -> bool:
@@ -46,7 +57,19 @@ class RunningRequests:
             return request.output_tokens
         return max(1, request.prompt_tokens) + request.output_tokens - 1
 
+    def join_at(self, moment_s: float, request: SimRequest) -> None:
+        """Start the request with the first step from then on."""
+        self._joining.append((moment_s, request))
+
+    def join(self, now_s: float) -> list[SimRequest]:
+        """Those that may now; to be started."""
+        joined = [request for moment_s, request in self._joining if moment_s <= now_s]
+        if joined:
+            self._joining = [later for later in self._joining if later[0] > now_s]
+        return joined
+
     def start(self, request: SimRequest) -> None:
+        """Compute the request from the next step on."""
         self.num_with_adapter += request.adapter_uid is not None
         if self._prefill_tokens is None:
             self._add_row(request, request.output_tokens)
@@ -65,7 +88,7 @@ class RunningRequests:
 
     def steps_alike(self) -> int:
         """Steps until the batch changes by itself."""
-        return 1 if self._prompts else self._ends[0][0] - self.num_steps
+        return 1 if self._prompts or self._joining else self._ends[0][0] - self.num_steps
 
     def stamp_first_decode(self, end_s: float) -> None:
         """The next step, the first decode step of some, ends then."""
