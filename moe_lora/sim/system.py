@@ -31,7 +31,7 @@ def simulate(config: SystemConfig, requests: Sequence[PlannedRequest]) -> SimRes
         num_events=system.events.num_events,
         num_steps=sum(instance.num_steps for instance in system.instances),
         num_loads=sum(link.num_loads for link in system.links),
-        end_s=system.events.now_s(),
+        end_s=max((request.finish_s for request in system.done), default=0.0),
     )
 
 
