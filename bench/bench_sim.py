@@ -173,7 +173,9 @@ def validate(device: Device, trace: str, out: Path | None) -> None:
 
 def _printed(row: dict[str, Any]) -> dict[str, str]:
     shown = {key: str(row[key]) for key in ("part", "system", "arrivals", "rate_per_s")}
-    return shown | {key: " / ".join(f"{value:.3g}" for value in row[key]) for key in COMPARED}
+    return shown | {
+        key: " / ".join("-" if value is None else f"{value:.3g}" for value in row[key]) for key in COMPARED
+    }
 
 
 def _rounded(values: dict[str, float]) -> dict[str, str]:

@@ -122,7 +122,8 @@ def deviations(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Per key, simulated against recorded: median and worst |ratio - 1|, or of a share the difference."""
     found = {}
     for key in COMPARED:
-        pairs = [row[key] for row in rows]
+        pairs = [row[key] for row in rows if None not in row[key]]
         off = [abs(sim - real) if "attainment" in key else abs(sim / real - 1) for real, sim in pairs]
-        found[key] = {"median": float(np.median(off)), "worst": max(off)}
+        if off:
+            found[key] = {"median": float(np.median(off)), "worst": max(off)}
     return found
