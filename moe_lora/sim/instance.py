@@ -13,10 +13,11 @@ from functools import partial
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.admission import admissible
 
-from .adapters import AdapterSource, SimAdapter
+from .adapters import AdapterSource
 from .config import InstanceConfig
 from .events import EventQueue
 from .requests import SimRequest
+from .residency import SimResidency
 from .running import RunningRequests
 from .step_time import StepTime, delayed_step_s
 from .stretch import Stretch
@@ -42,7 +43,6 @@ class SimInstance:
         self._step_time = step_time
         self._events = events
         self._on_finish = on_finish
-        self._adapters: dict[int, SimAdapter] = {}
         self._waiting = WaitingRequests(shortest_first=config.shortest_first)
         self._running = RunningRequests(None if config.prefill is None else config.max_num_batched_tokens)
         self._free_kv_tokens = math.inf if config.kv_tokens is None else config.kv_tokens
@@ -51,6 +51,7 @@ class SimInstance:
 
     def connect(self, source: AdapterSource) -> None:
         self._source = source
+        self._residency = SimResidency(source, self._events)
 
     @property
     def num_steps(self) -> int:
@@ -71,8 +72,7 @@ class SimInstance:
             )
         request.instance = self.index
         self._outstanding_tokens += self._running.work(request)
-        if request.adapter_uid is not None:
-            self._adapter(request).num_waiting += 1
+        self._residency.wait(request)
         self._waiting.add(request)
         self.look_again()
 
@@ -130,12 +130,11 @@ class SimInstance:
         """A step that has prompt tokens, and waits for the adapters of those that start with it."""
         if self._config.prefill is not None:
             step_s += self._config.prefill.seconds(self._running.num_prompt_tokens)
-        adapters = [self._adapter(request) for request in started if request.adapter_uid is not None]
-        if not adapters:
+        loaded_s = self._residency.loaded_s(started)
+        if loaded_s is None:
             return step_s
-        first_layer_s = max(adapter.first_layer_s for adapter in adapters)
-        last_layer_s = max(adapter.last_layer_s for adapter in adapters)
-        return delayed_step_s(step_s, self._config.num_layers, first_layer_s - now_s, last_layer_s - now_s)
+        first_layer_s, last_layer_s = (moment_s - now_s for moment_s in loaded_s)
+        return delayed_step_s(step_s, self._config.num_layers, first_layer_s, last_layer_s)
 
     def _admit(self, now_s: float) -> list[SimRequest]:
         """Take what may start out of the queue; those that start now."""
@@ -145,9 +144,9 @@ class SimInstance:
             return started
         whole = True
         queue = self._waiting.candidates()
-        for request in admissible(queue, self._hold, now_s, self._source.starvation_s):
+        for request in admissible(queue, self._residency.acquire, now_s, self._source.starvation_s):
             if request.num_tokens > self._free_kv_tokens:
-                self._release(request)
+                self._residency.give_back(request)
                 whole = False
                 break
             admitted.append(request)
@@ -166,50 +165,22 @@ class SimInstance:
     def _take(self, request: SimRequest, now_s: float) -> bool:
         """Give the request its place; whether it starts now."""
         self._free_kv_tokens -= request.num_tokens
-        if request.adapter_uid is not None:
-            adapter = self._adapter(request)
-            adapter.num_waiting -= 1
-            if adapter.told_s > now_s:
-                self._running.join_at(adapter.told_s, request)
-                return False
+        adapter = self._residency.adapter(request)
+        if adapter is not None and adapter.told_s > now_s:
+            self._running.join_at(adapter.told_s, request)
+            return False
         self._start(request, now_s)
         return True
 
     def _start(self, request: SimRequest, now_s: float) -> None:
         request.admitted_s = now_s
-        if request.adapter_uid is not None and self._source.loads_first:
-            request.admitted_s = max(now_s, self._adapter(request).first_layer_s)
+        adapter = self._residency.adapter(request)
+        if adapter is not None and self._source.loads_first:
+            request.admitted_s = max(now_s, adapter.first_layer_s)
         self._running.start(request)
 
     def _finish(self, request: SimRequest) -> None:
         self._free_kv_tokens += request.num_tokens
-        self._release(request)
-        self._on_finish(request)
-
-    def _hold(self, request: SimRequest) -> bool:
-        if request.adapter_uid is None:
-            return True
-        adapter = self._adapter(request)
-        if not self._source.hold(adapter):
-            return False
-        adapter.num_running += 1
-        adapter.last_used_s = self._events.now_s()
-        return True
-
-    def _release(self, request: SimRequest) -> None:
-        if request.adapter_uid is None:
-            return
-        adapter = self._adapter(request)
-        adapter.num_running -= 1
-        adapter.last_used_s = self._events.now_s()
-        if adapter.num_running == 0 and self._source.let_go(adapter):
+        if self._residency.release(request):
             self._waiting.freed()
-
-    def _adapter(self, request: SimRequest) -> SimAdapter:
-        """This instance's view of the request's adapter."""
-        assert request.adapter is not None
-        assert request.adapter_uid is not None
-        adapter = self._adapters.get(request.adapter_uid)
-        if adapter is None:
-            adapter = self._adapters[request.adapter_uid] = SimAdapter(request.adapter, request.adapter_uid)
-        return adapter
+        self._on_finish(request)
