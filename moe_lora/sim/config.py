@@ -16,7 +16,14 @@ AdapterBytes: TypeAlias = float | Mapping[str, float]
 
 
 def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
-    return adapter_bytes[name] if isinstance(adapter_bytes, Mapping) else adapter_bytes
+    """Bytes of the adapter.  Raises ConfigError for one that is not among those named."""
+    if not isinstance(adapter_bytes, Mapping):
+        return adapter_bytes
+    if name not in adapter_bytes:
+        raise ConfigError(
+            f"adapter_bytes has no {name!r}, which a request asks for; name it, or give one number"
+        )
+    return adapter_bytes[name]
 
 
 def _check_at_least(least: float, **values: float | None) -> None:

@@ -1,8 +1,10 @@
 """Small systems whose times can be worked out by hand: steps of 0.1 s, whatever is in the batch."""
 
+from dataclasses import replace
+
 import pytest
 
-from moe_lora.core.errors import CapacityError
+from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.core.step_profile import StageTime, StepProfile
 from moe_lora.policies.routing import ByAdapter, RoundRobin
 from moe_lora.sim.system import simulate
@@ -54,6 +56,14 @@ def test_least_recently_used_adapter_leaves():
     )
     loaded = [request.admitted_s > request.arrival_s for request in requests]
     assert loaded == [True, True, False, True, False, True]
+
+
+def test_adapters_load_as_long_as_their_own_bytes_take():
+    config = replace(coupled(2), adapter_bytes={"a": 0.3, "b": 0.05})
+    requests = run(config, asked((0.0, "a", 1), (2.0, "b", 1)))
+    assert [request.decode_ttft_s for request in requests] == pytest.approx([0.4, 0.15])
+    with pytest.raises(ConfigError, match="adapter_bytes has no 'c'"):
+        simulate(config, asked((0.0, "c", 1)))
 
 
 def test_shortest_first_takes_the_shortest_of_those_that_wait():
@@ -109,5 +119,5 @@ def test_routers_of_the_real_front_end_choose_the_instance():
     plan = asked((0.0, "a", 1), (0.0, "b", 1), (0.0, "a", 1), (0.0, "a", 1))
     config = coupled(1, num_instances=2)
     for router, expected in ((RoundRobin, [0, 1, 0, 1]), (lambda: ByAdapter({"a": 1, "b": 0}), [1, 0, 1, 1])):
-        requests = run(type(config)(**vars(config) | {"router": router}), plan)
+        requests = run(replace(config, router=router), plan)
         assert [request.instance for request in requests] == expected
