@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from .arrivals import cut_duration, gamma_arrivals, original_arrivals, poisson_arrivals
 from .plan import PlannedRequest, WorkloadOptions, make_plan
-from .popularity import Popularity, read_counts, uniform, zipf
+from .popularity import Popularity, from_weights, read_counts, uniform, zipf
 from .records import Trace, TraceRequest
+from .statistics import LengthStatistics, TraceStatistics, trace_statistics
 from .traces import FORMATS, detect_format, iter_trace, read_trace
 
 __all__ = [
     "FORMATS",
+    "LengthStatistics",
     "PlannedRequest",
     "Popularity",
     "Trace",
     "TraceRequest",
+    "TraceStatistics",
     "WorkloadOptions",
     "cut_duration",
     "detect_format",
+    "from_weights",
     "gamma_arrivals",
     "iter_trace",
     "make_plan",
@@ -24,6 +28,7 @@ __all__ = [
     "poisson_arrivals",
     "read_counts",
     "read_trace",
+    "trace_statistics",
     "uniform",
     "zipf",
 ]

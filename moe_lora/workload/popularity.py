@@ -35,7 +35,15 @@ class Popularity:
         return [self.adapters[index] for index in drawn]
 
 
-def _from_weights(adapters: Sequence[str], weights: Sequence[float]) -> Popularity:
+def from_weights(adapters: Sequence[str], weights: Sequence[float]) -> Popularity:
+    """P(adapter) = weight / sum of weights.
+
+    Raises ValueError if no adapter is given, a weight is negative or not finite, or none is > 0.
+    """
+    if not adapters:
+        raise ValueError("no adapter to choose from; name at least one")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+        raise ValueError("an adapter's weight must be finite and >= 0, and one of them > 0")
     total = math.fsum(weights)
     return Popularity(tuple(adapters), tuple(weight / total for weight in weights))
 
@@ -47,9 +55,7 @@ def zipf(adapters: Sequence[str], s: float) -> Popularity:
     """
     if not (math.isfinite(s) and s >= 0):
         raise ValueError(f"zipf={s} is not allowed; choose a finite number >= 0 (0 is uniform, 1.2 usual)")
-    if not adapters:
-        raise ValueError("no adapter to choose from; name at least one")
-    return _from_weights(adapters, [(index + 1) ** -s for index in range(len(adapters))])
+    return from_weights(adapters, [(index + 1) ** -s for index in range(len(adapters))])
 
 
 def uniform(adapters: Sequence[str]) -> Popularity:
@@ -72,7 +78,7 @@ def read_counts(path: str | Path) -> Popularity:
         counts[name] = reader.count("count", value)
     if not any(counts.values()):
         raise ValueError(f"{path}: no adapter with a count > 0")
-    return _from_weights(tuple(counts), tuple(counts.values()))
+    return from_weights(tuple(counts), tuple(counts.values()))
 
 
 def _count_rows(text: str, reader: RowReader) -> list[tuple[str, object]]:

@@ -61,12 +61,14 @@ class Trace:
 class RowReader:
     """Where in a file a reader stands; turns a bad value into an error that names the place.
 
-    `dropped` counts rows left out, by reason, for the caller to report.
+    dropped: rows left out, by reason, for the caller to report.
+    has_arrival_times: set to False by the reader of a file without timestamps.
     """
 
     path: str
     line: int = 1
     dropped: Counter[str] = field(default_factory=Counter)
+    has_arrival_times: bool = True
 
     def error(self, column: str, problem: str, allowed: str) -> ValueError:
         return ValueError(f"{self.path}, line {self.line}, column {column!r}: {problem}; allowed: {allowed}")

@@ -121,6 +121,7 @@ def iter_sharegpt(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
 
     The first two turns are prompt and answer; lengths are estimates (`estimate_tokens`); no arrival times.
     """
+    reader.has_arrival_times = False
     for item in _objects(lines, reader):
         turns = item.get("conversations", item.get("conversation")) if isinstance(item, dict) else None
         if not isinstance(turns, list):

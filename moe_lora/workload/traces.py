@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -20,7 +21,6 @@ FORMATS: dict[str, Callable[[TextIO, RowReader], Iterator[TraceRequest]]] = {
     "sharegpt": iter_sharegpt,
     "own": iter_own,
 }
-_WITHOUT_ARRIVAL_TIMES = frozenset({"sharegpt"})
 _HEAD_CHARS = 1 << 16
 
 
@@ -61,18 +61,11 @@ def detect_format(path: str | Path) -> str:
     return found
 
 
-def iter_trace(
-    path: str | Path, format: str | None = None, dropped: Counter[str] | None = None
-) -> Iterator[TraceRequest]:
-    """Requests of the trace in file order, read as a stream; arrival_s counts from the first request.
-
-    format: a key of FORMATS; None detects it.  dropped: counts, by reason, the rows left out.
-    Raises ValueError naming file, line and column for a bad value, and for times that go backwards.
-    """
-    name = format or detect_format(path)
+def iter_requests(reader: RowReader, format: str | None = None) -> Iterator[TraceRequest]:
+    """As `iter_trace`, on a reader of the caller's, which can be asked afterwards what was found."""
+    path, name = reader.path, format or detect_format(reader.path)
     if name not in FORMATS:
         raise ValueError(f"--format {name} is unknown; choose one of {', '.join(FORMATS)}")
-    reader = RowReader(str(path), dropped=Counter() if dropped is None else dropped)
     with open_text(path, "trace") as lines:
         first_s = last_s = None
         for request in FORMATS[name](lines, reader):
@@ -82,21 +75,29 @@ def iter_trace(
                 raise reader.error("timestamp", problem, "times that never decrease; sort the file by time")
             last_s = request.arrival_s
             yield request if first_s == 0.0 else replace(request, arrival_s=request.arrival_s - first_s)
+    if last_s is None:
+        left_out = ", ".join(f"{count} rows: {reason}" for reason, count in reader.dropped.items())
+        raise ValueError(f"{path}: no request in the trace ({left_out or 'no rows after the header'})")
+
+
+def iter_trace(
+    path: str | Path, format: str | None = None, dropped: Counter[str] | None = None
+) -> Iterator[TraceRequest]:
+    """Requests of the trace in file order, read as a stream; arrival_s counts from the first request.
+
+    format: a key of FORMATS; None detects it.  dropped: counts, by reason, the rows left out.
+    Raises ValueError naming file, line and column for a bad value, for times that go backwards, and if there
+    is no request.
+    """
+    return iter_requests(RowReader(str(path), dropped=Counter() if dropped is None else dropped), format)
 
 
 def read_trace(path: str | Path, format: str | None = None, limit: int | None = None) -> Trace:
     """The whole trace (or its first `limit` requests).
 
-    Raises ValueError as `iter_trace` does, and if there is no request.
+    Raises ValueError as `iter_trace` does.
     """
     name = format or detect_format(path)
-    dropped: Counter[str] = Counter()
-    requests: list[TraceRequest] = []
-    for request in iter_trace(path, name, dropped):
-        if limit is not None and len(requests) >= limit:
-            break
-        requests.append(request)
-    if not requests:
-        left_out = ", ".join(f"{count} rows: {reason}" for reason, count in dropped.items())
-        raise ValueError(f"{path}: no request in the trace ({left_out or 'no rows after the header'})")
-    return Trace(str(path), name, tuple(requests), dict(dropped), name not in _WITHOUT_ARRIVAL_TIMES)
+    reader = RowReader(str(path))
+    requests = tuple(islice(iter_requests(reader, name), limit))
+    return Trace(str(path), name, requests, dict(reader.dropped), reader.has_arrival_times)
