@@ -5,37 +5,75 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .records import RowReader, open_text
 
 
+class AdapterChoice(Protocol):
+    """How requests choose their adapters; constant over the trace (`Popularity`) or not.
+
+    lora_ranks: rank of each adapter, in the order of `adapters`; empty where the shape does not say.
+    """
+
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+
+    @property
+    def lora_ranks(self) -> tuple[int, ...]: ...
+
+    def at(self, time_share: float) -> Popularity:
+        """The popularity when `time_share` (0: start, 1: end) of the time has passed."""
+        ...
+
+    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
+        """The adapter of each request, given when it arrives, as a share of the whole time."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """Probability of each adapter; `probabilities` sums to 1."""
+    """Probability of each adapter, the same at all times; `probabilities` sums to 1."""
 
     adapters: tuple[str, ...]
     probabilities: tuple[float, ...]
+    lora_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.adapters or len(self.adapters) != len(self.probabilities):
             raise ValueError(f"{len(self.adapters)} adapters with {len(self.probabilities)} probabilities")
         if len(set(self.adapters)) != len(self.adapters):
-            raise ValueError(f"an adapter is named twice: {', '.join(self.adapters)}")
-        if min(self.probabilities) < 0 or not math.isclose(sum(self.probabilities), 1.0, rel_tol=1e-9):
+            twice = next(name for name, count in Counter(self.adapters).items() if count > 1)
+            raise ValueError(f"an adapter is named twice: {twice}; name each once")
+        if min(self.probabilities) < 0 or not math.isclose(math.fsum(self.probabilities), 1.0, rel_tol=1e-9):
             raise ValueError("probabilities must be >= 0 and sum to 1")
+        if self.lora_ranks and len(self.lora_ranks) != len(self.adapters):
+            raise ValueError(f"{len(self.adapters)} adapters with {len(self.lora_ranks)} ranks")
+
+    def at(self, time_share: float) -> Popularity:
+        """Itself, at any time."""
+        return self
 
     def sample(self, num_requests: int, rng: np.random.Generator) -> list[str]:
         """Independent draws, one a request."""
         drawn = rng.choice(len(self.adapters), size=num_requests, p=np.asarray(self.probabilities))
         return [self.adapters[index] for index in drawn]
 
+    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
+        """As `sample`: when a request arrives makes no difference."""
+        return self.sample(len(time_shares), rng)
 
-def from_weights(adapters: Sequence[str], weights: Sequence[float]) -> Popularity:
+
+def from_weights(
+    adapters: Sequence[str], weights: Sequence[float], lora_ranks: Sequence[int] = ()
+) -> Popularity:
     """P(adapter) = weight / sum of weights.
 
     Raises ValueError if no adapter is given, a weight is negative or not finite, or none is > 0.
@@ -45,7 +83,7 @@ def from_weights(adapters: Sequence[str], weights: Sequence[float]) -> Popularit
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
         raise ValueError("an adapter's weight must be finite and >= 0, and one of them > 0")
     total = math.fsum(weights)
-    return Popularity(tuple(adapters), tuple(weight / total for weight in weights))
+    return Popularity(tuple(adapters), tuple(weight / total for weight in weights), tuple(lora_ranks))
 
 
 def zipf(adapters: Sequence[str], s: float) -> Popularity:

@@ -75,9 +75,11 @@ class RowReader:
 
     def count(self, column: str, value: Any) -> int:
         """A token count: whole number >= 0, as text or JSON number."""
+        if isinstance(value, str) and len(value) < 16 and value.isascii() and value.isdecimal():
+            return int(value)  # nearly always so, and millions of them
         number = self.number(column, value, "a whole number of tokens >= 0")
         if number < 0 or number != int(number):
-            raise self.error(column, f"{value!r} is no token count", "a whole number of tokens >= 0")
+            raise self.error(column, f"{value!r:.60} is no token count", "a whole number of tokens >= 0")
         return int(number)
 
     def number(self, column: str, value: Any, allowed: str = "a finite number") -> float:
@@ -86,9 +88,19 @@ class RowReader:
         try:
             number = float(value)
         except ValueError:
-            raise self.error(column, f"{value!r} is no number", allowed) from None
+            raise self.error(column, f"{value!r:.60} is no number", allowed) from None
+        except OverflowError:
+            number = math.inf
         if not math.isfinite(number):
-            raise self.error(column, f"{value!r} is not finite", allowed)
+            raise self.error(column, f"{value!r:.60} is not finite", allowed)
+        return number
+
+    def time(self, column: str, value: Any, unit: str) -> float:
+        """A point in time: finite and >= 0, in the file's unit."""
+        allowed = f"{unit}, a finite number >= 0"
+        number = self.number(column, value, allowed)
+        if number < 0:
+            raise self.error(column, f"{value!r} is negative", allowed)
         return number
 
     def request(

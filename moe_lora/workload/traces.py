@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import TextIO
 
 from .records import RowReader, Trace, TraceRequest, open_text
+from .trace_chat import iter_lmsys, iter_sharegpt
 from .trace_csv import AZURE_COLUMNS, BURSTGPT_COLUMNS, iter_azure, iter_burstgpt, normalise
-from .trace_json import iter_mooncake, iter_own, iter_sharegpt
+from .trace_functions import COLUMNS_2019, COLUMNS_2021
+from .trace_json import iter_mooncake, iter_own, iter_vllm
 
 FORMATS: dict[str, Callable[[TextIO, RowReader], Iterator[TraceRequest]]] = {
     "azure": iter_azure,
     "burstgpt": iter_burstgpt,
     "mooncake": iter_mooncake,
     "sharegpt": iter_sharegpt,
+    "lmsys": iter_lmsys,
+    "vllm": iter_vllm,
     "own": iter_own,
 }
 _HEAD_CHARS = 1 << 16
@@ -27,13 +31,17 @@ _HEAD_CHARS = 1 << 16
 def _json_format(line: str, head: str) -> str | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         row = None  # an array over many lines, or one line longer than the part looked at
     keys = set(row) if isinstance(row, dict) else set()
     if {"timestamp", "input_length"} <= keys:
         return "mooncake"
     if "arrival_s" in keys:
         return "own"
+    if "prompt" in keys:
+        return "vllm"
+    if '"conversation"' in head and '"model"' in head and '"role"' in head:
+        return "lmsys"
     return "sharegpt" if '"conversation' in head else None
 
 
@@ -45,7 +53,7 @@ def detect_format(path: str | Path) -> str:
     if not text:
         raise ValueError(f"{path}: the trace is empty")
     line = text.splitlines()[0]
-    found = None
+    found, columns = None, set[str]()
     if text[0] in "[{":
         found = _json_format(line, head)
     else:
@@ -53,6 +61,11 @@ def detect_format(path: str | Path) -> str:
         for name, needed in (("azure", AZURE_COLUMNS), ("burstgpt", BURSTGPT_COLUMNS)):
             if {normalise(column) for column in needed} <= columns:
                 found = name
+    if any({column.lower() for column in needed} <= columns for needed in (COLUMNS_2019, COLUMNS_2021)):
+        raise ValueError(
+            f"{path}: an Azure Functions trace has arrivals and adapters but no lengths; give it with "
+            "--functions, and a trace that has lengths with --trace"
+        )
     if found is None:
         names = ", ".join(FORMATS)
         raise ValueError(

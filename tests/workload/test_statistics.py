@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.workload import read_trace, trace_statistics
@@ -63,6 +63,7 @@ def test_empty_trace_is_refused(tmp_path: Path) -> None:
         trace_statistics(path)
 
 
+@settings(deadline=None)
 @given(
     gaps=st.lists(st.floats(0, 40), min_size=1, max_size=60),
     lengths=st.lists(st.integers(1, 1 << 40), min_size=60, max_size=60),
