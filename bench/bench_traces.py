@@ -35,7 +35,8 @@ _START = datetime(2024, 5, 10)
 
 
 def _azure(at_s: float, prompt: int, output: int) -> str:
-    return f"{_START + timedelta(seconds=at_s)}0+00:00,{prompt},{output}\r\n"  # seven digits, as the real one
+    moment = (_START + timedelta(seconds=at_s)).isoformat(sep=" ", timespec="microseconds")
+    return f"{moment}0+00:00,{prompt},{output}\r\n"  # seven digits, as the real one has
 
 
 def _burstgpt(at_s: float, prompt: int, output: int) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import csv
+import io
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .records import RowReader, open_text
+from .trace_csv import table
 
 
 class AdapterChoice(Protocol):
@@ -107,32 +108,30 @@ def read_counts(path: str | Path) -> Popularity:
     Raises ValueError naming file, line and column for a bad count, and if all counts are 0.
     """
     reader = RowReader(str(path))
-    with open_text(path, "adapter counts") as file:
-        text = file.read()
     counts: dict[str, int] = {}
-    for name, value in _count_rows(text, reader):
-        if name in counts:
-            raise reader.error("adapter", f"{name!r} is there twice", "each adapter once")
-        counts[name] = reader.count("count", value)
+    with open_text(path, "adapter counts") as lines:
+        for name, value in _count_rows(lines, reader):
+            if name in counts:
+                raise reader.error("adapter", f"{name!r} is there twice", "each adapter once")
+            counts[name] = reader.count("count", value)
     if not any(counts.values()):
         raise ValueError(f"{path}: no adapter with a count > 0")
     return from_weights(tuple(counts), tuple(counts.values()))
 
 
-def _count_rows(text: str, reader: RowReader) -> list[tuple[str, object]]:
+def _count_rows(lines: TextIO, reader: RowReader) -> Iterator[tuple[str, object]]:
+    text = lines.read()
     if text.lstrip().startswith("{"):
         try:
-            return list(json.loads(text).items())
-        except json.JSONDecodeError as error:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{reader.path}: not JSON ({error})") from None
-    rows = csv.reader(text.splitlines())
-    header = [column.strip().lower() for column in next(rows, [])]
+        yield from found.items()
+        return
+    header, rows = table(io.StringIO(text, newline=""), reader)
     if header != ["adapter", "count"]:
         raise ValueError(f"{reader.path}, line 1: header {header}; needed: adapter,count")
-    found: list[tuple[str, object]] = []
     for row in rows:
-        reader.line = rows.line_num
         if len(row) != 2:
             raise reader.error("count", f"{len(row)} columns", "two columns: adapter,count")
-        found.append((row[0].strip(), row[1].strip()))
-    return found
+        yield row[0].strip(), row[1].strip()

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+MAX_COUNT = 2**31 - 1  # far above any length; sums of millions of them stay exact
+_COUNT_ALLOWED = f"a whole number >= 0 and <= {MAX_COUNT}"
+
 
 @contextmanager
 def open_text(path: str | Path, what: str) -> Iterator[TextIO]:
@@ -74,12 +77,12 @@ class RowReader:
         return ValueError(f"{self.path}, line {self.line}, column {column!r}: {problem}; allowed: {allowed}")
 
     def count(self, column: str, value: Any) -> int:
-        """A token count: whole number >= 0, as text or JSON number."""
-        if isinstance(value, str) and len(value) < 16 and value.isascii() and value.isdecimal():
+        """A count: whole number from 0 to MAX_COUNT, as text or JSON number."""
+        if isinstance(value, str) and len(value) < 10 and value.isascii() and value.isdecimal():
             return int(value)  # nearly always so, and millions of them
-        number = self.number(column, value, "a whole number of tokens >= 0")
-        if number < 0 or number != int(number):
-            raise self.error(column, f"{value!r:.60} is no token count", "a whole number of tokens >= 0")
+        number = self.number(column, value, _COUNT_ALLOWED)
+        if not 0 <= number <= MAX_COUNT or number != int(number):
+            raise self.error(column, f"{value!r:.60} is no count", _COUNT_ALLOWED)
         return int(number)
 
     def number(self, column: str, value: Any, allowed: str = "a finite number") -> float:

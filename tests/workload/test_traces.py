@@ -221,6 +221,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         ('{"timestamp": 1, "input_length": 1' + "0" * 400 + ', "output_length": 2}\n', ["not finite"]),
         ('{"timestamp": 1, "input_length": 2, "x": ' + "[" * 100_000 + "\n", ["line 1"]),
         (HEADER + '2023-11-16 18:17:03.9,"' + "1" * 140_000 + '",1\n', ["line 2", "not CSV"]),
+        (HEADER + "2023-11-16 18:17:03.9,1e300,1\n", ["line 2", "'ContextTokens'", "<= 2147483647"]),
         (LMSYS.replace('"koala"', "5"), ["line 2", "'model'"]),
         ('{"prompt": null}\n', ["line 1", "'prompt'", "non-empty"]),
     ],
