@@ -55,7 +55,10 @@ _ADAPTERS = (
     ),
     click.option("--functions", type=_FILE, help="Arrivals and adapters from an Azure Functions trace."),
     click.option(
-        "--skewness", default=1, show_default=True, help="With --functions: functions per round-robin block."
+        "--skewness",
+        type=int,
+        help="Map the functions, or the names in the trace, to the adapters: so many per round-robin block.  "
+        "[default with --functions: 1]",
     ),
 )
 _PROMPTS = (

@@ -8,6 +8,7 @@ from moe_lora.report.client import ServedModels
 from moe_lora.workload import (
     AdapterChoice,
     Trace,
+    map_adapters,
     parse_popularity,
     read_counts,
     read_invocations,
@@ -36,20 +37,20 @@ def popularity_text(options: dict[str, Any]) -> str | None:
     return "zipf" if options["zipf"] is None else f"zipf:{options['zipf']}"
 
 
-def with_functions(options: dict[str, Any], trace: Trace, served: ServedModels) -> Trace:
-    """With --functions: its arrivals and adapters, the trace's lengths; else the trace as it is."""
-    if options["functions"] is None:
-        if options["skewness"] != 1:
-            raise ValueError("--skewness is about an Azure Functions trace; give that with --functions")
+def with_identities(options: dict[str, Any], trace: Trace, served: ServedModels) -> Trace:
+    """The trace with arrivals and adapters of --functions, or its own names mapped; else as it is."""
+    if options["functions"] is None and options["skewness"] is None:
         return trace
-    names = _named(options, served)
+    names, skewness = _named(options, served), 1 if options["skewness"] is None else options["skewness"]
     if not names:
-        raise ValueError("--functions: no adapter to map functions to; give --lora-modules or --num-adapters")
+        raise ValueError("no adapter to map to; give --lora-modules or --num-adapters")
+    if options["functions"] is None:
+        return map_adapters(trace, names, skewness)
     invocations = read_invocations(
         options["functions"],
         names,
-        options["skewness"],
-        request_rate_per_s=options["request_rate"],
+        skewness,
+        request_rate_per_s=None if options["arrivals"] == "gamma" else options["request_rate"],
         duration_s=None if options["busiest"] else options["duration_s"],
         seed=options["seed"],
     )

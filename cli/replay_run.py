@@ -17,7 +17,7 @@ from moe_lora.workload import PlannedRequest, Trace, WorkloadOptions, make_plan,
 from moe_lora.workload.prompts import read_prompts
 
 from .progress import progress
-from .replay_adapters import adapter_popularity, check_served, popularity_text, with_functions
+from .replay_adapters import adapter_popularity, check_served, popularity_text, with_identities
 
 _NOT_SAVED = ("api_key", "save_result", "append_result", "report_path", "label")
 
@@ -29,7 +29,7 @@ def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     for reason, count in trace.dropped.items():
         click.echo(f"{trace.path}: {count} rows left out: {reason}", err=True)
     served = served_models(options["url"], options["api_key"])
-    trace = with_functions(options, trace, served)
+    trace = with_identities(options, trace, served)
     workload = workload_options(options, trace)
     plan = make_plan(
         trace,
@@ -62,12 +62,14 @@ def workload_options(options: dict[str, Any], trace: Trace) -> WorkloadOptions:
     """Defaults resolved: drawn arrivals if a rate is given, the trace's texts if it has any."""
     if options["prompts"] and options["random_prompts"]:
         raise ValueError("--prompts and --random-prompts exclude each other; give one of them")
-    has_rate = options["request_rate"] is not None and options["functions"] is None
-    drawn = options["arrivals"] or ("gamma" if has_rate else "trace")
+    rate = options["request_rate"]
+    drawn = options["arrivals"] or ("trace" if rate is None or options["functions"] else "gamma")
+    if options["functions"] and drawn == "trace":
+        rate = None  # its invocations are thinned to the rate, not scaled
     has_texts = all(request.prompt is not None for request in trace.requests)
     return WorkloadOptions(
         arrivals=drawn,
-        request_rate_per_s=options["request_rate"],
+        request_rate_per_s=rate,
         burstiness=options["burstiness"],
         duration_s=options["duration_s"],
         busiest=options["busiest"],

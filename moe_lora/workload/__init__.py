@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .arrivals import cut_duration, gamma_arrivals, original_arrivals, poisson_arrivals
 from .functions import Invocations, functions_popularity, read_invocations, with_invocations
+from .mapping import map_adapters, map_identities, mapped_popularity
 from .named import POPULARITY_NAMES, parse_popularity
 from .plan import PlannedRequest, WorkloadOptions, make_plan
 from .popularity import AdapterChoice, Popularity, from_weights, read_counts, uniform, zipf
@@ -30,6 +31,9 @@ __all__ = [
     "gamma_arrivals",
     "iter_trace",
     "make_plan",
+    "map_adapters",
+    "map_identities",
+    "mapped_popularity",
     "original_arrivals",
     "parse_popularity",
     "poisson_arrivals",

@@ -1,6 +1,5 @@
 """Azure Functions traces with functions as adapters: who is invoked when, or how often.
 
-dLoRA's mapping: functions, most invoked first, go to the adapters round robin in blocks of `skewness`.
 Source: dLoRA section 7.1.
 """
 
@@ -15,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrivals import FloatArray
-from .popularity import Popularity, from_weights
+from .mapping import map_identities, mapped_popularity
+from .popularity import Popularity
 from .records import Trace
 from .trace_functions import function_counts, is_2019, rows_2019, rows_2021
 
@@ -32,26 +32,9 @@ class Invocations:
     adapter_index: NDArray[np.int64]
 
 
-def map_functions(counts: Mapping[str, int], adapters: Sequence[str], skewness: int = 1) -> dict[str, int]:
-    """Index of each function's adapter: (place // skewness) mod number of adapters, by falling count.
-
-    skewness: functions per block of the round robin; the larger, the more uneven the adapters' load.
-    """
-    if skewness < 1:
-        raise ValueError(f"skewness={skewness} is not allowed; choose a whole number >= 1")
-    if not adapters:
-        raise ValueError("no adapter to map functions to; name at least one")
-    ranked = sorted(counts, key=lambda name: -counts[name])
-    return {name: place // skewness % len(adapters) for place, name in enumerate(ranked)}
-
-
 def functions_popularity(path: str | Path, adapters: Sequence[str], skewness: int = 1) -> Popularity:
-    """Each adapter's share of the invocations, under dLoRA's mapping (`map_functions`)."""
-    counts = function_counts(path)
-    weights = [0] * len(adapters)
-    for function, index in map_functions(counts, adapters, skewness).items():
-        weights[index] += counts[function]
-    return from_weights(adapters, weights)
+    """Each adapter's share of the invocations, under dLoRA's mapping (`map_identities`)."""
+    return mapped_popularity(function_counts(path), adapters, skewness)
 
 
 def read_invocations(
@@ -67,15 +50,15 @@ def read_invocations(
 
     2019 counts by minute: arrivals are uniform within the minute.  2021: end_timestamp - duration.
     request_rate_per_s: keep invocations at random, so many a second on average over the whole file; the
-        pattern stays (None, or a rate above the file's own: all of them).
+        pattern stays.  None: all of them.
     duration_s: only the file's first so many seconds.
-    Raises ValueError as `function_counts`, and for more than MAX_INVOCATIONS.
+    Raises ValueError as `function_counts`, for a rate above the file's own, and above MAX_INVOCATIONS.
     """
     for name, value in (("request_rate", request_rate_per_s), ("duration_s", duration_s)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value} is not allowed; choose a finite number > 0")
     counts = function_counts(path)
-    mapping = map_functions(counts, adapters, skewness)
+    mapping = map_identities(counts, adapters, skewness)
     rng = np.random.default_rng(seed)
     wanted = request_rate_per_s, duration_s or math.inf
     take = _take_2019 if is_2019(path) else _take_2021
@@ -103,8 +86,15 @@ _Taken = tuple[FloatArray, NDArray[np.int64]]
 _Wanted = tuple[float | None, float]
 
 
-def _kept_share(wanted_per_s: float | None, total: int, span_s: float) -> float:
-    return 1.0 if wanted_per_s is None or span_s <= 0 else min(1.0, wanted_per_s * span_s / total)
+def _kept_share(path: str | Path, wanted_per_s: float | None, total: int, span_s: float) -> float:
+    if wanted_per_s is None:
+        return 1.0
+    if wanted_per_s * span_s > total:
+        has = f"{total} invocations in {span_s:.6g} s"
+        raise ValueError(
+            f"{path}: {has} are fewer than request_rate={wanted_per_s} a second; choose a lower one"
+        )
+    return wanted_per_s * span_s / total
 
 
 def _check_fits(path: str | Path, num_invocations: int) -> None:
@@ -126,7 +116,7 @@ def _take_2019(
             by_adapter[index] = minutes + by_adapter.get(index, 0)
     counts = np.stack([by_adapter[index] for index in sorted(by_adapter)])  # [adapters in use, minutes]
     num_minutes = counts.shape[1]
-    kept = rng.binomial(counts, _kept_share(rate_per_s, total, num_minutes * MINUTE_S))
+    kept = rng.binomial(counts, _kept_share(path, rate_per_s, total, num_minutes * MINUTE_S))
     kept[:, math.ceil(min(duration_s / MINUTE_S, num_minutes)) :] = 0
     _check_fits(path, int(kept.sum()))
     cells = np.repeat(np.arange(kept.size), kept.ravel())
@@ -144,6 +134,8 @@ def _take_2021(
     for i, (function, start_s) in enumerate(rows_2021(path)):
         times[i], index[i] = start_s, mapping[function]
     times -= times.min()
-    kept = (times < duration_s) & (rng.random(total) < _kept_share(rate_per_s, total, float(times.max())))
+    kept = (times < duration_s) & (
+        rng.random(total) < _kept_share(path, rate_per_s, total, float(times.max()))
+    )
     _check_fits(path, int(kept.sum()))
     return times[kept], index[kept]

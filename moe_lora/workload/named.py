@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .functions import functions_popularity
+from .mapping import mapped_popularity
 from .popularity import AdapterChoice, Popularity, read_counts, uniform, zipf
 from .rank_shapes import (
     exponential_ranks,
@@ -38,7 +39,7 @@ _SHAPES: dict[str, _Shape] = {
 POPULARITY_NAMES = (
     *(name + rest for name, (rest, *_) in _SHAPES.items()),
     "functions[:SKEWNESS]:FILE",
-    "trace:FILE",
+    "trace[:SKEWNESS]:FILE",
     "FILE",
 )
 
@@ -46,27 +47,27 @@ POPULARITY_NAMES = (
 def parse_popularity(text: str, adapters: Sequence[str] = ()) -> AdapterChoice:
     """The popularity that `text` names (`POPULARITY_NAMES`), over `adapters`.
 
-    FILE holds counts (`read_counts`), trace:FILE a trace that names adapters; both name the adapters
-    themselves, so none may be given.  functions:FILE is an Azure Functions trace (`functions_popularity`).
+    FILE holds counts and names the adapters itself (`read_counts`), so none may be given.  trace:FILE names
+    them too; where `adapters` are given, its names are mapped to them, as functions of an Azure Functions
+    trace always are (`map_identities`).
     Raises ValueError, listing what is known, for an unknown name or arguments that do not fit.
     """
     name, arguments = _split(text)
     if name in _SHAPES:
         _need_adapters(text, adapters)
         return _shape(text, name, arguments, adapters)
-    if name == "functions":
-        _need_adapters(text, adapters)
+    if name in ("functions", "trace"):
         skewness, colon, path = arguments.partition(":")
-        if colon and skewness.isdecimal():
-            return functions_popularity(path, adapters, int(skewness))
-        return functions_popularity(arguments, adapters)
-    if name != "trace" and not Path(text).is_file():
+        if not (colon and skewness.isdecimal()):
+            skewness, path = "1", arguments
+        return _of_identities(text, name, path, adapters, int(skewness))
+    if not Path(text).is_file():
         raise ValueError(
             f"popularity {text!r} is neither a file nor known; choose one of {', '.join(POPULARITY_NAMES)}"
         )
     if adapters:
         raise ValueError(f"popularity {text}: the file names the adapters itself; name none beside it")
-    return _of_trace(arguments) if name == "trace" else read_counts(text)
+    return read_counts(text)
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -93,8 +94,12 @@ def _shape(text: str, name: str, arguments: str, adapters: Sequence[str]) -> Ada
     return shape(adapters, *parsed)
 
 
-def _of_trace(path: str) -> Popularity:
-    found = trace_statistics(path).popularity()
-    if found is None:
-        raise ValueError(f"popularity trace:{path}: the trace names no adapter; choose another popularity")
-    return found
+def _of_identities(text: str, name: str, path: str, adapters: Sequence[str], skewness: int) -> Popularity:
+    if name == "functions":
+        _need_adapters(text, adapters)
+        return functions_popularity(path, adapters, skewness)
+    found = trace_statistics(path)
+    popularity = found.popularity()
+    if popularity is None:
+        raise ValueError(f"popularity {text}: the trace names no adapter; choose another popularity")
+    return mapped_popularity(found.adapter_counts, adapters, skewness) if adapters else popularity

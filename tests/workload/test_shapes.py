@@ -175,6 +175,8 @@ def test_popularity_from_files(tmp_path: Path) -> None:
     row = '{"arrival_s": 1, "prompt_tokens": 2, "output_tokens": 2%s}\n'
     trace.write_text(row % "" + (row % ', "adapter": "x"') * 3 + row % ', "adapter": "y"')
     assert parse_popularity(f"trace:{trace}").at(0) == Popularity(("x", "y"), (0.75, 0.25))
+    assert parse_popularity(f"trace:{trace}", ["p", "q"]).at(0) == Popularity(("p", "q"), (0.75, 0.25))
+    assert parse_popularity(f"trace:2:{trace}", ["p", "q"]).at(0) == Popularity(("p", "q"), (1.0, 0.0))
     with pytest.raises(ValueError, match="names the adapters itself"):
         parse_popularity(str(counts), names(3))
     trace.write_text(row % "")
