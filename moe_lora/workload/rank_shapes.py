@@ -35,7 +35,8 @@ def _over_ranks(adapters: Sequence[str], shares: Sequence[float], alpha: float =
     weights: list[float] = []
     for rank, share in zip(LORA_RANKS, shares, strict=True):
         split = [place**-alpha for place in range(1, ranks.count(rank) + 1)]
-        weights += [share * part / math.fsum(split) for part in split]
+        total = math.fsum(split)
+        weights += [share * part / total for part in split]
     return from_weights(adapters, weights, ranks)
 
 
