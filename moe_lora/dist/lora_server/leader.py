@@ -25,7 +25,7 @@ from .server_pages import ShardPages
 
 logger = logging.getLogger(__name__)
 
-_LEADER = 0
+LEADER = 0
 
 
 class Leader:
@@ -231,7 +231,7 @@ class Leader:
         }
 
     def _tell_rank(self, server_rank: int, command: Message) -> None:
-        if server_rank == _LEADER:
+        if server_rank == LEADER:
             try:
                 self._carry_out(command)
             except Exception:  # what was decided after it must be carried out all the same
