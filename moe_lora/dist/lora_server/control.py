@@ -118,7 +118,7 @@ class ControlConnection:
             logger.debug("can't send to %s: %r", self.peer, error)
         finally:
             self._gone.set()
-            _shut_down(self._connection)
+            hang_up(self._connection)
 
     def _next_parts(self) -> Iterable[bytes] | None:
         try:
@@ -127,7 +127,8 @@ class ControlConnection:
             return [_BEAT]
 
 
-def _shut_down(connection: Connection) -> None:
+def hang_up(connection: Connection) -> None:
+    """End a connection, also under a thread that reads from it."""
     try:
         with socket.socket(fileno=socket.dup(connection.fileno())) as sock:
             sock.shutdown(socket.SHUT_RDWR)

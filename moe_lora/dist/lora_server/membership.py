@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from moe_lora.core.errors import LoraServerError
+from moe_lora.core.problems import LastProblem
 
 from .control import SILENCE_S, ControlConnection, Message, dial
 from .orders import Orders
@@ -49,7 +50,7 @@ class Membership(threading.Thread):
 
     def run(self) -> None:
         assert self._orders is not None
-        problem = ""
+        problem = LastProblem()
         first_generation = self.welcome["first_generation"]
         while True:
             try:
@@ -67,9 +68,8 @@ class Membership(threading.Thread):
                     self._connection, welcome = self._join(timeout_s=1.0)
                     break
                 except Exception as error:  # whatever it is, the leader may be well again later
-                    if str(error) != problem:
-                        problem = str(error)
-                        logger.warning("%s", problem)
+                    if problem.is_new(str(error)):
+                        logger.warning("%s", error)
                     self._stopping.wait(_RETRY_S)
             if self._stopping.is_set():
                 self._connection.close()
