@@ -151,6 +151,7 @@ class ServerRank:
             self._key,
             self._agreed,
             roles | {"data": self._serve_data, "turns": self._serve_turns},
+            {"admin": leader.serve_admin},
         )
         leader.set_address(LEADER, self._control.address)
 
