@@ -9,6 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moe_lora.core.request import EngineStats, FleetStats, InstanceStats, RequestTiming
+from moe_lora.provision.demand import Visit
+
+from .controller import Controller
+from .provision_metrics import ProvisionCollector
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
@@ -108,10 +112,13 @@ class EngineCollector:
 class Metrics:
     """All metrics of one app, in a registry of its own."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, controller: Controller | None = None) -> None:
         self.registry = CollectorRegistry()
         self.engine = EngineCollector(model_name)
         self.registry.register(self.engine)
+        self.provision = None if controller is None else ProvisionCollector(model_name, controller)
+        if self.provision is not None:
+            self.registry.register(self.provision)
         self._model_name = model_name
         self._success = Counter(
             "vllm:request_success",
@@ -151,9 +158,9 @@ class Metrics:
         family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
         return family.labels(self._model_name)
 
-    def watch(self) -> RequestWatch:
-        """A stopwatch for a request that arrives now."""
-        return RequestWatch(self)
+    def watch(self, visit: Visit | None) -> RequestWatch:
+        """A stopwatch for a request that arrives now.  visit: its part in the load on adapters, if any."""
+        return RequestWatch(self, visit)
 
     def count(self, reason: str) -> None:
         self._success.labels(self._model_name, reason).inc()
@@ -165,10 +172,11 @@ class Metrics:
 class RequestWatch:
     """Stamps the tokens of one choice as they leave the engine."""
 
-    __slots__ = ("_arrival_s", "_first_s", "_last_s", "_metrics", "_num_tokens")
+    __slots__ = ("_arrival_s", "_first_s", "_last_s", "_metrics", "_num_tokens", "_visit")
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, visit: Visit | None) -> None:
         self._metrics = metrics
+        self._visit = visit
         self._arrival_s = time.perf_counter()
         self._first_s = self._last_s = self._arrival_s
         self._num_tokens = 0
@@ -181,6 +189,8 @@ class RequestWatch:
         if self._num_tokens == 0:
             self._first_s = now_s
             self._metrics.ttft.observe(now_s - self._arrival_s)
+            if self._visit is not None:
+                self._visit.start()
         else:
             gap_s = (now_s - self._last_s) / num_tokens
             for _ in range(num_tokens):
@@ -189,7 +199,14 @@ class RequestWatch:
         self._last_s = now_s
         self._num_tokens += num_tokens
 
+    def refuse(self) -> None:
+        """The engine never took the request."""
+        if self._visit is not None:
+            self._visit.refuse()
+
     def end(self, reason: str, timing: RequestTiming | None) -> None:
+        if self._visit is not None:
+            self._visit.end(timing)
         metrics = self._metrics
         metrics.count(reason)
         if reason in ("stop", "length"):
