@@ -7,7 +7,7 @@ from typing import Protocol
 
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
 
-from .control import SILENCE_S, ControlConnection, Message, dial
+from .control import ControlConnection, Message, dial
 from .leases import LeaseStats
 
 PROTOCOL_VERSION = 1
@@ -50,9 +50,12 @@ def serve_admin(leader: Managed, connection: ControlConnection, hello: Message) 
 
 
 class LoraServerAdmin:
-    """Asks the leader at `address`, over a connection a question; may be used from any thread."""
+    """Asks the leader at `address`, over a connection a question; may be used from any thread.
 
-    def __init__(self, address: str, key: str, *, timeout_s: float = SILENCE_S) -> None:
+    timeout_s: how long a leader that is not there is looked for.
+    """
+
+    def __init__(self, address: str, key: str, *, timeout_s: float = 1.0) -> None:
         self._address = address
         self._key = key.encode()
         self._timeout_s = timeout_s
