@@ -130,13 +130,14 @@ class Shelf:
         self._on_progress()
 
     def grow(self, num_slots: int) -> None:
-        """Have at least that many slots; new ones are empty."""
+        """Have at least that many slots, new ones empty; until then, requests for them are stale."""
         with self._changed:
             more = num_slots - len(self.generation)
             if more <= 0:
                 return
+            slots = self.slots.grown(num_slots)
             with self.reading:
-                self.slots = self.slots.grown(num_slots)
+                self.slots = slots
             # The data loop looks up a slot here once `generation` has it.
             self.loaded = np.pad(self.loaded, ((0, more), (0, 0)))
             self.generation = np.pad(self.generation, (0, more), constant_values=self._first_generation)
