@@ -12,7 +12,8 @@ from moe_lora.engine.client import EngineClient
 
 from .controller import Controller
 from .errors import bad_request
-from .metrics import Metrics, RequestWatch
+from .metrics import Metrics
+from .request_watch import RequestWatch
 
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.cli.main import main
 from moe_lora.core.clock import VirtualClock
@@ -135,6 +138,21 @@ def test_metrics_show_the_evaluation_and_the_server(watched, controller, clock):
     assert value(found, "moe_lora:lora_server_evictions_total") == 5
     assert value(found, "moe_lora:lora_server_resident_bytes") == 200
     assert value(found, "moe_lora:lora_server_loaded_bytes_total") == 700
+
+
+def test_the_document_names_every_metric_of_the_controller_and_no_other(
+    watched, engine, tokenizer, shared_thread
+):
+    def exported(text: str) -> set[str]:
+        families = text_string_to_metric_families(text)
+        return {f.name + ("_total" if f.type == "counter" else "") for f in families}
+
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    with_controller = exported(watched.get("/metrics").text)
+    switch, _ = shared_thread
+    switch.app = create_app(engine, tokenizer, "base")
+    without = exported(watched.get("/metrics").text)
+    assert set(re.findall(r"`(moe_lora:\w+)`", page)) == with_controller - without
 
 
 def test_server_that_does_not_answer_is_shown_as_down(watched, controller, paper, clock, caplog):
