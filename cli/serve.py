@@ -103,10 +103,27 @@ _LORA_SERVER = (
     ),
     click.option("--load-gb-per-s", type=float, help="Bound on the rate at which its ranks load adapters."),
 )
+_PROVISION = (
+    click.option(
+        "--target-iar",
+        type=float,
+        help="Share of requests whose adapter should find a place at once; watched, with a LoRA Server or "
+        "if given.  [default: 0.95]",
+    ),
+    click.option(
+        "--provision-window-s", type=float, help="For how long a request counts for that.  [default: 300]"
+    ),
+    click.option(
+        "--auto-resize",
+        is_flag=True,
+        default=None,
+        help="Let the LoRA Server's capacity follow what the target needs.",
+    ),
+)
 
 
 def _options(function: Any) -> Any:
-    for option in reversed(_CLUSTER + _ADAPTERS + _WHERE + _INSTANCES + _LORA_SERVER + _ENGINE):
+    for option in reversed(_CLUSTER + _ADAPTERS + _WHERE + _INSTANCES + _LORA_SERVER + _PROVISION + _ENGINE):
         function = option(function)
     return function
 
@@ -142,6 +159,7 @@ def serve(config_file: str | None, role: str, **options: Any) -> None:
         port=cluster.front_end.port,
         served_model_name=cluster.served_model_name,
         routing=cluster.front_end.routing,
+        provision=cluster.provision,
         # On one host the server gets an address and a store of its own, which end with it.
         lora_server=server
         and {name: value for name, value in server.items() if name not in ("address", "store_dir")},

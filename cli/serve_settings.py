@@ -15,6 +15,11 @@ from moe_lora.core.request import name_problem
 if TYPE_CHECKING:
     from moe_lora.dist.cluster import ClusterConfig
 
+_PROVISION_FIELDS = {
+    "target_iar": "target_iar",
+    "provision_window_s": "window_s",
+    "auto_resize": "auto_resize",
+}
 _SERVER_FIELDS = {
     "lora_capacity": "capacity",
     "lora_server_memory_gb": "memory_gb",
@@ -42,7 +47,7 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
 
     Raises ConfigError, click.UsageError and click.BadParameter.
     """
-    from moe_lora.core.config import EngineConfig
+    from moe_lora.core.config import EngineConfig, ProvisionConfig
     from moe_lora.dist.cluster import ClusterConfig, read_cluster
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -58,6 +63,8 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
     else:
         file = ClusterConfig(engine=EngineConfig(model_dir=model_dir), served_model_name="")
     server = _server_options(file.lora_server, given)
+    fields = {field: given.pop(option) for option, field in _PROVISION_FIELDS.items() if option in given}
+    provision = replace(file.provision or ProvisionConfig(), **fields) if fields else file.provision
     if model_dir is not None:
         given["model_dir"] = model_dir
         name = name or (Path(model_dir).resolve().name)
@@ -74,6 +81,7 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
         served_model_name=name,
         lora_server=server,
         front_end=replace(file.front_end, **front_end),
+        provision=provision,
     )
 
 

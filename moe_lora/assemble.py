@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig
+from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig
 from moe_lora.dist.cluster import ClusterConfig
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
+
+if TYPE_CHECKING:
+    from moe_lora.serve.controller import Controller
 
 
 def serve(
@@ -26,11 +29,13 @@ def serve(
     served_model_name: str | None = None,
     routing: str = "least_outstanding",
     lora_server: Mapping[str, Any] | None = None,
+    provision: ProvisionConfig | None = None,
 ) -> None:
     """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
 
     config.num_threads counts for each instance.  routing: a name of `policies.routing.ROUTERS`.  lora_server:
-    see `lora_server_processes`.  Raises ConfigError or AdapterError for what can be known at start.
+    see `lora_server_processes`.  provision: see `ClusterConfig`.  Raises ConfigError or AdapterError for what
+    can be known at start.
     """
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.server import bind, run_server
@@ -42,7 +47,9 @@ def serve(
         engine_processes(joined, routing) as client,
     ):
         name = served_model_name or Path(config.model_dir).resolve().name
-        run_server(client, tokenizer, name, sock=sock)
+        run_server(
+            client, tokenizer, name, sock=sock, controller=_controller(provision, client, joined.lora_server)
+        )
 
 
 def serve_front_end(cluster: ClusterConfig) -> None:
@@ -70,10 +77,24 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     with bind(front_end.host, front_end.port) as sock:
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
         try:
-            run_server(fleet, tokenizer, cluster.served_model_name, sock=sock)
+            controller = _controller(cluster.provision, fleet, cluster.instance().lora_server)
+            run_server(fleet, tokenizer, cluster.served_model_name, sock=sock, controller=controller)
         finally:
             door.close()
             asyncio.run(fleet.close())
+
+
+def _controller(
+    provision: ProvisionConfig | None, client: EngineClient, server: LoraServerConfig | None
+) -> Controller | None:
+    """The controller as `ClusterConfig.provision` says."""
+    from moe_lora.dist.lora_server.admin import LoraServerAdmin
+    from moe_lora.serve.controller import Controller
+
+    if provision is None and server is None:
+        return None
+    admin = None if server is None else LoraServerAdmin(server.address, server.key)
+    return Controller(provision or ProvisionConfig(), client, admin)
 
 
 @contextmanager

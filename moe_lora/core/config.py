@@ -72,6 +72,31 @@ class LoraServerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProvisionConfig:
+    """How the front end watches whether the places for adapters meet the load (`provision.online`).
+
+    target_iar: share of requests that should be admitted at once.  window_s: for how long a request counts.
+    interval_s: from one evaluation to the next.  auto_resize: the LoRA Server's capacity follows what is
+    needed, from min_capacity up to what its memory holds.
+    """
+
+    target_iar: float = 0.95
+    window_s: float = 300.0
+    interval_s: float = 30.0
+    auto_resize: bool = False
+    min_capacity: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target_iar <= 1:
+            raise ConfigError(f"provision.target_iar={self.target_iar} must be above 0 and at most 1")
+        for name in ("window_s", "interval_s"):
+            value = getattr(self, name)
+            if not 0 < value <= MAX_COUNT:
+                raise ConfigError(f"provision.{name}={value} must be positive, in seconds")
+        _at_least("provision.min_capacity", self.min_capacity, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How one engine runs one model.
 

@@ -99,12 +99,15 @@ class RequestTiming:
 
     queue_s: arrival until admitted.  adapter_load_s: the part of the wait spent on bringing the adapter in.
     prefill_s: admitted until the first token.  first_decode_s: first until second token (0 if only one).
+    adapter_wait_s: the part of queue_s for which the engine had room, but no place for its adapter or for
+    one that must not be passed.
     """
 
     queue_s: float
     adapter_load_s: float
     prefill_s: float
     first_decode_s: float
+    adapter_wait_s: float = 0.0
 
     @property
     def decode_ttft_s(self) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig
+from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
@@ -24,6 +24,7 @@ _SECTIONS = (
     "engine",
     "lora_server",
     "front_end",
+    "provision",
 )
 _NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance")
 _MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.key'
@@ -53,7 +54,8 @@ class ClusterConfig:
     """A cluster as its file describes it.
 
     engine: of every instance; it names no LoRA Server.  lora_server: fields of `LoraServerConfig` but the
-    key, None = the instances compute deltas.  key: shared secret of all roles.
+    key, None = the instances compute deltas.  key: shared secret of all roles.  provision: how the load on
+    adapters is watched; None = by the defaults where there is a LoRA Server, else not at all.
     """
 
     engine: EngineConfig
@@ -61,8 +63,11 @@ class ClusterConfig:
     key: str | None = field(default=None, repr=False)
     lora_server: Mapping[str, Any] | None = None
     front_end: FrontEndConfig = FrontEndConfig()
+    provision: ProvisionConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.provision is not None and self.provision.auto_resize and self.lora_server is None:
+            raise ConfigError("provision.auto_resize needs a LoRA Server, whose capacity it changes; add one")
         if self.lora_server is not None:
             # Values are checked at once, also where address and store are filled in later.
             LoraServerConfig(**{"address": "-", "store_dir": "-", **self.lora_server}, key="-")
@@ -147,6 +152,9 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
         key=_key(given, folder),
         lora_server=server,
         front_end=FrontEndConfig(**_fields(FrontEndConfig, "front_end", given.get("front_end"))),
+        provision=ProvisionConfig(**_fields(ProvisionConfig, "provision", given["provision"]))
+        if "provision" in given
+        else None,
     )
 
 

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
+from moe_lora.core.problems import LastProblem
+from moe_lora.dist.lora_server.control import hang_up
+
 from .messages import Abort, Command, Dead, Event, Generate, Outputs, Rejected, Stop
-from .wire import Hello, dial, hang_up
+from .wire import Hello, dial
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ class FrontEndLink:
 
     def run(self, hello: Hello, inbox: Inbox) -> None:
         """Serve until `stop`; the loop is told to stop then."""
-        said = ""
+        said = LastProblem()
         while not self._stopping.is_set():
             try:
                 connection, welcome = dial(self._host, self._port, self._key, hello)
@@ -73,9 +76,10 @@ class FrontEndLink:
                     logger.info("joined the front end at %s:%d", self._host, self._port)
                     self._serve(connection, inbox)
                 connection.close()
-            if problem and problem != said:
+            if not problem:
+                said.over()
+            elif said.is_new(problem):
                 logger.warning("%s:%d: %s; trying on", self._host, self._port, problem)
-            said = problem
             self._stopping.wait(_RETRY_S)
         inbox.put(Stop())
 

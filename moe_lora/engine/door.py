@@ -12,11 +12,12 @@ from multiprocessing.connection import Connection
 
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, ModelInfo
+from moe_lora.dist.lora_server.control import hang_up
 
 from .catch_up import catch_up
 from .connection_client import ConnectionClient
 from .roster import Roster, ServedAdapter
-from .wire import PROTOCOL_VERSION, Hello, Welcome, greet, hang_up, listen
+from .wire import PROTOCOL_VERSION, Hello, Welcome, greet, listen
 
 logger = logging.getLogger(__name__)
 

@@ -93,7 +93,8 @@ class Scheduler:
         if not self.waiting or not self._has_room(budget):
             return
         queue = shortest_first(self.waiting) if self._shortest_first else list(self.waiting)
-        for sequence in admissible(queue, self._acquire, self._clock.now_s(), self._starvation_s):
+        now_s = self._clock.now_s()
+        for sequence in admissible(queue, self._acquire, now_s, self._starvation_s):
             if not self._start(sequence, budget, plan):
                 if sequence.adapter is not None:
                     self._residency.release(sequence.adapter)
@@ -101,6 +102,9 @@ class Scheduler:
             budget -= plan[sequence]
             if not self._has_room(budget):
                 return
+        for sequence in self.waiting:
+            if sequence.held_back_s is None and sequence.admitted_s is None:
+                sequence.held_back_s = now_s
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self.running) < self._max_num_seqs

@@ -17,7 +17,7 @@ class Sequence:
     """Prompt and generated tokens, what of them is computed, and the pages that hold it.
 
     tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
-    limit_tokens: total length at which it must end.
+    limit_tokens: total length at which it must end.  held_back_s: since when it waits for an adapter's place.
     """
 
     request: GenerateRequest
@@ -32,6 +32,7 @@ class Sequence:
     table: BlockTable = field(init=False)
     admitted_s: float | None = None
     adapter_load_s: float = 0.0
+    held_back_s: float | None = None
     first_token_s: float | None = None
     second_token_s: float | None = None
 
@@ -79,4 +80,5 @@ class Sequence:
             adapter_load_s=self.adapter_load_s,
             prefill_s=first - admitted,
             first_decode_s=second - first,
+            adapter_wait_s=0.0 if self.held_back_s is None else admitted - self.held_back_s,
         )

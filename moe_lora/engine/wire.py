@@ -80,15 +80,6 @@ def greet(sock: socket.socket, key: bytes) -> tuple[Connection, Hello]:
     return connection, hello
 
 
-def hang_up(connection: Connection) -> None:
-    """End a connection, also under a thread that reads from it."""
-    try:
-        with socket.socket(fileno=socket.dup(connection.fileno())) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it has ended already
-
-
 @contextmanager
 def time_limit(connection: Connection, limit_s: float) -> Iterator[None]:
     """Reads fail with OSError when nothing comes for that long."""

@@ -68,6 +68,15 @@ class SlotTable:
     def num_slots(self) -> int:
         return self.lora_rank.shape[0]
 
+    def grown(self, num_slots: int) -> SlotTable:
+        """A copy with more slots, the new ones empty."""
+        _, num_layers, num_entries = self.lora_rank.shape
+        table = SlotTable(num_slots, num_layers, num_entries, self.lora_rank.device)
+        for name in ("a_offset", "b_offset", "lora_rank", "scale"):
+            getattr(table, name)[: self.num_slots].copy_(getattr(self, name))
+        table.max_lora_ranks[: self.num_slots] = self.max_lora_ranks
+        return table
+
     def write_layer(
         self, slot: int, layer: int, table: torch.Tensor, scale: torch.Tensor, itemsize: int, start_bytes: int
     ) -> None:

@@ -10,8 +10,10 @@ import moe_lora
 from moe_lora.engine.client import EngineClient
 
 from .adapters import adapters_router
+from .capacity import capacity_router
 from .chat import chat_router
 from .completions import completions_router
+from .controller import Controller
 from .errors import install_error_handlers
 from .frontend import Frontend
 from .metrics import Metrics
@@ -22,14 +24,23 @@ if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer | None, model_name: str) -> FastAPI:
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    model_name: str,
+    controller: Controller | None = None,
+) -> FastAPI:
     """OpenAI-compatible endpoints over `client`.
 
     tokenizer None: prompts are token ids only.  model_name: what requests call the base model; every other
-    name is an adapter's.  The app does not close the client.
+    name is an adapter's.  The app does not close the client, and does not run the controller.
     """
     frontend = Frontend(
-        client=client, tokenizer=tokenizer, model_name=model_name, metrics=Metrics(model_name)
+        client=client,
+        tokenizer=tokenizer,
+        model_name=model_name,
+        metrics=Metrics(model_name, controller),
+        controller=controller,
     )
     # FastAPI's pages at /docs and /redoc load scripts from elsewhere, which a server without a network can't.
     app = FastAPI(
@@ -40,6 +51,10 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, model_name: st
         description="Many LoRA adapters over one model, through the OpenAI interface.",
     )
     install_error_handlers(app)
-    for make_router in (completions_router, chat_router, models_router, adapters_router, status_router):
+    generating, managing = (
+        (completions_router, chat_router),
+        (models_router, adapters_router, capacity_router),
+    )
+    for make_router in (*generating, *managing, status_router):
         app.include_router(make_router(frontend))
     return app

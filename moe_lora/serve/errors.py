@@ -17,6 +17,7 @@ from moe_lora.core.errors import (
     AdapterNotFoundError,
     CapacityError,
     EngineDeadError,
+    LoraServerError,
     MoeLoraError,
 )
 
@@ -35,6 +36,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (AdapterError, 400),
     (CapacityError, 400),
     (EngineDeadError, 503),
+    (LoraServerError, 503),
     (ValueError, 400),
 )
 MAX_REPORTED_PROBLEMS = 3

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from moe_lora.core.request import ModelInfo, SamplingParams
 from moe_lora.engine.client import EngineClient
 
+from .controller import Controller
 from .errors import bad_request
 from .metrics import Metrics
+from .request_watch import RequestWatch
 
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
@@ -22,12 +24,15 @@ LONG_TEXT_CHARS = 10_000
 
 @dataclass
 class Frontend:
-    """One engine as one HTTP application sees it.  tokenizer None: prompts are token ids only."""
+    """One engine as one HTTP application sees it.  tokenizer None: prompts are token ids only.  controller
+    None: the load on adapters is not watched.
+    """
 
     client: EngineClient
     tokenizer: Tokenizer | None
     model_name: str
     metrics: Metrics
+    controller: Controller | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     _info: ModelInfo | None = None
 
@@ -40,6 +45,12 @@ class Frontend:
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's `model` names; None for the base.  The engine knows which exist."""
         return None if model is None or model == self.model_name else model
+
+    def watch(self, adapter: str | None) -> RequestWatch:
+        """A stopwatch for a request that arrives now."""
+        if adapter is None or self.controller is None:
+            return self.metrics.watch(None)
+        return self.metrics.watch(self.controller.window.begin(adapter))
 
     def need_tokenizer(self, purpose: str) -> Tokenizer:
         if self.tokenizer is None:

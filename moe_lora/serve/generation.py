@@ -79,7 +79,7 @@ class Generation:
         return merge([self._choice(index, request) for index, request in enumerate(self.plan.requests())])
 
     async def _choice(self, index: int, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        watch = self._frontend.metrics.watch()
+        watch = self._frontend.watch(request.adapter)
         text = self._text(request)
         reason, timing = "abort", None
         try:
@@ -99,7 +99,9 @@ class Generation:
             reason = REFUSED if error.status < 500 else "error"
             raise
         finally:
-            if reason != REFUSED:
+            if reason == REFUSED:
+                watch.refuse()
+            else:
                 watch.end(reason, timing)
             if timing is not None:
                 self._timings.append(timing)

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from moe_lora.core.request import EngineStats, FleetStats, InstanceStats, RequestTiming
+from moe_lora.core.request import EngineStats, FleetStats, InstanceStats
+from moe_lora.provision.demand import Visit
+
+from .controller import Controller
+from .provision_metrics import ProvisionCollector
+from .request_watch import RequestWatch
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
@@ -108,10 +113,13 @@ class EngineCollector:
 class Metrics:
     """All metrics of one app, in a registry of its own."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, controller: Controller | None = None) -> None:
         self.registry = CollectorRegistry()
         self.engine = EngineCollector(model_name)
         self.registry.register(self.engine)
+        self.provision = None if controller is None else ProvisionCollector(model_name, controller)
+        if self.provision is not None:
+            self.registry.register(self.provision)
         self._model_name = model_name
         self._success = Counter(
             "vllm:request_success",
@@ -151,53 +159,12 @@ class Metrics:
         family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
         return family.labels(self._model_name)
 
-    def watch(self) -> RequestWatch:
-        """A stopwatch for a request that arrives now."""
-        return RequestWatch(self)
+    def watch(self, visit: Visit | None) -> RequestWatch:
+        """A stopwatch for a request that arrives now.  visit: its part in the load on adapters, if any."""
+        return RequestWatch(self, visit)
 
     def count(self, reason: str) -> None:
         self._success.labels(self._model_name, reason).inc()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
-
-
-class RequestWatch:
-    """Stamps the tokens of one choice as they leave the engine."""
-
-    __slots__ = ("_arrival_s", "_first_s", "_last_s", "_metrics", "_num_tokens")
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._arrival_s = time.perf_counter()
-        self._first_s = self._last_s = self._arrival_s
-        self._num_tokens = 0
-
-    def tokens(self, num_tokens: int) -> None:
-        """Tokens that came just now; of several at once each took an equal share of the time."""
-        if not num_tokens:
-            return
-        now_s = time.perf_counter()
-        if self._num_tokens == 0:
-            self._first_s = now_s
-            self._metrics.ttft.observe(now_s - self._arrival_s)
-        else:
-            gap_s = (now_s - self._last_s) / num_tokens
-            for _ in range(num_tokens):
-                for histogram in self._metrics.itl:
-                    histogram.observe(gap_s)
-        self._last_s = now_s
-        self._num_tokens += num_tokens
-
-    def end(self, reason: str, timing: RequestTiming | None) -> None:
-        metrics = self._metrics
-        metrics.count(reason)
-        if reason in ("stop", "length"):
-            metrics.e2e.observe(self._last_s - self._arrival_s)
-            if self._num_tokens > 1:
-                metrics.tpot.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
-        if timing is not None:
-            metrics.queue.observe(timing.queue_s)
-            metrics.prefill.observe(timing.prefill_s)
-            metrics.adapter_load.observe(timing.adapter_load_s)
-            metrics.decode_ttft.observe(timing.decode_ttft_s)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from moe_lora.core.config import MAX_COUNT
 from moe_lora.core.request import SamplingParams
 
 from .errors import bad_request
@@ -167,6 +168,12 @@ class LoadAdapterRequest(Message):
     lora_name: Text
     lora_path: Text
     load_inplace: bool = False
+
+
+class CapacityRequest(Message):
+    """POST /v1/lora_server/capacity."""
+
+    capacity: Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class UnloadAdapterRequest(Message):

@@ -16,6 +16,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.engine.client import EngineClient
 
 from .app import create_app
+from .controller import Controller
 
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
@@ -83,6 +84,7 @@ async def serve_forever(
     sock: socket.socket,
     drain_s: float = DRAIN_S,
     on_ready: Callable[[str], None] | None = None,
+    controller: Controller | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then abort it).
 
@@ -90,7 +92,7 @@ async def serve_forever(
     client stays open.
     """
     config = uvicorn.Config(
-        create_app(client, tokenizer, model_name),
+        create_app(client, tokenizer, model_name, controller),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -109,9 +111,12 @@ async def serve_forever(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.stop)
+    watching = None if controller is None else asyncio.create_task(controller.run())
     try:
         await server.serve(sockets=[sock])
     finally:
+        if watching is not None:
+            watching.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 
@@ -124,6 +129,17 @@ def run_server(
     sock: socket.socket,
     drain_s: float = DRAIN_S,
     on_ready: Callable[[str], None] | None = None,
+    controller: Controller | None = None,
 ) -> None:
     """`serve_forever` in an event loop of its own."""
-    asyncio.run(serve_forever(client, tokenizer, model_name, sock=sock, drain_s=drain_s, on_ready=on_ready))
+    asyncio.run(
+        serve_forever(
+            client,
+            tokenizer,
+            model_name,
+            sock=sock,
+            drain_s=drain_s,
+            on_ready=on_ready,
+            controller=controller,
+        )
+    )

@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 import moe_lora
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import EngineDeadError, LoraServerError
 
 from .errors import ApiError, JsonResponse
 from .frontend import Frontend
@@ -38,6 +38,12 @@ def status_router(frontend: Frontend) -> APIRouter:
             collector.stats = await frontend.client.stats()
         except EngineDeadError:
             collector.stats = None
+        provision = frontend.metrics.provision
+        if provision is not None and frontend.controller is not None:
+            try:
+                provision.server = await frontend.controller.server_state()
+            except LoraServerError:
+                provision.server = None
         return Response(frontend.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

@@ -4,6 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
+from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError
 
 
@@ -45,6 +46,7 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
         "served_model_name": "base",
         "routing": "least_outstanding",
         "lora_server": None,
+        "provision": None,
     }
 
 
@@ -122,7 +124,22 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         "served_model_name": "base",
         "routing": "round_robin",
         "lora_server": {"layout": "EP2-PP1", "capacity": 8},
+        "provision": None,
     }
+
+
+def test_options_say_how_the_load_is_watched(served, cluster_file, model_dir):
+    assert run(model_dir, "--target-iar", "0.9", "--provision-window-s", "60").exit_code == 0
+    assert served[0][1]["provision"] == ProvisionConfig(target_iar=0.9, window_s=60.0)
+    with open(cluster_file, "a") as file:
+        file.write("provision: {target_iar: 0.8, interval_s: 5, min_capacity: 3}\n")
+    assert run("--config", cluster_file, "--target-iar", "0.7", "--auto-resize").exit_code == 0
+    assert served[1][1]["provision"] == ProvisionConfig(
+        target_iar=0.7, interval_s=5.0, min_capacity=3, auto_resize=True
+    )
+    result = run(model_dir, "--auto-resize")
+    assert result.exit_code == 1
+    assert "provision.auto_resize needs a LoRA Server" in result.output
 
 
 def test_front_end_alone_serves_the_cluster_of_the_file(monkeypatch, cluster_file):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig
+from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster import FrontEndConfig, read_cluster
 
@@ -66,6 +66,13 @@ def test_a_model_alone_is_enough_for_one_host(read):
     assert cluster.instance().lora_server is None
 
 
+def test_the_load_is_watched_as_the_file_says(read):
+    assert read("model_dir: m").provision is None
+    assert read("model_dir: m\nprovision:").provision == ProvisionConfig()
+    found = read("model_dir: m\nlora_server: {}\nprovision: {window_s: 60, auto_resize: true}").provision
+    assert found == ProvisionConfig(window_s=60.0, auto_resize=True)
+
+
 def test_the_key_is_not_shown(read):
     assert "secret" not in repr(read("model_dir: m\nkey: secret"))
 
@@ -92,6 +99,12 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nlora_server: {capacity: 0}", "lora_server.capacity=0 must be 1 or more"),
         ("model_dir: m\nfront_end: {port: 70000}", "front_end.port=70000 must be between"),
         ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
+        ("model_dir: m\nprovision: {slo: 1}", "provision.slo is not a setting; allowed are target_iar"),
+        (
+            "model_dir: m\nprovision: {target_iar: 95}",
+            "provision.target_iar=95.0 must be above 0 and at most 1",
+        ),
+        ("model_dir: m\nprovision: {auto_resize: true}", "provision.auto_resize needs a LoRA Server"),
         ("model_dir: m\nadapters: [a]", "adapters must be a mapping"),
         ("model_dir: m\nadapters: {'a,b': x}", "without commas"),
         ("model_dir: m\nadapters: {m: x}", "names the base model and an adapter"),
@@ -127,6 +140,6 @@ def test_where_instances_dial_in_must_be_known(read):
 def test_docs_describe_every_field():
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     left_out = {"model_dir", "lora_server", "instance", "key"}
-    for kind in (EngineConfig, LoraServerConfig, FrontEndConfig):
+    for kind in (EngineConfig, LoraServerConfig, FrontEndConfig, ProvisionConfig):
         for one in fields(kind):
             assert one.name in left_out or f"`{one.name}`" in text, one.name

@@ -54,6 +54,31 @@ def test_equal_prompt_reuses_computed_blocks_of_its_adapter_version_only():
     assert parts.step()["base"] == 9
 
 
+def test_only_waiting_for_an_adapters_place_counts_as_that():
+    parts = Parts(max_loras=1, max_num_seqs=3)
+    first, second = (parts.residency.add(packed(name), None) for name in ("first", "second"))
+    running = [parts.add(name, range(3), first) for name in ("one", "two")]
+    held_back = parts.add("three", range(3), second)
+    parts.step()
+    for name in ("four", "five"):
+        running.append(parts.add(name, range(3), first))
+    parts.clock.advance(1.0)
+    parts.step()
+    crowded = running[-1]
+    assert crowded in parts.scheduler.waiting, "three run already"
+    parts.scheduler.finish(running.pop(0))
+    parts.clock.advance(1.0)
+    parts.step()
+    assert crowded in parts.scheduler.running
+    assert (crowded.timing(9.0).queue_s, crowded.timing(9.0).adapter_wait_s) == (2.0, 0.0)
+    for sequence in running:
+        parts.scheduler.finish(sequence)
+    parts.clock.advance(1.0)
+    parts.step()
+    assert held_back.timing(9.0).adapter_wait_s == 3.0
+    assert held_back.timing(9.0).queue_s == 3.0
+
+
 def test_request_waits_while_every_slot_is_taken_and_others_pass_it():
     parts = Parts(max_loras=1)
     first, second = (parts.residency.add(packed(name), None) for name in ("first", "second"))

@@ -118,7 +118,7 @@ class ControlConnection:
             logger.debug("can't send to %s: %r", self.peer, error)
         finally:
             self._gone.set()
-            _shut_down(self._connection)
+            hang_up(self._connection)
 
     def _next_parts(self) -> Iterable[bytes] | None:
         try:
@@ -127,7 +127,8 @@ class ControlConnection:
             return [_BEAT]
 
 
-def _shut_down(connection: Connection) -> None:
+def hang_up(connection: Connection) -> None:
+    """End a connection, also under a thread that reads from it."""
     try:
         with socket.socket(fileno=socket.dup(connection.fileno())) as sock:
             sock.shutdown(socket.SHUT_RDWR)
@@ -210,13 +211,19 @@ def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) 
 class ControlServer:
     """Accepts connections; each is served by the handler of its role, in a thread of its own.
 
-    agreed: what every peer's hello must repeat under "agreed" (protocol version, model, dtype).  address:
-    where it listens, the port chosen if 0 was asked for.
+    agreed: what every peer's hello must repeat under "agreed" (protocol version, model, dtype).
+    admin_handlers: of roles that need not, because they know nothing of the model.  address: where it
+    listens, the port chosen if 0 was asked for.
     Raises LoraServerError if the address can't be listened at.
     """
 
     def __init__(
-        self, address: str, key: bytes, agreed: Mapping[str, Any], handlers: Mapping[str, Handler]
+        self,
+        address: str,
+        key: bytes,
+        agreed: Mapping[str, Any],
+        handlers: Mapping[str, Handler],
+        admin_handlers: Mapping[str, Handler] | None = None,
     ) -> None:
         family, place = parse_address(address)
         self._socket = socket.socket(family)
@@ -237,6 +244,7 @@ class ControlServer:
         self._key = key
         self._agreed = agreed
         self._handlers = handlers
+        self._admin_handlers = admin_handlers or {}
         self._connections: set[ControlConnection] = set()
         self._stopping = False
         threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
@@ -306,7 +314,12 @@ class ControlServer:
             connection.close()
 
     def _handle(self, connection: ControlConnection, hello: Message) -> None:
-        handler = self._handlers.get(hello.get("role", ""))
+        role = hello.get("role", "")
+        admin = self._admin_handlers.get(role)
+        if admin is not None:
+            admin(connection, hello)
+            return
+        handler = self._handlers.get(role)
         problem = disagreement(self._agreed, hello.get("agreed", {}), connection.peer)
         if problem is None and handler is not None:
             handler(connection, hello)

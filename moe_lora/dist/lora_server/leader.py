@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import AdapterError, AdapterNotFoundError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError
 
+from .admin import ServerState, serve_admin
 from .content import receive_content, send_content
 from .control import SILENCE_S, ControlConnection, Message
 from .kept import shard_pages
@@ -25,7 +26,7 @@ from .server_pages import ShardPages
 
 logger = logging.getLogger(__name__)
 
-_LEADER = 0
+LEADER = 0
 
 
 class Leader:
@@ -55,6 +56,7 @@ class Leader:
         self._facts = facts
         self._carry_out = carry_out
         self._lease_timeout_s = lease_timeout_s
+        self._num_slots = table.capacity
         self._lock = threading.RLock()
         self._instances: dict[str, ControlConnection] = {}
         self._registered_by: dict[str, set[str]] = {}
@@ -65,6 +67,53 @@ class Leader:
     def set_address(self, server_rank: int, address: str) -> None:
         """Where clients find this rank."""
         self._addresses[server_rank] = address
+
+    # The admin
+
+    def serve_admin(self, connection: ControlConnection, hello: Message) -> None:
+        serve_admin(self, connection, hello)
+
+    def state(self) -> ServerState:
+        """Counts for metrics, and what could be changed."""
+        with self._lock:
+            table = self._table
+            return ServerState(
+                capacity=table.capacity, max_capacity=table.max_capacity(), **asdict(table.stats())
+            )
+
+    def resize(self, capacity: int) -> None:
+        """Change the number of adapters resident at once, here and on all ranks; see `LeaseTable.resize`.
+
+        Raises ConfigError below 1, CapacityError for more than before if the ranks' memory can't hold them.
+        """
+        with self._lock:
+            before = self._table.capacity
+            if capacity > before:
+                self._check_memory(capacity)
+            self._table.resize(capacity, time.monotonic())
+            self._num_slots = max(self._num_slots, capacity)
+            for server_rank in range(self._partition.layout.num_ranks):
+                self._tell_rank(server_rank, self._resize_command())
+            self._dispatch()
+        logger.info("capacity of the LoRA Server: %d adapters, before %d", capacity, before)
+
+    def _check_memory(self, capacity: int) -> None:
+        limit = self._table.max_capacity()
+        if limit is None:
+            raise CapacityError(
+                f"capacity={capacity}: no adapter is registered, so it is not known how many fit; load one "
+                "first"
+            )
+        if capacity > limit:
+            raise CapacityError(
+                f"capacity={capacity} is more than the memory of the LoRA Server's ranks holds, which is "
+                f"{limit} of the largest adapters; choose at most that, or start it with more "
+                "lora_server.memory_gb"
+            )
+
+    def _resize_command(self) -> Message:
+        """Slots are never taken back: a lease of before may be in any of them."""
+        return {"kind": "resize", "num_slots": self._num_slots}
 
     # Clients that look for a rank
 
@@ -80,6 +129,7 @@ class Leader:
             connection.send("welcome", **self._facts)
             self._ranks[server_rank] = connection
             self._addresses[server_rank] = connection.reachable(hello["address"])
+            self._tell_rank(server_rank, self._resize_command())
             for adapter in self._table.residents():
                 assert adapter.slot is not None
                 load = Load(adapter.adapter_id, adapter.slot, adapter.generation, adapter.runs)
@@ -231,7 +281,7 @@ class Leader:
         }
 
     def _tell_rank(self, server_rank: int, command: Message) -> None:
-        if server_rank == _LEADER:
+        if server_rank == LEADER:
             try:
                 self._carry_out(command)
             except Exception:  # what was decided after it must be carried out all the same

@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import CapacityError, LoraServerError
+from moe_lora.core.problems import LastProblem
 from moe_lora.kernels.step import Lease
 
 from .content import send_content
@@ -146,7 +147,7 @@ class LeaseClient(threading.Thread):
         self._send("acquire", adapter_id, number=self._wanted[adapter_id])
 
     def run(self) -> None:
-        problem = ""
+        problem = LastProblem()
         while True:
             connection = self._connection
             if connection is not None:
@@ -156,11 +157,10 @@ class LeaseClient(threading.Thread):
                 return
             try:
                 self._resume(dial(self._address, self._key, self._hello, 1.0)[0])
-                problem = ""
+                problem.over()
             except LoraServerError as error:
-                if str(error) != problem:
-                    problem = str(error)
-                    logger.warning("%s", problem)
+                if problem.is_new(str(error)):
+                    logger.warning("%s", error)
                 self._stopping.wait(_RETRY_S)
 
     def _listen(self, connection: ControlConnection) -> None:

@@ -158,6 +158,15 @@ class LeaseTable:
         self._residency.set_capacity(capacity)
         self._grant_waiting(now_s)
 
+    @property
+    def capacity(self) -> int:
+        """Adapters resident at once."""
+        return self._residency.capacity
+
+    def max_capacity(self) -> int | None:
+        """The largest capacity that memory holds (see `ServerResidency.max_capacity`)."""
+        return self._residency.max_capacity()
+
     def residents(self) -> Iterable[ServedAdapter]:
         """The resident adapters, to be read only."""
         return self._residency.resident.values()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from moe_lora.core.errors import LoraServerError, PeerUnreachableError
+from moe_lora.core.problems import LastProblem
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
 from .attend import attended
@@ -86,7 +87,7 @@ class ServerLink(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        problem = ""
+        problem = LastProblem()
         while True:
             if self._connection is not None:
                 self._watch(self._connection)
@@ -98,11 +99,10 @@ class ServerLink(threading.Thread):
             try:
                 self._connection = self.connect(timeout_s=1.0)
                 logger.info("%s is linked to the LoRA Server again", self.name)
-                problem = ""
+                problem.over()
             except Exception as error:  # whatever it is, deltas are computed here meanwhile
-                if str(error) != problem:
-                    problem = str(error)
-                    logger.warning("%s: %s; deltas are computed here", self.name, problem)
+                if problem.is_new(str(error)):
+                    logger.warning("%s: %s; deltas are computed here", self.name, error)
                 self._stopping.wait(_RETRY_S)
 
     def _watch(self, connection: ControlConnection) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from moe_lora.core.errors import LoraServerError
+from moe_lora.core.problems import LastProblem
 
 from .control import SILENCE_S, ControlConnection, Message, dial
 from .orders import Orders
@@ -21,8 +22,8 @@ _RETRY_S = 0.3
 class Membership(threading.Thread):
     """Keeps this rank joined: hears what to load; starts over when the leader is a new one.
 
-    welcome: what the leader said first; the rank's memory is laid out by it.  on_change: called when a new
-    leader wants another layout, which takes a new process.
+    welcome: what the leader said first; the rank's memory is laid out by it, and slots are added by later
+    orders.  on_change: called when a new leader wants another layout, which takes a new process.
     """
 
     def __init__(self, address: str, key: bytes, hello: Message, on_change: Callable[[], None]) -> None:
@@ -49,7 +50,7 @@ class Membership(threading.Thread):
 
     def run(self) -> None:
         assert self._orders is not None
-        problem = ""
+        problem = LastProblem()
         first_generation = self.welcome["first_generation"]
         while True:
             try:
@@ -67,9 +68,8 @@ class Membership(threading.Thread):
                     self._connection, welcome = self._join(timeout_s=1.0)
                     break
                 except Exception as error:  # whatever it is, the leader may be well again later
-                    if str(error) != problem:
-                        problem = str(error)
-                        logger.warning("%s", problem)
+                    if problem.is_new(str(error)):
+                        logger.warning("%s", error)
                     self._stopping.wait(_RETRY_S)
             if self._stopping.is_set():
                 self._connection.close()
@@ -91,7 +91,8 @@ class Membership(threading.Thread):
 
 
 def _layout(welcome: Message) -> Message:
-    return {name: value for name, value in welcome.items() if name not in ("kind", "first_generation")}
+    """What a rank that is running can't change."""
+    return {name: welcome[name] for name in ("num_pages", "page_bytes")}
 
 
 def find_rank(address: str, key: bytes, agreed: Message, server_rank: int, timeout_s: float = 1.0) -> str:

@@ -46,10 +46,13 @@ class Orders:
             self.carry_out(message)
 
     def carry_out(self, order: Message) -> None:
-        """Begin a load whose content is in the store, or evict.
+        """Begin a load whose content is in the store, evict, or make slots.
 
         A load that fails counts as evicted: requests for it are refused and don't wait.
         """
+        if order["kind"] == "resize":
+            self._shelf.grow(order["num_slots"])
+            return
         slot, generation = order["slot"], order["generation"]
         if order["kind"] == "evict":
             self._shelf.evict(slot, generation)

@@ -25,7 +25,7 @@ from moe_lora.dist.transport.contract import RemoteWindow, Window
 
 from .control import SILENCE_S, ControlConnection, ControlServer, Handler, Message
 from .frames import PROTOCOL_VERSION, FrameLayout
-from .leader import Leader
+from .leader import LEADER, Leader
 from .leases import LeaseTable
 from .membership import Membership, TurnsListener, find_rank
 from .memory import Memory, plan_memory
@@ -37,7 +37,6 @@ from .shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
-LEADER = 0
 _PUT_TIMEOUT_S = 3.0
 """How long an instance that takes no answers may hold up the others' before it counts as gone."""
 
@@ -152,6 +151,7 @@ class ServerRank:
             self._key,
             self._agreed,
             roles | {"data": self._serve_data, "turns": self._serve_turns},
+            {"admin": leader.serve_admin},
         )
         leader.set_address(LEADER, self._control.address)
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moe_lora.core.config import MAX_COUNT
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
 from moe_lora.policies.eviction import least_recently_used
 
@@ -76,6 +77,21 @@ class ServerResidency:
             self._generations.append(0)
             heapq.heappush(self._free_slots, slot)
         self.capacity = capacity
+
+    def max_capacity(self) -> int | None:
+        """The largest number of adapters that every rank's pages hold, whichever they are; None if none is
+        registered.
+
+        Those that are not registered yet count as large as the largest.  Pages that lie between others and
+        fit no run are not considered: an adapter that finds no place for that waits.
+        """
+        known = [adapter.shard_pages for adapter in self._adapters.values() if not adapter.retired]
+        if not known:
+            return None
+        return min(
+            _num_fitting(num_pages, [sum(pages.get(rank, {}).values()) for pages in known])
+            for rank, num_pages in enumerate(self._pages.pages_per_rank)
+        )
 
     @property
     def overfull(self) -> bool:
@@ -194,3 +210,13 @@ class ServerResidency:
                     f"{given} (lora_server.memory_gb={given * self._page_bytes / 1e9:g} a rank); "
                     f"choose lora_server.memory_gb={least_gb:g} or more"
                 )
+
+
+def _num_fitting(num_pages: int, sizes: list[int]) -> int:
+    """How many adapters fit into the pages even if they are the largest ones."""
+    largest = max(sizes)
+    for count, size in enumerate(sorted(sizes, reverse=True)):
+        if size > num_pages:
+            return count
+        num_pages -= size
+    return len(sizes) + (num_pages // largest if largest else MAX_COUNT)

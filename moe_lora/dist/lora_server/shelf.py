@@ -78,7 +78,7 @@ class Shelf:
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.loaded = np.zeros((capacity, shape.num_layers), dtype=np.int64)
         self._loading: deque[_Loading] = deque()
-        self._epoch = 0
+        self._epoch = self._first_generation = 0
         self._changed = threading.Condition()
         self._stopping = False
         self.reading = threading.Lock()
@@ -121,12 +121,26 @@ class Shelf:
         with self._changed:
             self._loading.clear()
             self._epoch += 1  # a leader heard again sends the same generations anew
+            self._first_generation = first_generation
             self.generation[:] = first_generation
             self.loaded[:] = 0
             with self.reading:
                 for slot in range(len(self.generation)):
                     self.slots.clear(slot)
         self._on_progress()
+
+    def grow(self, num_slots: int) -> None:
+        """Have at least that many slots, new ones empty; until then, requests for them are stale."""
+        with self._changed:
+            more = num_slots - len(self.generation)
+            if more <= 0:
+                return
+            slots = self.slots.grown(num_slots)
+            with self.reading:
+                self.slots = slots
+            # The data loop looks up a slot here once `generation` has it.
+            self.loaded = np.pad(self.loaded, ((0, more), (0, 0)))
+            self.generation = np.pad(self.generation, (0, more), constant_values=self._first_generation)
 
     def set_led(self, led: bool) -> None:
         """Whether there is a leader; without one a request for what is not here is not kept waiting."""

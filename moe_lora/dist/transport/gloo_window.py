@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_lora.core.errors import PeerGoneError
 
-from .descriptor import Descriptor, check_range, check_signal, check_sizes, check_tensor
+from .descriptor import Descriptor, check_range, check_signal, check_tensor
 from .gloo_link import Link, Op
 from .shm_library import SignalWords, lines
+from .window import LocalWindow
 
 if TYPE_CHECKING:
     from .gloo import GlooTransport
 
 
-class GlooWindow:
+class GlooWindow(LocalWindow["GlooTransport"]):
     """Private memory that this process's receiver threads fill."""
 
     def __init__(
         self, owner: GlooTransport, number: int, label: str, num_bytes: int, num_signals: int
     ) -> None:
-        check_sizes(label, num_bytes, num_signals)
-        self.label, self.num_bytes, self.num_signals = label, num_bytes, num_signals
+        super().__init__(owner, label, num_bytes, num_signals)
         self.number = number
         self.bytes = torch.zeros(num_bytes, dtype=torch.uint8)
         self.words = SignalWords(lines(num_signals), owner.doorbell)
-        self._owner = owner
 
-    def descriptor(self) -> bytes:
-        """As in the contract; the medium is the address where the owner receives."""
-        return Descriptor(
-            kind=self._owner.kind,
-            peer=self._owner.name,
-            label=self.label,
-            generation=self._owner.generation,
-            num_bytes=self.num_bytes,
-            num_signals=self.num_signals,
-            medium={**self._owner.address(), "window": self.number},
-        ).encode()
-
-    def read_signal(self, signal: int) -> int:
-        """Present value."""
-        check_signal(self, signal)
-        return self.words.read(signal)
-
-    def set_signal(self, signal: int, value: int) -> None:
-        """Set the value here and wake this process's waiters."""
-        check_signal(self, signal, value)
-        self.words.set(signal, value)
+    def medium(self) -> dict[str, Any]:
+        """The address where the owner receives."""
+        return {**self._owner.address(), "window": self.number}
 
     def free(self) -> None:
         """Later puts change nothing, and the sender's next quiet raises PeerGoneError."""

@@ -13,8 +13,9 @@ import torch
 
 from moe_lora.core.errors import PeerGoneError
 
-from .descriptor import Descriptor, check_range, check_signal, check_sizes
+from .descriptor import Descriptor, check_range, check_signal
 from .shm_library import SignalWords, lines
+from .window import LocalWindow
 
 if TYPE_CHECKING:
     from .nixl import NixlTransport
@@ -37,14 +38,14 @@ class Transfer:
     notice: bytes = b""
 
 
-class NixlWindow:
+class NixlWindow(LocalWindow["NixlTransport"]):
     """Registered memory."""
 
     def __init__(
         self, owner: NixlTransport, number: int, label: str, num_bytes: int, num_signals: int
     ) -> None:
-        check_sizes(label, num_bytes, num_signals)
-        self.label, self.num_bytes, self.num_signals, self.number = label, num_bytes, num_signals, number
+        super().__init__(owner, label, num_bytes, num_signals)
+        self.number = number
         self._map = mmap.mmap(-1, mmap.PAGESIZE + num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._tag = secrets.randbits(62)
@@ -52,37 +53,23 @@ class NixlWindow:
         self.memory[: HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.bytes = self.memory[mmap.PAGESIZE :]
         self.words = SignalWords(lines(num_signals), owner.doorbell)
-        self._owner = owner
 
-    def descriptor(self) -> bytes:
-        """As in the contract; the medium is NIXL's metadata and the address."""
+    def medium(self) -> dict[str, Any]:
+        """NIXL's metadata and the address."""
         agent, metadata = self._owner.identity()
-        return Descriptor(
-            kind=self._owner.kind,
-            peer=self._owner.name,
-            label=self.label,
-            generation=self._owner.generation,
-            num_bytes=self.num_bytes,
-            num_signals=self.num_signals,
-            medium={
-                "agent": agent,
-                "metadata": base64.b64encode(metadata).decode(),
-                "address": self.memory.data_ptr(),
-                "tag": self._tag,
-                "window": self.number,
-            },
-        ).encode()
+        return {
+            "agent": agent,
+            "metadata": base64.b64encode(metadata).decode(),
+            "address": self.memory.data_ptr(),
+            "tag": self._tag,
+            "window": self.number,
+        }
 
     def read_signal(self, signal: int) -> int:
         """Present value, after collecting what has arrived."""
         check_signal(self, signal)
         self._owner.collect()
-        return self.words.read(signal)
-
-    def set_signal(self, signal: int, value: int) -> None:
-        """Set the value here and wake this process's waiters."""
-        check_signal(self, signal, value)
-        self.words.set(signal, value)
+        return super().read_signal(signal)
 
     def free(self) -> None:
         """Later puts change nothing, and the sender's next quiet raises PeerGoneError; views read zeros."""

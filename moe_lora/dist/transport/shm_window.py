@@ -5,58 +5,39 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_lora.core.errors import PeerGoneError, PeerUnreachableError
 
 from . import shm_library
-from .descriptor import Descriptor, check_range, check_signal, check_sizes
+from .descriptor import Descriptor, check_range, check_signal
 from .shm_library import SignalWords
 from .shm_memory import OwnSegment, Segment, map_peer_segment
+from .window import LocalWindow
 
 if TYPE_CHECKING:
     from .shm import ShmTransport
 
 
-class ShmWindow:
+class ShmWindow(LocalWindow["ShmTransport"]):
     """Local memory in a segment of its own."""
 
     def __init__(self, owner: ShmTransport, label: str, num_bytes: int, num_signals: int) -> None:
-        check_sizes(label, num_bytes, num_signals)
-        self.label, self.num_bytes, self.num_signals = label, num_bytes, num_signals
+        super().__init__(owner, label, num_bytes, num_signals)
         self._segment = OwnSegment(num_bytes, num_signals)
         self.bytes = self._segment.data
         self.words = SignalWords(self._segment.signals, owner.bell.doorbell)
-        self._owner = owner
 
-    def descriptor(self) -> bytes:
-        """As in the contract; the medium is process, files, tags."""
+    def medium(self) -> dict[str, Any]:
+        """Process, files, tags."""
         bell = self._owner.bell
-        return Descriptor(
-            kind=self._owner.kind,
-            peer=self._owner.name,
-            label=self.label,
-            generation=self._owner.generation,
-            num_bytes=self.num_bytes,
-            num_signals=self.num_signals,
-            medium={
-                "pid": os.getpid(),
-                **{"fd": self._segment.fd, "tag": self._segment.tag},
-                **{"bell_fd": bell.fd, "bell_tag": bell.tag},
-            },
-        ).encode()
-
-    def read_signal(self, signal: int) -> int:
-        """Present value."""
-        check_signal(self, signal)
-        return self.words.read(signal)
-
-    def set_signal(self, signal: int, value: int) -> None:
-        """Set the value here and wake this process's waiters."""
-        check_signal(self, signal, value)
-        self.words.set(signal, value)
+        return {
+            "pid": os.getpid(),
+            **{"fd": self._segment.fd, "tag": self._segment.tag},
+            **{"bell_fd": bell.fd, "bell_tag": bell.tag},
+        }
 
     def free(self) -> None:
         """Take the window back: later puts of peers raise PeerGoneError."""

@@ -342,3 +342,17 @@ def test_residents_show_who_uses_them():
     table.acquire("j", "a", 2.0)
     (view,) = table.residents()
     assert (view.adapter_id, view.slot, view.num_running, view.last_used_s) == ("a", 0, 2, 2.0)
+
+
+def test_largest_capacity_is_what_holds_whichever_adapters_come():
+    table = LeaseTable(1, [10, 100], 1000, starvation_s=5.0)
+    assert table.max_capacity() is None
+    table.register("large", {0: {0: 3, 1: 1}, 1: {0: 1}})
+    assert table.max_capacity() == 2, "two of 4 pages in 10"
+    table.register("small", {0: {0: 1}, 1: {0: 1}})
+    assert table.max_capacity() == 3, "4 + 1, and of the 5 left another 4"
+    for number in range(9):
+        table.register(str(number), {0: {0: 1}})
+    assert table.max_capacity() == 7, "4 + 6 times 1"
+    table.unregister("large", 0.0)
+    assert table.max_capacity() == 10

@@ -37,6 +37,9 @@ class Gate:
         self._passes.release(num_layers)
 
 
+FIRST = 1000
+
+
 def make_shelf(on_progress=lambda: None, load_bytes_per_s: float | None = None) -> Shelf:
     return Shelf(
         SHAPE,
@@ -107,6 +110,23 @@ def test_layers_that_an_adapter_has_nothing_of_are_there_at_once(shelf):
     some = {layer: run for layer, run in runs(0).items() if layer == LAST}
     shelf.load(0, 1, random_adapter("a", SHAPE), some)
     assert ready(shelf, 0, 1)[:LAST] == [True] * LAST
+
+
+def test_load_under_way_goes_on_when_slots_are_added(shelf, gate):
+    shelf.start_over(FIRST)
+    shelf.load(0, FIRST + 1, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(shelf, 0, FIRST + 1)[0])
+    shelf.grow(CAPACITY + 2)
+    gate.let(100)
+    until(lambda: all(ready(shelf, 0, FIRST + 1)))
+    added = CAPACITY + 1
+    assert not stale(shelf, added, FIRST + 1)
+    assert stale(shelf, added, FIRST - 1), "an earlier leader's"
+    assert not any(ready(shelf, added, FIRST + 1))
+    shelf.load(added, FIRST + 1, random_adapter("b", SHAPE), runs(1))
+    until(lambda: all(ready(shelf, added, FIRST + 1)))
+    shelf.grow(1)
+    assert len(shelf.generation) == CAPACITY + 2, "slots are never taken back"
 
 
 def test_evicted_while_loading_is_stale_and_never_ready(shelf, gate):

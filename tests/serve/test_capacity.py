@@ -1,0 +1,305 @@
+"""The load on adapters over HTTP, and the LoRA Server's capacity: a scripted engine, a server on paper."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from moe_lora.cli.main import main
+from moe_lora.core.clock import VirtualClock
+from moe_lora.core.config import ProvisionConfig
+from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
+from moe_lora.dist.lora_server.admin import ServerState
+from moe_lora.provision.demand import DemandWindow
+from moe_lora.serve.app import create_app
+from moe_lora.serve.controller import Controller
+from tests.serve.conftest import as_served
+from tests.serve.live_server import Served
+from tests.serve.scripted_engine import TIMING, adapter_info
+from tests.serve.test_metrics import samples, value
+
+STATE = ServerState(
+    capacity=2,
+    max_capacity=20,
+    num_resident=2,
+    num_leases=1,
+    num_waiting=3,
+    num_loads=7,
+    num_evictions=5,
+    resident_bytes=200,
+    loaded_bytes=700,
+)
+
+
+class PaperServer:
+    """Answers as a `LoraServerAdmin`."""
+
+    def __init__(self) -> None:
+        self.current = STATE
+        self.gone = False
+
+    def state(self) -> ServerState:
+        if self.gone:
+            raise LoraServerError("no LoRA Server answers at lora_server.address=x")
+        return self.current
+
+    def resize(self, capacity: int) -> ServerState:
+        if capacity > self.current.max_capacity:
+            raise CapacityError(f"capacity={capacity} is more than fits; choose at most 20")
+        self.current = replace(self.state(), capacity=capacity)
+        return self.current
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+def paper() -> PaperServer:
+    return PaperServer()
+
+
+@contextlib.contextmanager
+def served_with(shared_thread, engine, tokenizer, controller: Controller | None) -> Iterator[Served]:
+    switch, url = shared_thread
+    switch.app = create_app(engine, tokenizer, "base", controller)
+    with as_served(url, engine) as served:
+        yield served
+
+
+@pytest.fixture
+def controller(engine, paper, clock) -> Controller:
+    return Controller(ProvisionConfig(target_iar=0.95), engine, paper, clock)
+
+
+@pytest.fixture
+def watched(shared_thread, engine, tokenizer, controller) -> Iterator[Served]:
+    with served_with(shared_thread, engine, tokenizer, controller) as served:
+        yield served
+
+
+def load(window: DemandWindow, clock: VirtualClock, num_adapters: int, in_service: int = 4) -> None:
+    """A while in which `in_service` requests run at any time, for each adapter in turn."""
+    for turn in range(20 * num_adapters):
+        visits = [window.begin(f"adapter-{(turn + one) % num_adapters}") for one in range(in_service)]
+        for visit in visits:
+            visit.start()
+        clock.advance(1.0)
+        for visit in visits:
+            visit.end(replace(TIMING, adapter_wait_s=float(turn % 2), prefill_s=0.0))
+
+
+def evaluated(controller: Controller) -> Controller:
+    asyncio.run(controller.evaluate())
+    return controller
+
+
+def test_requests_over_http_are_the_load(watched, engine, controller, clock):
+    engine.adapters["other"] = adapter_info("other")
+    for model in ("shout", "shout", "other", "base", "nobody"):
+        watched.post("/v1/completions", {"prompt": "hello", "model": model, "max_tokens": 3})
+    watched.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "model": "other"})
+    clock.advance(10.0)
+    demand = controller.window.demand()
+    assert sorted(demand.counts.tolist()) == [2, 2], "neither the base nor what does not exist"
+    assert demand.num_timed == demand.num_at_once == 4
+    assert demand.global_batch == pytest.approx(4 * TIMING.prefill_s / 10.0), "the clock stood still"
+
+
+def test_metrics_show_the_evaluation_and_the_server(watched, controller, clock):
+    found = samples(watched)
+    assert not any(key[0] == "moe_lora:iar_predicted" for key in found), "nothing was evaluated yet"
+    load(controller.window, clock, 8)
+    latest = evaluated(controller).latest
+    found = samples(watched)
+    assert value(found, "moe_lora:iar_predicted") == latest.predicted_iar < 0.95
+    assert value(found, "moe_lora:iar_measured") == 0.5
+    assert value(found, "moe_lora:iar_target") == 0.95
+    assert value(found, "moe_lora:adapter_capacity") == 2
+    assert value(found, "moe_lora:adapter_capacity_needed") == latest.needed_capacity > 2
+    assert value(found, "moe_lora:expected_active_adapters") == latest.expected_active
+    assert value(found, "moe_lora:global_batch") == pytest.approx(4.0)
+    assert value(found, "moe_lora:lora_server_up") == 1
+    assert value(found, "moe_lora:lora_server_capacity") == 2
+    assert value(found, "moe_lora:lora_server_resident_adapters") == 2
+    assert value(found, "moe_lora:lora_server_leases") == 1
+    assert value(found, "moe_lora:lora_server_waiting") == 3
+    assert value(found, "moe_lora:lora_server_loads_total") == 7
+    assert value(found, "moe_lora:lora_server_evictions_total") == 5
+    assert value(found, "moe_lora:lora_server_resident_bytes") == 200
+    assert value(found, "moe_lora:lora_server_loaded_bytes_total") == 700
+
+
+def test_the_document_names_every_metric_of_the_controller_and_no_other(
+    watched, engine, tokenizer, shared_thread
+):
+    def exported(text: str) -> set[str]:
+        families = text_string_to_metric_families(text)
+        return {f.name + ("_total" if f.type == "counter" else "") for f in families}
+
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    with_controller = exported(watched.get("/metrics").text)
+    switch, _ = shared_thread
+    switch.app = create_app(engine, tokenizer, "base")
+    without = exported(watched.get("/metrics").text)
+    assert set(re.findall(r"`(moe_lora:\w+)`", page)) == with_controller - without
+
+
+def test_server_that_does_not_answer_is_shown_as_down(watched, controller, paper, clock, caplog):
+    load(controller.window, clock, 8)
+    evaluated(controller)
+    paper.gone = True
+    evaluated(evaluated(controller))
+    assert caplog.text.count("no LoRA Server answers") == 1
+    found = samples(watched)
+    assert value(found, "moe_lora:lora_server_up") == 0
+    assert not any(key[0] in ("moe_lora:iar_predicted", "moe_lora:lora_server_capacity") for key in found)
+    response = watched.get("/v1/lora_server")
+    assert response.status_code == 503
+    assert "no LoRA Server answers" in response.json()["error"]["message"]
+
+
+def test_state_and_evaluation_can_be_read(watched, controller, clock):
+    assert watched.get("/v1/provision").json()["latest"] is None
+    load(controller.window, clock, 8)
+    latest = evaluated(controller).latest
+    shown = watched.get("/v1/provision").json()
+    assert shown["settings"]["target_iar"] == 0.95
+    assert shown["latest"]["needed_capacity"] == latest.needed_capacity
+    assert shown["latest"]["suffices"] is False
+    assert watched.get("/v1/lora_server").json()["num_waiting"] == 3
+
+
+def test_capacity_is_changed_over_http_and_by_the_command(watched, paper):
+    response = watched.post("/v1/lora_server/capacity", {"capacity": 9})
+    assert (response.status_code, response.json()["capacity"]) == (200, 9)
+    assert paper.current.capacity == 9
+    result = CliRunner().invoke(main, ["capacity", "11", "--url", watched.url])
+    assert result.exit_code == 0, result.output
+    assert "capacity 11 (at most 20), resident 2" in result.output
+    assert paper.current.capacity == 11
+    assert "capacity 11 " in CliRunner().invoke(main, ["capacity", "--url", watched.url]).output
+
+
+@pytest.mark.parametrize("body", [{"capacity": 0}, {"capacity": "many"}, {}, {"capacity": 3, "now": True}])
+def test_bodies_that_name_no_capacity_are_400(watched, paper, body):
+    assert watched.post("/v1/lora_server/capacity", body).status_code == 400
+    assert paper.current == STATE
+
+
+def test_capacity_beyond_memory_is_400_with_what_fits(watched, paper):
+    response = watched.post("/v1/lora_server/capacity", {"capacity": 21})
+    assert response.status_code == 400
+    assert "choose at most 20" in response.json()["error"]["message"]
+    result = CliRunner().invoke(main, ["capacity", "21", "--url", watched.url])
+    assert (result.exit_code, paper.current.capacity) == (1, 2)
+    assert "choose at most 20" in result.output
+
+
+def test_command_says_when_no_server_answers():
+    result = CliRunner().invoke(main, ["capacity", "--url", "http://127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "no moe-lora server answers at http://127.0.0.1:1" in result.output
+
+
+@pytest.mark.parametrize("path", ["/v1/provision", "/v1/lora_server"])
+def test_without_a_controller_there_is_nothing_to_see(server, path):
+    response = server.get(path)
+    assert response.status_code == 404
+    assert "LoRA Server" in response.json()["error"]["message"]
+
+
+def test_without_a_lora_server_instances_have_their_own_places(shared_thread, engine, tokenizer, clock):
+    controller = Controller(ProvisionConfig(), engine, None, clock)
+    load(controller.window, clock, 8)
+    assert evaluated(controller).latest.capacity == 4, "max_loras of the engine"
+    with served_with(shared_thread, engine, tokenizer, controller) as served:
+        assert value(samples(served), "moe_lora:adapter_capacity") == 4
+        assert not any(key[0] == "moe_lora:lora_server_up" for key in samples(served))
+        assert served.get("/v1/provision").json()["latest"]["capacity"] == 4
+        assert served.post("/v1/lora_server/capacity", {"capacity": 3}).status_code == 404
+
+
+def test_a_line_is_logged_when_the_capacity_stops_sufficing_and_when_it_does_again(
+    controller, paper, clock, caplog
+):
+    caplog.set_level(logging.INFO, "moe_lora.serve.controller")
+    load(controller.window, clock, 2)
+    evaluated(controller)
+    assert not caplog.messages
+    load(controller.window, clock, 12)
+    evaluated(evaluated(controller))
+    assert [message.split(":")[0] for message in caplog.messages] == ["room for 2 adapters is too little"]
+    paper.resize(12)
+    evaluated(evaluated(controller))
+    assert [message.split(":")[0] for message in caplog.messages[1:]] == [
+        "room for 12 adapters is enough again"
+    ]
+
+
+def test_capacity_follows_the_load_if_asked_to(engine, paper, clock):
+    controller = Controller(ProvisionConfig(auto_resize=True), engine, paper, clock)
+    load(controller.window, clock, 8)
+    needed = evaluated(controller).latest.needed_capacity
+    grown = paper.current.capacity
+    assert needed <= grown <= needed + 2
+    evaluated(controller)
+    assert (paper.current.capacity, controller.latest.suffices) == (grown, True)
+    clock.advance(400.0)
+    evaluated(controller)
+    assert paper.current.capacity == grown, "silence says nothing"
+    load(controller.window, clock, 30, in_service=30)
+    evaluated(controller)
+    assert paper.current.capacity == 20, "what memory holds"
+    load(controller.window, clock, 1)
+    clock.advance(290.0)
+    load(controller.window, clock, 1)
+    evaluated(controller)
+    assert paper.current.capacity < 4
+
+
+def test_evaluations_go_on_after_one_that_failed(engine, paper, clock, monkeypatch, caplog):
+    controller = Controller(ProvisionConfig(interval_s=0.001), engine, paper, clock)
+    calls = iter([ZeroDivisionError("bad day"), ZeroDivisionError("bad day")])
+
+    def sometimes() -> ServerState:
+        error = next(calls, None)
+        if error is not None:
+            raise error
+        return STATE
+
+    monkeypatch.setattr(paper, "state", sometimes)
+
+    async def watch() -> None:
+        task = asyncio.create_task(controller.run())
+        while controller.latest is None:
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(watch(), 20.0))
+    assert caplog.text.count("can't be evaluated") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"target_iar": 0.0}, "provision.target_iar=0.0"),
+        ({"target_iar": 1.5}, "provision.target_iar=1.5"),
+        ({"window_s": 0.0}, "provision.window_s=0.0"),
+        ({"interval_s": float("nan")}, "provision.interval_s=nan"),
+        ({"min_capacity": 0}, "provision.min_capacity=0"),
+    ],
+)
+def test_settings_that_can_not_be_are_named(settings, named):
+    with pytest.raises(ConfigError, match=named):
+        ProvisionConfig(**settings)
