@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import brentq
@@ -12,6 +13,7 @@ from .poisson_binomial import Overflow, overflow
 from .rate_groups import RateGroups, group_rates
 
 BELOW_ONE = math.nextafter(1.0, 0.0)
+RECENT = 64
 
 
 def poisson_tail(rates: np.ndarray, tau: float) -> np.ndarray:
@@ -32,6 +34,9 @@ class AdmissibilityModel:
         self.groups: RateGroups = group_rates(used, global_batch)
         self.expected_active = self._expected_resident(0.0)
         self._taus: dict[int, float] = {}
+        # A search comes back to a capacity while it looks at its neighbours.
+        self.resident = lru_cache(RECENT)(self._resident)
+        self.overflow = lru_cache(RECENT)(self._overflow)
 
     def threshold(self, capacity: int) -> float:
         """tau >= 0 at which `capacity` adapters are resident on average; 0 where fewer are active."""
@@ -41,11 +46,11 @@ class AdmissibilityModel:
             self._taus[capacity] = self._solve(capacity)
         return self._taus[capacity]
 
-    def resident(self, capacity: int) -> np.ndarray:
+    def _resident(self, capacity: int) -> np.ndarray:
         """q of each group, [G]. Source: InfiniLoRA equation 2."""
         return poisson_tail(self.groups.rates, self.threshold(capacity))
 
-    def overflow(self, capacity: int) -> Overflow:
+    def _overflow(self, capacity: int) -> Overflow:
         """Share of requests turned away, 1 - IAR, and the probability that the places are all taken."""
         return overflow(self.resident(capacity), self.groups.counts, self.groups.mass, capacity)
 
