@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from scipy.optimize import brentq
@@ -35,7 +35,7 @@ class AdmissibilityModel:
         self.expected_active = self._expected_resident(0.0)
         self._taus: dict[int, float] = {}
         # A search comes back to a capacity while it looks at its neighbours.
-        self.resident = lru_cache(RECENT)(self._resident)
+        self._resident_above = lru_cache(RECENT)(partial(poisson_tail, self.groups.rates))
         self.overflow = lru_cache(RECENT)(self._overflow)
 
     def threshold(self, capacity: int) -> float:
@@ -46,9 +46,9 @@ class AdmissibilityModel:
             self._taus[capacity] = self._solve(capacity)
         return self._taus[capacity]
 
-    def _resident(self, capacity: int) -> np.ndarray:
+    def resident(self, capacity: int) -> np.ndarray:
         """q of each group, [G]. Source: InfiniLoRA equation 2."""
-        return poisson_tail(self.groups.rates, self.threshold(capacity))
+        return self._resident_above(self.threshold(capacity))
 
     def _overflow(self, capacity: int) -> Overflow:
         """Share of requests turned away, 1 - IAR, and the probability that the places are all taken."""
