@@ -24,6 +24,11 @@ from .popularities import global_batches, popularities, two_levels, zipf
 targets = st.floats(0.01, 1.0)
 
 
+def clear_of(target: float, rates: list[float]) -> bool:
+    """Rounding decides nothing."""
+    return target == 1 or min(abs(rate - target) for rate in rates) > 1e-10
+
+
 @pytest.mark.parametrize(("capacity", "rate"), [(71, 0.882), (92, 0.973)])
 def test_rates_of_the_zipf_example(capacity: int, rate: float) -> None:
     assert immediate_admissibility_rate(zipf(512, 1.2), 256, capacity) == pytest.approx(rate, abs=5e-4)
@@ -118,7 +123,7 @@ def test_capacity_is_the_first_that_reaches_the_target(
     p: np.ndarray, global_batch: float, target: float
 ) -> None:
     rates = [immediate_admissibility_rate(p, global_batch, m) for m in range(1, len(p) + 1)]
-    hypothesis.assume(min(abs(np.array(rates) - target)) > 1e-10 or target == 1)
+    hypothesis.assume(clear_of(target, rates))
     found = min_capacity(p, global_batch, target)
     assert rates[found - 1] >= target
     assert all(rate < target for rate in rates[: found - 1])
@@ -153,17 +158,17 @@ def test_rate_can_fall_where_hot_adapters_fit_exactly() -> None:
     assert min_capacity(p, 1000, 0.76) == 11
 
 
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @given(popularities(40), global_batches, targets, st.randoms(use_true_random=False))
 def test_order_of_the_adapters_does_not_matter(p, global_batch, target, random) -> None:
     shuffled = p[random.sample(range(len(p)), len(p))]
-    capacity = 1 + len(p) // 2
-    rate = immediate_admissibility_rate(p, global_batch, capacity)
-    assert immediate_admissibility_rate(shuffled, global_batch, capacity) == pytest.approx(rate, abs=1e-12)
-    if abs(rate - target) > 1e-9:
-        assert (min_capacity(shuffled, global_batch, target) <= capacity) == (
-            min_capacity(p, global_batch, target) <= capacity
-        )
+    rates, after = (
+        [immediate_admissibility_rate(order, global_batch, m) for m in range(1, len(p) + 1)]
+        for order in (p, shuffled)
+    )
+    assert after == pytest.approx(rates, abs=1e-12)
+    hypothesis.assume(clear_of(target, rates))
+    assert min_capacity(shuffled, global_batch, target) == min_capacity(p, global_batch, target)
 
 
 def test_residents_fill_the_capacity_while_more_are_active() -> None:
