@@ -25,7 +25,7 @@ PRINTED_SIZES = {100: 7, 200: 5, 512: 3}  # with rounds: the last takes a quarte
 FIT_FROM = 10_000  # smaller ones are the same work whatever their number
 GOAL_SECONDS, GOAL_BYTES, GOAL_SPEEDUP = 5.0, 10**9, 1000.0
 POPULARITIES = ("zipf 1.2", "dirichlet 0.3")
-# With many adapters Zipf's answer is far below the expected active, Dirichlet's just above: both halves of the
+# Of many adapters Zipf's answer is far below the expected active, Dirichlet's just above: both halves of the
 # search are timed.
 REQUESTS_PER_ADAPTER = (0.5, 1.0)
 
