@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 import numpy as np
 from scipy.optimize import brentq
@@ -32,9 +32,10 @@ class AdmissibilityModel:
         used = probabilities[probabilities > 0]
         self.num_used = len(used)
         self.groups: RateGroups = group_rates(used, global_batch)
+        # A search comes back to a capacity and starts from the thresholds of its neighbours.
+        self._expected_resident = cache(self._sum_of_tails)
         self.expected_active = self._expected_resident(0.0)
         self._taus: dict[int, float] = {}
-        # A search comes back to a capacity while it looks at its neighbours.
         self._resident_above = lru_cache(RECENT)(partial(poisson_tail, self.groups.rates))
         self.overflow = lru_cache(RECENT)(self._overflow)
 
@@ -60,11 +61,11 @@ class AdmissibilityModel:
             return 1.0
         return min(1.0 - self.overflow(capacity).turned_away, BELOW_ONE)
 
-    def _expected_resident(self, tau: float) -> float:
+    def _sum_of_tails(self, tau: float) -> float:
         return float(self.groups.counts @ poisson_tail(self.groups.rates, tau))
 
     def _solve(self, capacity: int) -> float:
-        # Neighbours that are solved already bracket the answer: tau falls when the capacity grows.
+        # tau falls when the capacity grows.
         above = [tau for other, tau in self._taus.items() if other < capacity]
         below = [tau for other, tau in self._taus.items() if other > capacity]
         low, high = max(below, default=0.0), min(above, default=1.0)
