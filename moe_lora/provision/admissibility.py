@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache, lru_cache, partial
 
 import numpy as np
 from scipy.optimize import brentq
@@ -12,6 +13,7 @@ from .poisson_binomial import Overflow, overflow
 from .rate_groups import RateGroups, group_rates
 
 BELOW_ONE = math.nextafter(1.0, 0.0)
+RECENT = 64
 
 
 def poisson_tail(rates: np.ndarray, tau: float) -> np.ndarray:
@@ -30,8 +32,12 @@ class AdmissibilityModel:
         used = probabilities[probabilities > 0]
         self.num_used = len(used)
         self.groups: RateGroups = group_rates(used, global_batch)
+        # A search comes back to a capacity and starts from the thresholds of its neighbours.
+        self._expected_resident = cache(self._sum_of_tails)
         self.expected_active = self._expected_resident(0.0)
         self._taus: dict[int, float] = {}
+        self._resident_above = lru_cache(RECENT)(partial(poisson_tail, self.groups.rates))
+        self.overflow = lru_cache(RECENT)(self._overflow)
 
     def threshold(self, capacity: int) -> float:
         """tau >= 0 at which `capacity` adapters are resident on average; 0 where fewer are active."""
@@ -43,9 +49,9 @@ class AdmissibilityModel:
 
     def resident(self, capacity: int) -> np.ndarray:
         """q of each group, [G]. Source: InfiniLoRA equation 2."""
-        return poisson_tail(self.groups.rates, self.threshold(capacity))
+        return self._resident_above(self.threshold(capacity))
 
-    def overflow(self, capacity: int) -> Overflow:
+    def _overflow(self, capacity: int) -> Overflow:
         """Share of requests turned away, 1 - IAR, and the probability that the places are all taken."""
         return overflow(self.resident(capacity), self.groups.counts, self.groups.mass, capacity)
 
@@ -55,11 +61,11 @@ class AdmissibilityModel:
             return 1.0
         return min(1.0 - self.overflow(capacity).turned_away, BELOW_ONE)
 
-    def _expected_resident(self, tau: float) -> float:
+    def _sum_of_tails(self, tau: float) -> float:
         return float(self.groups.counts @ poisson_tail(self.groups.rates, tau))
 
     def _solve(self, capacity: int) -> float:
-        # Neighbours that are solved already bracket the answer: tau falls when the capacity grows.
+        # tau falls when the capacity grows.
         above = [tau for other, tau in self._taus.items() if other < capacity]
         below = [tau for other, tau in self._taus.items() if other > capacity]
         low, high = max(below, default=0.0), min(above, default=1.0)

@@ -3,7 +3,8 @@
 Write turned_away(M) = 1 - IAR(M) = sum_i p_i (1 - q_i) T_i, T_i = Pr[S_i >= M], S_i the number of resident
 adapters other than i.
 
-From the expected number of active adapters A up, tau = 0 and only M grows, so IAR grows: bisection.
+From the expected number of active adapters A up, tau = 0 and only M grows, so IAR grows: steps that double,
+then bisection.
 
 Below A, sum_i q_i = M, and when M grows every q_i grows and the mean of S with it: T_i may grow too, and IAR
 fall.  Over all capacities in [a, b], b <= A, with q, q' the residencies at a and b, every S has variance at
@@ -34,7 +35,14 @@ def smallest_capacity(model: AdmissibilityModel, target: float) -> int:
     found = _leftmost(model, target, 1, min(first_monotone, model.num_used) - 1)
     if found is not None:
         return found
-    low, high = min(first_monotone, model.num_used), model.num_used
+    return _bisect(model, target, min(first_monotone, model.num_used))
+
+
+def _bisect(model: AdmissibilityModel, target: float, low: int) -> int:
+    """The smallest capacity from low up that reaches the target, where the rate grows with the capacity."""
+    high, step = low, 1
+    while high < model.num_used and model.rate(high) < target:  # the answer is mostly near
+        low, high, step = high + 1, min(high + step, model.num_used), 2 * step
     while low < high:
         middle = (low + high) // 2
         if model.rate(middle) >= target:

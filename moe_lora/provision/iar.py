@@ -39,8 +39,8 @@ def min_capacity(popularity: Probabilities, global_batch: float, target: float) 
     target: in (0, 1]; 1 asks for a place for every adapter of popularity > 0.  A target closer to some IAR(M)
     than that one's error (see `immediate_admissibility_rate`) may be taken as reached or not.
     From the expected number of active adapters up, IAR grows with M, and M* is found by bisection.  Below,
-    it can fall when M grows (a few hot adapters that fit exactly, and many cold ones), so that stretches of M
-    are skipped only where a bound shows that none of them reaches the target.
+    it can fall when M grows (where a few hot adapters just fit, and no place is left for many cold ones), so
+    that stretches of M are skipped only where a bound shows that none of them reaches the target.
     Raises ValueError for bad input, saying what was given.
     Source: InfiniLoRA equation 1 and algorithm 1.
     """

@@ -9,7 +9,6 @@ import numpy as np
 EXACT_UP_TO = 2048  # so many distinct rates are kept as they are
 NUM_NODES = 16  # Chebyshev points of a panel
 NODES = np.cos(np.pi * (np.arange(NUM_NODES) + 0.5) / NUM_NODES)
-PANELS_PER_UNIT = 2  # panels per unit of the coordinate below
 COLD = 1e-13  # rates that sum to less than this count as 0
 
 
@@ -30,9 +29,9 @@ def group_rates(probabilities: np.ndarray, global_batch: float) -> RateGroups:
     """Groups of equal rates; of more than 2048 distinct ones, those in a panel with many others are moved to
     its 16 Chebyshev points, with the weights of the interpolating polynomial (the transposed interpolation).
 
-    probabilities: [N], > 0.  The panel coordinate is ln(rate) up to 1 and 2 sqrt(rate) - 2 above, in which a
-    Poisson tail changes over a length of about 1 or more everywhere; panels are 1/2 long.  Sums of Poisson
-    tails and of the logarithms of their generating functions keep a relative error below 1e-12 (tested).
+    probabilities: [N], > 0.  Panels are 1 long in 2 ln(rate) up to rate 1, and in 2 sqrt(rate) above, where
+    that is a Poisson's standard deviation: over such a length Poisson tails, and the logarithms of their
+    generating functions, are polynomials of degree 15 up to 1e-11 of their largest value (tested).
     Rates below 1e-13 / N become 0, which moves any probability of the sum by less than 1e-13.
     """
     rates = probabilities * global_batch
@@ -50,15 +49,14 @@ def group_rates(probabilities: np.ndarray, global_batch: float) -> RateGroups:
 
 
 def _to_nodes(rates: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    coordinate = np.where(rates <= 1, np.log(rates), 2 * np.sqrt(np.maximum(rates, 1)) - 2)
-    place = coordinate * PANELS_PER_UNIT
+    place = np.where(rates <= 1, 2 * np.log(rates), 2 * np.sqrt(rates) - 2)
     panel_of, panel = np.unique(np.floor(place), return_inverse=True)[:2]
     crowded = np.bincount(panel) > NUM_NODES
     moved = crowded[panel]
     weights = _node_weights(2 * (place - panel_of[panel])[moved] - 1, panel[moved], counts[moved])
     used = np.flatnonzero(crowded)
-    nodes = (panel_of[used, None] + (NODES + 1) / 2) / PANELS_PER_UNIT
-    values = np.where(nodes <= 0, np.exp(np.minimum(nodes, 0)), (nodes / 2 + 1) ** 2)
+    nodes = panel_of[used, None] + (NODES + 1) / 2
+    values = np.where(nodes <= 0, np.exp(np.minimum(nodes, 0) / 2), (nodes / 2 + 1) ** 2)
     return (
         np.concatenate([rates[~moved], values.ravel()]),
         np.concatenate([counts[~moved], weights[used].ravel()]),
