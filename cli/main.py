@@ -23,6 +23,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "serve": LazyCommand("serve", "serve", "Serve a model and its adapters over HTTP."),
     "replay": LazyCommand("replay", "replay", "Send a trace's traffic to a server and measure it."),
     "report": LazyCommand("report", "report", "Compare saved runs in one HTML page."),
+    "provision": LazyCommand("provision", "provision", "Size a cluster for a trace and two SLOs."),
     "adapters": LazyCommand("adapters", "adapters", "List or check adapters on disk."),
     "env": LazyCommand("env", "env", "Show the machine and the versions in use."),
 }

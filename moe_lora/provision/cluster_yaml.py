@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import yaml
@@ -22,7 +21,7 @@ def plan_yaml(plan: Plan, model_dir: str | None, adapters: Sequence[tuple[str, s
         "model_dir": model_dir or PLACEHOLDER_DIR,
         **({"adapters": dict(adapters)} if adapters else {}),
         "engine": {
-            "max_num_seqs": math.ceil(plan.batch_per_instance),
+            "max_num_seqs": plan.max_num_seqs,
             "expert_parallel": plan.instance_gpus,
             "num_instances": plan.instances,
         },

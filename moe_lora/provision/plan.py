@@ -28,8 +28,10 @@ class Plan:
 
     capacity: M*, adapters that must be resident at once; iar, iar_corrected: admitted at once with M*, by the
     paper's model and the corrected one.  slots: adapters that the server's GPUs hold (>= M*), with
-    slots_iar and slots_iar_corrected.  binding_constraint: what asked for the number of server GPUs, of
-    gpus_by_constraint.  p95_ttft_s: decode TTFT; None where requests would queue, see `--verify`.
+    slots_iar and slots_iar_corrected.  max_num_seqs: room for the mean batch and four standard deviations of
+    a Poisson count, at most what the base model decodes within the SLO.  binding_constraint: what asked for
+    the number of server GPUs, of gpus_by_constraint.  p95_ttft_s: decode TTFT; None where requests would
+    queue.
     serviceable_rate_per_s: the highest rate that the budget holds; None without one.  metrics: table 1's.
     """
 
@@ -50,6 +52,7 @@ class Plan:
     instance_gpus: int
     global_batch: float
     batch_per_instance: float
+    max_num_seqs: int
     p95_ttft_s: float | None
     tpot_s: float
     serviceable_rate_per_s: float | None
@@ -167,6 +170,7 @@ def _plan(
         instance_gpus=inputs.instance_gpus,
         global_batch=load,
         batch_per_instance=batch,
+        max_num_seqs=min(cluster.max_batch()[0], math.ceil(batch + 4 * math.sqrt(batch))),
         p95_ttft_s=p95_ttft_s(cluster, inputs, layout, tpot_s, admitted),
         tpot_s=tpot_s,
         serviceable_rate_per_s=None if split is None else inputs.rate_of(split.global_batch),
