@@ -7,13 +7,15 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.core.errors import ConfigError
-
+from .corrected import corrected_admissibility_rate
 from .iar import immediate_admissibility_rate, min_capacity
 
 Admitted = Callable[[NDArray[np.float64], float, int], float]
 
-ADMITTED: dict[str, Admitted] = {"paper": immediate_admissibility_rate}
+ADMITTED: dict[str, Admitted] = {
+    "paper": immediate_admissibility_rate,
+    "corrected": corrected_admissibility_rate,
+}
 
 
 def smallest_capacity_of(
@@ -23,8 +25,6 @@ def smallest_capacity_of(
 
     "paper": algorithm 1.  "corrected": by bisection, as its IAR grows with the capacity.
     """
-    if estimator not in ADMITTED:
-        raise ConfigError(f"estimator={estimator!r} is unknown; choose one of {', '.join(ADMITTED)}")
     if estimator == "paper":
         return min_capacity(probabilities, global_batch, target)
     admitted, low, high = ADMITTED[estimator], 0, int(np.count_nonzero(probabilities))

@@ -27,7 +27,7 @@ def p95_ttft_s(
 ) -> float | None:
     """Decode TTFT at the 95th percentile: `first_token_s` where 95 % of requests start at once.
 
-    admitted: share of requests that do, by the corrected estimator where there is one.  None below 95 %: the
+    admitted: share of requests that do, by the corrected estimator.  None below 95 %: the
     tail is then queueing, which only a simulation tells.  Raises SloError if even a request that does not
     queue takes longer than the SLO.
     """

@@ -37,7 +37,7 @@ class Plan:
 
     capacity: int
     iar: float
-    iar_corrected: float | None
+    iar_corrected: float
     expected_active: float
     lora_server_gpus: int
     layout: str
@@ -47,7 +47,7 @@ class Plan:
     gpus_by_constraint: Mapping[str, int]
     slots: int
     slots_iar: float
-    slots_iar_corrected: float | None
+    slots_iar_corrected: float
     total_gpus: int
     instance_gpus: int
     global_batch: float
@@ -151,11 +151,10 @@ def _plan(
     slots = min(chosen.slots, len(inputs.probabilities))
     at_capacity, at_slots = (rates_at(inputs.probabilities, load, size) for size in (capacity, slots))
     tpot_s = cluster.shape.num_layers * cluster.stages.layer_s(layout.ep, batch)
-    admitted = at_slots.get("corrected", at_slots["paper"])
     return Plan(
         capacity=capacity,
         iar=at_capacity["paper"],
-        iar_corrected=at_capacity.get("corrected"),
+        iar_corrected=at_capacity["corrected"],
         expected_active=expected_active(inputs.probabilities, load),
         lora_server_gpus=layout.num_ranks,
         layout=str(layout),
@@ -165,13 +164,13 @@ def _plan(
         gpus_by_constraint=server.gpus_by_constraint,
         slots=slots,
         slots_iar=at_slots["paper"],
-        slots_iar_corrected=at_slots.get("corrected"),
+        slots_iar_corrected=at_slots["corrected"],
         total_gpus=layout.num_ranks + num_instances * inputs.instance_gpus,
         instance_gpus=inputs.instance_gpus,
         global_batch=load,
         batch_per_instance=batch,
         max_num_seqs=min(cluster.max_batch()[0], math.ceil(batch + 4 * math.sqrt(batch))),
-        p95_ttft_s=p95_ttft_s(cluster, inputs, layout, tpot_s, admitted),
+        p95_ttft_s=p95_ttft_s(cluster, inputs, layout, tpot_s, at_slots["corrected"]),
         tpot_s=tpot_s,
         serviceable_rate_per_s=None if split is None else inputs.rate_of(split.global_batch),
         layer_ms=_layer_ms(cluster, chosen, batch),

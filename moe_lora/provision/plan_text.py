@@ -47,9 +47,8 @@ def _source(plan: Plan) -> str:
     return plan.inputs["popularity_source"] or "popularity as given"
 
 
-def _rates(paper: float, corrected: float | None) -> str:
-    shown = f"{paper:.2%} by the paper's model"
-    return shown if corrected is None else f"{shown}, {corrected:.2%} by the corrected one"
+def _rates(paper: float, corrected: float) -> str:
+    return f"{paper:.2%} by the paper's model, {corrected:.2%} by the corrected one"
 
 
 def _needs(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.core.known_models import KNOWN_MODELS, known_model
 from moe_lora.dist.cluster import read_cluster
 from moe_lora.provision.cluster_yaml import plan_yaml
+from moe_lora.provision.corrected import corrected_admissibility_rate
 from moe_lora.provision.iar import expected_active, immediate_admissibility_rate, min_capacity
 from moe_lora.provision.plan import cluster_of, make_plan
 from moe_lora.workload.popularity import Popularity
@@ -159,3 +160,23 @@ def test_one_adapter_needs_one_slot() -> None:
     only = Popularity(("only",), (1.0,))
     plan = make_plan(inputs(probabilities=np.array(only.probabilities)))
     assert (plan.capacity, plan.iar, plan.slots) == (1, 1.0, 1)
+
+
+def test_corrected_estimator_asks_for_more_room_and_both_are_published() -> None:
+    paper, corrected = make_plan(inputs()), make_plan(inputs(estimator="corrected"))
+    assert paper.iar_corrected == corrected_admissibility_rate(zipf(), paper.global_batch, paper.capacity)
+    assert paper.iar_corrected < 0.95 <= paper.iar
+    assert corrected.capacity > paper.capacity
+    assert corrected.iar_corrected >= 0.95
+    below = corrected_admissibility_rate(zipf(), corrected.global_batch, corrected.capacity - 1)
+    assert below < 0.95
+
+
+def test_no_tail_is_promised_where_requests_queue() -> None:
+    # 95 % start at once by the paper's model only, on a server that is full.
+    plan = make_plan(inputs(target_iar=0.9))
+    assert (plan.p95_ttft_s is None) == (plan.slots_iar_corrected < 0.95)
+    full = inputs(probabilities=zipf(230, 0.2), target_iar=0.5, rate_per_s=40.0)
+    plan = make_plan(full)
+    assert plan.slots_iar_corrected < 0.95
+    assert plan.p95_ttft_s is None
