@@ -172,3 +172,14 @@ def test_planning_never_imports_torch(trace: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_the_readmes_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("moe-lora provision")]
+    words = [word.replace("demo/trace.csv", str(ROOT / "demo" / "trace.csv")) for word in line.split()[1:]]
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert read_cluster("plan.yaml").lora_server is not None
+    assert (tmp_path / "plan.html").is_file()
