@@ -25,22 +25,31 @@ from .memory import AdapterMix, kv_requests, server_slots
 from .profile import Gpu
 from .stages import ServerRound, StageTimes
 
-MEMORY, EQ5, EQ6 = "ttft: cache capacity", "tpot: eq5", "tpot: eq6"
-CONSTRAINTS = (MEMORY, EQ5, EQ6)
+MEMORY, FIRST_TOKEN = "ttft: cache capacity", "ttft: first token"
+EQ5, EQ6 = "tpot: eq5", "tpot: eq6"
+CONSTRAINTS = (MEMORY, FIRST_TOKEN, EQ5, EQ6)
+STEPS_TO_FIRST_TOKEN = 2.95
 MS = 1e3
+_PRECISION = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What is sized: a model on a device, with its SLO of TPOT.  instance_gpus: of one LLM instance."""
+    """What is sized: a model on a device, with its SLOs.  instance_gpus: of one LLM instance.
+
+    fixed_batch: the global batch is a given; False: it is what keeps running at the TPOT SLO, fewer requests
+    where steps are faster.
+    """
 
     shape: ModelShape
     mix: AdapterMix
     gpu: Gpu
     stages: StageTimes
     instance_gpus: int
+    slo_ttft_s: float
     slo_tpot_s: float
     context_tokens: float
+    fixed_batch: bool = False
 
     @property
     def layer_budget_s(self) -> float:
@@ -85,6 +94,30 @@ class Cluster:
         batch = largest(self._base_holds, kv)
         return batch, "kv" if batch == kv else "tpot"
 
+    def steady_tpot_s(self, layout: Layout, batch: float) -> float:
+        """TPOT at the batch that this TPOT keeps running: t = layers * layer(batch * t / SLO).
+
+        batch: rows per instance at the SLO.  Found from the SLO downwards, so it is the largest solution.
+        """
+        tpot_s, num_layers = self.slo_tpot_s, self.shape.num_layers
+        while True:
+            rows = batch if self.fixed_batch else batch * tpot_s / self.slo_tpot_s
+            found_s = num_layers * self.stages.layer_s(layout.ep, rows)
+            if self.fixed_batch or found_s >= tpot_s * (1 - _PRECISION):
+                return found_s
+            tpot_s = found_s
+
+    def first_token_s(self, layout: Layout, batch: float) -> tuple[float, float]:
+        """(load, steps): P95 decode TTFT of requests that start at once is their sum.
+
+        load: the first layer of an adapter of the largest rank, each of the x ranks of a stage loading its
+        part; later layers come while earlier ones compute (InfiniLoRA section 5.3).  steps: 0.95 of the step
+        under way at arrival, one during which the lease is asked for, and the request's first one.
+        """
+        largest = self.mix.largest().bytes_on_rank(self.shape, Layout(ep=layout.ep))
+        load_s = largest / self.shape.num_layers / self.gpu.load_bytes_per_s
+        return load_s, STEPS_TO_FIRST_TOKEN * self.steady_tpot_s(layout, batch)
+
     def _base_holds(self, batch: float) -> bool:
         return self.stages.attention_s(batch) + self.stages.experts_s(batch) <= self.layer_budget_s
 
@@ -125,6 +158,7 @@ def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: in
         round=served,
         met={
             MEMORY: slots >= capacity,
+            FIRST_TOKEN: sum(cluster.first_token_s(layout, batch)) <= cluster.slo_ttft_s,
             EQ5: served.total_s <= cluster.ffn_budget_s(batch),
             EQ6: served.longest[1] * waiting <= cluster.layer_budget_s,
         },

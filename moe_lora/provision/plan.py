@@ -7,19 +7,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.communication import communication_metrics, uniform_routing
 from moe_lora.dist.lora_server.partition import Layout, Partition
 
 from .admitted import ADMITTED, rates_at, smallest_capacity_of
 from .assumptions import assumptions
+from .budget import check_budget, check_instances
 from .cluster import MS, Candidate, Cluster
 from .iar import expected_active
 from .inputs import PlanInputs
-from .latency import p95_ttft_s
 from .sizing import ServerSize, fewest_instances, minimum_server
 from .split import Split, best_split
 from .stages import StageTimes
+
+TAIL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class Plan:
     slots_iar and slots_iar_corrected.  max_num_seqs: room for the mean batch and four standard deviations of
     a Poisson count, at most what the base model decodes within the SLO.  binding_constraint: what asked for
     the number of server GPUs, of gpus_by_constraint.  p95_ttft_s: decode TTFT; None where requests would
-    queue.
+    queue.  tpot_s: at the batch that it keeps running; tpot_at_load_s, layer_ms, metrics: at the global batch
+    that was sized for.
     serviceable_rate_per_s: the highest rate that the budget holds; None without one.  metrics: table 1's.
     """
 
@@ -55,6 +57,7 @@ class Plan:
     max_num_seqs: int
     p95_ttft_s: float | None
     tpot_s: float
+    tpot_at_load_s: float
     serviceable_rate_per_s: float | None
     layer_ms: Mapping[str, float]
     metrics: Mapping[str, float] | None
@@ -78,14 +81,14 @@ def make_plan(inputs: PlanInputs) -> Plan:
     if inputs.gpus is not None:
         admitted = ADMITTED[inputs.estimator]
         split = best_split(cluster, inputs.probabilities, inputs.target_iar, inputs.gpus, admitted)
-        _check_budget(inputs, split)
+        check_budget(inputs, split)
         num_instances = split.num_instances
         server = minimum_server(
             cluster, capacity, num_instances, inputs.load / num_instances, split.layout.num_ranks
         )
     elif inputs.instances is not None:
         num_instances = inputs.instances
-        _check_instances(inputs, cluster)
+        check_instances(inputs, cluster)
         server = minimum_server(cluster, capacity, num_instances, inputs.load / num_instances)
     else:
         num_instances, server = fewest_instances(cluster, capacity, inputs.load)
@@ -108,33 +111,10 @@ def cluster_of(inputs: PlanInputs) -> Cluster:
         gpu=inputs.profile.gpu,
         stages=stages,
         instance_gpus=inputs.instance_gpus,
+        slo_ttft_s=inputs.slo_ttft_s,
         slo_tpot_s=inputs.slo_tpot_s,
+        fixed_batch=inputs.global_batch is not None,
         context_tokens=inputs.context_tokens,
-    )
-
-
-def _check_budget(inputs: PlanInputs, split: Split) -> None:
-    if inputs.load <= split.global_batch:
-        return
-    raise SloError(
-        f"--gpus {inputs.gpus} hold {split.global_batch} requests at once at best ({split.num_instances} "
-        f"instances and {split.layout}), the load is {inputs.load:.1f}, "
-        f"{inputs.load - split.global_batch:.1f} more; {split.binding} limits it; "
-        "give more --gpus or loosen the SLOs"
-    )
-
-
-def _check_instances(inputs: PlanInputs, cluster: Cluster) -> None:
-    most, limit = cluster.max_batch()
-    assert inputs.instances is not None  # asked for only then
-    batch = inputs.load / inputs.instances
-    if batch <= most:
-        return
-    why = "fit beside the weights" if limit == "kv" else "the base model decodes within the TPOT SLO"
-    raise SloError(
-        f"--instances {inputs.instances}: {batch:.1f} requests each, {batch - most:.1f} more than the {most} "
-        f"that {why}; give "
-        f"{math.ceil(inputs.load / most)} or more"
     )
 
 
@@ -150,7 +130,6 @@ def _plan(
     batch, layout = load / num_instances, chosen.layout
     slots = min(chosen.slots, len(inputs.probabilities))
     at_capacity, at_slots = (rates_at(inputs.probabilities, load, size) for size in (capacity, slots))
-    tpot_s = cluster.shape.num_layers * cluster.stages.layer_s(layout.ep, batch)
     return Plan(
         capacity=capacity,
         iar=at_capacity["paper"],
@@ -170,8 +149,9 @@ def _plan(
         global_batch=load,
         batch_per_instance=batch,
         max_num_seqs=min(cluster.max_batch()[0], math.ceil(batch + 4 * math.sqrt(batch))),
-        p95_ttft_s=p95_ttft_s(cluster, inputs, layout, tpot_s, at_slots["corrected"]),
-        tpot_s=tpot_s,
+        p95_ttft_s=sum(cluster.first_token_s(layout, batch)) if at_slots["corrected"] >= TAIL else None,
+        tpot_s=cluster.steady_tpot_s(layout, batch),
+        tpot_at_load_s=cluster.shape.num_layers * cluster.stages.layer_s(layout.ep, batch),
         serviceable_rate_per_s=None if split is None else inputs.rate_of(split.global_batch),
         layer_ms=_layer_ms(cluster, chosen, batch),
         metrics=_metrics(inputs, layout, batch),

@@ -29,7 +29,11 @@ def plan_lines(plan: Plan) -> list[str]:
         ),
         ("GPUs in all", str(plan.total_gpus)),
         ("P95 TTFT", _ttft(plan)),
-        ("TPOT", f"{plan.tpot_s * 1e3:.2f} ms (SLO {plan.inputs['slo_tpot_s']:g} s)"),
+        (
+            "TPOT",
+            f"{plan.tpot_s * 1e3:.2f} ms, {plan.tpot_at_load_s * 1e3:.2f} ms at the batch sized for "
+            f"(SLO {plan.inputs['slo_tpot_s']:g} s)",
+        ),
         (
             "A layer",
             f"attention {ms['attention']:.3f} ms, experts {ms['experts']:.3f} ms beside receive "
@@ -38,7 +42,9 @@ def plan_lines(plan: Plan) -> list[str]:
         ("Budgets", f"SLO_Layer {ms['slo_layer']:.3f} ms, SLO_FFN {ms['slo_ffn']:.3f} ms"),
     ]
     if plan.serviceable_rate_per_s is not None:
-        rows.insert(10, ("Serviceable rate", f"{plan.serviceable_rate_per_s:.1f} requests/s"))
+        rows.append(("Serviceable rate", f"{plan.serviceable_rate_per_s:.1f} requests/s"))
+    if plan.slots_iar_corrected < plan.inputs["target_iar"]:
+        rows.insert(7, ("", "below the target by the corrected model: --estimator corrected sizes by it"))
     lines = [f"{name:<18} {text}" for name, text in rows]
     return [*lines, "", "Assumed:", *(f"- {sentence}" for sentence in plan.assumptions)]
 
@@ -59,4 +65,4 @@ def _ttft(plan: Plan) -> str:
     slo = f"SLO {plan.inputs['slo_ttft_s']:g} s"
     if plan.p95_ttft_s is None:
         return f"not known: fewer than 95 % start at once, so the tail queues ({slo})"
-    return f"{plan.p95_ttft_s * 1e3:.1f} ms without prefill: first layer's load and one step ({slo})"
+    return f"{plan.p95_ttft_s * 1e3:.1f} ms without prefill: first layer's load and three steps ({slo})"

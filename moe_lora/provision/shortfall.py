@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .cluster import EQ5, EQ6, MS, Candidate, Cluster
+from .cluster import EQ5, EQ6, FIRST_TOKEN, MS, STEPS_TO_FIRST_TOKEN, Candidate, Cluster
 
 
 def shortfall(
@@ -36,6 +36,8 @@ def shortfall(
             f"{cluster.layer_budget_s * MS:.3f} ms by {(total_s - cluster.layer_budget_s) * MS:.3f} ms; "
             "raise --slo-tpot-s"
         )
+    if not any(one.met[FIRST_TOKEN] for one in found):
+        return _first_token(cluster, found, batch)
     most = max(found, key=lambda one: one.slots)
     if most.slots < capacity:
         return (
@@ -44,6 +46,17 @@ def shortfall(
             "--target-iar, the load or the ranks, or give more --gpus"
         )
     return (
-        f"no layout meets memory (M* = {capacity}), eq. 5 and eq. 6 at once for {num_instances} instances of "
-        f"{batch:.1f} rows; raise --slo-tpot-s or give more --gpus"
+        f"no layout meets memory (M* = {capacity}), first token, eq. 5 and 6 at once for "
+        f"{num_instances} instances of {batch:.1f} rows; raise --slo-tpot-s or give more --gpus"
+    )
+
+
+def _first_token(cluster: Cluster, found: list[Candidate], batch: float) -> str:
+    load_s, steps_s = min((cluster.first_token_s(one.layout, batch) for one in found), key=sum)
+    over_s = load_s + steps_s - cluster.slo_ttft_s
+    return (
+        f"TTFT SLO {cluster.slo_ttft_s:g} s: without any queueing, loading the first layer takes "
+        f"{load_s * MS:.3f} ms and {STEPS_TO_FIRST_TOKEN} steps {steps_s * MS:.3f} ms, {over_s * MS:.3f} ms "
+        f"too long in all; the {'load is' if load_s > steps_s else 'steps are'} the longer term; raise "
+        "--slo-ttft-s, or add instances"
     )

@@ -55,8 +55,8 @@ def minimum_server(
 def fewest_instances(cluster: Cluster, capacity: int, global_batch: float) -> tuple[int, ServerSize]:
     """(L, server) for a load: the fewest instances that the base model's time and KV allow, and its server.
 
-    More instances have smaller batches, so where equation 5 or 6 fails their number grows, by an eighth a
-    time, until a LoRA Server holds them.  Raises SloError of the last try if none does.
+    More instances have smaller batches, so where equation 5 or 6 or the first token fails, their number
+    grows, by an eighth a time, until a LoRA Server holds them.  Raises SloError of the last try if none does.
     """
     most, num_instances = max(1, math.ceil(global_batch)), math.ceil(global_batch / cluster.max_batch()[0])
     while True:

@@ -11,7 +11,7 @@ from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.partition import Layout
 
 from .admitted import Admitted
-from .cluster import EQ5, EQ6, MEMORY, Cluster, candidate, largest
+from .cluster import EQ5, EQ6, FIRST_TOKEN, MEMORY, Cluster, candidate, largest
 from .iar import expected_active
 
 
@@ -76,11 +76,11 @@ def best_split(
 def _largest_in_time(
     cluster: Cluster, layout: Layout, num_instances: int, most: int
 ) -> tuple[int, str] | None:
-    """The largest global batch within equations 5 and 6, and what stops it; None if there is none."""
+    """The largest global batch within (5), (6) and the first token's time, and what stops it; None: none."""
 
     def met(global_batch: int) -> dict[str, bool]:
         found = candidate(cluster, layout, 1, num_instances, global_batch / num_instances).met
-        return {name: found[name] for name in (EQ5, EQ6)}
+        return {name: found[name] for name in (FIRST_TOKEN, EQ5, EQ6)}
 
     if not all(met(1).values()):
         return None

@@ -177,14 +177,10 @@ class StageTimes:
 def table_efficiency(tables: Tables, bytes_per_s: float, flop_per_s: float) -> Efficiency:
     """Rates reached by the measured expert GEMMs: bound by memory at the first batch, by FLOP at the last."""
     there, gpus = tables.taken_at, tables.taken_at.instance_gpus
-    batch, first_s, last_s = (
-        tables.experts.batches[-1],
-        tables.experts.times_s[0],
-        tables.experts.times_s[-1],
-    )
+    first_s, last_s = tables.experts.times_s[0], tables.experts.times_s[-1]
     return Efficiency(
         memory=there.expert_bytes / (gpus * bytes_per_s) / first_s,
-        flop=batch * there.row_flop / (gpus * flop_per_s) / last_s,
+        flop=tables.experts.batches[-1] * there.row_flop / (gpus * flop_per_s) / last_s,
     )
 
 

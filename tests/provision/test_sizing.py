@@ -67,7 +67,7 @@ def test_equations_5_and_6_by_hand() -> None:
     cluster = cluster_of(inputs(slo_tpot_s=32 * 1.3e-3))
     attention_s = cluster.stages.attention_s(128)
     assert 0.1e-3 < attention_s < 0.3e-3
-    assert candidate(cluster, Layout(ep=4), 1, 6, 128).met == {MEMORY: True, EQ5: True, EQ6: True}
+    assert candidate(cluster, Layout(ep=4), 1, 6, 128).met == dict.fromkeys(CONSTRAINTS, True)
     assert not candidate(cluster, Layout(ep=4), 1, 7, 128).met[EQ6]  # 7 * 207 us > 1.3 ms
     assert candidate(cluster, Layout(ep=4, pp=2), 1, 12, 128).met[EQ6]  # two stages serve six each
     tight = cluster_of(inputs(slo_tpot_s=32 * (494e-6 + attention_s - 1e-6)))
