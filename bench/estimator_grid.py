@@ -20,14 +20,16 @@ from moe_lora.provision.corrected import corrected_admissibility_rate
 from moe_lora.provision.iar import expected_active, immediate_admissibility_rate
 from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
-from moe_lora.sim.admission import simulate_admission
+from moe_lora.sim.admission import AdmissionResult, simulate_admission
 
 GOAL = 0.02
 FACTORS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
 NUM_ADAPTERS = (64, 512, 4096)
 PER_ADAPTER = (0.25, 1.0)  # global batch by number of adapters
-MIN_ARRIVALS = 600_000
-MIN_SERVICE_TIMES = 500  # simulated, in mean service times: large batches need more arrivals
+MIN_ARRIVALS = 200_000
+MIN_SERVICE_TIMES = 100  # simulated, in mean service times: large batches need more arrivals
+LARGEST_STANDARD_ERROR = 0.004  # of the simulated rate; above, it is simulated again ...
+LONGER = 6  # ... so many times as long
 MODELS = ("paper", "corrected")
 
 Record = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -65,12 +67,22 @@ SHAPES: dict[str, Callable[[int], np.ndarray]] = {
 }
 
 
+def simulate(probabilities: np.ndarray, global_batch: float, capacity: int, quick: bool) -> AdmissionResult:
+    """The simulation that a cell is judged by: longer where it is less certain."""
+    num_arrivals = max(MIN_ARRIVALS, int(MIN_SERVICE_TIMES * global_batch)) // (10 if quick else 1)
+    result = simulate_admission(probabilities, global_batch, capacity, num_arrivals=num_arrivals, seed=0)
+    if quick or result.standard_error <= LARGEST_STANDARD_ERROR:
+        return result
+    return simulate_admission(
+        probabilities, global_batch, capacity, num_arrivals=LONGER * num_arrivals, seed=1
+    )
+
+
 def measure_cell(
-    probabilities: np.ndarray, global_batch: float, capacity: int, scale: float
+    probabilities: np.ndarray, global_batch: float, capacity: int, quick: bool
 ) -> dict[str, Any]:
     """The three rates at one capacity, and the seconds that the corrected one took."""
-    num_arrivals = int(scale * max(MIN_ARRIVALS, MIN_SERVICE_TIMES * global_batch))
-    simulated = simulate_admission(probabilities, global_batch, capacity, num_arrivals=num_arrivals, seed=0)
+    simulated = simulate(probabilities, global_batch, capacity, quick)
     started = time.perf_counter()
     corrected = corrected_admissibility_rate(probabilities, global_batch, capacity)
     return {
@@ -78,29 +90,30 @@ def measure_cell(
         "corrected_s": time.perf_counter() - started,
         "simulated": simulated.immediate_admissibility_rate,
         "standard_error": simulated.standard_error,
+        "num_arrivals": simulated.num_arrivals,
         "corrected": corrected,
         "paper": immediate_admissibility_rate(probabilities, global_batch, capacity),
     }
 
 
-def measure_row(probabilities: np.ndarray, global_batch: float, scale: float) -> dict[str, Any]:
+def measure_row(probabilities: np.ndarray, global_batch: float, quick: bool) -> dict[str, Any]:
     """Cells at each factor; worst errors of the models over them."""
     active = expected_active(probabilities, global_batch)
     capacities = sorted({min(len(probabilities), max(1, round(factor * active))) for factor in FACTORS})
-    cells = [measure_cell(probabilities, global_batch, capacity, scale) for capacity in capacities]
+    cells = [measure_cell(probabilities, global_batch, capacity, quick) for capacity in capacities]
     worst = {model: max(abs(cell[model] - cell["simulated"]) for cell in cells) for model in MODELS}
     return {"expected_active": active, "worst_error": worst, "cells": cells}
 
 
 def run(args: argparse.Namespace, record: Record) -> list[str]:
     """Measure the grid, record each row; the lines of the table and of the goals."""
-    lines = [f"{'popularity':24}{'adapters':>9}{'batch':>6}   worst error in points: paper, corrected"]
+    lines = [f"{'popularity':24}{'adapters':>9}{'batch':>6}   worst error in points, paper and corrected"]
     cells: list[dict[str, Any]] = []
     for shape, make in SHAPES.items():
         for num_adapters in NUM_ADAPTERS[:1] if args.quick else NUM_ADAPTERS:
             for per_adapter in PER_ADAPTER:
                 batch = per_adapter * num_adapters
-                row = measure_row(make(num_adapters), batch, scale=0.05 if args.quick else 1.0)
+                row = measure_row(make(num_adapters), batch, args.quick)
                 record({"shape": shape, "num_adapters": num_adapters, "global_batch": batch}, row)
                 worst = [f"{100 * row['worst_error'][model]:6.2f}" for model in MODELS]
                 lines.append(f"{shape:24}{num_adapters:9}{batch:6.0f}   {' '.join(worst)}")
