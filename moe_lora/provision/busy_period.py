@@ -31,10 +31,10 @@ class BusyPeriods:
         self.without_wait: np.ndarray = self._density @ _U
         """(exp(lambda) - 1) / lambda, [G]."""
 
-    def after_queue(self, length: int, throughput: float) -> np.ndarray:
-        """Mean busy period if the first request waited for `length` slots that free at rate `throughput`.
+    def after_queue(self, length: int, speeds: np.ndarray) -> np.ndarray:
+        """Mean busy periods if the first request waited for `length` slots, which free at rates `speeds`.
 
-        That wait is Erlang: E exp(-s W) = (1 + s / throughput)^-length.  Returns [G].
+        That wait is Erlang: E exp(-s W) = (1 + s / speed)^-length.  speeds: [G].  Returns [G].
         """
-        still_one = (1 - _U) * np.exp(-length * np.log1p(self._rate_u / throughput))
+        still_one = (1 - _U) * np.exp(-length * np.log1p(self._rate_u / speeds[:, None]))
         return np.einsum("gu,gu->g", self._density, 1 - still_one)
