@@ -74,12 +74,14 @@ class Cluster:
         return server_slots(self.gpu, self.shape, self.mix, layout)
 
     def max_batch(self) -> tuple[int, str]:
-        """Most rows an instance can decode at once without LoRA, and what limits them: "tpot" or "kv".
+        """Most rows an instance can decode on average without LoRA, and what limits them: "tpot" or "kv".
 
+        KV has to hold the mean and four standard deviations of a Poisson count: b + 4 sqrt(b) requests.
         Raises SloError if a single row takes longer than the SLO, ConfigError if the model does not fit.
         """
-        kv = int(kv_requests(self.gpu, self.shape, self.instance_gpus, self.context_tokens))
-        if kv < 1:
+        room = kv_requests(self.gpu, self.shape, self.instance_gpus, self.context_tokens)
+        kv = max(1, int((math.sqrt(room + 4) - 2) ** 2))
+        if room < 1:
             raise ConfigError(
                 f"the KV of one request of {self.context_tokens:.0f} tokens does not fit beside the weights "
                 f"of an instance; raise --instance-gpus={self.instance_gpus}"

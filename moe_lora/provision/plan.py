@@ -30,7 +30,7 @@ class Plan:
     capacity: M*, adapters that must be resident at once; iar, iar_corrected: admitted at once with M*, by the
     paper's model and the corrected one.  slots: adapters that the server's GPUs hold (>= M*), with
     slots_iar and slots_iar_corrected.  max_num_seqs: room for the mean batch and four standard deviations of
-    a Poisson count, at most what the base model decodes within the SLO.  binding_constraint: what asked for
+    a Poisson count.  binding_constraint: what asked for
     the number of server GPUs, of gpus_by_constraint.  p95_ttft_s: decode TTFT; None where requests would
     queue.  tpot_s: at the batch that it keeps running; tpot_at_load_s, layer_ms, metrics: at the global batch
     that was sized for.
@@ -148,7 +148,7 @@ def _plan(
         instance_gpus=inputs.instance_gpus,
         global_batch=load,
         batch_per_instance=batch,
-        max_num_seqs=min(cluster.max_batch()[0], math.ceil(batch + 4 * math.sqrt(batch))),
+        max_num_seqs=math.ceil(batch + 4 * math.sqrt(batch)),
         p95_ttft_s=sum(cluster.first_token_s(layout, batch)) if at_slots["corrected"] >= TAIL else None,
         tpot_s=cluster.steady_tpot_s(layout, batch),
         tpot_at_load_s=cluster.shape.num_layers * cluster.stages.layer_s(layout.ep, batch),
