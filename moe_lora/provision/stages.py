@@ -99,10 +99,14 @@ class StageTimes:
         )
 
     def experts_s(self, batch: float) -> float:
-        """Base GEMMs of the experts: max(weights / memory rate, B * FLOP per row / FLOP rate)."""
+        """Base GEMMs of the experts: max(weights / memory rate, B * FLOP per row / FLOP rate), and no less
+        than the table, if it is of these sizes."""
+        measured_s = derived_s = 0.0
         if self._profile.tables is not None and self._measured:
-            return self._profile.tables.experts.seconds(batch)
-        return self.experts_stage().seconds(batch)
+            measured_s = self._profile.tables.experts.seconds(batch)
+        if self._efficiency is not None:
+            derived_s = self.experts_stage().seconds(batch)
+        return max(measured_s, derived_s)
 
     def attention_s(self, batch: float) -> float:
         """All of a layer but its experts."""
