@@ -107,7 +107,7 @@ def engine_config(
     blocks = system.kv_requests * sum(-(-count // BLOCK_SIZE) for count in tokens) / len(tokens)
     size = replace(TINY, num_layers=plan.num_layers)
     block_bytes = BLOCK_SIZE * 2 * size.num_layers * size.num_kv_heads * size.head_dim * 2
-    load_s = device.load_s(device.gpu["instance_gpus"]) * plan.slowdown
+    load_s = device.load_s(device.instance_gpus) * plan.slowdown
     profile = device.step_profile(
         plan.num_layers, plan.slowdown, kernel_ratio=system.kernel_ratio, overlap=system.overlap
     )

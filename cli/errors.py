@@ -1,4 +1,4 @@
-"""How commands tell a user what went wrong: one line on stderr, exit status 1, no traceback."""
+"""How commands tell a user what went wrong: one line on stderr, no traceback, an exit status that isn't 0."""
 
 from __future__ import annotations
 
@@ -11,14 +11,28 @@ import click
 from moe_lora.core.errors import MoeLoraError
 
 
-def user_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn ValueError, OSError and the project's own errors of the function into click's error message."""
+class InputError(click.ClickException):
+    """What was asked for can't be done with what was given; exit status 2, as for options click refuses."""
 
+    exit_code = 2
+
+
+def _reported_as(kind: type[click.ClickException], function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except (ValueError, OSError, MoeLoraError) as error:
-            raise click.ClickException(str(error)) from error
+            raise kind(str(error)) from error
 
     return wrapped
+
+
+def user_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn ValueError, OSError and the project's own errors of the function into click's, exit status 1."""
+    return _reported_as(click.ClickException, function)
+
+
+def input_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `user_errors`, with exit status 2: for commands that only compute something of their input."""
+    return _reported_as(InputError, function)

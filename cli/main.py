@@ -24,6 +24,8 @@ COMMANDS: dict[str, LazyCommand] = {
     "replay": LazyCommand("replay", "replay", "Send a trace's traffic to a server and measure it."),
     "report": LazyCommand("report", "report", "Compare saved runs in one HTML page."),
     "capacity": LazyCommand("capacity", "capacity", "Show or change a LoRA Server's capacity."),
+    "provision": LazyCommand("provision", "provision", "Size a cluster for a trace and two SLOs."),
+    "profile": LazyCommand("profile", "profile", "Time a model's layer here, for provision."),
     "adapters": LazyCommand("adapters", "adapters", "List or check adapters on disk."),
     "env": LazyCommand("env", "env", "Show the machine and the versions in use."),
 }

@@ -30,6 +30,10 @@ class CapacityError(MoeLoraError):
     """A request or adapter that could never fit."""
 
 
+class SloError(MoeLoraError):
+    """Latency goals, or a load, that the hardware in question can't hold; names the term that exceeds."""
+
+
 class EngineDeadError(MoeLoraError):
     """The engine's process has ended."""
 

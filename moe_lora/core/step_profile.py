@@ -20,7 +20,7 @@ class StageTime:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"stage time {name}={getattr(self, name)} must be a number of seconds >= 0")
 
-    def seconds(self, num_rows: int) -> float:
+    def seconds(self, num_rows: float) -> float:
         return max(self.least_s, self.fixed_s + self.per_row_s * num_rows) if num_rows else 0.0
 
 

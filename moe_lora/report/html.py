@@ -51,12 +51,13 @@ def render(runs: Sequence[dict[str, Any]], title: str = "Load test") -> str:
         colors=[plots.color(index) for index in range(len(runs))],
         cards=[[(name, shown(run, key, form)) for name, key, form in _CARDS if key in run] for run in runs],
         rows=rows(runs),
-        figures=[(heading, _png(draw(runs))) for heading, draw in figures],
+        figures=[(heading, png(draw(runs))) for heading, draw in figures],
         details=[_details(run) for run in runs],
     )
 
 
-def _png(figure: Figure) -> str:
+def png(figure: Figure) -> str:
+    """The figure as base64 text, for a data URL."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return base64.b64encode(buffer.getvalue()).decode()

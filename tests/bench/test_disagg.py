@@ -19,11 +19,10 @@ from moe_lora.report.results import read_results
 DEVICE = read_device()
 MIXTRAL = {
     **DEVICE.profile,
-    "shape": DEVICE.shape
+    "instance_gpus": 2,
+    "shape": DEVICE.profile["shape"]
     | {"num_layers": 32, "num_parameters": 46_700_000_000, "num_heads": 32}
-    | {key: DEVICE.profile["table4"][key] for key in ("hidden_size", "intermediate_size", "num_experts")}
-    | {"num_experts_per_token": 2},
-    "gpu": DEVICE.gpu | {"instance_gpus": 2},
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_experts": 8, "num_experts_per_token": 2},
 }
 
 
@@ -35,12 +34,14 @@ def test_memory_rules_give_the_capacities_of_the_paper_for_mixtral() -> None:
 
 
 def test_stage_times_give_table_4_for_mixtral() -> None:
-    stages, table = type(DEVICE)(MIXTRAL).stages, DEVICE.profile["table4"]
-    for i, rows in enumerate((128, 256)):
-        assert stages.experts.seconds(rows) == pytest.approx(table["moe_us"][i] * 1e-6)
-        assert stages.lora.seconds(rows) == pytest.approx(table["lora_us"][i] * 1e-6)
+    stages, tables = type(DEVICE)(MIXTRAL).stages, DEVICE.hardware.tables
+    assert tables is not None
+    table = tables.server[4]
+    for rows in (128, 256):
+        assert stages.experts.seconds(rows) == pytest.approx(tables.experts.seconds(rows))
+        assert stages.lora.seconds(rows) == pytest.approx(table.compute.seconds(rows))
         assert stages.transfer.seconds(rows) == pytest.approx(
-            (table["recv_us"][i] + table["send_us"][i]) * 1e-6
+            table.receive.seconds(rows) + table.send.seconds(rows)
         )
 
 

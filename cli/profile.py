@@ -1,0 +1,106 @@
+"""`moe-lora profile`: this machine's times for one model, as a file that `moe-lora provision` takes."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .errors import user_errors
+
+if TYPE_CHECKING:
+    from moe_lora.engine.layer_times import LayerClock, LayerTimes
+
+_BATCHES = tuple(2**power for power in range(9))
+
+
+@click.command()
+@click.argument("model_dir", type=click.Path(exists=True, file_okay=False))
+@click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
+@click.option("--max-batch", default=256, show_default=True, type=click.IntRange(2, 4096), help="Most rows.")
+@click.option("--lora-rank", default=16, show_default=True, type=click.IntRange(1, 512))
+@click.option("--num-adapters", default=32, show_default=True, type=click.IntRange(min=1))
+@click.option("--zipf", default=1.2, show_default=True, help="Popularity ~ 1 / place**ZIPF.")
+@click.option("--context-tokens", default=512, show_default=True, type=click.IntRange(min=1))
+@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all cores]")
+@user_errors
+def profile(model_dir: str, out: str, max_batch: int, **options: Any) -> None:
+    """Time one layer of the model in MODEL_DIR: attention, experts, LoRA deltas, transfers.
+
+    Each on one GPU (or, without any, on the CPU), not compiled, transfers through shared memory of this host.
+    """
+    from moe_lora.core.config import EngineConfig
+    from moe_lora.engine.layer_times import LayerClock
+    from moe_lora.report.results import write_text
+
+    config = EngineConfig(
+        model_dir=model_dir, device=options.pop("device"), num_threads=options.pop("threads"), eager=True
+    )
+    batches = (*(batch for batch in _BATCHES if batch < max_batch), max_batch)
+    clock = LayerClock(config, batches, **options)
+    content = _content(model_dir, batches, clock, clock.measure(), options)
+    write_text(out, json.dumps(content, indent=1) + "\n")
+    click.echo(f"profile: {out}")
+
+
+def _content(
+    model_dir: str, batches: tuple[int, ...], clock: LayerClock, times: LayerTimes, options: dict[str, Any]
+) -> dict[str, Any]:
+    """The profile file's fields."""
+    shape, name = clock.shape, Path(model_dir).resolve().name
+    sizes = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token")
+    return {
+        "name": f"{name} on {clock.device.type}",
+        "kind": "tables",
+        "gpu": {
+            "memory_gib": _memory_bytes(clock) / 2**30,
+            "instance_memory_share": 0.9,
+            "server_memory_share": 0.9,
+            "load_bytes_per_s": times.load_bytes_per_s,
+        },
+        "taken_at": {
+            "model": name,
+            **{size: getattr(shape, size) for size in sizes},
+            "lora_rank": options["lora_rank"],
+            "instance_gpus": 1,
+            "value_bytes": clock.dtype.itemsize,
+        },
+        "batches": list(batches),
+        "server_us": {
+            str(ep): {
+                "receive": _micros(times.receive_s[ep]),
+                "compute": _micros(times.compute_s[ep]),
+                "send": _micros(times.send_s[ep]),
+            }
+            for ep in times.compute_s
+        },
+        "base_us": {"experts": _micros(times.experts_s), "attention": _micros(times.attention_s)},
+        "sources": {
+            "times": "medians measured by moe-lora profile, lowered where a larger batch was faster",
+            "settings": ", ".join(f"{key}={value}" for key, value in options.items()),
+            "memory": "all of the device's; the shares are assumed",
+        },
+    }
+
+
+def _micros(times_s: list[float]) -> list[float]:
+    """Microseconds that never fall with the batch."""
+    lowest = list(accumulate(reversed(times_s), min))
+    return [round(time_s * 1e6, 3) for time_s in reversed(lowest)]
+
+
+def _memory_bytes(clock: LayerClock) -> int:
+    if clock.device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(clock.device).total_memory
+    from moe_lora.report.environment import environment
+
+    found = environment()["memory_bytes"]
+    if found is None:
+        raise ValueError("this system does not say how much memory it has, which the profile needs")
+    return found

@@ -1,0 +1,107 @@
+"""`moe-lora provision`: options in, a plan out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from .errors import input_errors
+
+_FILE = click.Path(exists=True, dir_okay=False)
+_OUT = click.Path(dir_okay=False)
+
+_LOAD = (
+    click.option("--trace", required=True, type=_FILE, help="Trace file: rate, lengths, adapters if named."),
+    click.option("--format", help="The trace's format.  [default: detected]"),
+    click.option("--request-rate", type=float, help="Requests per second.  [default: the trace's mean]"),
+    click.option("--peak", is_flag=True, help="Size for the rate of the trace's busiest minute."),
+    click.option(
+        "--global-batch",
+        type=float,
+        help="Requests decoding at once.  [default: rate * mean output tokens * TPOT SLO]",
+    ),
+)
+_ADAPTERS = (
+    click.option("--adapters", "num_adapters", type=click.IntRange(min=1), help="Number of adapters."),
+    click.option("--zipf", type=float, help="Popularity ~ 1 / place**ZIPF; 0: uniform.  [default: 1.2]"),
+    click.option("--popularity", type=_FILE, help="Popularity by counts: CSV adapter,count or JSON."),
+    click.option(
+        "--lora-rank",
+        multiple=True,
+        metavar="R[=SHARE]",
+        help="Rank of the adapters, or ranks with their shares.  [default: table 3's, for a named model]",
+    ),
+    click.option(
+        "--adapter-form",
+        type=click.Choice(["separate", "shared"]),
+        default="separate",
+        show_default=True,
+        help="Gate and up of an expert have an A each, or share one.",
+    ),
+)
+_CLUSTER = (
+    click.option("--model", required=True, help="Folder with a config.json, or a name such as Mixtral-8x7B."),
+    click.option("--hardware", default="hopper96", show_default=True, help="Profile: name, or JSON file."),
+    click.option("--gpus", type=int, help="Split so many.  [default: as few as it takes]"),
+    click.option("--instances", type=int, help="So many LLM instances.  [default: chosen]"),
+    click.option("--instance-gpus", type=int, help="GPUs of one.  [default: table 3's, else 1]"),
+)
+_GOALS = (
+    click.option("--slo-ttft-s", default=0.25, show_default=True, help="P95, without prefill."),
+    click.option("--slo-tpot-s", default=0.1, show_default=True, help="Mean."),
+    click.option("--target-iar", default=0.95, show_default=True, help="Share that must start at once."),
+    click.option(
+        "--estimator",
+        type=click.Choice(["paper", "corrected"]),
+        default="paper",
+        show_default=True,
+        help="Whose IAR has to reach the target.",
+    ),
+)
+_RESULT = (
+    click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON."),
+    click.option("--report", type=_OUT, help="Write an HTML page with plots."),
+    click.option("--out", type=_OUT, help="Write cluster.yaml for `moe-lora serve --config`."),
+)
+
+
+def _options(function: Any) -> Any:
+    for option in reversed(_LOAD + _ADAPTERS + _CLUSTER + _GOALS + _RESULT):
+        function = option(function)
+    return function
+
+
+@click.command()
+@_options
+@input_errors
+def provision(**options: Any) -> None:
+    """The smallest cluster that holds a trace's load within two SLOs (InfiniLoRA section 4.2)."""
+    from moe_lora.provision.plan import make_plan
+    from moe_lora.provision.plan_text import plan_lines
+
+    from .provision_inputs import model_dir_of, plan_inputs
+
+    inputs = plan_inputs(options)
+    plan = make_plan(inputs)
+    click.echo(json.dumps(plan.to_json(), indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
+    if options["out"] is not None:
+        _write_yaml(options, plan, model_dir_of(options["model"]))
+    if options["report"] is not None:
+        from moe_lora.provision.curve import iar_curves
+        from moe_lora.report.plan_page import write_plan_report
+
+        write_plan_report(
+            options["report"], plan.to_json(), plan_lines(plan), iar_curves(inputs, 2 * plan.slots)
+        )
+        click.echo(f"report: {options['report']}", err=options["as_json"])
+
+
+def _write_yaml(options: dict[str, Any], plan: Any, model_dir: str | None) -> None:
+    from moe_lora.provision.cluster_yaml import PLACEHOLDER_DIR, plan_yaml
+    from moe_lora.report.results import write_text
+
+    write_text(options["out"], plan_yaml(plan, model_dir))
+    fill = "" if model_dir else f" (put the checkpoint's folder in place of {PLACEHOLDER_DIR})"
+    click.echo(f"cluster file: {options['out']}{fill}", err=options["as_json"])

@@ -1,0 +1,43 @@
+"""What a plan takes for granted, in sentences that are printed with it."""
+
+from __future__ import annotations
+
+from moe_lora.core.known_models import KNOWN_MODELS
+
+from .inputs import PlanInputs
+
+_FORMS = {
+    "separate": "gate and up of an expert with an A each",
+    "shared": "one A for gate and up of an expert (PEFT's fused form)",
+}
+
+
+def assumptions(inputs: PlanInputs) -> tuple[str, ...]:
+    """One sentence each: adapter form, load, popularity, hardware, model."""
+    shape, mix = inputs.shape, inputs.mix
+    other = "shared" if mix.form == "separate" else "separate"
+    other_bytes = type(mix)(ranks=mix.ranks, form=other).adapter_bytes(shape)
+    sites = "adapters on every expert, none on attention" if shape.num_experts else "adapters on all sites"
+    said = [
+        f"{sites}; {_FORMS[mix.form]}: {mix.adapter_bytes(shape) / 1e9:.2f} GB each "
+        f"({other}: {other_bytes / 1e9:.2f} GB)",
+        _load(inputs),
+        "requests arrive independently of each other; service times do not depend on the adapter",
+        f"times and memory by profile {inputs.profile.name}; deltas are computed beside the base GEMMs; "
+        "experts are chosen evenly; waiting at the server for other instances is not in the predicted TPOT",
+    ]
+    if len(mix.ranks) > 1:
+        said.append("adapters of mean size stand for the mix of ranks")
+    notes = {model.name: model.note for model in KNOWN_MODELS}
+    if notes.get(inputs.model):
+        said.append(f"{inputs.model}: {notes[inputs.model]}")
+    return tuple(said)
+
+
+def _load(inputs: PlanInputs) -> str:
+    if inputs.global_batch is not None:
+        return f"global batch {inputs.load:g} as given"
+    return (
+        f"global batch {inputs.load:.1f} = {inputs.rate_per_s:.4g} requests/s x {inputs.output_tokens:.4g} "
+        f"output tokens x {inputs.slo_tpot_s:g} s (Little's law, every request as slow as the TPOT SLO)"
+    )

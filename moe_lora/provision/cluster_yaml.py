@@ -1,0 +1,40 @@
+"""A plan as the file that `moe-lora serve --config` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import yaml
+
+from .plan import Plan
+
+PLACEHOLDER_DIR = "MODEL_DIR"
+
+
+def plan_yaml(plan: Plan, model_dir: str | None, adapters: Sequence[tuple[str, str]] = ()) -> str:
+    """cluster.yaml for the plan (fields: docs/cluster.md).
+
+    model_dir: None writes a placeholder, and a comment that says so.  adapters: (name, directory) pairs;
+    others come over HTTP or from --lora-dir.
+    """
+    content = {
+        "model_dir": model_dir or PLACEHOLDER_DIR,
+        **({"adapters": dict(adapters)} if adapters else {}),
+        "engine": {
+            "max_num_seqs": plan.max_num_seqs,
+            "expert_parallel": plan.instance_gpus,
+            "num_instances": plan.instances,
+        },
+        "lora_server": {"layout": plan.layout, "capacity": plan.slots},
+    }
+    lines = [
+        f"# {plan.inputs['model']}: {plan.instances} instances of {plan.instance_gpus} GPUs, LoRA Server of "
+        f"{plan.lora_server_gpus} ({plan.layout})",
+        f"# M* = {plan.capacity} for an IAR of {plan.inputs['target_iar']:g}; the server's GPUs hold "
+        f"{plan.slots}; bound by {plan.binding_constraint}",
+        "# For one host. Over several (docs/cluster.md) add key_file, lora_server.address, store_dir and",
+        "# transport, front_end.engines_address, and set engine.num_instances to the instances of a host.",
+    ]
+    if model_dir is None:
+        lines.append(f"# {PLACEHOLDER_DIR} is a placeholder: put the checkpoint's folder there.")
+    return "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False)

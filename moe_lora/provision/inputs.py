@@ -1,0 +1,99 @@
+"""What a plan is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+
+from .memory import AdapterMix
+from .profile import Profile
+
+ESTIMATORS = ("paper", "corrected")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """A model, its adapters, a load, a device and two SLOs.
+
+    model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
+    rate_per_s, output_tokens, context_tokens: of the load (`TraceLoad`).  global_batch: requests decoding at
+    once over all instances; None: rate * output tokens * TPOT SLO (Little's law).  gpus: the whole budget;
+    None: as few as it takes.  instances: so many; None: chosen.  estimator: of the IAR that M* must reach.
+    Raises ConfigError for numbers that can't be right.
+    """
+
+    model: str
+    shape: ModelShape
+    mix: AdapterMix
+    profile: Profile
+    instance_gpus: int
+    probabilities: NDArray[np.float64] = field(repr=False)
+    output_tokens: float
+    context_tokens: float
+    rate_per_s: float | None = None
+    global_batch: float | None = None
+    slo_ttft_s: float = 0.25
+    slo_tpot_s: float = 0.1
+    target_iar: float = 0.95
+    gpus: int | None = None
+    instances: int | None = None
+    estimator: str = "paper"
+    popularity_source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("slo_ttft_s", "slo_tpot_s", "output_tokens", "context_tokens"):
+            _positive(name, getattr(self, name))
+        for name in ("rate_per_s", "global_batch", "gpus", "instances", "instance_gpus"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if not 0 < self.target_iar <= 1:
+            raise ConfigError(f"target_iar={self.target_iar} must be above 0 and at most 1 (0.95 usual)")
+        if self.estimator not in ESTIMATORS:
+            raise ConfigError(
+                f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}"
+            )
+        if self.gpus is not None and self.instances is not None:
+            raise ConfigError("gpus and instances are both given; a budget is split by the plan: give one")
+        if self.rate_per_s is None and self.global_batch is None:
+            raise ConfigError(
+                "the load is unknown: the trace has no arrival times; give --request-rate or --global-batch"
+            )
+
+    @property
+    def load(self) -> float:
+        """Requests that decode at once, over all instances: LB of InfiniLoRA's table 2."""
+        if self.global_batch is not None:
+            return float(self.global_batch)
+        assert self.rate_per_s is not None  # checked above
+        return self.rate_per_s * self.output_tokens * self.slo_tpot_s
+
+    def rate_of(self, global_batch: float) -> float:
+        """Requests per second that keep this many decoding at the TPOT SLO."""
+        return global_batch / (self.output_tokens * self.slo_tpot_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """All that is not an array, as JSON holds it."""
+        names = (
+            *("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens", "global_batch"),
+            *("slo_ttft_s", "slo_tpot_s", "target_iar", "gpus", "instances", "estimator"),
+            "popularity_source",
+        )
+        return {
+            **{name: getattr(self, name) for name in names},
+            "num_adapters": len(self.probabilities),
+            "lora_ranks": [list(pair) for pair in self.mix.ranks],
+            "adapter_form": self.mix.form,
+            "hardware": self.profile.name,
+        }
+
+
+def _positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}={value} must be a finite number above 0")

@@ -1,0 +1,68 @@
+"""A plan as lines for a person."""
+
+from __future__ import annotations
+
+from .plan import Plan
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """What to deploy, why, what to expect, and what was assumed."""
+    ms = plan.layer_ms
+    rows = [
+        ("Model", f"{plan.inputs['model']}, {plan.inputs['num_adapters']} adapters ({_source(plan)})"),
+        (
+            "Adapter",
+            f"{plan.bytes_per_adapter / 1e9:.2f} GB, {plan.inputs['adapter_form']} A for gate and up",
+        ),
+        (
+            "Requests at once",
+            f"{plan.global_batch:.1f}, using {plan.expected_active:.1f} adapters (expected)",
+        ),
+        ("M*", f"{plan.capacity} adapters for {plan.inputs['target_iar']:.1%} admitted at once"),
+        ("IAR at M*", _rates(plan.iar, plan.iar_corrected)),
+        ("LoRA Server", f"{plan.lora_server_gpus} GPUs as {plan.layout}, holding {plan.slots} adapters"),
+        ("IAR there", _rates(plan.slots_iar, plan.slots_iar_corrected)),
+        ("Bound by", f"{plan.binding_constraint} ({_needs(plan)})"),
+        (
+            "Instances",
+            f"{plan.instances} of {plan.instance_gpus} GPUs, {plan.batch_per_instance:.1f} requests each",
+        ),
+        ("GPUs in all", str(plan.total_gpus)),
+        ("P95 TTFT", _ttft(plan)),
+        (
+            "TPOT",
+            f"{plan.tpot_s * 1e3:.2f} ms, {plan.tpot_at_load_s * 1e3:.2f} ms at the batch sized for "
+            f"(SLO {plan.inputs['slo_tpot_s']:g} s)",
+        ),
+        (
+            "A layer",
+            f"attention {ms['attention']:.3f} ms, experts {ms['experts']:.3f} ms beside receive "
+            f"{ms['receive']:.3f} + compute {ms['compute']:.3f} + send {ms['send']:.3f} ms",
+        ),
+        ("Budgets", f"SLO_Layer {ms['slo_layer']:.3f} ms, SLO_FFN {ms['slo_ffn']:.3f} ms"),
+    ]
+    if plan.serviceable_rate_per_s is not None:
+        rows.append(("Serviceable rate", f"{plan.serviceable_rate_per_s:.1f} requests/s"))
+    if plan.slots_iar_corrected < plan.inputs["target_iar"]:
+        rows.insert(7, ("", "below the target by the corrected model: --estimator corrected sizes by it"))
+    lines = [f"{name:<18} {text}" for name, text in rows]
+    return [*lines, "", "Assumed:", *(f"- {sentence}" for sentence in plan.assumptions)]
+
+
+def _source(plan: Plan) -> str:
+    return plan.inputs["popularity_source"] or "popularity as given"
+
+
+def _rates(paper: float, corrected: float) -> str:
+    return f"{paper:.2%} by the paper's model, {corrected:.2%} by the corrected one"
+
+
+def _needs(plan: Plan) -> str:
+    return ", ".join(f"{name} alone: {gpus}" for name, gpus in plan.gpus_by_constraint.items())
+
+
+def _ttft(plan: Plan) -> str:
+    slo = f"SLO {plan.inputs['slo_ttft_s']:g} s"
+    if plan.p95_ttft_s is None:
+        return f"not known: fewer than 95 % start at once, so the tail queues ({slo})"
+    return f"{plan.p95_ttft_s * 1e3:.1f} ms without prefill: first layer's load and three steps ({slo})"

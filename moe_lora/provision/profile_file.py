@@ -1,0 +1,118 @@
+"""Profiles as JSON files (fields: docs/provisioning.md, "Profiles"): those shipped, and a user's own.
+
+Two kinds: "tables" holds measured times of one model at some batch sizes, "roofline" only rates and fixed
+latencies.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+from moe_lora.core.errors import ConfigError
+
+from .profile import Efficiency, FixedTimes, Gpu, Profile, ServerTables, Sizes, Tables
+from .profile_fields import Section
+
+KINDS = ("tables", "roofline")
+_FOLDER = "profiles"
+
+
+def shipped_profiles() -> tuple[str, ...]:
+    """Names of the profiles that come with the package."""
+    folder = resources.files(__package__) / _FOLDER
+    return tuple(sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".json")))
+
+
+def read_profile(name_or_path: str | Path) -> Profile:
+    """The shipped profile of that name, or the one in that file.
+
+    Raises ConfigError, naming file and field, for anything that can't be right.
+    """
+    if str(name_or_path) in shipped_profiles():
+        text = (resources.files(__package__) / _FOLDER / f"{name_or_path}.json").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(name_or_path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"hardware {str(name_or_path)!r} is neither a readable file nor a shipped profile; "
+                f"shipped are {', '.join(shipped_profiles())}; `moe-lora profile` writes one of this machine"
+            ) from error
+    try:
+        return _profile(Section("", json.loads(text)))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name_or_path}: not JSON ({error})") from error
+    except ConfigError as error:
+        raise ConfigError(f"{name_or_path}: {error}") from error
+
+
+def _profile(top: Section) -> Profile:
+    kind = top.text("kind")
+    if kind not in KINDS:
+        raise ConfigError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    needs = {"tables": ("taken_at", "batches", "server_us", "base_us"), "roofline": ("efficiency",)}[kind]
+    top.only("name", "kind", "gpu", "fixed_us", "sources", *needs)
+    gpu = _gpu(top.section("gpu"), rates_needed=kind == "roofline")
+    return Profile(
+        name=top.text("name"),
+        gpu=gpu,
+        fixed=_fixed(top.section("fixed_us", optional=True)),
+        tables=_tables(top) if kind == "tables" else None,
+        efficiency=_efficiency(top.section("efficiency")) if kind == "roofline" else None,
+        sources={key: str(value) for key, value in top.section("sources", optional=True).items()},
+    )
+
+
+def _gpu(section: Section, *, rates_needed: bool) -> Gpu:
+    rates = ("bytes_per_s", "flop_per_s", "net_bytes_per_s")
+    shares = ("instance_memory_share", "server_memory_share")
+    section.only("memory_gib", *shares, "load_bytes_per_s", *rates)
+    return Gpu(
+        memory_bytes=section.number("memory_gib") * 2**30,
+        load_bytes_per_s=section.number("load_bytes_per_s"),
+        **{name: section.number(name, most=1.0) for name in shares},
+        **{name: section.number(name) for name in rates if rates_needed or section.has(name)},
+    )
+
+
+def _fixed(section: Section) -> FixedTimes:
+    names = ("receive", "compute", "send", "attention", "sync_per_rank")
+    section.only(*names)
+    given = [name for name in names if section.has(name)]
+    return FixedTimes(**{f"{name}_s": section.number(name, zero=True) * 1e-6 for name in given})
+
+
+def _efficiency(section: Section) -> Efficiency:
+    section.only("memory", "flop", "net")
+    return Efficiency(**{name: section.number(name, most=1.0) for name in ("memory", "flop", "net")})
+
+
+def _tables(top: Section) -> Tables:
+    batches = top.numbers("batches")
+    server: dict[int, ServerTables] = {}
+    for key, stages in top.section("server_us").sections():
+        if not key.isdigit() or int(key) < 1:
+            raise ConfigError(f"server_us.{key}: keys are EP degrees, whole numbers of 1 or more")
+        stages.only("receive", "compute", "send")
+        server[int(key)] = ServerTables(
+            **{name: stages.table(name, batches) for name in ("receive", "compute", "send")}
+        )
+    if not server:
+        raise ConfigError("server_us is empty; give receive, compute and send of one EP degree at least")
+    base = top.section("base_us")
+    base.only("experts", "attention")
+    return Tables(
+        taken_at=_sizes(top.section("taken_at")),
+        server=dict(sorted(server.items())),
+        experts=base.table("experts", batches),
+        attention=base.table("attention", batches) if base.has("attention") else None,
+    )
+
+
+def _sizes(section: Section) -> Sizes:
+    names = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token")
+    counts = (*names, "instance_gpus", "value_bytes")
+    section.only("model", "lora_rank", *counts)
+    return Sizes(lora_rank=section.number("lora_rank"), **{name: section.count(name) for name in counts})

@@ -1,0 +1,64 @@
+"""`moe-lora profile` on the demo model, and planning with what it writes."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from moe_lora.cli.main import main
+from moe_lora.cli.profile import _micros
+from moe_lora.provision.profile_file import read_profile
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "demo" / "model")
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "mine.json"
+    arguments = ["--max-batch", "6", "--num-adapters", "4", "--lora-rank", "8", "--context-tokens", "40"]
+    result = CliRunner().invoke(main, ["profile", MODEL, "--out", str(path), "--threads", "1", *arguments])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def test_written_profile_is_one_of_this_model(profile: Path) -> None:
+    read = read_profile(profile)
+    assert read.tables is not None
+    assert read.tables.experts.batches == (1, 2, 4, 6)
+    assert set(read.tables.server) == {1, 2, 4, 8}
+    assert read.tables.attention is not None
+    assert read.tables.taken_at.lora_rank == 8
+    assert read.gpu.bytes_per_s is None
+
+
+def test_a_faster_larger_batch_lowers_the_smaller_ones() -> None:
+    assert _micros([3e-6, 1e-6, 2e-6]) == [1, 1, 2]
+
+
+def test_written_times_never_fall_with_the_batch(profile: Path) -> None:
+    content = json.loads(profile.read_text())
+    for stages in content["server_us"].values():
+        for times in stages.values():
+            assert all(low <= high for low, high in pairwise(times))
+
+
+def test_plan_with_this_machines_profile(profile: Path) -> None:
+    trace = str(ROOT / "demo" / "trace.csv")
+    words = ["--trace", trace, "--model", MODEL, "--adapters", "36", "--lora-rank", "8", "--json"]
+    # An SLO that leaves the machine that runs this test a hundred times what it measures.
+    result = CliRunner().invoke(
+        main, ["provision", *words, "--hardware", str(profile), "--slo-tpot-s", "5", "--slo-ttft-s", "20"]
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["inputs"]["hardware"] == "model on cpu"
+    other = CliRunner().invoke(
+        main,
+        ["provision", "--trace", trace, "--model", "DBRX", "--adapters", "9", "--hardware", str(profile)],
+    )
+    assert other.exit_code == 2
+    assert "take one of this model with `moe-lora profile`" in other.output

@@ -1,0 +1,185 @@
+"""`moe-lora provision` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moe_lora.cli.main import main
+from moe_lora.dist.cluster import read_cluster
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """100 requests, ten a second, of 200 output tokens; nobody's adapters."""
+    return write_trace(tmp_path / "trace.jsonl", [{} for _ in range(100)])
+
+
+def write_trace(path: Path, rows: list[dict[str, Any]]) -> Path:
+    usual = [
+        {"arrival_s": i * 0.1, "prompt_tokens": 500, "output_tokens": 200} | row for i, row in enumerate(rows)
+    ]
+    path.write_text("\n".join(map(json.dumps, usual)))
+    return path
+
+
+def run(trace: Path, *arguments: str, model: str = "Mixtral-8x7B") -> Result:
+    return CliRunner().invoke(main, ["provision", "--trace", str(trace), "--model", model, *arguments])
+
+
+def planned(*arguments: Any, **options: Any) -> dict[str, Any]:
+    result = run(*arguments, "--json", **options)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_json_holds_the_plan(trace: Path) -> None:
+    plan = planned(trace, "--adapters", "512")
+    assert plan["global_batch"] == pytest.approx(10 * 200 * 0.1)
+    assert plan["layout"].startswith("EP")
+    assert plan["inputs"]["num_adapters"] == 512
+    assert plan["inputs"]["lora_ranks"] == [[64, 1.0]]
+    assert plan["bytes_per_adapter"] == pytest.approx(1.81e9, rel=0.01)
+
+
+def test_table_names_what_binds_and_what_was_assumed(trace: Path) -> None:
+    result = run(trace, "--adapters", "512")
+    assert result.exit_code == 0
+    for text in ("M*", "Bound by", "ttft: cache capacity", "1.68 GB", "Zipf 1.2", "Little's law"):
+        assert text in result.output
+
+
+def test_files_are_written_and_the_cluster_file_is_one(trace: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    result = run(trace, "--adapters", "64", "--out", str(out), "--report", str(page))
+    assert result.exit_code == 0, result.output
+    assert "put the checkpoint's folder in place of MODEL_DIR" in result.output
+    assert read_cluster(out).lora_server is not None
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 2
+    assert "http" not in text.replace("data:image", "")
+
+
+def test_a_checkpoints_folder_is_named_in_the_cluster_file(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    model = str(ROOT / "demo" / "model")
+    result = run(trace, "--adapters", "8", "--lora-rank", "8", "--out", str(out), model=model)
+    assert result.exit_code == 0, result.output
+    assert Path(read_cluster(out).engine.model_dir) == Path(model)
+    assert "placeholder" not in out.read_text()
+
+
+def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
+    names = ["a", "a", "a", "b", "c"] * 20
+    trace = write_trace(tmp_path / "t.jsonl", [{"adapter": name} for name in names])
+    assert planned(trace)["inputs"]["num_adapters"] == 3
+    assert planned(trace, "--adapters", "7")["inputs"]["num_adapters"] == 7
+    counts = tmp_path / "counts.csv"
+    counts.write_text("adapter,count\nx,3\ny,1\n")
+    assert planned(trace, "--popularity", str(counts))["inputs"]["popularity_source"].startswith("counts in")
+
+
+def test_rate_of_the_trace_is_the_default_and_can_be_replaced(trace: Path) -> None:
+    assert planned(trace, "--adapters", "8")["inputs"]["rate_per_s"] == pytest.approx(10)
+    assert planned(trace, "--adapters", "8", "--request-rate", "20")["global_batch"] == pytest.approx(400)
+    assert planned(trace, "--adapters", "8", "--global-batch", "77")["global_batch"] == 77
+    assert planned(trace, "--adapters", "8", "--peak")["inputs"]["rate_per_s"] >= 10
+
+
+def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
+    mix = planned(trace, "--adapters", "8", "--lora-rank", "8=0.5", "--lora-rank", "64=0.5")
+    assert mix["inputs"]["lora_ranks"] == [[8, 0.5], [64, 0.5]]
+    form = planned(trace, "--adapters", "8", "--adapter-form", "shared", model="qwen3-30b-a3b")
+    assert form["bytes_per_adapter"] == pytest.approx(2.517e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --adapters N"),
+        (["--zipf", "1.0"], "--zipf needs --adapters"),
+        (["--adapters", "8", "--zipf", "-1"], "zipf=-1.0 is not allowed"),
+        (["--adapters", "8", "--slo-tpot-s", "-1"], "slo_tpot_s=-1.0 must be a finite number above 0"),
+        (["--adapters", "8", "--slo-ttft-s", "nan"], "slo_ttft_s=nan"),
+        (["--adapters", "8", "--slo-tpot-s", "0.001"], "alone take"),
+        (["--adapters", "8", "--target-iar", "1.2"], "target_iar=1.2"),
+        (["--adapters", "8", "--gpus", "2"], "--gpus 2: no split"),
+        (["--adapters", "8", "--gpus", "-2"], "gpus=-2 must be"),
+        (["--adapters", "8", "--gpus", "8", "--instances", "2"], "give one"),
+        (["--adapters", "8", "--hardware", "abacus"], "shipped are hopper96"),
+        (["--adapters", "8", "--lora-rank", "big"], "'big' is not R or R=SHARE"),
+        (["--adapters", "8", "--lora-rank", "8=0.5"], "must sum to 1"),
+        (["--adapters", "8", "--format", "xml"], "--format xml is unknown"),
+        (["--adapters", "8", "--peak", "--request-rate", "3"], "give it or --request-rate"),
+        (["--adapters", "8", "--instance-gpus", "3"], "3 does not divide num_experts=8"),
+    ],
+)
+def test_what_can_not_be_is_refused_with_status_2(trace: Path, arguments: list[str], message: str) -> None:
+    result = run(trace, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "the trace is empty"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request in the trace"),
+        ("a,b\n1,2\n", "unknown trace format"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04,5,5\n2023-11-16 18:17:03,5,5\n",
+            "goes back in time",
+        ),
+    ],
+)
+def test_bad_traces_are_refused_with_status_2(tmp_path: Path, content: str, message: str) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(content)
+    result = run(trace, "--adapters", "8")
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_trace_at_one_moment_needs_a_rate(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", [{"arrival_s": 0.0}] * 5)
+    result = run(trace, "--adapters", "8")
+    assert result.exit_code == 2
+    assert "give --request-rate or --global-batch" in result.output
+    assert run(trace, "--adapters", "8", "--request-rate", "3").exit_code == 0
+
+
+def test_unknown_model_is_refused_and_a_folder_needs_a_rank(trace: Path) -> None:
+    assert "known are GPT-OSS-20B" in run(trace, "--adapters", "8", model="GPT-5").output
+    result = run(trace, "--adapters", "8", model=str(ROOT / "demo" / "model"))
+    assert result.exit_code == 2
+    assert "give --lora-rank" in result.output
+
+
+def test_planning_never_imports_torch(trace: Path) -> None:
+    program = (
+        "import sys\nfrom moe_lora.cli.main import main\n"
+        f"try:\n    main(['provision', '--trace', {str(trace)!r}, '--model', 'DBRX', '--adapters', '9'])\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_the_readmes_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("moe-lora provision")]
+    words = [word.replace("demo/trace.csv", str(ROOT / "demo" / "trace.csv")) for word in line.split()[1:]]
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert read_cluster("plan.yaml").lora_server is not None
+    assert (tmp_path / "plan.html").is_file()
