@@ -62,6 +62,7 @@ _GOALS = (
 )
 _RESULT = (
     click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON."),
+    click.option("--verify", is_flag=True, help="Replay the load in the simulator at M* and 10 % around it."),
     click.option("--report", type=_OUT, help="Write an HTML page with plots."),
     click.option("--out", type=_OUT, help="Write cluster.yaml for `moe-lora serve --config`."),
 )
@@ -85,16 +86,23 @@ def provision(**options: Any) -> None:
 
     inputs = plan_inputs(options)
     plan = make_plan(inputs)
-    click.echo(json.dumps(plan.to_json(), indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
+    content, lines = plan.to_json(), plan_lines(plan)
+    if options["verify"]:
+        from moe_lora.provision.replayed import verify
+
+        from .provision_verify import verified_json, verified_lines
+
+        found = verify(inputs, plan, options["trace"], options["format"])
+        content["verified"] = verified_json(found)
+        lines += verified_lines(found)
+    click.echo(json.dumps(content, indent=1) if options["as_json"] else "\n".join(lines))
     if options["out"] is not None:
         _write_yaml(options, plan, model_dir_of(options["model"]))
     if options["report"] is not None:
         from moe_lora.provision.curve import iar_curves
         from moe_lora.report.plan_page import write_plan_report
 
-        write_plan_report(
-            options["report"], plan.to_json(), plan_lines(plan), iar_curves(inputs, 2 * plan.slots)
-        )
+        write_plan_report(options["report"], content, lines, iar_curves(inputs, 2 * plan.slots))
         click.echo(f"report: {options['report']}", err=options["as_json"])
 
 

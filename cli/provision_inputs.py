@@ -41,6 +41,7 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
         output_tokens=load.mean_output_tokens,
         context_tokens=load.context_tokens,
         rate_per_s=_rate(options, load),
+        rate_is_traces=not options["peak"] and options["request_rate"] is options["global_batch"] is None,
         **{
             name: options[name]
             for name in (

@@ -26,6 +26,7 @@ class PlanInputs:
     rate_per_s, output_tokens, context_tokens: of the load (`TraceLoad`).  global_batch: requests decoding at
     once over all instances; None: rate * output tokens * TPOT SLO (Little's law).  gpus: the whole budget;
     None: as few as it takes.  instances: so many; None: chosen.  estimator: of the IAR that M* must reach.
+    rate_is_traces: rate_per_s is the trace's own mean.
     Raises ConfigError for numbers that can't be right.
     """
 
@@ -46,6 +47,7 @@ class PlanInputs:
     instances: int | None = None
     estimator: str = "paper"
     popularity_source: str = ""
+    rate_is_traces: bool = False
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft_s", "slo_tpot_s", "output_tokens", "context_tokens"):

@@ -1,0 +1,111 @@
+"""A plan as the simulator runs it, and its load as requests: what `moe-lora provision --verify` compares.
+
+Two speeds.  "slo": every step takes the TPOT SLO, so that as many requests run at once as the plan was sized
+for.  "predicted": steps take what the plan predicts, so that fewer run at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_lora.core.step_profile import StageTime, StepProfile
+from moe_lora.dist.lora_server.partition import Layout
+from moe_lora.sim.config import InstanceConfig, LoraServerConfig, SystemConfig
+from moe_lora.sim.replay import CapacityReplay, replay_capacity
+from moe_lora.workload.plan import PlannedRequest, WorkloadOptions, make_plan
+from moe_lora.workload.popularity import Popularity
+from moe_lora.workload.traces import read_trace
+
+from .cluster import Cluster
+from .inputs import PlanInputs
+from .memory import kv_requests
+from .plan import Plan, cluster_of
+
+NUM_REQUESTS = 20_000
+WARM_UP_SHARE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A replay at one of the two speeds."""
+
+    speed: str
+    replay: CapacityReplay
+
+
+def verify(inputs: PlanInputs, plan: Plan, trace: str | Path, format: str | None = None) -> list[Verified]:
+    """Replays at M* - 10 %, M* and M* + 10 %, at both speeds, of up to NUM_REQUESTS requests.
+
+    Arrivals are the trace's where its own mean rate is planned for, else Poisson; adapters are the trace's
+    where it names them, else drawn from the plan's popularity.  The first fifth of the time is not judged.
+    """
+    requests = planned_requests(inputs, trace, format)
+    since_s = WARM_UP_SHARE * requests[-1].arrival_s
+    found = []
+    for speed in ("slo", "predicted"):
+        system = system_of(inputs, plan, speed)
+        replays = replay_capacity(system, requests, plan.capacity, since_s=since_s)
+        found += [Verified(speed=speed, replay=replay) for replay in replays]
+    return found
+
+
+def planned_requests(
+    inputs: PlanInputs, trace: str | Path, format: str | None = None
+) -> Sequence[PlannedRequest]:
+    """The trace's requests at the plan's rate: that which keeps its global batch busy at the TPOT SLO."""
+    read = read_trace(trace, format, limit=NUM_REQUESTS)
+    rate = inputs.rate_of(inputs.load)
+    options = WorkloadOptions(arrivals="gamma", request_rate_per_s=rate, num_requests=NUM_REQUESTS)
+    if read.has_arrival_times and inputs.rate_is_traces:
+        options = WorkloadOptions(request_rate_per_s=rate)
+    names = tuple(str(index) for index in range(len(inputs.probabilities)))
+    return make_plan(read, options, Popularity(names, tuple(inputs.probabilities.tolist())))
+
+
+def system_of(inputs: PlanInputs, plan: Plan, speed: str) -> SystemConfig:
+    """The plan's instances and LoRA Server, its capacity M*."""
+    cluster, layout = cluster_of(inputs), Layout.parse(plan.layout)
+    profile = StepProfile(attention=StageTime(fixed_s=cluster.layer_budget_s))
+    if speed == "predicted":
+        batch = plan.batch_per_instance * plan.tpot_s / inputs.slo_tpot_s  # what keeps running
+        profile = step_profile(cluster, layout, batch)
+    kv_tokens = kv_requests(cluster.gpu, inputs.shape, inputs.instance_gpus, 1.0)
+    return SystemConfig(
+        num_instances=plan.instances,
+        instance=InstanceConfig(
+            profile=profile,
+            num_layers=inputs.shape.num_layers,
+            max_num_seqs=plan.max_num_seqs,
+            kv_tokens=kv_tokens,
+        ),
+        adapters=LoraServerConfig(
+            capacity=plan.capacity,
+            num_stages=layout.pp,
+            load_bytes_per_s=layout.num_ranks * cluster.gpu.load_bytes_per_s,
+        ),
+        adapter_bytes=plan.bytes_per_adapter,
+    )
+
+
+def step_profile(cluster: Cluster, layout: Layout, batch: float) -> StepProfile:
+    """Stage times as lines through those at this batch, the mean one, and at half of it."""
+    stages = cluster.stages
+
+    def transfer_s(rows: float) -> float:
+        served = stages.server(layout.ep, rows)
+        return served.receive_s + served.send_s
+
+    return StepProfile(
+        attention=_line(stages.attention_s, batch),
+        experts=_line(stages.experts_s, batch),
+        lora=_line(lambda rows: stages.server(layout.ep, rows).compute_s, batch),
+        transfer=_line(transfer_s, batch),
+    )
+
+
+def _line(seconds: Callable[[float], float], batch: float) -> StageTime:
+    whole_s, half_s = seconds(batch), seconds(batch / 2)
+    fixed_s = max(0.0, 2 * half_s - whole_s)
+    return StageTime(fixed_s=fixed_s, per_row_s=(whole_s - fixed_s) / batch)
