@@ -39,6 +39,13 @@ class Section:
         for key in self._value:
             yield key, self.section(key)
 
+    def list_of_sections(self, key: str) -> list[Section]:
+        """A list of objects."""
+        value = self._get(key)
+        if not isinstance(value, list):
+            raise ConfigError(f"{self._place(key)} must be a list, not {type(value).__name__}")
+        return [Section(f"{self._place(key)}[{i}]", item) for i, item in enumerate(value)]
+
     def text(self, key: str) -> str:
         value = self._get(key)
         if not isinstance(value, str) or not value:
