@@ -26,6 +26,12 @@ COMMANDS: dict[str, LazyCommand] = {
     "capacity": LazyCommand("capacity", "capacity", "Show or change a LoRA Server's capacity."),
     "provision": LazyCommand("provision", "provision", "Size a cluster for a trace and two SLOs."),
     "profile": LazyCommand("profile", "profile", "Time a model's layer here, for provision."),
+    "profile-steps": LazyCommand(
+        "profile_steps", "profile_steps", "Time whole steps by rank and batch; fit performance models."
+    ),
+    "operating-points": LazyCommand(
+        "operating_points", "operating_points", "Find the most tokens/s of each rank within an SLO."
+    ),
     "adapters": LazyCommand("adapters", "adapters", "List or check adapters on disk."),
     "env": LazyCommand("env", "env", "Show the machine and the versions in use."),
 }

@@ -1,0 +1,200 @@
+"""`moe-lora operating-points`: the most tokens/s of each rank within an SLO, for placement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .errors import user_errors
+from .numbers import WholeNumbers
+
+if TYPE_CHECKING:
+    from moe_lora.core.config import EngineConfig
+    from moe_lora.provision.operating_points import OperatingPoint, PointLoad, SloGoal, Trial
+
+_OVERLOAD_TTFTS = 3.0
+"""A run is stopped once a request has waited this many times the SLO's TTFT."""
+
+
+@click.command("operating-points")
+@click.argument("model_dir", required=False, type=click.Path(exists=True, file_okay=False))
+@click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
+@click.option(
+    "--simulate",
+    "performance_file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Instead of running MODEL_DIR: a file of `profile-steps`, through the simulator.",
+)
+@click.option("--ranks", default="8,16,32,64,128", show_default=True, type=WholeNumbers(1, 512))
+@click.option("--slo-ttft-s", required=True, type=float, help="P95 of arrival to first token.")
+@click.option("--slo-tpot-s", required=True, type=float, help="Mean over requests.")
+@click.option("--adapters", "num_adapters", default=8, show_default=True, type=int, help="Of the rank.")
+@click.option("--prompt-tokens", default=64, show_default=True, type=int)
+@click.option("--output-tokens", default=32, show_default=True, type=int)
+@click.option("--num-requests", default=100, show_default=True, type=int, help="Least of a run.")
+@click.option(
+    "--duration-s",
+    type=float,
+    help="Least length of a run.  [default: 20 TTFT + an answer at the SLO's TPOT]",
+)
+@click.option(
+    "--repeats", default=3, show_default=True, type=click.IntRange(1, 99), help="Most runs at a rate."
+)
+@click.option(
+    "--tolerance", default=0.05, show_default=True, type=float, help="Relative width of the result."
+)
+@click.option("--start-per-s", default=4.0, show_default=True, type=float, help="Requests/s tried first.")
+@click.option(
+    "--lora-kernel",
+    "lora_kernel",
+    default="sgmv",
+    show_default=True,
+    type=click.Choice(["sgmv", "bgmv", "mbgmv"]),
+)
+@click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1, 4096))
+@click.option("--max-num-batched-tokens", default=2048, show_default=True, type=click.IntRange(min=1))
+@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
+@click.option(
+    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"])
+)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all cores]")
+@click.option("--eager", is_flag=True, help="Do not compile, as `serve --eager`.")
+@user_errors
+def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
+    """Search, rank by rank, the highest rate at which the model in MODEL_DIR holds the SLO.
+
+    Poisson arrivals, adapters of one rank only, random ones on attention and MLP, all resident.  Tokens are
+    those of prompts and answers.  A run ends early when requests wait for 3 times the TTFT.
+    """
+    from moe_lora.report.results import write_json
+
+    if (model_dir is None) == (options["performance_file"] is None):
+        raise click.UsageError("give either MODEL_DIR or --simulate FILE")
+    content = found_points(model_dir, options)
+    write_json(out, content)
+    for rank, tokens_per_s in content["operating_points"].items():
+        click.echo(f"rank {rank:>3}: {tokens_per_s:.1f} tokens/s ({content['kind']})")
+    click.echo(f"operating points: {out}")
+
+
+def found_points(model_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Search every rank; the file's content."""
+    from moe_lora.provision.operating_points import PointLoad, SloGoal, find_operating_point
+    from moe_lora.provision.operating_points_file import points_content
+    from moe_lora.report.environment import environment
+
+    slo = SloGoal(ttft_s=options["slo_ttft_s"], tpot_s=options["slo_tpot_s"])
+    names = ("prompt_tokens", "output_tokens", "num_adapters", "num_requests")
+    duration_s = options["duration_s"]
+    if duration_s is None:
+        duration_s = 20 * slo.ttft_s + options["output_tokens"] * slo.tpot_s
+    load = PointLoad(**{name: options[name] for name in names}, duration_s=duration_s)
+    points: list[OperatingPoint] = []
+    for rank in options["ranks"]:
+        with _runs(model_dir, rank, load, slo, options) as run:
+            point = find_operating_point(
+                _told(run, rank),
+                lora_rank=rank,
+                tokens_per_request=load.tokens_per_request,
+                start_per_s=points[-1].rate_per_s if points else options["start_per_s"],
+                tolerance=options["tolerance"],
+                repeats=options["repeats"],
+            )
+        points.append(point)
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    kind = "measured" if options["performance_file"] is None else "simulated"
+    return points_content(points, kind=kind, slo=slo, load=load, settings=settings, env=environment())
+
+
+@contextlib.contextmanager
+def _runs(
+    model_dir: str | None, rank: int, load: PointLoad, slo: SloGoal, options: dict[str, Any]
+) -> Iterator[Callable[[float, int], Trial]]:
+    """What runs the load at a rate: an engine with adapters of this rank, or the simulator."""
+    if model_dir is None:
+        yield _simulation(rank, load, slo, options)
+        return
+
+    from moe_lora.engine.open_loop import OverloadError, serve_open_loop
+    from moe_lora.engine.step_times import engine_with_adapters
+    from moe_lora.provision.operating_points import judge, overload
+
+    names = [f"rank{rank}-{index}" for index in range(load.num_adapters)]
+    core = engine_with_adapters(_engine_config(model_dir, load, options), dict.fromkeys(names, rank))
+
+    warm_up = replace(load, num_requests=8 * len(names), duration_s=0.0).plan(1e3, names, 0)
+
+    def run(rate_per_s: float, seed: int) -> Trial:
+        plan = load.plan(rate_per_s, names, seed)
+        try:
+            served = serve_open_loop(core, plan, longest_wait_s=_OVERLOAD_TTFTS * slo.ttft_s)
+        except OverloadError as error:
+            return overload(rate_per_s, error.waited_s)
+        return judge(rate_per_s, served, slo)
+
+    try:
+        # The first use of every adapter loads it; that is no part of an operating point.
+        serve_open_loop(core, warm_up, longest_wait_s=float("inf"))
+        yield run
+    finally:
+        core.close()
+
+
+def _simulation(
+    rank: int, load: PointLoad, slo: SloGoal, options: dict[str, Any]
+) -> Callable[[float, int], Trial]:
+    from moe_lora.provision.performance_file import read_step_model
+    from moe_lora.provision.simulated_points import simulated_run
+
+    model = read_step_model(options["performance_file"], kernel=options["lora_kernel"])
+
+    def run(rate_per_s: float, seed: int) -> Trial:
+        return simulated_run(
+            model,
+            rank,
+            load,
+            slo,
+            rate_per_s,
+            seed,
+            max_num_seqs=options["max_num_seqs"],
+            max_num_batched_tokens=options["max_num_batched_tokens"],
+        )
+
+    return run
+
+
+def _told(run: Callable[[float, int], Trial], rank: int) -> Callable[[float, int], Trial]:
+    """The run, and a line on stderr about each."""
+
+    def telling(rate_per_s: float, seed: int) -> Trial:
+        trial = run(rate_per_s, seed)
+        found = "overloaded" if trial.overloaded else f"mean TPOT {trial.mean_tpot_s:.4f} s"
+        click.echo(
+            f"rank {rank}: {rate_per_s:.3g} requests/s: P95 TTFT {trial.p95_ttft_s:.3f} s, {found}: "
+            f"{'holds' if trial.holds else 'fails'}",
+            err=True,
+        )
+        return trial
+
+    return telling
+
+
+def _engine_config(model_dir: str, load: PointLoad, options: dict[str, Any]) -> EngineConfig:
+    from moe_lora.core.config import EngineConfig
+
+    return EngineConfig(
+        model_dir=model_dir,
+        lora_kernel=options["lora_kernel"],
+        device=options["device"],
+        dtype=options["dtype"],
+        num_threads=options["threads"],
+        eager=options["eager"],
+        max_num_seqs=options["max_num_seqs"],
+        max_num_batched_tokens=options["max_num_batched_tokens"],
+        max_model_len=load.tokens_per_request,
+        prefix_caching=False,
+    )

@@ -1,0 +1,195 @@
+"""`moe-lora profile-steps`: step times by rank and batch, and performance models fitted to them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .errors import user_errors
+from .numbers import WholeNumbers
+
+if TYPE_CHECKING:
+    from moe_lora.core.config import EngineConfig
+
+
+@click.command("profile-steps")
+@click.argument("model_dir", type=click.Path(exists=True, file_okay=False))
+@click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
+@click.option(
+    "--router-model",
+    type=click.Path(dir_okay=False),
+    help="Also write equation 2 of the one kernel, as `serve --performance-model` takes it.",
+)
+@click.option(
+    "--lora-kernel",
+    "kernels",
+    multiple=True,
+    default=("sgmv",),
+    show_default=True,
+    type=click.Choice(["sgmv", "bgmv", "mbgmv"]),
+    help="May be given several times: one engine each, timed in turn.",
+)
+@click.option("--ranks", default="8,16,32,64,128", show_default=True, type=WholeNumbers(1, 512))
+@click.option("--batches", default="1,2,4,8,16,32", show_default=True, type=WholeNumbers(1, 4096))
+@click.option(
+    "--adapters",
+    "num_adapters",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1, 1024),
+    help="Of each rank.",
+)
+@click.option(
+    "--mixed",
+    "num_mixed",
+    default=48,
+    show_default=True,
+    type=click.IntRange(0, 10_000),
+    help="Batches of drawn size and ranks.",
+)
+@click.option(
+    "--rounds",
+    default=5,
+    show_default=True,
+    type=click.IntRange(1, 1000),
+    help="Of every batch.",
+)
+@click.option(
+    "--decode-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Timed in each round."
+)
+@click.option(
+    "--max-tokens",
+    default=512,
+    show_default=True,
+    type=click.IntRange(1, 65536),
+    help="Most tokens of a prefill step.",
+)
+@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
+@click.option(
+    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"])
+)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all cores]")
+@click.option("--eager", is_flag=True, help="Do not compile, as `serve --eager`.")
+@click.option(
+    "--quantile",
+    default=0.5,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Of a batch's samples; 0.5: median.  Lower where others use the machine.",
+)
+@click.option("--seed", default=0, show_default=True)
+@user_errors
+def profile_steps(model_dir: str, out: str, **options: Any) -> None:
+    """Time decode and prefill steps of the model in MODEL_DIR with adapters of several ranks.
+
+    Adapters are random, on attention and MLP, all resident.  The file holds every batch's times, and
+    performance models fitted to three quarters of the batches with R2 on the rest.  (`moe-lora profile` times
+    parts of a layer, for `provision`.)
+    """
+    from moe_lora.provision.performance_file import read_step_model
+    from moe_lora.provision.router_model import router_fields
+    from moe_lora.report.results import write_json
+
+    router_model = options.pop("router_model")
+    if router_model is not None and len(set(options["kernels"])) > 1:
+        raise click.UsageError("--router-model holds one kernel's model; give one --lora-kernel")
+    content = measured_models(model_dir, options)
+    write_json(out, content)
+    if router_model is not None:
+        prompts = [n for step in content["steps"] if step["phase"] == "prefill" for n in step["num_tokens"]]
+        model = read_step_model(out, form="toppings")
+        write_json(router_model, router_fields(model, sum(prompts) / len(prompts)))
+    for line in summary_lines(content):
+        click.echo(line)
+    click.echo(f"performance models: {out}")
+
+
+def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Run the batches on an engine per kernel; the file's content."""
+    from moe_lora.engine.step_times import StepClock
+    from moe_lora.policies.step_model import FORMS
+    from moe_lora.provision.performance_batches import adapter_names, batches_to_time, measure
+    from moe_lora.provision.performance_file import file_content
+    from moe_lora.provision.performance_fit import fit_model
+    from moe_lora.report.environment import environment
+
+    batches = batches_to_time(
+        options["ranks"],
+        options["batches"],
+        num_adapters=options["num_adapters"],
+        num_mixed=options["num_mixed"],
+        max_tokens=options["max_tokens"],
+        seed=options["seed"],
+    )
+    adapters = adapter_names(options["ranks"], options["num_adapters"])
+    with contextlib.ExitStack() as stack:
+        clocks = {}
+        for kernel in dict.fromkeys(options["kernels"]):
+            clock = StepClock(_engine_config(model_dir, kernel, options), adapters, options["decode_steps"])
+            clocks[kernel] = stack.enter_context(contextlib.closing(clock))
+        expert_share = next(iter(clocks.values())).expert_share
+        with _progress() as on_progress:
+            steps = measure(
+                clocks, batches, options["rounds"], quantile=options["quantile"], on_progress=on_progress
+            )
+    fitted = [
+        fit_model(steps[kernel], kernel=kernel, form=form, expert_share=expert_share)
+        for kernel in steps
+        for form in FORMS
+    ]
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    name = Path(model_dir).resolve().name
+    return file_content(fitted, steps, model=name, settings=settings, env=environment())
+
+
+def summary_lines(content: dict[str, Any]) -> list[str]:
+    """One line per kernel, form and phase: how well the model tells the times of batches held out."""
+    lines = []
+    for model in content["models"]:
+        for phase, found in model["quality"].items():
+            r2, error = found["r2_held_out"], found["mean_error"]
+            shown = "-" if r2 is None else f"{r2:.4f}"
+            lines.append(
+                f"{model['kernel']:>5} {model['form']:<8} {phase:<7} R2 {shown} on "
+                f"{found['num_held_out']} batches held out, {100 * error:.1f} % off on average"
+            )
+    return lines
+
+
+def _engine_config(model_dir: str, kernel: str, options: dict[str, Any]) -> EngineConfig:
+    from moe_lora.core.config import EngineConfig
+    from moe_lora.provision.performance_batches import MAX_PROMPT_TOKENS
+
+    largest = max(options["batches"])
+    return EngineConfig(
+        model_dir=model_dir,
+        lora_kernel=kernel,
+        device=options["device"],
+        dtype=options["dtype"],
+        num_threads=options["threads"],
+        eager=options["eager"],
+        max_num_seqs=largest,
+        max_num_batched_tokens=max(largest, options["max_tokens"]),
+        max_model_len=MAX_PROMPT_TOKENS + options["decode_steps"] + 2,
+        prefix_caching=False,
+    )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, drawn only where that is a terminal and between two batches."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, auto_refresh=False, disable=not console.is_terminal) as bar:
+        task = bar.add_task("batches", total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, refresh=True)
+
+        yield show

@@ -1,0 +1,92 @@
+"""`moe-lora profile-steps` and `moe-lora operating-points` on the demo model: what they write, what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from moe_lora.cli.main import main
+from moe_lora.provision.operating_points_file import read_operating_points
+from moe_lora.provision.performance_file import read_step_model
+
+MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+SMALL = ["--ranks", "4,16", "--threads", "1", "--eager"]
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    words = ["--batches", "1,2,4", "--adapters", "2", "--mixed", "12", "--rounds", "1", "--max-tokens", "64"]
+    result = CliRunner().invoke(
+        main,
+        [
+            *("profile-steps", MODEL, "--out", str(folder / "steps.json"), *SMALL, *words),
+            *("--lora-kernel", "bgmv", "--router-model", str(folder / "router.json")),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    assert "batches held out" in result.output
+    return folder
+
+
+def test_profile_holds_models_and_what_they_were_fitted_to(profiled: Path) -> None:
+    model = read_step_model(profiled / "steps.json")
+    assert (model.kernel, model.form) == ("bgmv", "full")
+    content = json.loads((profiled / "steps.json").read_text())
+    assert content["settings"]["ranks"] == [4, 16]
+    assert content["env"]["cpu_cores"]
+    assert {step["phase"] for step in content["steps"]} == {"prefill", "decode"}
+    router = json.loads((profiled / "router.json").read_text())
+    assert (set(router), router["kernel"]) == ({"kernel", "decode", "prefill"}, "bgmv")
+
+
+def test_points_simulated_from_the_profile(profiled: Path) -> None:
+    out = profiled / "points.json"
+    words = ["--out", str(out), "--simulate", str(profiled / "steps.json"), "--lora-kernel", "bgmv"]
+    slo = ["--slo-ttft-s", "1", "--slo-tpot-s", "1", "--duration-s", "5", "--max-num-seqs", "4"]
+    result = CliRunner().invoke(main, ["operating-points", *words, *SMALL, *slo, "--repeats", "1"])
+    assert result.exit_code == 0, result.output
+    assert list(read_operating_points(out)) == [4, 16]
+    assert json.loads(out.read_text())["kind"] == "simulated"
+
+
+def test_points_measured_on_an_engine(tmp_path: Path) -> None:
+    out = tmp_path / "points.json"
+    lengths = ["--prompt-tokens", "8", "--output-tokens", "4", "--num-requests", "10", "--adapters", "2"]
+    search = ["--repeats", "1", "--tolerance", "1", "--start-per-s", "200", "--duration-s", "0.3"]
+    slo = ["--slo-ttft-s", "0.1", "--slo-tpot-s", "0.5", "--max-num-seqs", "2"]
+    words = ["operating-points", MODEL, "--out", str(out), *SMALL, *lengths, *search, *slo]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    assert content["kind"] == "measured"
+    assert set(content["operating_points"]) == {"4", "16"}
+    assert content["slo"] == {"ttft_s": 0.1, "tpot_s": 0.5}
+    assert all(search["trials"] for search in content["searches"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["profile-steps", MODEL, "--ranks", "8,x"], "not a list of whole numbers, as 8,16,32"),
+        (["profile-steps", MODEL, "--ranks", "8,1024"], "outside 1 to 512"),
+        (
+            ["profile-steps", MODEL, "--lora-kernel", "sgmv", "--lora-kernel", "bgmv", "--router-model", "r"],
+            "one kernel's model",
+        ),
+        (
+            ["operating-points", "--slo-ttft-s", "1", "--slo-tpot-s", "1"],
+            "give either MODEL_DIR or --simulate",
+        ),
+        (["operating-points", MODEL, "--slo-ttft-s", "0", "--slo-tpot-s", "1"], "slo ttft_s=0.0 must be"),
+        (["operating-points", MODEL, "--slo-ttft-s", "1"], "Missing option '--slo-tpot-s'"),
+    ],
+)
+def test_bad_input_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "out.json")])
+    assert result.exit_code != 0
+    assert message in result.output
+    assert not (tmp_path / "out.json").exists()
