@@ -136,12 +136,14 @@ def find_operating_point(
     tolerance: float = 0.05,
     repeats: int = 1,
     max_doublings: int = 20,
+    max_halvings: int = 6,
 ) -> OperatingPoint:
     """Double or halve the rate until it brackets the SLO, then bisect (geometrically) to within tolerance.
 
     run(rate, seed): a short run.  A rate holds if more than half of `repeats` runs do, with seeds 0, 1, …,
     the same for every rate.  tolerance: of fails_at / rate - 1.  Raises ConfigError for settings that can't
-    work, SloError if not even start_per_s / 2^max_doublings holds, or if start_per_s * 2^max_doublings does.
+    work, SloError if not even start_per_s / 2^max_halvings holds (runs at ever lower rates take ever longer),
+    or if start_per_s * 2^max_doublings does.
     """
     if not (0 < start_per_s < math.inf and tolerance > 0 and repeats >= 1):
         raise ConfigError(
@@ -158,7 +160,7 @@ def find_operating_point(
                 break
         return 2 * found > repeats
 
-    low, high = _bracket(holds, start_per_s, max_doublings, lora_rank, trials)
+    low, high = _bracket(holds, start_per_s, (max_doublings, max_halvings), lora_rank, trials)
     while high / low - 1 > tolerance:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -174,14 +176,14 @@ def find_operating_point(
 def _bracket(
     holds: Callable[[float], bool],
     start_per_s: float,
-    max_doublings: int,
+    max_steps: tuple[int, int],
     lora_rank: int,
     trials: list[Trial],
 ) -> tuple[float, float]:
-    """A rate that holds and twice it, which does not."""
+    """A rate that holds and twice it, which does not.  max_steps: upwards, downwards."""
     rate = start_per_s
     if holds(rate):
-        for _ in range(max_doublings):
+        for _ in range(max_steps[0]):
             rate *= _GROWTH
             if not holds(rate):
                 return rate / _GROWTH, rate
@@ -189,12 +191,12 @@ def _bracket(
             f"rank {lora_rank}: {rate:g} requests/s still hold the SLO; "
             "tighten it, or send more requests in a run, so that the server can fall behind"
         )
-    for _ in range(max_doublings):
+    for _ in range(max_steps[1]):
         rate /= _GROWTH
         if holds(rate):
             return rate, rate * _GROWTH
     last = trials[-1]
     raise SloError(
         f"rank {lora_rank}: not even {rate:g} requests/s hold the SLO (P95 TTFT {last.p95_ttft_s:.3g} s, "
-        f"mean TPOT {last.mean_tpot_s:.3g} s); raise --slo-ttft-s or --slo-tpot-s"
+        f"mean TPOT {last.mean_tpot_s:.3g} s); raise --slo-ttft-s or --slo-tpot-s, or lower --start-per-s"
     )

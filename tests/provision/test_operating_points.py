@@ -41,6 +41,7 @@ def test_search_ends_just_below_the_limit(limit: float, start: float, tolerance:
         start_per_s=start,
         tolerance=tolerance,
         max_doublings=40,
+        max_halvings=40,
     )
     assert (
         point.rate_per_s <= limit <= point.fails_at_per_s <= point.rate_per_s * (1 + tolerance) * (1 + 1e-9)
@@ -77,7 +78,7 @@ def test_two_repeats_that_disagree_do_not_hold() -> None:
 def test_a_server_without_limit_and_one_without_rate_are_told() -> None:
     with pytest.raises(SloError, match="still hold the SLO; tighten"):
         find_operating_point(lambda r, s: trial(r, True), lora_rank=8, tokens_per_request=1, start_per_s=1)
-    with pytest.raises(SloError, match="rank 8: not even .* raise --slo-ttft-s"):
+    with pytest.raises(SloError, match=r"rank 8: not even .* raise --slo-ttft-s"):
         find_operating_point(lambda r, s: trial(r, False), lora_rank=8, tokens_per_request=1, start_per_s=1)
     with pytest.raises(ConfigError, match="start_per_s=0"):
         find_operating_point(lambda r, s: trial(r, False), lora_rank=8, tokens_per_request=1, start_per_s=0)
@@ -132,7 +133,7 @@ def test_bad_loads_are_refused(field: str, value: float) -> None:
 
 
 def simulated_point(lora_rank: int, per_rank_s: float, load: PointLoad = LOAD) -> OperatingPoint:
-    """Of a server whose decode step is 10 ms plus per_rank_s for each rank row, and prefill 0.1 ms a token."""
+    """Of a server whose decode step takes 10 ms plus per_rank_s a rank row, and prefill 0.1 ms a token."""
     model = StepModel(
         kernel="mbgmv",
         form="toppings",
