@@ -53,6 +53,7 @@ def models(model_dir: Path, num_rounds: int, threads: int, *, small: bool) -> di
             "max_tokens": 512,
             "threads": threads,
             "quantile": QUANTILE,
+            "processor_time": threads == 1,
         },
     )
 
@@ -152,12 +153,13 @@ class Recorder:
 
 def record_models(recorder: Recorder, content: dict[str, Any]) -> None:
     """One record per kernel and form; coefficients in seconds."""
+    how = {key: content["settings"][key] for key in ("quantile", "processor_time")}
     for line in summary_lines(content):
         click.echo(line)
     for model in content["models"]:
         named = {key: model[key] for key in ("kernel", "form")}
         found = {key: model[key] for key in ("decode_s", "prefill_s", "quality")}
-        recorder.add("models", found | {"paper_r2": PAPER_R2, "goal_r2": GOAL_R2}, quantile=QUANTILE, **named)
+        recorder.add("models", found | {"paper_r2": PAPER_R2, "goal_r2": GOAL_R2}, **how, **named)
 
 
 def record_mixing(recorder: Recorder, found: Mapping[str, dict[str, Any]]) -> None:

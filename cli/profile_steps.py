@@ -81,6 +81,11 @@ if TYPE_CHECKING:
     type=click.FloatRange(0, 1),
     help="Of a batch's samples; 0.5: median.  Lower where others use the machine.",
 )
+@click.option(
+    "--processor-time",
+    is_flag=True,
+    help="Count the time on a processor, not what passes: for one CPU thread beside other programs.",
+)
 @click.option("--seed", default=0, show_default=True)
 @user_errors
 def profile_steps(model_dir: str, out: str, **options: Any) -> None:
@@ -129,7 +134,12 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         clocks = {}
         for kernel in dict.fromkeys(options["kernels"]):
-            clock = StepClock(_engine_config(model_dir, kernel, options), adapters, options["decode_steps"])
+            clock = StepClock(
+                _engine_config(model_dir, kernel, options),
+                adapters,
+                options["decode_steps"],
+                processor_time=options["processor_time"],
+            )
             clocks[kernel] = stack.enter_context(contextlib.closing(clock))
         expert_share = next(iter(clocks.values())).expert_share
         with _progress() as on_progress:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from moe_lora.core.config import EngineConfig
-from moe_lora.core.errors import CapacityError
+from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.core.shape import ModelShape
 from moe_lora.models.families import read_config
@@ -37,10 +37,25 @@ class StepClock:
     """An engine with random adapters, all resident, whose steps are timed from outside.
 
     adapters: name -> rank.  Adapters are on attention and MLP of every layer.  num_decode_steps: timed after
-    each prefill.  Raises ConfigError for settings that can't work.
+    each prefill.  processor_time: seconds of this thread on a processor, instead of those that pass, which
+    other programs stretch; for one CPU thread.  Raises ConfigError for settings that can't work.
     """
 
-    def __init__(self, config: EngineConfig, adapters: Mapping[str, int], num_decode_steps: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        adapters: Mapping[str, int],
+        num_decode_steps: int,
+        *,
+        processor_time: bool = False,
+    ) -> None:
+        on_cpu = choose_device(config.device).type == "cpu"
+        if processor_time and not (on_cpu and config.num_threads == 1 and config.expert_parallel == 1):
+            raise ConfigError(
+                "processor time is that of a step only on one CPU thread; give --device cpu --threads 1, or "
+                "leave out --processor-time"
+            )
+        self._now_s = time.thread_time if processor_time else time.perf_counter
         self.core = engine_with_adapters(config, adapters)
         self.device = choose_device(config.device)
         shape = ModelShape.from_hf_config(read_config(Path(config.model_dir)))
@@ -73,10 +88,10 @@ class StepClock:
     def _step(self) -> tuple[float, int]:
         """Seconds of a step, and the requests that gained a token."""
         self._synchronize()
-        start_s = time.perf_counter()
+        start_s = self._now_s()
         outputs = self.core.step()
         self._synchronize()
-        return time.perf_counter() - start_s, len(outputs)
+        return self._now_s() - start_s, len(outputs)
 
     def _request(self, row: TimedRow) -> GenerateRequest:
         self._num_requests += 1

@@ -63,6 +63,12 @@ def test_share_of_experts_is_the_models(clock: StepClock) -> None:
     assert clock.expert_share == shape.num_experts_per_token / shape.num_experts
 
 
+def test_processor_time_of_several_threads_is_refused() -> None:
+    config = EngineConfig(model_dir=str(MODEL), device="cpu", num_threads=2)
+    with pytest.raises(ConfigError, match="leave out --processor-time"):
+        StepClock(config, {}, 1, processor_time=True)
+
+
 def test_open_loop_serves_every_request_in_full(clock: StepClock) -> None:
     plan = [PlannedRequest(i, 0.002 * i, ("low", "high", None)[i % 3], 4, 5) for i in range(9)]
     served = serve_open_loop(clock.core, plan, longest_wait_s=math.inf)
