@@ -99,7 +99,8 @@ def _clocks(model_dir: Path, names: Mapping[str, int], threads: int) -> Iterator
                 max_model_len=32,
                 prefix_caching=False,
             )
-            clocks[kernel] = stack.enter_context(contextlib.closing(StepClock(config, names, 6)))
+            clock = StepClock(config, names, 6, processor_time=threads == 1)
+            clocks[kernel] = stack.enter_context(contextlib.closing(clock))
         yield clocks
 
 
@@ -162,11 +163,11 @@ def record_models(recorder: Recorder, content: dict[str, Any]) -> None:
         recorder.add("models", found | {"paper_r2": PAPER_R2, "goal_r2": GOAL_R2}, **how, **named)
 
 
-def record_mixing(recorder: Recorder, found: Mapping[str, dict[str, Any]]) -> None:
+def record_mixing(recorder: Recorder, found: Mapping[str, dict[str, Any]], threads: int) -> None:
     """One record per kernel; there are twice as many rounds and one more than for the models."""
     ranks = {"low_rank": LOW, "high_rank": HIGH, "num_requests": NUM_REQUESTS}
     for kernel, mixes in found.items():
-        recorder.add("mixing", mixes, kernel=kernel, **ranks)
+        recorder.add("mixing", mixes, kernel=kernel, processor_time=threads == 1, **ranks)
         shown = ", ".join(f"{mix} {one['of_low_alone']['median']:.2f}" for mix, one in mixes.items())
         click.echo(f"{kernel:>5} step time by that of rank {LOW} alone: {shown}")
 
@@ -202,7 +203,7 @@ def main(out: Path, num_rounds: int, threads: int, parts: tuple[str, ...], tiny:
         model_dir, profile = write_model(Path(folder) / "model", size), Path(folder) / "profile.json"
         recorder = Recorder(out, size, num_rounds, threads)
         if "mixing" in parts:
-            record_mixing(recorder, mixing(model_dir, 2 * num_rounds + 1, threads))
+            record_mixing(recorder, mixing(model_dir, 2 * num_rounds + 1, threads), threads)
         if "models" in parts:
             content = models(model_dir, num_rounds, threads, small=tiny)
             write_json(profile, content)
