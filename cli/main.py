@@ -27,7 +27,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "provision": LazyCommand("provision", "provision", "Size a cluster for a trace and two SLOs."),
     "profile": LazyCommand("profile", "profile", "Time a model's layer here, for provision."),
     "profile-steps": LazyCommand(
-        "profile_steps", "profile_steps", "Time whole steps by rank and batch; fit performance models."
+        "profile_steps", "profile_steps", "Time whole steps by rank; fit performance models."
     ),
     "operating-points": LazyCommand(
         "operating_points", "operating_points", "Find the most tokens/s of each rank within an SLO."
