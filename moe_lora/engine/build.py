@@ -14,9 +14,9 @@ from moe_lora.cache.pages import PageAllocator
 from moe_lora.core.clock import WallClock
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.expert_parallel import check_expert_parallel
+from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape
-from moe_lora.models.families import read_config
 
 from .core import EngineCore
 from .followers import HOST_STORE, Allocate, Followers, Report, start_followers

@@ -12,6 +12,7 @@ from moe_lora.adapters.shard import entries_of_experts
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.expert_parallel import experts_of_rank
+from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.execution.backend import LoraBackend, SplitBackend
@@ -21,7 +22,7 @@ from moe_lora.execution.local import LocalBackend
 from moe_lora.execution.paced import PacedBackend
 from moe_lora.kernels.huge_pages import advise_huge_pages
 from moe_lora.kernels.step import KvLayout, SlotTable
-from moe_lora.models.families import load_model, read_config
+from moe_lora.models.families import load_model
 
 from .followers import RENDEZVOUS
 from .runner import ModelRunner
@@ -35,7 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Rank:
     """One of the `expert_parallel` processes of an engine, its model loaded.
 
-    `allocate` comes next, then `join` where there are others, then `runner`.
+    `allocate` comes next, then `join` where there are others, then `runner`.  local_sites: those whose
+    deltas this engine computes itself.
     """
 
     arena: torch.Tensor
@@ -54,7 +56,12 @@ class Rank:
         self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts)
         self.shape = self.model.spec.shape
         self.layout = kv_layout(config, self.shape, self.dtype)
-        self.lora_server = self._join_lora_server()
+        self.lora_server = server = self._join_lora_server()
+        self.local_sites = [
+            site.name
+            for i, site in enumerate(self.shape.sites)
+            if server is None or not server.partition.serves(i)
+        ]
 
     def _join_lora_server(self) -> LoraServerClient | None:
         """This rank's connections to the LoRA Server, if there is one."""
@@ -83,13 +90,6 @@ class Rank:
         """Meet the other ranks; returns once all are there."""
         group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.expert_parallel, self.device)
         return choose_exchange(group, self.shape.num_experts, self.device)
-
-    @property
-    def local_sites(self) -> list[str]:
-        """Sites whose deltas this engine computes itself."""
-        server = self.lora_server
-        sites = enumerate(self.shape.sites)
-        return [site.name for i, site in sites if server is None or not server.partition.serves(i)]
 
     def kept_entries(self, dist_rank: int) -> np.ndarray:
         """[X] bool: the entries of adapters that a rank of this engine computes itself."""

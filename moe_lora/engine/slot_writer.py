@@ -184,9 +184,12 @@ class ShardSizes:
     def __init__(self, shape: ModelShape, kept: Sequence[np.ndarray]) -> None:
         self._shape = shape
         self._kept = kept
+        self._all_kept = all(entries.all() for entries in kept)
         self._known: dict[str, list[int]] = {}
 
     def layer_bytes(self, packed: PackedAdapter) -> Sequence[int]:
+        if self._all_kept:
+            return [layer.nbytes for layer in packed.layers]
         sizes = self._known.get(packed.content_hash)
         if sizes is None:
             shards = [
