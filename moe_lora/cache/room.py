@@ -8,6 +8,7 @@ import numpy as np
 
 from .node import Node
 from .ranking import Kind, Ranking
+from .tier import PRIVATE
 from .windows import blocked_rows, cheapest_window, clear_window, evict, row_costs
 
 
@@ -120,19 +121,23 @@ class Room:
         return self.residence.device.num_free + free_able >= num_pages
 
     def _take_separate_runs(self, node: Node, now_s: float) -> list[int] | None:
-        """A run for each layer by itself, clearing a window for each that finds none."""
+        """A run for each layer by itself, clearing a window for each that finds none.
+
+        They have no row for an owner until all are there, so that no window for a later one takes them.
+        """
         assert node.layer_pages is not None
         device = self.residence.device
         pages: list[int] = []
         for length in filter(None, node.layer_pages):
-            run = device.take_runs([length], node.row)
+            run = device.take_runs([length], PRIVATE)
             if run is None:
                 first = cheapest_window(self.ranking, length, now_s)
                 if first is not None:
                     clear_window(self.ranking, first, length)
-                    run = device.take_runs([length], node.row)
+                    run = device.take_runs([length], PRIVATE)
             if run is None:
                 device.give_back(pages, is_adapter=True)
                 return None
             pages += run
+        device.hand_over(pages, node.row)
         return pages

@@ -66,7 +66,7 @@ class Tier:
         return runs
 
     def hand_over(self, pages: Sequence[int], owner: int) -> None:
-        """The pages are another KV owner's now."""
+        """The pages are another owner's of the same kind now."""
         self.owner[pages] = owner
 
     def give_back(self, pages: Sequence[int], *, is_adapter: bool = False) -> None:

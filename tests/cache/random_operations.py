@@ -15,7 +15,7 @@ from .consistency import check
 
 BLOCK = 2
 COSTS = CacheCosts(page_bytes=1 << 20, prefill_tokens_per_s=100.0)
-LAYERS = ((1, 2), (2, 2), (3, 0), (0, 0))
+LAYERS = ((1, 2), (2, 1), (3, 0), (0, 0))
 """Pages per layer of the adapters in use."""
 
 
