@@ -37,4 +37,4 @@ class BlockTable:
     @property
     def lost(self) -> bool:
         """A copy that this table waited for failed: release it and match again."""
-        return any(node.gone for node in self.arriving)
+        return any(node.lost for node in self.arriving)

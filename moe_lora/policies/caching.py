@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.floating]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCosts:
@@ -28,17 +30,15 @@ class CacheCosts:
     prefill_tokens_per_s: float = 10_000.0
     attention_s_per_token2: float = 1e-9
 
-    def move_s(self, pages: NDArray[np.int64]) -> NDArray[np.float64]:
+    def move_s(self, pages: NDArray[np.int64]) -> Floats:
         """Seconds to copy that many pages from host to device."""
         return self.transfer_s + pages * (self.page_bytes / self.transfer_bytes_per_s)
 
-    def load_s(self, pages: NDArray[np.int64]) -> NDArray[np.float64]:
+    def load_s(self, pages: NDArray[np.int64]) -> Floats:
         """Seconds to load an adapter of that many pages from its files."""
         return self.transfer_s + pages * (self.page_bytes / self.disk_bytes_per_s)
 
-    def recompute_s(
-        self, first_token: NDArray[np.int64], num_tokens: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
+    def recompute_s(self, first_token: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> Floats:
         """Seconds to compute KV anew: num_tokens of them after first_token others."""
         attended = num_tokens * (first_token + num_tokens / 2.0)
         return num_tokens / self.prefill_tokens_per_s + self.attention_s_per_token2 * attended
@@ -50,7 +50,7 @@ class NodeColumns:
 
     is_adapter bool; pages int64; visits float64: since the node was made, not decayed; recent float64:
     visits decayed by exp(-t / `recent_s`) up to the last one; idle_s float64: since the last use;
-    backed bool: the host has it too; first_token, num_tokens int64: where in its prompt a KV node lies (0
+    backed bool: the host has it; first_token, num_tokens int64: where in its prompt a KV node lies (0
     for adapters); wanted int64: queued requests that need it; adapter_ready bool: its adapter (itself, for
     an adapter) is on this device or the LoRA Server.
     """
@@ -86,10 +86,11 @@ class Traits:
     """What a policy does besides valuing.
 
     keeps_dependencies: KV stays on the device only while its adapter does.  keeps_history: KV of finished
-    requests stays.  keeps_idle_adapters: adapters without requests stay.  uses_host_for_kv: what leaves the
-    device goes to the host.  swaps_in: `tick` brings nodes back unasked.  backs_up: `tick` copies history to
-    the host before the room is needed.  looks_ahead: queued requests count.  adapter_share: part of the
-    device that adapters have, and KV has not; None: no partition.
+    requests stays.  keeps_idle_adapters: adapters without requests stay.  uses_host_for_kv: history that
+    leaves the device goes to the host.  swaps_in: `tick` brings nodes back unasked.  backs_up: `tick` copies
+    history to the host before the room is needed.  looks_ahead: queued requests count.  values_per_page:
+    `values` are per page, else of the whole node.  drops_backed_first: in need of a page, what the host has
+    goes first.  adapter_share: part of the device that adapters have, and KV has not; None: no partition.
     """
 
     keeps_dependencies: bool = True
@@ -99,6 +100,8 @@ class Traits:
     swaps_in: bool = True
     backs_up: bool = False
     looks_ahead: bool = False
+    values_per_page: bool = False
+    drops_backed_first: bool = True
     adapter_share: float | None = None
 
 
@@ -108,7 +111,12 @@ class CachingPolicy(Protocol):
     @property
     def traits(self) -> Traits: ...
 
-    def values(self, nodes: NodeColumns, load: CacheLoad) -> NDArray[np.float64]:
+    @property
+    def recent_s(self) -> float:
+        """Time constant of `NodeColumns.recent`."""
+        ...
+
+    def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
         """[N], >= 0: what is lost if the node is not on the device."""
         ...
 
