@@ -49,14 +49,17 @@ class Room:
     def take_adapter(self, node: Node, now_s: float) -> list[int] | None:
         """Device pages for an adapter, a run per layer; None if that can't be had now."""
         assert node.layer_pages is not None
-        if not self._free_slot(now_s):
+        if not self._could_take_adapter(node):
             return None
-        over = self.residence.device.num_adapter + node.num_pages - self.limits.adapter_pages
-        if not self._reclaim(over, Kind.ADAPTER, now_s):
-            return None
-        device = self.residence.device
+        device, limits = self.residence.device, self.limits
+        while (
+            self.residence.num_device_adapters >= limits.num_adapters
+            or device.num_adapter + node.num_pages > limits.adapter_pages
+        ):
+            if not self._evict_adapter(now_s):
+                return None
         pages = device.take_runs(node.layer_pages, node.row)
-        if pages is None and self._can_clear(node.num_pages):
+        if pages is None:
             first = cheapest_window(self.ranking, node.num_pages, now_s)
             if first is not None:
                 clear_window(self.ranking, first, node.num_pages)
@@ -99,10 +102,8 @@ class Room:
             self.residence.drop(victim)
         return True
 
-    def _free_slot(self, now_s: float) -> bool:
-        """Have fewer adapters on the device than the limit."""
-        if self.residence.num_device_adapters < self.limits.num_adapters:
-            return True
+    def _evict_adapter(self, now_s: float) -> bool:
+        """Evict the adapter of least value per page, with its KV where that can't be there without it."""
         columns = self.ranking.columns
         rows = columns.where(columns.is_adapter & columns.has_device_pages & (columns.pages > 0))
         rows = rows[~blocked_rows(self.ranking)[rows]]
@@ -113,12 +114,19 @@ class Room:
         evict(self.ranking, victim)
         return True
 
-    def _can_clear(self, num_pages: int) -> bool:
-        """Whether that many pages are free or could be, wherever they lie."""
-        owner = self.residence.device.owner
-        owned = owner[owner >= 0]
-        free_able = int((~blocked_rows(self.ranking)[owned]).sum())
-        return self.residence.device.num_free + free_able >= num_pages
+    def _could_take_adapter(self, node: Node) -> bool:
+        """Whether evicting all that may leave would do, wherever its pages lie; if not, nothing should."""
+        columns, device, limits = self.ranking.columns, self.residence.device, self.limits
+        blocked = blocked_rows(self.ranking)
+        stay = columns.where(columns.is_adapter & columns.has_device_pages & (columns.pages > 0))
+        stay = stay[blocked[stay]]
+        owner = device.owner
+        free_able = int((~blocked)[owner[owner >= 0]].sum())
+        return (
+            len(stay) < limits.num_adapters
+            and int(columns.pages[stay].sum()) + node.num_pages <= limits.adapter_pages
+            and device.num_free + free_able >= node.num_pages
+        )
 
     def _take_separate_runs(self, node: Node, now_s: float) -> list[int] | None:
         """A run for each layer by itself, clearing a window for each that finds none.
