@@ -50,6 +50,8 @@ class EngineLoop(threading.Thread):
                     outputs = self._core.step()
                     if outputs:
                         self._emit(Outputs(outputs))
+                else:
+                    self._core.tend()
                 self._settle_leaving()
         except Exception as error:
             logger.exception("the engine failed")
@@ -72,7 +74,10 @@ class EngineLoop(threading.Thread):
         """Handle what lies in the inbox, waiting for something if there is nothing to compute."""
         wait = not self._core.has_work or self._core.stalled
         while wait or not self.inbox.empty():
-            command = self.inbox.get()
+            try:
+                command = self.inbox.get(timeout=self._core.tend())
+            except queue.Empty:
+                continue
             wait = False
             if isinstance(command, Stop):
                 return False

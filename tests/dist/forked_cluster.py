@@ -105,8 +105,7 @@ def served_tokens(model: ServedModel, row: Row, *, eager: bool = True) -> Outcom
         stack.enter_context(server_processes(config, Layout.parse(server.layout).num_ranks))
         engine = stack.enter_context(instance(config))
         tokens = answers(engine, requests_to(model))
-        placement = engine._residency.placement
-        stats = getattr(placement, "_remote", placement)._leases.stats()
+        stats = engine._residency.placement._remote._leases.stats()
         assert stats is not None, "the leader does not answer"
         tallies = [read_tally(server.store_dir, rank) for rank in range(expert_parallel)]
     return Outcome(tokens, tallies, stats["num_evictions"])
