@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .columns import HAS_DEVICE_PAGES
 from .node import Node
 from .ranking import Kind, Ranking
 from .tier import PRIVATE
@@ -104,7 +105,8 @@ class Room:
         if self.residence.num_device_adapters < self.limits.num_adapters:
             return True
         columns = self.ranking.columns
-        rows = columns.where(columns.is_adapter & columns.has_device_pages & (columns.pages > 0))
+        rows = columns.where(HAS_DEVICE_PAGES)
+        rows = rows[columns.is_adapter[rows] & (columns.pages[rows] > 0)]
         rows = rows[~blocked_rows(self.ranking)[rows]]
         if not rows.size:
             return False
