@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
 
+from .columns import BACKED, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
 from .node import Node
 from .residence import Residence
 
@@ -57,7 +58,7 @@ class Ranking:
         sizes = [size for _, size in self._batches]
         return CacheLoad(
             num_queries=max(1, self.num_queries),
-            adapter_visits=columns.visits[columns.where(columns.is_adapter)],
+            adapter_visits=columns.visits[np.flatnonzero(columns.is_adapter[: len(columns)])],
             batch_size=sum(sizes) / len(sizes) if sizes else 0.0,
             num_adapters=self.residence.num_device_adapters,
         )
@@ -98,19 +99,20 @@ class Ranking:
 
     def _still(self, node: Node, used_s: float, kind: Kind) -> bool:
         columns, row = self.columns, node.row
-        mask = columns.can_leave_host if kind is Kind.HOST else columns.can_leave
-        return columns.nodes[row] is node and bool(mask[row]) and columns.last_used_s[row] == used_s
+        flag = CAN_LEAVE_HOST if kind is Kind.HOST else CAN_LEAVE
+        unchanged = columns.nodes[row] is node and columns.last_used_s[row] == used_s
+        return bool(unchanged and columns.flags[row] & flag)
 
     def _rank(self, kind: Kind, now_s: float) -> list[tuple[Node, float]]:
         columns = self.columns
         if kind is Kind.HOST:
-            rows = columns.where(columns.can_leave_host)
-            backed = columns.has_device_pages[rows]
+            rows = columns.where(CAN_LEAVE_HOST)
+            backed = columns.has(rows, HAS_DEVICE_PAGES)
         else:
-            rows = columns.where(columns.can_leave)
+            rows = columns.where(CAN_LEAVE)
             if kind is not Kind.ANY:
                 rows = rows[columns.is_adapter[rows] == (kind is Kind.ADAPTER)]
-            backed = columns.backed[rows]
+            backed = columns.has(rows, BACKED)
         values = self.values(rows, now_s)
         chosen: list[NDArray[np.int64]] = []
         if kind is Kind.HOST or self.policy.traits.drops_backed_first:

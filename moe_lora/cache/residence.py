@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from .columns import CAN_LEAVE, CAN_LEAVE_HOST
 from .counters import CacheCounters
 from .node import Node
 from .orders import Copy, LoadAdapter, Namespace, Order
@@ -31,6 +32,10 @@ class Residence:
         self._orders: list[Order] = []
         self._copy_ids = itertools.count()
         self._dying: list[Node] = []
+
+    def can_leave(self, node: Node) -> bool:
+        """Whether it is an idle leaf of the device."""
+        return bool(self.tree.columns.flags[node.row] & CAN_LEAVE)
 
     def pin(self, node: Node) -> None:
         """One more user; a node on its way out stays."""
@@ -84,7 +89,7 @@ class Residence:
         """Give up the device pages of a device leaf.  KV that the host has not is gone, and with it what
         lies below it on the host.
         """
-        assert self.tree.columns.can_leave[node.row], "only idle leaves leave the device"
+        assert self.can_leave(node), "only idle leaves leave the device"
         if not node.is_adapter and node.host_pages is None:
             self.counters.pages_dropped += node.num_pages
         self._leave_device(node)
@@ -94,7 +99,7 @@ class Residence:
 
     def drop_host(self, node: Node) -> None:
         """Give up the host pages."""
-        assert self.tree.columns.can_leave_host[node.row]
+        assert self.tree.columns.flags[node.row] & CAN_LEAVE_HOST
         self._leave_host(node)
         if not node.is_adapter and node.device_pages is None:
             self.tree.remove(node)
@@ -143,7 +148,7 @@ class Residence:
         leaves, node.leaves = node.leaves, False
         node.moving_in = node.moving_out = False
         self.tree.refresh(node)
-        if leaves and self.tree.columns.can_leave[node.row]:
+        if leaves and self.can_leave(node):
             self.drop(node)
         self.sweep()
 

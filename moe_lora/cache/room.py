@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .columns import HAS_DEVICE_PAGES
 from .node import Node
 from .ranking import Kind, Ranking
 from .tier import PRIVATE
@@ -105,7 +106,8 @@ class Room:
     def _evict_adapter(self, now_s: float) -> bool:
         """Evict the adapter of least value per page, with its KV where that can't be there without it."""
         columns = self.ranking.columns
-        rows = columns.where(columns.is_adapter & columns.has_device_pages & (columns.pages > 0))
+        rows = columns.where(HAS_DEVICE_PAGES)
+        rows = rows[columns.is_adapter[rows] & (columns.pages[rows] > 0)]
         rows = rows[~blocked_rows(self.ranking)[rows]]
         if not rows.size:
             return False

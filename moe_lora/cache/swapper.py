@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import Traits
 
+from .columns import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
 from .node import Node
 from .ranking import Ranking
 from .room import Room
@@ -48,9 +49,9 @@ class Swapper:
             if self._traits.backs_up:
                 self._back_up(now_s)
         if self._wanted:
-            self._swap_in(self._columns.wanted > 0, self._upper, now_s)
+            self._swap_in(self._upper, now_s, only_wanted=True)
         if self._traits.swaps_in:
-            self._swap_in(None, self._lower, now_s)
+            self._swap_in(self._lower, now_s)
 
     def swap_out(self, node: Node, now_s: float) -> bool:
         """Have an idle device leaf leave, to the host if it is not there; False if the host has no room."""
@@ -73,7 +74,7 @@ class Swapper:
     def candidates_out(self, *, is_adapter: bool | None) -> NDArray[np.int64]:
         """Rows that may be swapped out: all, or only adapters, or only KV."""
         columns = self._columns
-        rows = columns.where(columns.can_leave)
+        rows = columns.where(CAN_LEAVE)
         if is_adapter is not None:
             rows = rows[columns.is_adapter[rows] == is_adapter]
         if not self._traits.uses_host_for_kv:
@@ -108,14 +109,16 @@ class Swapper:
                 return
             num_pages -= sum(moved)
 
-    def _swap_in(self, mask: NDArray[np.bool_] | None, share: float, now_s: float) -> None:
+    def _swap_in(self, share: float, now_s: float, *, only_wanted: bool = False) -> None:
         """Bring host roots in while no more than that share of the device is used; nothing gives way."""
         device, columns = self._residence.device, self._columns
         for _ in range(MAX_ROUNDS):
             room = int(share * device.num_pages) - (device.num_pages - device.num_free)
             if room <= 0:
                 return
-            rows = columns.where(columns.can_enter if mask is None else columns.can_enter & mask)
+            rows = columns.where(CAN_ENTER)
+            if only_wanted:
+                rows = rows[columns.wanted[rows] > 0]
             chosen = self._ranking.highest(rows, room, now_s) if rows.size else []
             if not sum(self._bring_in(node, share) for node in chosen):
                 return
@@ -138,7 +141,7 @@ class Swapper:
 
     def _back_up(self, now_s: float) -> None:
         columns = self._columns
-        rows = columns.where(columns.can_back_up)
+        rows = columns.where(CAN_BACK_UP)
         if not rows.size:
             return
         for node in self._ranking.lowest(rows, self._back_up_pages, now_s):

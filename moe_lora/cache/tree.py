@@ -11,7 +11,16 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
-from .columns import Columns
+from .columns import (
+    BACKED,
+    CAN_BACK_UP,
+    CAN_ENTER,
+    CAN_LEAVE,
+    CAN_LEAVE_HOST,
+    HAS_DEVICE_PAGES,
+    READY,
+    Columns,
+)
 from .node import Node
 from .orders import Namespace
 
@@ -177,23 +186,24 @@ class DependencyTree:
 
     def refresh(self, node: Node) -> None:
         """Note anew where the node may move."""
-        columns, row = self.columns, node.row
-        on_device, on_host = node.device_pages is not None, node.host_pages is not None
-        still = not node.moving and node.num_pages > 0
-        needed = node.num_device_children > 0 and (self.keeps_dependencies or not node.is_adapter)
-        columns.backed[row] = node.on_host
-        columns.has_device_pages[row] = on_device
-        columns.ready[row] = node.on_device and node.reachable
-        columns.can_leave[row] = still and on_device and not node.pins and not needed
-        columns.can_enter[row] = (
-            still and not on_device and (on_host or node.is_adapter) and self.parent_on_device(node)
-        )
-        columns.can_leave_host[row] = (
-            still and on_host and (on_device or node.is_adapter or not node.num_children)
-        )
-        columns.can_back_up[row] = (
-            still and on_device and not on_host and not node.pins and not node.is_adapter
-        )
+        device, host, is_adapter = node.device_pages is not None, node.host_pages is not None, node.is_adapter
+        flags = HAS_DEVICE_PAGES if device else 0
+        if host and not node.moving_out:
+            flags |= BACKED
+        if device and not node.moving_in and not node.lost and node.reachable:
+            flags |= READY
+        if node.num_pages and not node.moving_in and not node.moving_out:
+            if host and (device or is_adapter or not node.num_children):
+                flags |= CAN_LEAVE_HOST
+            if not device:
+                if (host or is_adapter) and self.parent_on_device(node):
+                    flags |= CAN_ENTER
+            elif not node.pins:
+                if not node.num_device_children or (is_adapter and not self.keeps_dependencies):
+                    flags |= CAN_LEAVE
+                if not host and not is_adapter:
+                    flags |= CAN_BACK_UP
+        self.columns.flags[node.row] = flags
 
     def parent_on_device(self, node: Node) -> bool:
         """Whether what the node needs on the device is there or on its way."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CachingPolicy
 
+from .columns import HAS_DEVICE_PAGES
 from .counters import CacheCounters
 from .history import History
 from .orders import Namespace, Order, Readiness
@@ -121,7 +122,7 @@ class UnifiedCache:
         """Undo one `hold`.  Release the request's table first."""
         node = self._tree.adapters[namespace]
         self._residence.unpin(node)
-        if not self._traits.keeps_idle_adapters and self._tree.columns.can_leave[node.row]:
+        if not self._traits.keeps_idle_adapters and self._residence.can_leave(node):
             self._swapper.swap_out(node, now_s)
         self._residence.sweep()
 
@@ -240,9 +241,10 @@ class UnifiedCache:
     def _idle_and_invalid(self) -> tuple[int, int]:
         """Device pages of KV that no sequence holds, and of KV whose adapter is not ready."""
         columns = self._tree.columns
-        rows = columns.where(columns.has_device_pages & ~columns.is_adapter)
+        rows = columns.where(HAS_DEVICE_PAGES)
+        rows = rows[~columns.is_adapter[rows]]
         pages, used = columns.pages[rows], blocked_rows(self._ranking, moving=False)[rows]
-        invalid = ~columns.has_device_pages[columns.adapter_row[rows]]
+        invalid = ~columns.has(columns.adapter_row[rows], HAS_DEVICE_PAGES)
         return int(pages[~used].sum()), int(pages[invalid].sum())
 
     def _note_departure(self, namespace: Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from .columns import HAS_DEVICE_PAGES
 from .node import Node
 from .ranking import Ranking
 from .tier import PRIVATE
@@ -32,7 +33,7 @@ def row_costs(ranking: Ranking, now_s: float) -> NDArray[np.float64]:
     """
     columns = ranking.columns
     costs = np.zeros(len(columns))
-    rows = columns.where(columns.has_device_pages)
+    rows = columns.where(HAS_DEVICE_PAGES)
     values = ranking.values(rows, now_s)
     pages = np.maximum(columns.pages[rows], 1)
     if ranking.policy.traits.values_per_page:
@@ -81,7 +82,7 @@ def evict(ranking: Ranking, node: Node) -> None:
     if node.is_adapter and not residence.tree.keeps_dependencies:
         below = [node]
     for lower in below:
-        if columns.nodes[lower.row] is lower and columns.has_device_pages[lower.row]:
+        if columns.nodes[lower.row] is lower and lower.device_pages is not None and lower.num_pages:
             residence.drop(lower)
 
 

@@ -6,12 +6,14 @@ N: nodes asked about, one entry per column each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating]
+Amount = TypeVar("Amount", float, NDArray[Any])
+"""One number, or a column of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +32,15 @@ class CacheCosts:
     prefill_tokens_per_s: float = 10_000.0
     attention_s_per_token2: float = 1e-9
 
-    def move_s(self, pages: NDArray[np.int64]) -> Floats:
+    def move_s(self, pages: Amount) -> Amount:
         """Seconds to copy that many pages from host to device."""
         return self.transfer_s + pages * (self.page_bytes / self.transfer_bytes_per_s)
 
-    def load_s(self, pages: NDArray[np.int64]) -> Floats:
+    def load_s(self, pages: Amount) -> Amount:
         """Seconds to load an adapter of that many pages from its files."""
         return self.transfer_s + pages * (self.page_bytes / self.disk_bytes_per_s)
 
-    def recompute_s(self, first_token: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> Floats:
+    def recompute_s(self, first_token: Amount, num_tokens: Amount) -> Amount:
         """Seconds to compute KV anew: num_tokens of them after first_token others."""
         attended = num_tokens * (first_token + num_tokens / 2.0)
         return num_tokens / self.prefill_tokens_per_s + self.attention_s_per_token2 * attended

@@ -42,5 +42,4 @@ class CostAware:
         return uses_per_s * back_s / np.maximum(nodes.pages, 1)
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
-        move_s = self.costs.move_s(np.array(num_pages))
-        return bool(move_s < self.costs.recompute_s(np.array(first_token), np.array(num_tokens)))
+        return self.costs.move_s(num_pages) < self.costs.recompute_s(first_token, num_tokens)

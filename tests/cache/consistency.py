@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import networkx as nx
 import numpy as np
 
+from moe_lora.cache.columns import CAN_ENTER, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
 from moe_lora.cache.node import Node
 from moe_lora.cache.tables import BlockTable
 from moe_lora.cache.tier import FREE, PRIVATE, Tier
@@ -104,15 +105,15 @@ def check_columns(cache: UnifiedCache, node: Node) -> None:
     assert columns.nodes[row] is node
     assert columns.pages[row] == node.num_pages
     assert columns.is_adapter[row] == node.is_adapter
-    assert columns.has_device_pages[row] == on_device
-    assert columns.can_leave[row] == (still and on_device and leaf and not node.pins)
+    assert bool(columns.flags[row] & HAS_DEVICE_PAGES) == on_device
+    assert bool(columns.flags[row] & CAN_LEAVE) == (still and on_device and leaf and not node.pins)
     needs = node.parent is None or node.parent.device_pages is not None
     if node.parent is not None and node.parent.is_adapter and not tree.keeps_dependencies:
         needs = True
     may_enter = still and not on_device and (on_host or node.is_adapter) and needs and not node.gone
-    assert columns.can_enter[row] == may_enter
+    assert bool(columns.flags[row] & CAN_ENTER) == may_enter
     host_leaf = on_device or node.is_adapter or not children
-    assert columns.can_leave_host[row] == (still and on_host and host_leaf)
+    assert bool(columns.flags[row] & CAN_LEAVE_HOST) == (still and on_host and host_leaf)
     if not node.is_adapter:
         assert columns.num_tokens[row] == len(node.tokens)
         assert columns.first_token[row] == node.first_token
