@@ -120,8 +120,8 @@ class Room:
         """Whether evicting all that may leave would do, wherever its pages lie; if not, nothing should."""
         columns, device, limits = self.ranking.columns, self.residence.device, self.limits
         blocked = blocked_rows(self.ranking)
-        stay = columns.where(columns.is_adapter & columns.has_device_pages & (columns.pages > 0))
-        stay = stay[blocked[stay]]
+        stay = columns.where(HAS_DEVICE_PAGES)
+        stay = stay[columns.is_adapter[stay] & (columns.pages[stay] > 0) & blocked[stay]]
         owner = device.owner
         free_able = int((~blocked)[owner[owner >= 0]].sum())
         return (
