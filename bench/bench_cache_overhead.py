@@ -3,12 +3,12 @@
     python -m bench.bench_cache_overhead --out bench/results/cache_overhead.jsonl [--nodes 100000]
 
 2000 adapters, each with a system prompt and conversations of 5 turns below it, 3 blocks of 16 tokens per
-turn; the device has pages for 70 % of it all, the host for 60 %, and the tree is built by requests through the
-cache's own interface.  Then requests continue conversations drawn with Zipf's law (exponent 1), with a tick
-every 100 ms of their clock; orders are confirmed at once.  Match + update is `match`, `publish` and
-`release`, the swapping in that a match orders included; "resident" requests found all of it on the device.
-A decision ranks all candidates and chooses 1 % of the device's pages to swap out.  Times are this process's
-processor time.  One JSON line per policy: {kind, config, result, env}.
+turn; the device has pages for 70 % of it all, the host for 60 %, and the tree is built by requests through
+the cache's own interface.  Then requests continue conversations drawn with Zipf's law (exponent 1), one that
+has had 8 turns starts anew, with a tick every 100 ms of their clock; orders are confirmed at once.  Match +
+update is `match`, `publish` and `release`, the swapping in that a match orders included; "resident" requests
+found all of it on the device.  A decision ranks all candidates and chooses 1 % of the device's pages to swap
+out.  Times are this process's processor time.  One JSON line per policy: {kind, config, result, env}.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moe_lora.policies.caching import CacheCosts
 from moe_lora.policies.caching_names import CACHING_POLICIES, make_caching_policy
 
 BLOCK_SIZE = 16
-SYSTEM_BLOCKS, TURN_BLOCKS, TURNS = 8, 3, 5
+SYSTEM_BLOCKS, TURN_BLOCKS, TURNS, MAX_TURNS = 8, 3, 5, 8
 NUM_ADAPTERS = 2000
 LAYER_PAGES = (1,) * 32
 VOCABULARY = 32_000
@@ -64,7 +64,7 @@ class Conversations:
         self.now_s = 0.0
         self.clocked = Clocked()
         self.owners = [number % NUM_ADAPTERS + 1 for number in range(num_conversations)]
-        self.history = [self._tokens(SYSTEM_BLOCKS, Random(owner)) for owner in self.owners]
+        self.history = [self._system_prompt(owner) for owner in self.owners]
 
     def turn(self, number: int) -> bool:
         """One request; False if there was no room for it."""
@@ -79,7 +79,8 @@ class Conversations:
         grown = clocked("grow", cache.grow, table, len(tokens), self.now_s)
         if grown:
             clocked("publish", cache.publish, table, tokens, len(tokens), self.now_s)
-            self.history[number] = tokens
+            longest = (SYSTEM_BLOCKS + MAX_TURNS * TURN_BLOCKS) * BLOCK_SIZE
+            self.history[number] = tokens if len(tokens) < longest else self._system_prompt(owner)
         clocked("release", cache.release, table, self.now_s)
         clocked("let_go", cache.let_go, owner, self.now_s)
         if grown and resident:
@@ -94,6 +95,9 @@ class Conversations:
     def _confirm(self) -> None:
         for order in self.cache.take_orders():
             self.cache.copied(order.copy_id)
+
+    def _system_prompt(self, owner: int) -> list[int]:
+        return self._tokens(SYSTEM_BLOCKS, Random(owner))
 
     def _tokens(self, num_blocks: int, random: Random) -> list[int]:
         return [random.randrange(VOCABULARY) for _ in range(num_blocks * BLOCK_SIZE)]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .clearing import Clearing
 from .columns import HAS_DEVICE_PAGES
 from .node import Node
 from .ranking import Kind, Ranking
-from .tier import PRIVATE
-from .windows import blocked_rows, cheapest_window, clear_window, evict, row_costs
+from .windows import blocked_rows, evict, row_costs
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,16 @@ class Limits:
 class Room:
     """Takes pages, evicting at once and without copies where too few are free.
 
-    A run of pages is found whenever some window of that length has no blocked page (`blocked_rows`): what
-    lies in the cheapest one is evicted.
+    partitioned: KV gives way to KV only.  saves: see `Clearing`.  A run of pages is found whenever some
+    window of that length has no blocked page (`blocked_rows`).
     """
 
-    def __init__(self, ranking: Ranking, limits: Limits, *, partitioned: bool) -> None:
+    def __init__(self, ranking: Ranking, limits: Limits, *, partitioned: bool, saves: bool) -> None:
         self.ranking = ranking
         self.residence = ranking.residence
         self.limits = limits
         self._partitioned = partitioned
+        self._clearing = Clearing(ranking, saves=saves)
 
     def take_kv(self, num_pages: int, owner: int, now_s: float) -> list[int] | None:
         """Device pages for KV; None if pinned nodes are in the way."""
@@ -60,13 +61,7 @@ class Room:
             if not self._evict_adapter(now_s):
                 return None
         pages = device.take_runs(node.layer_pages, node.row)
-        if pages is None:
-            first = cheapest_window(self.ranking, node.num_pages, now_s)
-            if first is not None:
-                clear_window(self.ranking, first, node.num_pages)
-                return device.take_runs(node.layer_pages, node.row)
-            return self._take_separate_runs(node, now_s)
-        return pages
+        return self._clearing.take_runs(node, now_s) if pages is None else pages
 
     def take_free_runs(self, node: Node) -> list[int] | None:
         """As `take_adapter`, evicting nothing."""
@@ -77,18 +72,6 @@ class Room:
         if self.residence.num_device_adapters >= limits.num_adapters:
             return None
         return device.take_runs(node.layer_pages, node.row)
-
-    def take_host(self, num_pages: int, owner: int, now_s: float, *, is_adapter: bool) -> list[int] | None:
-        """Host pages, at the cost of nodes that the device has too, then of the least valued."""
-        host = self.residence.host
-        if num_pages > host.num_pages:
-            return None
-        while host.num_free < num_pages:
-            victim = self.ranking.victim(Kind.HOST, now_s)
-            if victim is None:
-                return None
-            self.residence.drop_host(victim)
-        return host.take(num_pages, owner, is_adapter=is_adapter)
 
     def _reclaim(self, num_pages: int, kind: Kind, now_s: float) -> bool:
         """Drop device leaves until so many pages are free; of the last one only the end, if it is KV."""
@@ -129,25 +112,3 @@ class Room:
             and int(columns.pages[stay].sum()) + node.num_pages <= limits.adapter_pages
             and device.num_free + free_able >= node.num_pages
         )
-
-    def _take_separate_runs(self, node: Node, now_s: float) -> list[int] | None:
-        """A run for each layer by itself, clearing a window for each that finds none.
-
-        They have no row for an owner until all are there, so that no window for a later one takes them.
-        """
-        assert node.layer_pages is not None
-        device = self.residence.device
-        pages: list[int] = []
-        for length in filter(None, node.layer_pages):
-            run = device.take_runs([length], PRIVATE)
-            if run is None:
-                first = cheapest_window(self.ranking, length, now_s)
-                if first is not None:
-                    clear_window(self.ranking, first, length)
-                    run = device.take_runs([length], PRIVATE)
-            if run is None:
-                device.give_back(pages, is_adapter=True)
-                return None
-            pages += run
-        device.hand_over(pages, node.row)
-        return pages

@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from moe_lora.policies.caching import Traits
 
 from .columns import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
+from .host_room import take_host
 from .node import Node
 from .ranking import Ranking
 from .room import Room
 
+MAX_MOVES = 256
+"""Nodes that a tick moves either way: it holds up the engine's thread."""
 MAX_ROUNDS = 8
 """Times a tick looks at the candidates that its own choices brought up."""
 
@@ -58,7 +61,7 @@ class Swapper:
         if node.host_pages is not None or (node.is_adapter and not self._residence.host.num_pages):
             self._residence.drop(node)
             return True
-        pages = self._room.take_host(node.num_pages, node.row, now_s, is_adapter=node.is_adapter)
+        pages = take_host(self._ranking, node, now_s)
         if pages is None:
             return False
         self._residence.send_out(node, pages, leaves=True)
@@ -98,20 +101,23 @@ class Swapper:
         self._swap_out_pages(adapters_over, True, now_s)
 
     def _swap_out_pages(self, num_pages: float, is_adapter: bool | None, now_s: float) -> None:
+        num_moved = 0
         for _ in range(MAX_ROUNDS):
             if num_pages <= 0:
                 return
             chosen = self._ranking.lowest(
                 self.candidates_out(is_adapter=is_adapter), int(np.ceil(num_pages)), now_s
             )
+            chosen = chosen[: MAX_MOVES - num_moved]
             moved = [node.num_pages for node in chosen if self.swap_out(node, now_s)]
+            num_moved += len(moved)
             if not moved:
                 return
             num_pages -= sum(moved)
 
     def _swap_in(self, share: float, now_s: float, *, only_wanted: bool = False) -> None:
         """Bring host roots in while no more than that share of the device is used; nothing gives way."""
-        device, columns = self._residence.device, self._columns
+        device, columns, num_moved = self._residence.device, self._columns, 0
         for _ in range(MAX_ROUNDS):
             room = int(share * device.num_pages) - (device.num_pages - device.num_free)
             if room <= 0:
@@ -120,7 +126,9 @@ class Swapper:
             if only_wanted:
                 rows = rows[columns.wanted[rows] > 0]
             chosen = self._ranking.highest(rows, room, now_s) if rows.size else []
-            if not sum(self._bring_in(node, share) for node in chosen):
+            moved = sum(self._bring_in(node, share) for node in chosen[: MAX_MOVES - num_moved])
+            num_moved += moved
+            if not moved:
                 return
 
     def _bring_in(self, node: Node, share: float) -> bool:
@@ -141,10 +149,10 @@ class Swapper:
 
     def _back_up(self, now_s: float) -> None:
         columns = self._columns
-        rows = columns.where(CAN_BACK_UP)
-        if not rows.size:
-            return
-        for node in self._ranking.lowest(rows, self._back_up_pages, now_s):
-            pages = self._residence.host.take(node.num_pages, node.row)
-            if pages is not None:
-                self._residence.send_out(node, pages, leaves=False)
+        host = self._residence.host
+        rows = columns.where(CAN_BACK_UP) if host.num_free else np.zeros(0, dtype=np.int64)
+        for node in self._ranking.lowest(rows, self._back_up_pages, now_s)[:MAX_MOVES]:
+            pages = host.take(node.num_pages, node.row)
+            if pages is None:
+                return
+            self._residence.send_out(node, pages, leaves=False)

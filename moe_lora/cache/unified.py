@@ -58,7 +58,12 @@ class UnifiedCache:
         self._residence.on_departure = self._note_departure
         self._ranking = Ranking(self._residence, policy)
         limits = _limits(num_device_pages, traits.adapter_share, max_kv_pages, max_adapters)
-        self._room = Room(self._ranking, limits, partitioned=traits.adapter_share is not None)
+        self._room = Room(
+            self._ranking,
+            limits,
+            partitioned=traits.adapter_share is not None,
+            saves=traits.uses_host_for_kv and num_host_pages > 0,
+        )
         self._history = History(
             self._room, self._residence, keeps_history=traits.keeps_history, sharing=prefix_caching
         )
@@ -96,7 +101,8 @@ class UnifiedCache:
 
     def hold(self, namespace: Namespace, now_s: float) -> Readiness:
         """Pin the adapter for one request and have it brought to the device if need be, evicting what the
-        policy values least.  NO_ROOM: not pinned.  Counts as a visit.  The base is always READY.
+        policy values least.  NO_ROOM: not pinned, and nothing to evict, or history in its place is being
+        saved to the host first: ask again.  Counts as a visit.  The base is always READY.
         """
         node = self._tree.adapters[namespace]
         if node.device_pages is None:
