@@ -218,7 +218,7 @@ class EngineCore:
     def list_adapters(self) -> list[AdapterInfo]:
         return [self._residency.info(adapter) for adapter in self._residency.known()]
 
-    def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
         """Keep an adapter on the device from now on, or no longer.
 
         Raises AdapterNotFoundError, or CapacityError if that left no room for one request.

@@ -38,6 +38,7 @@ class EngineLoop(threading.Thread):
             "load_adapter": self._load_adapter,
             "publish_adapter": lambda call: self._reply(call, self._publish, *call.args),
             "unload_adapter": self._unload_adapter,
+            "pin_adapter": lambda call: self._reply(call, self._core.pin_adapter, *call.args),
             "list_adapters": lambda call: self._reply(call, self._core.list_adapters),
             "stats": lambda call: self._reply(call, self._core.stats),
             "model_info": lambda call: self._reply(call, lambda: self._core.info),
