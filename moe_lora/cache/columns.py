@@ -92,7 +92,8 @@ class Columns:
         recent, last_used_s = self.recent, self.last_used_s
         for node in nodes:  # a handful: quicker one by one than as arrays
             row = node.row
-            recent[row] = recent[row] * math.exp((last_used_s[row] - now_s) / self.recent_s) + 1
+            age_s = now_s - last_used_s.item(row)
+            recent[row] = recent.item(row) * math.exp(-age_s / self.recent_s) + 1
             self.visits[row] += 1
             last_used_s[row] = now_s
 
