@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from .columns import CAN_LEAVE, CAN_LEAVE_HOST
 from .counters import CacheCounters
+from .flags import CAN_LEAVE, CAN_LEAVE_HOST
 from .node import Node
 from .orders import Copy, LoadAdapter, Namespace, Order
 from .tier import Tier

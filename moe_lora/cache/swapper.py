@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import Traits
 
-from .columns import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
+from .flags import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
 from .host_room import take_host
 from .node import Node
 from .ranking import Ranking

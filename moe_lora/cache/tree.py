@@ -11,16 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
-from .columns import (
-    BACKED,
-    CAN_BACK_UP,
-    CAN_ENTER,
-    CAN_LEAVE,
-    CAN_LEAVE_HOST,
-    HAS_DEVICE_PAGES,
-    READY,
-    Columns,
-)
+from .columns import Columns
+from .flags import flags_of
 from .node import Node
 from .orders import Namespace
 from .tokens import TOKEN_BYTES, encode_more
@@ -193,33 +185,7 @@ class DependencyTree:
 
     def refresh(self, node: Node) -> None:
         """Note anew where the node may move."""
-        device, host, is_adapter = node.device_pages is not None, node.host_pages is not None, node.is_adapter
-        flags = HAS_DEVICE_PAGES if device else 0
-        if host and not node.moving_out:
-            flags |= BACKED
-        if device and not node.moving_in and not node.lost and node.reachable:
-            flags |= READY
-        if node.num_pages and not node.moving_in and not node.moving_out:
-            if host and (device or is_adapter or not node.num_children):
-                flags |= CAN_LEAVE_HOST
-            if not device:
-                if (host or is_adapter) and self.parent_on_device(node):
-                    flags |= CAN_ENTER
-            elif not node.pins:
-                if not node.num_device_children or (is_adapter and not self.keeps_dependencies):
-                    flags |= CAN_LEAVE
-                if not host and not is_adapter:
-                    flags |= CAN_BACK_UP
-        self.columns.flags[node.row] = flags
-
-    def parent_on_device(self, node: Node) -> bool:
-        """Whether what the node needs on the device is there or on its way."""
-        parent = node.parent
-        if node.gone or parent is None:
-            return not node.gone
-        if parent.is_adapter and not self.keeps_dependencies:
-            return True
-        return parent.device_pages is not None
+        self.columns.flags[node.row] = flags_of(node, keeps_dependencies=self.keeps_dependencies)
 
     def _key(self, node: Node) -> tuple[Node, bytes]:
         assert node.parent is not None

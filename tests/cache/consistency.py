@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import networkx as nx
 import numpy as np
 
-from moe_lora.cache.columns import CAN_ENTER, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
+from moe_lora.cache.flags import CAN_ENTER, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
 from moe_lora.cache.node import Node
 from moe_lora.cache.tables import BlockTable
 from moe_lora.cache.tier import FREE, PRIVATE, Tier
