@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import NodeColumns
 
+from .flags import BACKED, READY
 from .node import Node
 
 _COLUMNS = {
@@ -24,20 +25,12 @@ _COLUMNS = {
     "adapter_row": np.int64,
     "flags": np.uint8,
 }
-HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
-CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP = 8, 16, 32, 64
-"""Bits of `Columns.flags`.
-
-BACKED: the host has it.  READY: it can be used on the device or, of an adapter without pages here, on the
-LoRA Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: nodes whose
-host pages nobody depends on.  CAN_BACK_UP: idle KV of the device that the host has not.
-"""
 
 
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
-    flags: see `HAS_DEVICE_PAGES` and so on.  recent_s: time constant of the decayed visits.
+    flags: see `flags_of`.  recent_s: time constant of the decayed visits.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -92,7 +85,8 @@ class Columns:
         recent, last_used_s = self.recent, self.last_used_s
         for node in nodes:  # a handful: quicker one by one than as arrays
             row = node.row
-            recent[row] = recent[row] * math.exp((last_used_s[row] - now_s) / self.recent_s) + 1
+            age_s = now_s - last_used_s.item(row)
+            recent[row] = recent.item(row) * math.exp(-age_s / self.recent_s) + 1
             self.visits[row] += 1
             last_used_s[row] = now_s
 

@@ -10,6 +10,7 @@ from .residence import Residence
 from .room import Room
 from .tables import BlockTable
 from .tier import PRIVATE
+from .tokens import TOKEN_BYTES, encode
 
 
 class History:
@@ -62,17 +63,17 @@ class History:
             return
         while (table.num_shared + 1) * size <= num_computed:
             start = table.num_shared * size
-            fresh = tuple(tokens[start : num_computed // size * size])
+            fresh = encode(tokens[start : num_computed // size * size])
             parent = table.tail or adapter
-            twin = self._tree.child(parent, fresh[:size])
+            twin = self._tree.child(parent, fresh)
             if twin is None:
                 self._insert(table, parent, fresh, now_s)
                 return
             common = self._tree.common(twin.tokens, fresh)
-            if common < len(twin.tokens):
+            if common < twin.num_pages:
                 if twin.moving:
                     return
-                twin = self._residence.split(twin, common // size)
+                twin = self._residence.split(twin, common)
             if not self._adopt(table, twin):
                 return
 
@@ -93,7 +94,7 @@ class History:
         adapter = self._tree.adapters.get(namespace)
         if adapter is None:
             return []
-        path, partial, _ = self._tree.walk(adapter, tuple(tokens[: self._most(tokens)]))
+        path, partial, _ = self._tree.walk(adapter, tokens, self._most(tokens))
         return [adapter, *path, *([partial] if partial is not None else ())]
 
     def _most(self, tokens: Sequence[int]) -> int:
@@ -103,14 +104,14 @@ class History:
     def _path(self, adapter: Node, tokens: Sequence[int]) -> list[Node]:
         if not self._sharing or adapter.gone:
             return []
-        path, partial, common = self._tree.walk(adapter, tuple(tokens[: self._most(tokens)]))
+        path, partial, common = self._tree.walk(adapter, tokens, self._most(tokens))
         if partial is not None and not partial.moving:
-            path.append(self._residence.split(partial, common // self._block_size))
+            path.append(self._residence.split(partial, common))
         return path
 
     def _bring_in(self, node: Node, now_s: float) -> bool:
         policy = self._room.ranking.policy
-        if not policy.worth_loading(node.first_token, len(node.tokens), node.num_pages):
+        if not policy.worth_loading(node.first_token, node.num_tokens, node.num_pages):
             return False
         pages = self._room.take_kv(node.num_pages, node.row, now_s)
         if pages is None:
@@ -136,9 +137,9 @@ class History:
             self._residence.unpin(table.tail)
         table.tail, table.owns_tail = tail, owned
 
-    def _insert(self, table: BlockTable, parent: Node, tokens: tuple[int, ...], now_s: float) -> None:
+    def _insert(self, table: BlockTable, parent: Node, tokens: bytes, now_s: float) -> None:
         """Give the sequence's own full blocks to the tree: at the end of its own tail, or as a new node."""
-        end = table.num_shared + len(tokens) // self._block_size
+        end = table.num_shared + len(tokens) // (TOKEN_BYTES * self._block_size)
         pages = table.pages[table.num_shared : end]
         tail = table.tail
         if tail is not None and table.owns_tail and _can_be_lengthened(tail):
@@ -176,7 +177,7 @@ class History:
         ranking.num_queries += 1
         if path:
             ranking.columns.visit(path, now_s)
-        coming = sum(len(node.tokens) for node in table.arriving)
+        coming = sum(node.num_tokens for node in table.arriving)
         counters.kv_query_tokens += num_tokens
         counters.kv_host_hit_tokens += coming
         counters.kv_device_hit_tokens += table.num_matched - coming

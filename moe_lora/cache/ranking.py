@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
 
-from .columns import BACKED, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
+from .flags import BACKED, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
 from .node import Node
 from .residence import Residence
 
