@@ -13,7 +13,7 @@ from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.lora_server.attach import LoraServerClient
 
 from .adapter_version import AdapterVersion
-from .placement import LocalPlacement
+from .local_placement import LocalPlacement
 
 
 class RemotePlacement:
