@@ -92,7 +92,7 @@ class Columns:
 
     def has(self, rows: NDArray[np.int64], flag: int) -> NDArray[np.bool_]:
         """[N]: whether each of the rows has the flag."""
-        return (self.flags[rows] & flag).astype(bool)
+        return (self.flags.take(rows) & flag) != 0
 
     def where(self, flag: int) -> NDArray[np.int64]:
         """Rows that have the flag."""
@@ -101,14 +101,14 @@ class Columns:
     def view(self, rows: NDArray[np.int64], now_s: float) -> NodeColumns:
         """What a policy sees of these rows."""
         return NodeColumns(
-            is_adapter=self.is_adapter[rows],
-            pages=self.pages[rows],
-            visits=self.visits[rows],
-            recent=self.recent[rows],
-            idle_s=now_s - self.last_used_s[rows],
+            is_adapter=self.is_adapter.take(rows),
+            pages=self.pages.take(rows),
+            visits=self.visits.take(rows),
+            recent=self.recent.take(rows),
+            idle_s=now_s - self.last_used_s.take(rows),
             backed=self.has(rows, BACKED),
-            first_token=self.first_token[rows],
-            num_tokens=self.num_tokens[rows],
-            wanted=self.wanted[rows],
-            adapter_ready=self.has(self.adapter_row[rows], READY),
+            first_token=self.first_token.take(rows),
+            num_tokens=self.num_tokens.take(rows),
+            wanted=self.wanted.take(rows),
+            adapter_ready=self.has(self.adapter_row.take(rows), READY),
         )

@@ -33,13 +33,9 @@ class History:
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
         table = BlockTable(namespace)
         path = self._path(adapter, tokens)
-        depth = next((i for i, node in enumerate(path) if node.device_pages is None), len(path))
-        self._take(table, path[:depth])
-        for node in path[depth:]:
-            if not self._bring_in(node, now_s):
-                break
-            self._take(table, [node])
-            depth += 1
+        depth = self._take(table, path)
+        while depth < len(path) and self._bring_in(path[depth], now_s):
+            depth += self._take(table, path[depth : depth + 1])
         table.num_matched = table.num_shared * self._block_size
         if not again:
             self._count(path[:depth], table, len(tokens), now_s)
@@ -119,17 +115,20 @@ class History:
         self._residence.bring_in(node, pages)
         return True
 
-    def _take(self, table: BlockTable, path: list[Node]) -> None:
-        """Let the table use these further nodes; the last one is its tail."""
-        if not path:
-            return
+    def _take(self, table: BlockTable, path: list[Node]) -> int:
+        """Let the table use these further nodes, as far as they have device pages; how many it uses."""
+        depth = 0
         for node in path:
-            assert node.device_pages is not None
+            if node.device_pages is None:
+                break
+            depth += 1
             table.pages += node.device_pages
-            if not node.on_device:
+            if node.moving_in:
                 table.arriving.append(node)
-        table.num_shared = len(table.pages)
-        self._move_tail(table, path[-1], owned=False)
+        if depth:
+            table.num_shared = len(table.pages)
+            self._move_tail(table, path[depth - 1], owned=False)
+        return depth
 
     def _move_tail(self, table: BlockTable, tail: Node, *, owned: bool) -> None:
         self._residence.pin(tail)
