@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
+from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Copy, LoadAdapter, Namespace, Order, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
@@ -46,7 +48,11 @@ class LocalPlacement:
         self._slots: dict[Namespace, int] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_slots = num_slots
+        self._refused_pages = sys.maxsize
         cache.on_departure = self._depart
+
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        return self._kept.prepare(packed)
 
     def admit(self, adapter: AdapterVersion) -> None:
         layer_pages = self._sizes.layer_pages(adapter.packed)
@@ -71,8 +77,18 @@ class LocalPlacement:
         self._known[adapter.uid] = adapter
         self._num_pages[adapter.uid] = num_pages
 
+    def begin_round(self) -> None:
+        self._refused_pages = sys.maxsize
+
     def hold(self, adapter: AdapterVersion) -> Readiness:
-        return self._cache.hold(adapter.uid, self._clock.now_s())
+        """Within a round, what found no room for few pages is not searched for more."""
+        num_pages = self._num_pages[adapter.uid]
+        if num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
+            return Readiness.NO_ROOM
+        readiness = self._cache.hold(adapter.uid, self._clock.now_s())
+        if readiness is Readiness.NO_ROOM:
+            self._refused_pages = num_pages
+        return readiness
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         return self._cache.readiness(adapter.uid)
@@ -95,6 +111,7 @@ class LocalPlacement:
         self._check_pin(adapter)
         adapter.pinned = True
         self._cache.pin(adapter.uid)
+        self.begin_round()
         if self.hold(adapter) is not Readiness.NO_ROOM:
             self.let_go(adapter)
 

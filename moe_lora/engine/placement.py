@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Readiness
 from moe_lora.core.request import AdapterResidency
 
@@ -26,11 +27,19 @@ class Placement(Protocol):
         """Counters of `EngineStats` by their names there."""
         ...
 
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """What takes long of an `admit` that is to come; may be called from another thread."""
+        ...
+
     def admit(self, adapter: AdapterVersion) -> None:
         """Take on an adapter that `drop` will end; `adapter.packed` becomes what to keep of it.
 
         Raises CapacityError if it could never be made ready.
         """
+        ...
+
+    def begin_round(self) -> None:
+        """Requests are about to be admitted, one `hold` after the other."""
         ...
 
     def hold(self, adapter: AdapterVersion) -> Readiness:

@@ -33,6 +33,11 @@ class RemotePlacement:
         self._num_versions: Counter[str] = Counter()
         self._leases = server.leases(self._take)
 
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """Put the adapter into the host store, from whichever thread."""
+        self._store.put(packed)
+        return packed
+
     def admit(self, packed: PackedAdapter) -> PackedAdapter:
         """In the host store, mapped: what was read into this process's memory may go.
 
@@ -120,6 +125,12 @@ class SharedPlacement:
     @on_change.setter
     def on_change(self, call: Callable[[], None] | None) -> None:
         self._remote.on_change = call
+
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        return self._remote.prepare(packed)
+
+    def begin_round(self) -> None:
+        self._local.begin_round()
 
     def admit(self, adapter: AdapterVersion) -> None:
         adapter.packed = self._remote.admit(adapter.packed)

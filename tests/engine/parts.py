@@ -178,6 +178,7 @@ class Parts:
 
     def acquire(self, adapter: AdapterVersion) -> bool:
         """Whether the adapter is there for a request now."""
+        self.placement.begin_round()
         return self.residency.acquire(adapter) is Readiness.READY
 
     def add(self, name: str, prompt: range, adapter: AdapterVersion | None = None) -> Sequence:

@@ -100,7 +100,9 @@ def test_adapter_in_a_file_is_mapped_and_leaves_no_file(shape_and_adapter, tmp_p
     assert stored.layers[0].data.data_ptr() != packed.layers[0].data.data_ptr()
     assert torch.equal(stored.layers[1].data, packed.layers[1].data)
     assert kept.find(packed.content_hash) is stored
-    assert kept.keep(packed) is not None
+    prepared = kept.prepare(packed)
+    assert kept.keep(prepared) is prepared
+    assert list(tmp_path.iterdir()) == []
     kept.forget(stored)
     assert len(kept) == 1
     kept.forget(stored)
