@@ -16,6 +16,8 @@ from .residence import Residence
 
 BATCH = 256
 """Victims ranked at once."""
+CHUNK = 8192
+"""Rows valued at once: their columns and the policy's intermediates stay in the processor's cache."""
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
 """Age above which a ranking of victims is made anew."""
 BATCH_WINDOW_S = 5.0
@@ -65,7 +67,11 @@ class Ranking:
 
     def values(self, rows: NDArray[np.int64], now_s: float) -> Floats:
         """What the policy says of these rows."""
-        return self.policy.values(self.columns.view(rows, now_s), self.load())
+        load, values = self.load(), np.empty(len(rows))
+        for start in range(0, len(rows), CHUNK):
+            part = slice(start, start + CHUNK)
+            values[part] = self.policy.values(self.columns.view(rows[part], now_s), load)
+        return values
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
         """The least valued of the rows, ascending, as many as have `num_pages` pages together (or all)."""

@@ -25,7 +25,8 @@ class UnifiedCache:
 
     One thread only.  Time comes in as now_s, never decreasing.  Nothing waits: what needs bytes moved leaves
     an order (`take_orders`) that the caller has executed and then confirms (`copied`, `failed`), from the
-    same thread.  on_departure: called with a namespace at the moment its adapter's device pages are given up.
+    same thread.  on_departure: called with a namespace at the moment its adapter's device pages are given up
+    (also where its load failed).
     """
 
     on_departure: Callable[[Namespace], None] | None = None
