@@ -68,7 +68,7 @@ def under_pressure(expected: tuple[Served, float, Answers], **changes) -> Engine
     with LLM(model.model_dir, **settings(model, **changes)) as llm:
         assert conversations(llm, model) == answers
         stats = llm.stats()
-    assert stats.adapter_evictions > 3
+    assert stats.adapter_evictions > 0
     assert stats.device_bytes <= changes["arena_mb"] * 1e6
     assert stats.device_kv_bytes + stats.device_adapter_bytes <= stats.device_bytes
     return stats
