@@ -96,7 +96,12 @@ class UnifiedCache:
         self._tree.refresh(node)
 
     def forget(self, namespace: Namespace) -> None:
-        """It will not be asked for again: free its adapter and KV, what is in use when its last user goes."""
+        """It will not be asked for again: free its adapter and KV, what is in use when its last user goes.
+
+        Raises KeyError for an unknown namespace, ValueError for None.
+        """
+        if namespace is None:
+            raise ValueError("the base model can't be forgotten; give the namespace of an adapter")
         self._residence.let_die(self._tree.adapters[namespace])
 
     def hold(self, namespace: Namespace, now_s: float) -> Readiness:
