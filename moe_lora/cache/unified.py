@@ -52,7 +52,10 @@ class UnifiedCache:
             raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
         traits = policy.traits
         self._tree = DependencyTree(
-            block_size, keeps_dependencies=traits.keeps_dependencies, recent_s=policy.recent_s
+            block_size,
+            keeps_dependencies=traits.keeps_dependencies,
+            recent_s=policy.recent_s,
+            adapter_recent_s=policy.adapter_recent_s,
         )
         self._residence = Residence(self._tree, Tier(num_device_pages), Tier(num_host_pages))
         self._residence.on_departure = self._note_departure
