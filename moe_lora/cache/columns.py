@@ -30,7 +30,8 @@ _COLUMNS = {
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
-    flags: see `flags_of`.  recent_s: time constant of the decayed visits.
+    flags: see `flags_of`.  recent_s, adapter_recent_s: time
+    constants of the decayed visits of KV and of adapters.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -44,8 +45,9 @@ class Columns:
     adapter_row: NDArray[np.int64]
     flags: NDArray[np.uint8]
 
-    def __init__(self, recent_s: float) -> None:
-        self.recent_s = recent_s
+    def __init__(self, recent_s: float, adapter_recent_s: float) -> None:
+        self._recent_s = recent_s
+        self._adapter_recent_s = adapter_recent_s
         self.nodes: list[Node | None] = []
         self._vacant: list[int] = []
         self._capacity = 1024
@@ -85,8 +87,9 @@ class Columns:
         recent, last_used_s = self.recent, self.last_used_s
         for node in nodes:  # a handful: quicker one by one than as arrays
             row = node.row
+            recent_s = self._adapter_recent_s if node.layer_pages is not None else self._recent_s
             age_s = now_s - last_used_s.item(row)
-            recent[row] = recent.item(row) * math.exp(-age_s / self.recent_s) + 1
+            recent[row] = recent.item(row) * math.exp(-age_s / recent_s) + 1
             self.visits[row] += 1
             last_used_s[row] = now_s
 

@@ -94,7 +94,7 @@ class Residence:
             self.counters.pages_dropped += node.num_pages
         self._leave_device(node)
         if not node.is_adapter and node.host_pages is None:
-            for lower in self.tree.bottom_up(node):
+            for lower in self.tree.bottom_up(node) if node.num_children else (node,):
                 self.discard(lower)
 
     def drop_host(self, node: Node) -> None:

@@ -52,7 +52,10 @@ class UnifiedCache:
             raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
         traits = policy.traits
         self._tree = DependencyTree(
-            block_size, keeps_dependencies=traits.keeps_dependencies, recent_s=policy.recent_s
+            block_size,
+            keeps_dependencies=traits.keeps_dependencies,
+            recent_s=policy.recent_s,
+            adapter_recent_s=policy.adapter_recent_s,
         )
         self._residence = Residence(self._tree, Tier(num_device_pages), Tier(num_host_pages))
         self._residence.on_departure = self._note_departure
@@ -96,7 +99,12 @@ class UnifiedCache:
         self._tree.refresh(node)
 
     def forget(self, namespace: Namespace) -> None:
-        """It will not be asked for again: free its adapter and KV, what is in use when its last user goes."""
+        """It will not be asked for again: free its adapter and KV, what is in use when its last user goes.
+
+        Raises KeyError for an unknown namespace, ValueError for None.
+        """
+        if namespace is None:
+            raise ValueError("the base model can't be forgotten; give the namespace of an adapter")
         self._residence.let_die(self._tree.adapters[namespace])
 
     def hold(self, namespace: Namespace, now_s: float) -> Readiness:

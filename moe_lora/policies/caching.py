@@ -115,7 +115,12 @@ class CachingPolicy(Protocol):
 
     @property
     def recent_s(self) -> float:
-        """Time constant of `NodeColumns.recent`."""
+        """Time constant of `NodeColumns.recent` for KV."""
+        ...
+
+    @property
+    def adapter_recent_s(self) -> float:
+        """The same for adapters."""
         ...
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
