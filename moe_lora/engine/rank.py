@@ -176,7 +176,9 @@ def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor | None:
     if not num_bytes:
         return None
     try:
-        arena = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        if device.type == "cuda":
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        arena = torch.empty(num_bytes, dtype=torch.uint8)
         advise_huge_pages(arena)
         return arena
     except (RuntimeError, MemoryError, OverflowError) as error:

@@ -189,6 +189,31 @@ class Parts:
         self.scheduler.add(sequence)
         return sequence
 
+    def _check_adapter(self, sequence: Sequence) -> None:
+        """The slot of a sequence that computes leads to its adapter's bytes."""
+        adapter = sequence.adapter
+        if adapter is None:
+            return
+        assert adapter.slot is not None
+        assert self.slots.lora_rank[adapter.slot, 0, 0] == 1
+        data, start = adapter.packed.layers[0].data, int(self.slots.a_offset[adapter.slot, 0, 0])
+        place = self.arena[start : start + data.nbytes]
+        assert place.view(torch.float32).equal(data), "another adapter's bytes, or none"
+
+    def _compute(self, sequence: Sequence, num_tokens: int) -> None:
+        """Stand-in for KV: 16 bytes a token that tell its namespace and all tokens before it.  What the
+        sequence builds on must be there.
+        """
+        cells = self.arena.view(torch.int64).view(-1, BLOCK_SIZE, PAGE_BYTES // BLOCK_SIZE // 8)
+        uid = -1 if sequence.adapter_uid is None else sequence.adapter_uid
+        for position in range(sequence.num_computed + num_tokens):
+            cell = cells[sequence.table.pages[position // BLOCK_SIZE], position % BLOCK_SIZE]
+            kv = torch.tensor([uid, hash(tuple(sequence.tokens[: position + 1]))])
+            if position < sequence.num_computed:
+                assert cell.equal(kv), f"KV of position {position} is not that of {sequence.tokens}"
+            else:
+                cell.copy_(kv)
+
     def step(self, token: int = 7) -> dict[str, int]:
         """Schedule and pretend to compute: request id -> tokens computed."""
         self.transfers.settle()
@@ -199,6 +224,8 @@ class Parts:
         now_s = self.clock.now_s()
         for item in plan:
             sequence = item.sequence
+            self._check_adapter(sequence)
+            self._compute(sequence, item.num_tokens)
             sequence.num_computed += item.num_tokens
             self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
         for sequence in sampling:

@@ -35,7 +35,7 @@ def change_something(rng: random.Random, parts: Parts, live: list[Sequence], num
     known = parts.residency.known()
     if rng.random() < 0.15 or not known:
         name, num_pages = rng.choice("abcd"), rng.randint(1, 3)
-        parts.residency.add(packed(name, num_pages), None, replace=True)
+        parts.residency.add(packed(name, num_pages, value=rng.random()), None, replace=True)
     elif rng.random() < 0.1:
         parts.residency.remove(rng.choice(known).name)
     elif rng.random() < 0.1 and live:
