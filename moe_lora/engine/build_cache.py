@@ -15,6 +15,7 @@ from moe_lora.policies.caching_names import make_caching_policy
 from moe_lora.policies.fastlibra import FastLibra
 from moe_lora.policies.recency import Recency
 
+from .adapter_room import AdapterRoom
 from .followers import HOST_STORE, Followers, Report
 from .kept_adapters import KeptAdapters, ShardSizes
 from .local_placement import LocalPlacement
@@ -53,8 +54,11 @@ def build_cache(
         kept,
         sizes,
         clock,
-        num_slots=config.max_loras,
-        room_pages=size.num_pages - size.request_pages,
+        room=AdapterRoom(
+            num_slots=config.max_loras,
+            num_pages=size.num_pages - size.request_pages,
+            page_bytes=rank.layout.page_bytes,
+        ),
         clear=lambda order: ranks.begin(order)(),
     )
     transfers = Transfers(

@@ -26,6 +26,7 @@ from moe_lora.core.shape import ModelShape
 
 from .cache_figures import CacheFigures
 from .followers import Followers
+from .request_check import check_request
 from .residency import Residency
 from .runner import ModelRunner
 from .sampler import sample
@@ -149,26 +150,14 @@ class EngineCore:
 
     def add_request(self, request: GenerateRequest) -> None:
         """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter."""
-        prompt = request.prompt_token_ids
-        limit = self.info.max_model_len
-        if not prompt:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(prompt) >= limit:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {limit}; "
-                "shorten it or raise max_model_len"
-            )
-        for name, ids in (("prompt", prompt), ("stop_token_ids", request.sampling.stop_token_ids)):
-            bad = next((t for t in ids if not 0 <= t < self.info.vocab_size), None)
-            if bad is not None:
-                raise ValueError(
-                    f"{name} has token id {bad}, outside the vocabulary of {self.info.vocab_size}"
-                )
+        check_request(request, self.info)
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is already running")
         adapter = None if request.adapter is None else self._residency.current(request.adapter)
         max_tokens = request.sampling.max_tokens
-        limit_tokens = limit if max_tokens is None else min(limit, len(prompt) + max_tokens)
+        limit_tokens = self.info.max_model_len
+        if max_tokens is not None:
+            limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
         sequence = Sequence(request, adapter, self._clock.now_s(), limit_tokens, self._generator(request))
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)

@@ -12,6 +12,7 @@ from moe_lora.core.clock import Clock
 from moe_lora.core.errors import CapacityError
 from moe_lora.core.request import AdapterResidency
 
+from .adapter_room import AdapterRoom
 from .adapter_version import AdapterVersion
 from .copies import BringAdapter, ClearSlot, CopyPages, RankOrder
 from .kept_adapters import KeptAdapters, ShardSizes
@@ -20,7 +21,7 @@ from .kept_adapters import KeptAdapters, ShardSizes
 class LocalPlacement:
     """`Placement` in this device's arena: the cache says which adapters, this gives them slots.
 
-    room_pages: pages that adapters may take beside the KV of one request.  clear: has all ranks clear a slot.
+    room: what they may take in all.  clear: has all ranks clear a slot.
     """
 
     on_change: Callable[[], None] | None = None
@@ -33,21 +34,19 @@ class LocalPlacement:
         sizes: ShardSizes,
         clock: Clock,
         *,
-        num_slots: int,
-        room_pages: int,
+        room: AdapterRoom,
         clear: Callable[[ClearSlot], None],
     ) -> None:
         self._cache = cache
         self._kept = kept
         self._sizes = sizes
         self._clock = clock
-        self._room_pages = room_pages
+        self._room = room
         self._clear = clear
         self._known: dict[Namespace, AdapterVersion] = {}
         self._num_pages: dict[Namespace, int] = {}
         self._slots: dict[Namespace, int] = {}
-        self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._num_slots = num_slots
+        self._free_slots = list(range(room.num_slots - 1, -1, -1))
         self._refused_pages = sys.maxsize
         cache.on_departure = self._depart
 
@@ -57,17 +56,7 @@ class LocalPlacement:
     def admit(self, adapter: AdapterVersion) -> None:
         layer_pages = self._sizes.layer_pages(adapter.packed)
         num_pages = sum(layer_pages)
-        if sum(other.pinned for other in self._known.values()) >= self._num_slots:
-            raise CapacityError(
-                f"adapter {adapter.name!r} finds no slot: pinned ones take all max_loras={self._num_slots}; "
-                "unpin one or raise max_loras"
-            )
-        if self._pinned_pages() + num_pages > self._room_pages:
-            raise CapacityError(
-                f"adapter {adapter.name!r} needs {self._mb(num_pages)} MB; beside a request of max_model_len "
-                f"the arena has {self._mb(self._room_pages)} MB for adapters, of which "
-                f"{self._mb(self._pinned_pages())} MB are pinned; raise arena_mb or unpin adapters"
-            )
+        self._room.check_fits(adapter.name, num_pages, self._pages(pinned=True))
         adapter.packed = self._kept.keep(adapter.packed)
         try:
             self._cache.add_adapter(adapter.uid, layer_pages, self._clock.now_s())
@@ -177,23 +166,11 @@ class LocalPlacement:
             adapter.slot = None
 
     def _check_pin(self, adapter: AdapterVersion) -> None:
-        """Whatever is pinned, any other adapter must find a slot and room beside one request."""
-        others = [other for other in self._known.values() if not other.pinned and other is not adapter]
-        if others and len(self._known) - len(others) >= self._num_slots:
-            raise CapacityError(
-                f"adapter {adapter.name!r} can't be pinned: of max_loras={self._num_slots} slots one must "
-                "stay free for others; unpin another adapter or raise max_loras"
-            )
-        largest = max((self._num_pages[other.uid] for other in others), default=0)
-        if self._pinned_pages() + self._num_pages[adapter.uid] + largest > self._room_pages:
-            raise CapacityError(
-                f"adapter {adapter.name!r} of {self._mb(self._num_pages[adapter.uid])} MB can't be pinned: "
-                f"that would leave no room for a request of an adapter of {self._mb(largest)} MB; unpin "
-                "another one or raise arena_mb"
-            )
+        pinned, others = self._pages(pinned=True), self._pages(pinned=False)
+        num_pages = self._num_pages[adapter.uid]
+        others.remove(num_pages)
+        self._room.check_pin(adapter.name, num_pages, pinned, others)
 
-    def _pinned_pages(self) -> int:
-        return sum(self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned)
-
-    def _mb(self, num_pages: int) -> str:
-        return f"{num_pages * self._sizes.page_bytes / 1e6:.3f}"
+    def _pages(self, *, pinned: bool) -> list[int]:
+        """Pages of each adapter that is pinned, or is not."""
+        return [self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned == pinned]

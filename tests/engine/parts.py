@@ -15,6 +15,7 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine.adapter_room import AdapterRoom
 from moe_lora.engine.adapter_version import AdapterVersion
 from moe_lora.engine.build_cache import caching_policy
 from moe_lora.engine.copies import RankCopier
@@ -137,8 +138,7 @@ class Parts:
             self.kept,
             ShardSizes(shape, PAGE_BYTES, [whole]),
             self.clock,
-            num_slots=max_loras,
-            room_pages=room_pages,
+            room=AdapterRoom(num_slots=max_loras, num_pages=room_pages, page_bytes=PAGE_BYTES),
             clear=lambda order: ranks.begin(order)(),
         )
         self.transfers = Transfers(
