@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.cache.blocks import BlockManager
-from moe_lora.cache.pages import PageAllocator
+from moe_lora.cache.orders import Copy, LoadAdapter, Namespace, Order, Readiness
+from moe_lora.cache.unified import UnifiedCache
+from moe_lora.core.clock import Clock
 from moe_lora.core.errors import CapacityError
-from moe_lora.policies.eviction import least_recently_used
+from moe_lora.core.request import AdapterResidency
 
 from .adapter_version import AdapterVersion
-from .slot_writer import SlotWriter
+from .copies import BringAdapter, ClearSlot, CopyPages, RankOrder
+from .kept_adapters import KeptAdapters, ShardSizes
 
 
 class Placement(Protocol):
@@ -22,27 +22,52 @@ class Placement(Protocol):
     on_change: Callable[[], None] | None
     """Called, from another thread, when an adapter that was not ready may be now."""
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether it may depend on another process that an adapter becomes ready."""
+        ...
+
     def counters(self) -> dict[str, int]:
         """Counters of `EngineStats` by their names there."""
         ...
 
-    def admit(self, packed: PackedAdapter) -> PackedAdapter:
-        """Take on an adapter that `drop` will end; returns what to keep of it.
+    def admit(self, adapter: AdapterVersion) -> None:
+        """Take on an adapter that `drop` will end; `adapter.packed` becomes what to keep of it.
 
         Raises CapacityError if it could never be made ready.
         """
         ...
 
-    def hold(self, adapter: AdapterVersion) -> bool:
-        """Make the adapter ready and keep it so; False if that can't be done now (ask again later)."""
+    def hold(self, adapter: AdapterVersion) -> Readiness:
+        """Keep the adapter ready for one request, or make it so; NO_ROOM: ask again later."""
+        ...
+
+    def readiness(self, adapter: AdapterVersion) -> Readiness:
+        """Of an adapter that is held."""
         ...
 
     def let_go(self, adapter: AdapterVersion) -> None:
-        """Its last running request ended: it stays ready while nobody else needs the room."""
+        """Undo one `hold`: it stays ready while nobody else needs the room."""
+        ...
+
+    def stop_asking(self, adapter: AdapterVersion) -> None:
+        """Nobody holds the adapter, and nobody will ask again soon."""
         ...
 
     def drop(self, adapter: AdapterVersion) -> None:
         """It will not be used again."""
+        ...
+
+    def pin(self, adapter: AdapterVersion) -> None:
+        """Bring the adapter in and keep it.  Raises CapacityError if that left no room for a request."""
+        ...
+
+    def unpin(self, adapter: AdapterVersion) -> None:
+        """Undo `pin`."""
+        ...
+
+    def where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
+        """Where its bytes are, and how many pages of the device's arena they take there."""
         ...
 
     def resident(self) -> Iterator[AdapterVersion]:
@@ -55,129 +80,163 @@ class Placement(Protocol):
 
 
 class LocalPlacement:
-    """Adapters in this device's arena: one extent of whole pages per layer, at true rank, idle ones evicted.
+    """Adapters in this device's arena: the cache says which, this gives them slots.
 
-    Extents take no more pages than the arena has beyond those promised to KV: idle adapters would never give
-    these back.  load_bytes_per_s: upper bound on the rate of loading, which holds up the step, as it does in
-    vLLM's S-LoRA; None = none.
+    room_pages: pages that adapters may take beside the KV of one request.  clear: has all ranks clear a slot.
     """
 
     on_change: Callable[[], None] | None = None
+    waits_for_others = False
 
     def __init__(
         self,
-        pages: PageAllocator,
-        page_bytes: int,
-        writer: SlotWriter,
-        blocks: BlockManager,
-        load_bytes_per_s: float | None = None,
+        cache: UnifiedCache,
+        kept: KeptAdapters,
+        sizes: ShardSizes,
+        clock: Clock,
+        *,
+        num_slots: int,
+        room_pages: int,
+        clear: Callable[[ClearSlot], None],
     ) -> None:
-        self._load_bytes_per_s = load_bytes_per_s
-        self._pages = pages
-        self._page_bytes = page_bytes
-        self._writer = writer
-        self._blocks = blocks
-        self._max_pages = pages.num_pages - blocks.max_blocks
-        self._resident: dict[int, AdapterVersion] = {}
-        self._free_slots = list(range(writer.num_slots - 1, -1, -1))
-        self.num_loads = self.num_evictions = self.loaded_bytes = 0
+        self._cache = cache
+        self._kept = kept
+        self._sizes = sizes
+        self._clock = clock
+        self._room_pages = room_pages
+        self._clear = clear
+        self._known: dict[Namespace, AdapterVersion] = {}
+        self._num_pages: dict[Namespace, int] = {}
+        self._slots: dict[Namespace, int] = {}
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._max_pinned = num_slots - 1
+        cache.on_departure = self._depart
 
-    def admit(self, packed: PackedAdapter) -> PackedAdapter:
-        pages = sum(self._layer_pages(packed))
-        if pages > self._max_pages:
+    def admit(self, adapter: AdapterVersion) -> None:
+        layer_pages = self._sizes.layer_pages(adapter.packed)
+        num_pages = sum(layer_pages)
+        if self._pinned_pages() + num_pages > self._room_pages:
             raise CapacityError(
-                f"adapter {packed.name!r} needs {pages * self._page_bytes / 1e9:.3f} GB, the engine keeps "
-                f"{self._max_pages * self._page_bytes / 1e9:.3f} GB for adapters; raise lora_memory_gb"
+                f"adapter {adapter.name!r} needs {self._mb(num_pages)} MB; beside a request of max_model_len "
+                f"the arena has {self._mb(self._room_pages)} MB for adapters, of which "
+                f"{self._mb(self._pinned_pages())} MB are pinned; raise arena_mb or unpin adapters"
             )
-        return self._writer.keep(packed)
+        adapter.packed = self._kept.keep(adapter.packed)
+        try:
+            self._cache.add_adapter(adapter.uid, layer_pages, self._clock.now_s())
+        except CapacityError:
+            self._kept.forget(adapter.packed)
+            raise
+        self._known[adapter.uid] = adapter
+        self._num_pages[adapter.uid] = num_pages
 
-    def hold(self, adapter: AdapterVersion) -> bool:
-        return adapter.slot is not None or self._bring_in(adapter)
+    def hold(self, adapter: AdapterVersion) -> Readiness:
+        return self._cache.hold(adapter.uid, self._clock.now_s())
+
+    def readiness(self, adapter: AdapterVersion) -> Readiness:
+        return self._cache.readiness(adapter.uid)
 
     def let_go(self, adapter: AdapterVersion) -> None:
-        """Nothing to do: adapters without running requests are what `_evict_idle` looks for."""
+        self._cache.let_go(adapter.uid, self._clock.now_s())
+
+    def stop_asking(self, adapter: AdapterVersion) -> None:
+        """Nothing to do: the cache remembers no questions."""
 
     def drop(self, adapter: AdapterVersion) -> None:
-        self._vacate(adapter)
-        self._writer.forget(adapter.packed)
+        self.unpin(adapter)
+        self._cache.forget(adapter.uid)
+        self._kept.forget(adapter.packed)
+        del self._known[adapter.uid], self._num_pages[adapter.uid]
 
-    def _vacate(self, adapter: AdapterVersion) -> None:
-        if adapter.slot is None:
+    def pin(self, adapter: AdapterVersion) -> None:
+        if adapter.pinned:
             return
-        self._writer.clear(adapter.slot)
-        self._free_slots.append(adapter.slot)
-        self._free_extents(adapter)
-        del self._resident[adapter.uid]
-        adapter.slot = None
+        self._check_pin(adapter)
+        adapter.pinned = True
+        self._cache.pin(adapter.uid)
+        if self.hold(adapter) is not Readiness.NO_ROOM:
+            self.let_go(adapter)
+
+    def unpin(self, adapter: AdapterVersion) -> None:
+        if adapter.pinned:
+            adapter.pinned = False
+            self._cache.unpin(adapter.uid)
+
+    def where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
+        place = self._cache.place(adapter.uid)
+        if place == "device":
+            return "device", self._num_pages[adapter.uid]
+        return ("disk" if place == "disk" and self._kept.in_files else "host"), 0
 
     def resident(self) -> Iterator[AdapterVersion]:
-        return iter(self._resident.values())
+        return (adapter for adapter in self._known.values() if adapter.slot is not None)
+
+    def note_remote(self, adapter: AdapterVersion, *, ready: bool) -> None:
+        """Whether the LoRA Server holds the adapter; of interest where nothing of it is computed here."""
+        if not self._num_pages[adapter.uid]:
+            self._cache.note_remote(adapter.uid, ready)
+
+    def counters(self) -> dict[str, int]:
+        """None of its own: see `EngineCore.stats` for the cache's."""
+        return {}
 
     def close(self) -> None:
         """Nothing to do: the arena goes with the engine."""
 
-    def counters(self) -> dict[str, int]:
-        return {
-            "adapter_loads": self.num_loads,
-            "adapter_evictions": self.num_evictions,
-            "adapter_load_bytes": self.loaded_bytes,
-        }
+    def translate(self, order: Order) -> tuple[RankOrder, int]:
+        """The order as ranks understand it, and how many pages it moves."""
+        if isinstance(order, LoadAdapter):
+            return self._bring(order.namespace, order.layer_first_pages, None)
+        pages = CopyPages(order.device_pages, order.host_pages, order.to_device)
+        if order.is_adapter and order.to_device:
+            return self._bring(order.namespace, self._cache.layer_first_pages(order.namespace), pages)
+        return pages, len(pages.device_pages)
 
-    @property
-    def _num_pages(self) -> int:
-        return sum(adapter.num_pages for adapter in self._resident.values())
+    def arrived(self, order: Order) -> None:
+        """An order is done: an adapter that it brought is ready."""
+        if isinstance(order, Copy) and not (order.is_adapter and order.to_device):
+            return
+        slot, adapter = self._slots.get(order.namespace), self._known.get(order.namespace)
+        if adapter is not None:
+            adapter.slot = slot
 
-    def _layer_pages(self, packed: PackedAdapter) -> list[int]:
-        return [-(-num_bytes // self._page_bytes) for num_bytes in self._writer.layer_bytes(packed)]
+    def _bring(
+        self, namespace: Namespace, first_pages: tuple[int, ...], pages: CopyPages | None
+    ) -> tuple[RankOrder, int]:
+        slot = self._slots[namespace] = self._free_slots.pop()
+        adapter = self._known[namespace]
+        order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages)
+        return order, self._num_pages[namespace]
 
-    def _bring_in(self, adapter: AdapterVersion) -> bool:
-        if not self._make_room(sum(self._layer_pages(adapter.packed))) or not self._take_extents(adapter):
-            return False
-        start_s = time.monotonic()
-        adapter.slot = self._free_slots.pop()
-        offsets = [first * self._page_bytes for first, _ in adapter.extents]
-        self._writer.write(adapter.slot, adapter.packed, offsets)
-        self._resident[adapter.uid] = adapter
-        self.num_loads += 1
-        self.loaded_bytes += adapter.packed.nbytes
-        if self._load_bytes_per_s is not None:
-            time.sleep(
-                max(0.0, adapter.packed.nbytes / self._load_bytes_per_s - (time.monotonic() - start_s))
+    def _depart(self, namespace: Namespace) -> None:
+        slot = self._slots.pop(namespace, None)
+        if slot is None:
+            return
+        self._clear(ClearSlot(slot))
+        self._free_slots.append(slot)
+        adapter = self._known.get(namespace)
+        if adapter is not None:
+            adapter.slot = None
+
+    def _check_pin(self, adapter: AdapterVersion) -> None:
+        """Whatever is pinned, any other adapter must find a slot and room beside one request."""
+        others = [other for other in self._known.values() if not other.pinned and other is not adapter]
+        num_pinned = len(self._known) - len(others)
+        if num_pinned > self._max_pinned:
+            raise CapacityError(
+                f"adapter {adapter.name!r} can't be pinned: of max_loras={self._max_pinned + 1} slots one "
+                "must stay free for others; unpin another adapter or raise max_loras"
             )
-        return True
+        largest = max((self._num_pages[other.uid] for other in others), default=0)
+        if self._pinned_pages() + self._num_pages[adapter.uid] + largest > self._room_pages:
+            raise CapacityError(
+                f"adapter {adapter.name!r} of {self._mb(self._num_pages[adapter.uid])} MB can't be pinned: "
+                f"that would leave no room for a request of an adapter of {self._mb(largest)} MB; unpin "
+                "another one or raise arena_mb"
+            )
 
-    def _make_room(self, num_pages: int) -> bool:
-        """A free slot and `num_pages` within the adapters' share; nothing is evicted where it can't help."""
-        pinned = sum(adapter.num_pages for adapter in self._resident.values() if adapter.num_running)
-        if pinned + num_pages > self._max_pages:
-            return False
-        while not self._free_slots or self._num_pages + num_pages > self._max_pages:
-            if not self._evict_idle():
-                return False
-        return True
+    def _pinned_pages(self) -> int:
+        return sum(self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned)
 
-    def _take_extents(self, adapter: AdapterVersion) -> bool:
-        """One run of pages per layer, evicting idle adapters and then cached prefixes for them."""
-        for num_pages in self._layer_pages(adapter.packed):
-            first = self._pages.alloc_run(num_pages) if num_pages else 0
-            while first is None and (self._evict_idle() or self._blocks.evict_one()):
-                first = self._pages.alloc_run(num_pages)
-            if first is None:
-                self._free_extents(adapter)
-                return False
-            adapter.extents.append((first, num_pages))
-        return True
-
-    def _free_extents(self, adapter: AdapterVersion) -> None:
-        for first, num_pages in adapter.extents:
-            if num_pages:
-                self._pages.free(first, num_pages)
-        adapter.extents.clear()
-
-    def _evict_idle(self) -> bool:
-        victim = least_recently_used(self._resident.values())
-        if victim is None:
-            return False
-        self._vacate(victim)
-        self.num_evictions += 1
-        return True
+    def _mb(self, num_pages: int) -> str:
+        return f"{num_pages * self._sizes.page_bytes / 1e6:.3f}"
