@@ -42,6 +42,10 @@ class Placement(Protocol):
         """Keep the adapter ready for one request, or make it so; NO_ROOM: ask again later."""
         ...
 
+    def has_unused_lease(self, adapter: AdapterVersion) -> bool:
+        """Whether others wait for its place, which is kept for this engine, though no request uses it."""
+        ...
+
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         """Of an adapter that is held."""
         ...
@@ -132,6 +136,10 @@ class LocalPlacement:
 
     def hold(self, adapter: AdapterVersion) -> Readiness:
         return self._cache.hold(adapter.uid, self._clock.now_s())
+
+    def has_unused_lease(self, adapter: AdapterVersion) -> bool:
+        """Never: what is idle here makes room for whoever asks."""
+        return False
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         return self._cache.readiness(adapter.uid)
