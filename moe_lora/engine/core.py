@@ -147,8 +147,11 @@ class EngineCore:
             )
         ]
 
-    def add_request(self, request: GenerateRequest) -> None:
-        """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter."""
+    def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
+        """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter.
+
+        arrival_s: when it came, by the engine's clock; None: now.
+        """
         prompt = request.prompt_token_ids
         limit = self.info.max_model_len
         if not prompt:
@@ -169,7 +172,8 @@ class EngineCore:
         adapter = None if request.adapter is None else self._residency.current(request.adapter)
         max_tokens = request.sampling.max_tokens
         limit_tokens = limit if max_tokens is None else min(limit, len(prompt) + max_tokens)
-        sequence = Sequence(request, adapter, self._clock.now_s(), limit_tokens, self._generator(request))
+        arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
+        sequence = Sequence(request, adapter, arrival_s, limit_tokens, self._generator(request))
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
 

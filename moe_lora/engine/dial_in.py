@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import pickle
-import queue
 import threading
-from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
+from .inbox import Inbox
 from .messages import Abort, Command, Dead, Event, Generate, Outputs, Rejected, Stop
 from .wire import Hello, dial, hang_up
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-Inbox = queue.SimpleQueue[Command | Callable[[], None]]
 
 
 class FrontEndLink:
