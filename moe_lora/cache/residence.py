@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from .columns import CAN_LEAVE, CAN_LEAVE_HOST
 from .counters import CacheCounters
+from .flags import CAN_LEAVE, CAN_LEAVE_HOST
 from .node import Node
 from .orders import Copy, LoadAdapter, Namespace, Order
 from .tier import Tier
@@ -132,7 +132,7 @@ class Residence:
 
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut a KV node after that many blocks; the new node, its first part."""
-        head = self.tree.split(node, num_blocks * self.tree.block_size)
+        head = self.tree.split(node, num_blocks)
         for tier, pages in ((self.device, head.device_pages), (self.host, head.host_pages)):
             if pages is not None:
                 tier.hand_over(pages, head.row)

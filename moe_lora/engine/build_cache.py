@@ -17,8 +17,9 @@ from moe_lora.policies.recency import Recency
 
 from .followers import HOST_STORE, Followers, Report
 from .kept_adapters import KeptAdapters, ShardSizes
+from .local_placement import LocalPlacement
 from .mover import Mover
-from .placement import LocalPlacement, Placement
+from .placement import Placement
 from .rank import Rank
 from .remote_placement import RemotePlacement, SharedPlacement
 from .sizing import ArenaSize

@@ -188,13 +188,13 @@ class EngineCore:
 
     def read_adapter(self, name: str, path: str) -> PackedAdapter:
         """Read an adapter's files into host memory; safe to call from another thread."""
-        return read_adapter(Path(path), self._shape, self._dtype, name)
+        return self._residency.prepare(read_adapter(Path(path), self._shape, self._dtype, name))
 
     def pack_adapter(
         self, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
     ) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
-        return pack_state_dict(tensors, config, self._shape, self._dtype, name)
+        return self._residency.prepare(pack_state_dict(tensors, config, self._shape, self._dtype, name))
 
     def add_adapter(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterInfo:
         """Serve an adapter from now on (see `Residency.add`)."""

@@ -34,7 +34,16 @@ class KeptAdapters:
         self._store = store
         self._before_removal = before_removal
         self._kept: dict[str, PackedAdapter] = {}
+        self._prepared: dict[str, PackedAdapter] = {}
         self._num_kept: Counter[str] = Counter()
+
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """What takes long of a `keep` that is to come; for another thread.  Raises CapacityError likewise."""
+        if self._store is not None:
+            return _stored(packed, self._store)
+        if self.in_files:
+            packed = self._prepared[packed.content_hash] = _nameless(packed)
+        return packed
 
     def keep(self, packed: PackedAdapter) -> PackedAdapter:
         """Take on an adapter, once for each time that `forget` will end it; returns what to keep of it.
@@ -44,9 +53,8 @@ class KeptAdapters:
         if self._store is not None:
             packed = _stored(packed, self._store)
         elif self.in_files:
-            # Without names from here on: mapped they stay, and whatever ends this process leaves none behind.
-            with TemporaryDirectory(prefix="moe_lora-") as directory:
-                packed = _stored(packed, HostStore(directory))
+            known = packed.content_hash in self._prepared
+            packed = self._prepared.pop(packed.content_hash) if known else _nameless(packed)
         self._kept.setdefault(packed.content_hash, packed)
         self._num_kept[packed.content_hash] += 1
         return packed
@@ -70,6 +78,12 @@ class KeptAdapters:
     def __len__(self) -> int:
         """Adapters kept, each as often as it was."""
         return self._num_kept.total()
+
+
+def _nameless(packed: PackedAdapter) -> PackedAdapter:
+    """As a mapped file without a name: whatever ends this process, nothing is left behind."""
+    with TemporaryDirectory(prefix="moe_lora-") as directory:
+        return _stored(packed, HostStore(directory))
 
 
 def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:

@@ -13,7 +13,7 @@ from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.lora_server.attach import LoraServerClient
 
 from .adapter_version import AdapterVersion
-from .placement import LocalPlacement
+from .local_placement import LocalPlacement
 
 
 class RemotePlacement:
@@ -32,6 +32,11 @@ class RemotePlacement:
         self._held: dict[int, AdapterVersion] = {}
         self._num_versions: Counter[str] = Counter()
         self._leases = server.leases(self._take)
+
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """Put the adapter into the host store, from whichever thread."""
+        self._store.put(packed)
+        return packed
 
     def admit(self, packed: PackedAdapter) -> PackedAdapter:
         """In the host store, mapped: what was read into this process's memory may go.
@@ -128,6 +133,12 @@ class SharedPlacement:
     @on_change.setter
     def on_change(self, call: Callable[[], None] | None) -> None:
         self._remote.on_change = call
+
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        return self._remote.prepare(packed)
+
+    def begin_round(self) -> None:
+        self._local.begin_round()
 
     def admit(self, adapter: AdapterVersion) -> None:
         adapter.packed = self._remote.admit(adapter.packed)

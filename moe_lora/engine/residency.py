@@ -25,6 +25,10 @@ class Residency:
         self._uids = itertools.count(1)
         self._versions: dict[str, int] = {}
 
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """What takes long of an `add` that is to come; may be called from another thread."""
+        return self.placement.prepare(packed)
+
     def add(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterVersion:
         """Serve `packed` under its name from now on; a new version is pinned as the one before it was.
 

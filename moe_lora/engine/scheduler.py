@@ -15,7 +15,7 @@ from moe_lora.policies.admission import admissible, shortest_first
 from .residency import Residency
 from .sequence import Sequence
 
-LOOK_AHEAD = 32
+LOOK_AHEAD = 16
 """Queued requests that the cache is told of."""
 
 
@@ -53,6 +53,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.loading: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        self._told: list[Sequence] = []
         self.num_preemptions = self.num_adapter_hits = self.num_adapter_misses = 0
         self._cache = cache
         self._residency = residency
@@ -90,8 +91,7 @@ class Scheduler:
                 self._start(sequence, budget, plan)
                 budget -= plan.get(sequence, 0)
         self._admit(budget, plan)
-        queued = islice(self.waiting, LOOK_AHEAD)
-        self._cache.look_ahead([(sequence.adapter_uid, sequence.tokens) for sequence in queued])
+        self._tell_queue()
         return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
 
     def finish(self, sequence: Sequence) -> None:
@@ -125,6 +125,7 @@ class Scheduler:
         """Have waiting sequences start, or their bytes brought in, while there is room for them."""
         if not self.waiting or not self._has_room(budget):
             return
+        self._residency.placement.begin_round()
         queue = shortest_first(self.waiting) if self._shortest_first else list(self.waiting)
         passes = self._has_unused_lease if self._residency.placement.waits_for_others else None
         for sequence in admissible(queue, self._acquire, self._clock.now_s(), self._starvation_s, passes):
@@ -142,6 +143,13 @@ class Scheduler:
                 budget -= plan[sequence]
             if not self._has_room(budget):
                 return
+
+    def _tell_queue(self) -> None:
+        """Tell the cache what the next requests need, if that has changed."""
+        queued = list(islice(self.waiting, LOOK_AHEAD))
+        if queued != self._told:
+            self._told = queued
+            self._cache.look_ahead([(sequence.adapter_uid, sequence.tokens) for sequence in queued])
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self.running) + len(self.loading) < self._max_num_seqs

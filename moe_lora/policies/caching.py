@@ -119,7 +119,7 @@ class CachingPolicy(Protocol):
         ...
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
-        """[N], >= 0: what is lost if the node is not on the device."""
+        """[N], >= 0: what is lost without the node on the device, each from its own row and `load` alone."""
         ...
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:

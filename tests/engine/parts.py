@@ -19,7 +19,7 @@ from moe_lora.engine.adapter_version import AdapterVersion
 from moe_lora.engine.build_cache import caching_policy
 from moe_lora.engine.copies import RankCopier
 from moe_lora.engine.kept_adapters import KeptAdapters, ShardSizes
-from moe_lora.engine.placement import LocalPlacement
+from moe_lora.engine.local_placement import LocalPlacement
 from moe_lora.engine.residency import Residency
 from moe_lora.engine.scheduler import Scheduler
 from moe_lora.engine.sequence import Sequence
@@ -179,6 +179,7 @@ class Parts:
 
     def acquire(self, adapter: AdapterVersion) -> bool:
         """Whether the adapter is there for a request now."""
+        self.placement.begin_round()
         return self.residency.acquire(adapter) is Readiness.READY
 
     def add(self, name: str, prompt: range, adapter: AdapterVersion | None = None) -> Sequence:

@@ -12,6 +12,7 @@ from moe_lora.core.config import CACHE_POLICIES
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import EngineStats
 from moe_lora.engine.copies import RankCopier
+from moe_lora.engine.local_placement import LocalPlacement
 from tests.models.conftest import Served, served  # noqa: F401  (the fixture)
 
 NUM_TOKENS, NUM_TURNS, MIN_MARGIN = 10, 3, 1e-4
@@ -67,7 +68,7 @@ def under_pressure(expected: tuple[Served, float, Answers], **changes) -> Engine
     with LLM(model.model_dir, **settings(model, **changes)) as llm:
         assert conversations(llm, model) == answers
         stats = llm.stats()
-    assert stats.adapter_evictions > 3
+    assert stats.adapter_evictions > 0
     assert stats.device_bytes <= changes["arena_mb"] * 1e6
     assert stats.device_kv_bytes + stats.device_adapter_bytes <= stats.device_bytes
     return stats
@@ -113,6 +114,34 @@ def test_copy_that_fails_ends_the_engine_with_its_reason(expected, monkeypatch):
         monkeypatch.setattr(RankCopier, "_bring", fail)
         with pytest.raises(EngineDeadError, match="the disk is gone"):
             llm.generate([[5, 6, 7]], model.adapters[0].name, GREEDY)
+
+
+def test_request_that_finds_no_room_for_ever_ends_with_an_error_and_others_go_on(expected, monkeypatch):
+    model, _, _ = expected
+    pinned, other, *_ = (path.name for path in model.adapters)
+    monkeypatch.setattr(LocalPlacement, "_check_pin", lambda *_: None)
+    with LLM(model.model_dir, **settings(model, max_loras=1)) as llm:
+        assert llm.pin_adapter(pinned).pinned
+        answers = llm.generate([[5, 6, 7]] * 3, [pinned, other, None], GREEDY)
+        assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
+        assert not llm.pin_adapter(pinned, pinned=False).pinned
+        assert llm.generate([5, 6, 7], other, GREEDY)[0].finish_reason == "length"
+
+
+def test_residency_tells_the_tier_that_an_adapter_is_in(expected):
+    model, arena_mb, _ = expected
+    names = [path.name for path in model.adapters]
+    with LLM(model.model_dir, **settings(model, arena_mb=arena_mb, host_arena_mb=2)) as llm:
+        assert {info.residency for info in llm.list_adapters()} == {"disk"}
+        for name in names:
+            llm.generate([5, 6, 7], name, GREEDY)
+        found = {info.name: info for info in llm.list_adapters()}
+        last = found[names[-1]]
+        assert (last.residency, last.num_pages > 0, last.idle_s is not None) == ("device", True, True)
+        assert {info.residency for info in found.values()} <= {"device", "host", "disk"}
+        assert any(info.num_pages == 0 for info in found.values())
+    with LLM(model.model_dir, **settings(model)) as llm:
+        assert {info.residency for info in llm.list_adapters()} == {"host"}
 
 
 def test_base_and_adapters_share_no_history(expected):

@@ -187,9 +187,17 @@ def test_pins_that_leave_no_room_for_a_request_are_refused():
         parts.residency.add(packed("large", num_pages=4), None)
     parts.placement.unpin(first)
     parts.placement.pin(second)
-    few_slots = Parts(max_loras=1)
-    with pytest.raises(CapacityError, match="raise max_loras"):
-        few_slots.placement.pin(few_slots.residency.add(packed("a"), None))
+
+
+def test_pins_leave_a_slot_for_others_as_long_as_there_are_others():
+    parts = Parts(max_loras=1)
+    first, _ = (parts.residency.add(packed(name), None) for name in "ab")
+    with pytest.raises(CapacityError, match="must stay free for others; unpin another adapter or raise"):
+        parts.placement.pin(first)
+    parts.residency.remove("b")
+    parts.placement.pin(first)
+    with pytest.raises(CapacityError, match=r"'c' finds no slot.*raise max_loras"):
+        parts.residency.add(packed("c"), None)
 
 
 def test_new_version_of_a_pinned_adapter_is_pinned():
