@@ -148,8 +148,11 @@ class EngineCore:
             )
         ]
 
-    def add_request(self, request: GenerateRequest) -> None:
-        """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter."""
+    def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
+        """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter.
+
+        arrival_s: when it came, by the engine's clock; None: now.
+        """
         check_request(request, self.info)
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is already running")
@@ -158,7 +161,8 @@ class EngineCore:
         limit_tokens = self.info.max_model_len
         if max_tokens is not None:
             limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
-        sequence = Sequence(request, adapter, self._clock.now_s(), limit_tokens, self._generator(request))
+        arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
+        sequence = Sequence(request, adapter, arrival_s, limit_tokens, self._generator(request))
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
 

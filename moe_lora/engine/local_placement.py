@@ -79,6 +79,10 @@ class LocalPlacement:
             self._refused_pages = num_pages
         return readiness
 
+    def has_unused_lease(self, adapter: AdapterVersion) -> bool:
+        """Never: what is idle here makes room for whoever asks."""
+        return False
+
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         return self._cache.readiness(adapter.uid)
 

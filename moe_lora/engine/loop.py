@@ -14,7 +14,8 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo
 
 from .core import EngineCore
-from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
+from .inbox import Inbox
+from .messages import Abort, Call, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class EngineLoop(threading.Thread):
 
     def __init__(self, core: EngineCore, emit: Callable[[Event], None]) -> None:
         super().__init__(name="engine-loop", daemon=True)
-        self.inbox: queue.SimpleQueue[Command | Callable[[], None]] = queue.SimpleQueue()
+        self.inbox = Inbox()
         self._core = core
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
@@ -76,19 +77,19 @@ class EngineLoop(threading.Thread):
         wait = not self._core.has_work or self._core.stalled
         while wait or not self.inbox.empty():
             try:
-                command = self.inbox.get(timeout=self._core.tend())
+                command, arrival_s = self.inbox.get(self._core.tend())
             except queue.Empty:
                 continue
             wait = False
             if isinstance(command, Stop):
                 return False
-            self._handle(command)
+            self._handle(command, arrival_s)
         return True
 
-    def _handle(self, command: Generate | Abort | Call | Callable[[], None]) -> None:
+    def _handle(self, command: Generate | Abort | Call | Callable[[], None], arrival_s: float) -> None:
         if isinstance(command, Generate):
             try:
-                self._core.add_request(command.request)
+                self._core.add_request(command.request, arrival_s)
             except Exception as error:
                 self._emit(Rejected(command.request.request_id, error))
         elif isinstance(command, Abort):

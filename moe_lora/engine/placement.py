@@ -46,6 +46,10 @@ class Placement(Protocol):
         """Keep the adapter ready for one request, or make it so; NO_ROOM: ask again later."""
         ...
 
+    def has_unused_lease(self, adapter: AdapterVersion) -> bool:
+        """Whether others wait for its place, which is kept for this engine, though no request uses it."""
+        ...
+
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         """Of an adapter that is held."""
         ...

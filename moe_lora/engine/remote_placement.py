@@ -63,6 +63,14 @@ class RemotePlacement:
             self._held[adapter.uid] = adapter
         return True
 
+    def has_unused_lease(self, adapter: AdapterVersion) -> bool:
+        """Whether there is a lease and no request of any version of this content holds it."""
+        adapter_id = adapter.packed.content_hash
+        if self._leases.lease(adapter_id) is None:
+            return False
+        users = (other for other in self._held.values() if other.packed.content_hash == adapter_id)
+        return not any(other.num_running for other in users)
+
     def let_go(self, adapter: AdapterVersion) -> None:
         """Give the lease back, or stop asking for it."""
         adapter_id = adapter.packed.content_hash
@@ -145,6 +153,9 @@ class SharedPlacement:
         leased = self._remote.hold(adapter)
         self._local.note_remote(adapter, ready=leased)
         return self._local.hold(adapter) if leased else Readiness.NO_ROOM
+
+    def has_unused_lease(self, adapter: AdapterVersion) -> bool:
+        return self._remote.has_unused_lease(adapter)
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         return self._local.readiness(adapter)

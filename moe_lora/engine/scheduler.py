@@ -128,7 +128,8 @@ class Scheduler:
         self._residency.placement.begin_round()
         queue = shortest_first(self.waiting) if self._shortest_first else list(self.waiting)
         now_s = self._clock.now_s()
-        for sequence in admissible(queue, self._acquire, now_s, self._starvation_s):
+        passes = self._has_unused_lease if self._residency.placement.waits_for_others else None
+        for sequence in admissible(queue, self._acquire, now_s, self._starvation_s, passes):
             self.waiting.remove(sequence)
             self._stop_waiting(sequence)
             self.loading.append(sequence)
@@ -164,6 +165,10 @@ class Scheduler:
         if sequence.admitted_s is None and readiness is Readiness.COMING:
             sequence.adapter_hit = False
         return readiness is not Readiness.NO_ROOM
+
+    def _has_unused_lease(self, sequence: Sequence) -> bool:
+        adapter = sequence.adapter
+        return adapter is not None and self._residency.placement.has_unused_lease(adapter)
 
     def _match(self, sequence: Sequence) -> None:
         now_s = self._clock.now_s()

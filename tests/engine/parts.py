@@ -106,8 +106,9 @@ class Parts:
         shortest_first: bool = False,
         policy: str = "fastlibra",
         prompt: bool = True,
+        clock: VirtualClock | None = None,
     ) -> None:
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         room_pages = num_pages - 1 if room_pages is None else room_pages
         size = ArenaSize(
             num_pages=num_pages,
