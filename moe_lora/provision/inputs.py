@@ -23,10 +23,11 @@ class PlanInputs:
     """A model, its adapters, a load, a device and two SLOs.
 
     model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
-    rate_per_s, output_tokens, context_tokens: of the load (`TraceLoad`).  global_batch: requests decoding at
+    rate_per_s, output_tokens, context_tokens: of the load, means.  global_batch: requests decoding at
     once over all instances; None: rate * output tokens * TPOT SLO (Little's law).  gpus: the whole budget;
     None: as few as it takes.  instances: so many; None: chosen.  estimator: of the IAR that M* must reach.
-    rate_is_traces: rate_per_s is the trace's own mean.
+    rate_is_traces: rate_per_s is the trace's own mean.  adapters_are_traces: probabilities are those of the
+    adapters that the trace names.
     Raises ConfigError for numbers that can't be right.
     """
 
@@ -45,9 +46,10 @@ class PlanInputs:
     target_iar: float = 0.95
     gpus: int | None = None
     instances: int | None = None
-    estimator: str = "paper"
+    estimator: str = "corrected"
     popularity_source: str = ""
     rate_is_traces: bool = False
+    adapters_are_traces: bool = False
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft_s", "slo_tpot_s", "output_tokens", "context_tokens"):

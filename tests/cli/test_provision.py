@@ -53,7 +53,7 @@ def test_json_holds_the_plan(trace: Path) -> None:
 def test_table_names_what_binds_and_what_was_assumed(trace: Path) -> None:
     result = run(trace, "--adapters", "512")
     assert result.exit_code == 0
-    for text in ("M*", "Bound by", "ttft: cache capacity", "1.68 GB", "Zipf 1.2", "Little's law"):
+    for text in ("M*", "Bound by", "ttft: cache capacity", "1.68 GB", "zipf:1.2", "Little's law"):
         assert text in result.output
 
 
@@ -84,7 +84,7 @@ def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
     assert planned(trace, "--adapters", "7")["inputs"]["num_adapters"] == 7
     counts = tmp_path / "counts.csv"
     counts.write_text("adapter,count\nx,3\ny,1\n")
-    assert planned(trace, "--popularity", str(counts))["inputs"]["popularity_source"].startswith("counts in")
+    assert planned(trace, "--popularity", str(counts))["inputs"]["num_adapters"] == 2
 
 
 def test_rate_of_the_trace_is_the_default_and_can_be_replaced(trace: Path) -> None:
@@ -117,7 +117,7 @@ def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
         (["--adapters", "8", "--hardware", "abacus"], "shipped are hopper96"),
         (["--adapters", "8", "--lora-rank", "big"], "'big' is not R or R=SHARE"),
         (["--adapters", "8", "--lora-rank", "8=0.5"], "must sum to 1"),
-        (["--adapters", "8", "--format", "xml"], "--format xml is unknown"),
+        (["--adapters", "8", "--format", "xml"], "'xml' is not one of 'azure'"),
         (["--adapters", "8", "--peak", "--request-rate", "3"], "give it or --request-rate"),
         (["--adapters", "8", "--instance-gpus", "3"], "3 does not divide num_experts=8"),
     ],
