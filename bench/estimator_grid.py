@@ -29,7 +29,8 @@ PER_ADAPTER = (0.25, 1.0)  # global batch by number of adapters
 MIN_ARRIVALS = 200_000
 MIN_SERVICE_TIMES = 100  # simulated, in mean service times: large batches need more arrivals
 LARGEST_STANDARD_ERROR = 0.004  # of the simulated rate; above, it is simulated again ...
-LONGER = 6  # ... so many times as long
+LONGER = 6  # ... so many times as long ...
+MAX_ARRIVALS = 10_000_000  # ... up to this
 MODELS = ("paper", "corrected")
 
 Record = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -71,11 +72,11 @@ def simulate(probabilities: np.ndarray, global_batch: float, capacity: int, quic
     """The simulation that a cell is judged by: longer where it is less certain."""
     num_arrivals = max(MIN_ARRIVALS, int(MIN_SERVICE_TIMES * global_batch)) // (10 if quick else 1)
     result = simulate_admission(probabilities, global_batch, capacity, num_arrivals=num_arrivals, seed=0)
-    if quick or result.standard_error <= LARGEST_STANDARD_ERROR:
-        return result
-    return simulate_admission(
-        probabilities, global_batch, capacity, num_arrivals=LONGER * num_arrivals, seed=1
-    )
+    longest = 0 if quick else MAX_ARRIVALS
+    while result.standard_error > LARGEST_STANDARD_ERROR and num_arrivals * LONGER <= longest:
+        num_arrivals *= LONGER
+        result = simulate_admission(probabilities, global_batch, capacity, num_arrivals=num_arrivals, seed=1)
+    return result
 
 
 def measure_cell(

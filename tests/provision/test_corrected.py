@@ -31,6 +31,15 @@ def dirichlet(num_adapters: int, concentration: float) -> np.ndarray:
     return np.random.default_rng(11).dirichlet(np.full(num_adapters, concentration))
 
 
+SHAPES = {
+    **{f"zipf {s}": lambda n, s=s: zipf(n, s) for s in (0.6, 1.0, 1.2, 1.5)},
+    **{f"dirichlet {a}": lambda n, a=a: dirichlet(n, a) for a in (0.1, 0.3, 1.0, 5.0)},
+    "two-level": lambda n: two_level(n, n // 10, 0.9),
+    "hot half": lambda n: two_level(n, 1, 0.5),
+    "hot 90%": lambda n: two_level(n, 1, 0.9),
+}
+
+
 def assert_near_simulation(probabilities: np.ndarray, global_batch: float, factor: float, num_arrivals: int):
     num_active = -np.expm1(-global_batch * probabilities).sum()
     capacity = min(max(1, round(factor * num_active)), len(probabilities))
@@ -59,20 +68,11 @@ def test_agrees_with_simulation(probabilities: np.ndarray, global_batch: float, 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("per_adapter", [0.25, 1.0])
 @pytest.mark.parametrize("num_adapters", [64, 512, 4096])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *(lambda n, s=s: zipf(n, s) for s in (0.6, 1.0, 1.2, 1.5)),
-        *(lambda n, a=a: dirichlet(n, a) for a in (0.1, 0.3, 1.0, 5.0)),
-        lambda n: two_level(n, n // 10, 0.9),
-        lambda n: two_level(n, 1, 0.5),
-        lambda n: two_level(n, 1, 0.9),
-    ],
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_agrees_with_simulation_on_the_whole_grid(shape, num_adapters, per_adapter, factor) -> None:
     global_batch = per_adapter * num_adapters
     num_arrivals = max(400_000, int(200 * global_batch))
-    assert_near_simulation(shape(num_adapters), global_batch, factor, num_arrivals)
+    assert_near_simulation(SHAPES[shape](num_adapters), global_batch, factor, num_arrivals)
 
 
 @pytest.mark.parametrize("num_adapters", [2, 7])
