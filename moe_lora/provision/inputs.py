@@ -67,7 +67,8 @@ class PlanInputs:
             raise ConfigError("gpus and instances are both given; a budget is split by the plan: give one")
         if self.rate_per_s is None and self.global_batch is None:
             raise ConfigError(
-                "the load is unknown: the trace has no arrival times; give --request-rate or --global-batch"
+                "the load is unknown: the trace has no arrival times, or one only; "
+                "give --request-rate or --global-batch"
             )
 
     @property

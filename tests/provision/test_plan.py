@@ -177,7 +177,7 @@ def test_corrected_estimator_asks_for_more_room_and_both_are_published() -> None
     assert below < 0.95
 
 
-def test_corrected_capacity_grows_with_the_load_where_the_papers_falls() -> None:
+def test_four_times_the_load_needs_more_capacity_though_the_papers_falls() -> None:
     plans = [
         make_plan(inputs(estimator=name, rate_per_s=rate))
         for name in ("paper", "corrected")
