@@ -37,7 +37,7 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
         instance_gpus=instance_gpus,
         probabilities=np.asarray(popularity.probabilities),
         popularity_source=source,
-        adapters_are_traces=source == _OF_TRACE,
+        **_of_trace(source == _OF_TRACE, load),
         output_tokens=load.output_tokens.mean,
         context_tokens=load.prompt_tokens.mean + load.output_tokens.mean,
         rate_per_s=_rate(options, load),
@@ -90,6 +90,11 @@ def _ranks(
         except ValueError:
             raise click.BadParameter(f"{text!r} is not R or R=SHARE", param_hint="--lora-rank") from None
     return tuple(found)
+
+
+def _of_trace(named: bool, load: TraceStatistics) -> dict[str, Any]:
+    share = sum(load.adapter_counts.values()) / load.num_requests
+    return {"adapters_are_traces": named, "adapter_share": share if named else 1.0}
 
 
 def _rate(options: dict[str, Any], load: TraceStatistics) -> float | None:

@@ -27,6 +27,8 @@ def assumptions(inputs: PlanInputs) -> tuple[str, ...]:
         f"times and memory by profile {inputs.profile.name}; deltas are computed beside the base GEMMs; "
         "experts are chosen evenly; waiting at the server for other instances is not in the predicted TPOT",
     ]
+    if inputs.adapter_share < 1:
+        said.append(f"{1 - inputs.adapter_share:.1%} of the requests ask for the base model and take no slot")
     if len(mix.ranks) > 1:
         said.append("adapters of mean size stand for the mix of ranks")
     notes = {model.name: model.note for model in KNOWN_MODELS}

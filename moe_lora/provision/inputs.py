@@ -27,7 +27,8 @@ class PlanInputs:
     once over all instances; None: rate * output tokens * TPOT SLO (Little's law).  gpus: the whole budget;
     None: as few as it takes.  instances: so many; None: chosen.  estimator: of the IAR that M* must reach.
     rate_is_traces: rate_per_s is the trace's own mean.  adapters_are_traces: probabilities are those of the
-    adapters that the trace names.
+    adapters that the trace names.  adapter_share: of the requests, those for an adapter; the others ask the
+    base model.
     Raises ConfigError for numbers that can't be right.
     """
 
@@ -50,6 +51,7 @@ class PlanInputs:
     popularity_source: str = ""
     rate_is_traces: bool = False
     adapters_are_traces: bool = False
+    adapter_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft_s", "slo_tpot_s", "output_tokens", "context_tokens"):
@@ -59,6 +61,8 @@ class PlanInputs:
                 _positive(name, getattr(self, name))
         if not 0 < self.target_iar <= 1:
             raise ConfigError(f"target_iar={self.target_iar} must be above 0 and at most 1 (0.95 usual)")
+        if not 0 < self.adapter_share <= 1:
+            raise ConfigError(f"adapter_share={self.adapter_share} must be above 0 and at most 1")
         if self.estimator not in ESTIMATORS:
             raise ConfigError(
                 f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}"
@@ -79,6 +83,11 @@ class PlanInputs:
         assert self.rate_per_s is not None  # checked above
         return self.rate_per_s * self.output_tokens * self.slo_tpot_s
 
+    @property
+    def adapter_load(self) -> float:
+        """Of `load`, the requests with an adapter: the global batch of the models of admission."""
+        return self.load * self.adapter_share
+
     def rate_of(self, global_batch: float) -> float:
         """Requests per second that keep this many decoding at the TPOT SLO."""
         return global_batch / (self.output_tokens * self.slo_tpot_s)
@@ -88,7 +97,7 @@ class PlanInputs:
         names = (
             *("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens", "global_batch"),
             *("slo_ttft_s", "slo_tpot_s", "target_iar", "gpus", "instances", "estimator"),
-            "popularity_source",
+            *("popularity_source", "adapter_share"),
         )
         return {
             **{name: getattr(self, name) for name in names},

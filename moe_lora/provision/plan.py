@@ -9,7 +9,7 @@ from typing import Any
 from moe_lora.dist.lora_server.communication import communication_metrics, uniform_routing
 from moe_lora.dist.lora_server.partition import Layout, Partition
 
-from .admitted import ADMITTED, rates_at, smallest_capacity_of
+from .admitted import ADMITTED, Admitted, rates_at, smallest_capacity_of
 from .assumptions import assumptions
 from .budget import check_budget, check_instances
 from .cluster import MS, Candidate, Cluster, most_rows
@@ -78,11 +78,12 @@ def make_plan(inputs: PlanInputs) -> Plan:
     that is none.
     """
     cluster = cluster_of(inputs)
-    capacity = smallest_capacity_of(inputs.estimator, inputs.probabilities, inputs.load, inputs.target_iar)
+    capacity = smallest_capacity_of(
+        inputs.estimator, inputs.probabilities, inputs.adapter_load, inputs.target_iar
+    )
     split = None
     if inputs.gpus is not None:
-        admitted = ADMITTED[inputs.estimator]
-        split = best_split(cluster, inputs.probabilities, inputs.target_iar, inputs.gpus, admitted)
+        split = best_split(cluster, inputs.probabilities, inputs.target_iar, inputs.gpus, _admitted(inputs))
         check_budget(inputs, split)
         num_instances = split.num_instances
         server = minimum_server(
@@ -120,6 +121,12 @@ def cluster_of(inputs: PlanInputs) -> Cluster:
     )
 
 
+def _admitted(inputs: PlanInputs) -> Admitted:
+    """IAR at a global batch of which only a share asks for adapters."""
+    admitted, share = ADMITTED[inputs.estimator], inputs.adapter_share
+    return lambda probabilities, batch, capacity: admitted(probabilities, batch * share, capacity)
+
+
 def _plan(
     inputs: PlanInputs,
     cluster: Cluster,
@@ -131,9 +138,12 @@ def _plan(
     chosen, load = server.chosen, inputs.load
     batch, layout = load / num_instances, chosen.layout
     slots = min(chosen.slots, len(inputs.probabilities))
-    at_capacity, at_slots = (rates_at(inputs.probabilities, load, size) for size in (capacity, slots))
+    at_capacity, at_slots = (
+        rates_at(inputs.probabilities, inputs.adapter_load, size) for size in (capacity, slots)
+    )
     needed = {
-        name: smallest_capacity_of(name, inputs.probabilities, load, inputs.target_iar) for name in ESTIMATORS
+        name: smallest_capacity_of(name, inputs.probabilities, inputs.adapter_load, inputs.target_iar)
+        for name in ESTIMATORS
     }
     return Plan(
         capacity=capacity,
@@ -141,7 +151,7 @@ def _plan(
         capacity_corrected=needed["corrected"],
         iar=at_capacity["paper"],
         iar_corrected=at_capacity["corrected"],
-        expected_active=expected_active(inputs.probabilities, load),
+        expected_active=expected_active(inputs.probabilities, inputs.adapter_load),
         lora_server_gpus=layout.num_ranks,
         layout=str(layout),
         instances=num_instances,

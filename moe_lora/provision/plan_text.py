@@ -21,8 +21,8 @@ def plan_lines(plan: Plan) -> list[str]:
         ),
         (
             "M*",
-            f"{plan.capacity} adapters for {plan.inputs['target_iar']:.1%} admitted at once (by the paper's model "
-            f"{plan.capacity_paper}, by the corrected one {plan.capacity_corrected})",
+            f"{plan.capacity} adapters for {plan.inputs['target_iar']:.1%} admitted at once "
+            f"(by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected})",
         ),
         ("IAR at M*", _rates(plan.iar, plan.iar_corrected)),
         ("LoRA Server", f"{plan.lora_server_gpus} GPUs as {plan.layout}, holding {plan.slots} adapters"),

@@ -87,6 +87,18 @@ def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
     assert planned(trace, "--popularity", str(counts))["inputs"]["num_adapters"] == 2
 
 
+def test_requests_of_the_trace_for_the_base_model_take_no_slot(tmp_path: Path) -> None:
+    rows = [{"adapter": f"a{i % 40}"} if i % 4 == 0 else {} for i in range(400)]
+    trace = write_trace(tmp_path / "t.jsonl", rows)
+    mixed = planned(trace)
+    alone = planned(write_trace(tmp_path / "a.jsonl", [row for row in rows if row]), "--global-batch", "50")
+    assert mixed["inputs"]["adapter_share"] == 0.25
+    assert mixed["global_batch"] == pytest.approx(200)
+    assert mixed["capacity"] == alone["capacity"]
+    assert mixed["iar_corrected"] == pytest.approx(alone["iar_corrected"], abs=1e-3)
+    assert "75.0% of the requests ask for the base model" in " ".join(mixed["assumptions"])
+
+
 def test_rate_of_the_trace_is_the_default_and_can_be_replaced(trace: Path) -> None:
     assert planned(trace, "--adapters", "8")["inputs"]["rate_per_s"] == pytest.approx(10)
     assert planned(trace, "--adapters", "8", "--request-rate", "20")["global_batch"] == pytest.approx(400)

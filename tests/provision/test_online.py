@@ -171,6 +171,15 @@ def test_outlook_is_the_solvers_answer_for_the_shares_seen():
     assert outlook(demand, 3, 0.999).suffices
 
 
+def test_capacity_that_only_the_papers_model_takes_for_enough_does_not_suffice():
+    counts = np.rint(1e6 * np.arange(1, 513) ** -1.2).astype(int)
+    found = outlook(seen(counts.tolist(), 1840.0), 200, 0.95)
+    assert found.predicted_iar < 0.92 < 0.95 <= found.predicted_iar_paper
+    assert not found.suffices
+    assert found.needed_capacity > 200
+    assert outlook(seen(counts.tolist(), 1840.0), found.needed_capacity, 0.95).suffices
+
+
 def test_pools_that_admit_for_themselves_share_the_requests():
     demand = seen([5] * 20, 12.0)
     alone, shared = outlook(demand, 4, 0.9), outlook(demand, 4, 0.9, num_pools=3)
