@@ -37,11 +37,10 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
         instance_gpus=instance_gpus,
         probabilities=np.asarray(popularity.probabilities),
         popularity_source=source,
-        **_of_trace(source == _OF_TRACE, load),
+        **_of_trace(options, source == _OF_TRACE, load),
         output_tokens=load.output_tokens.mean,
         context_tokens=load.prompt_tokens.mean + load.output_tokens.mean,
         rate_per_s=_rate(options, load),
-        rate_is_traces=not options["peak"] and options["request_rate"] is options["global_batch"] is None,
         **{
             name: options[name]
             for name in (
@@ -92,9 +91,15 @@ def _ranks(
     return tuple(found)
 
 
-def _of_trace(named: bool, load: TraceStatistics) -> dict[str, Any]:
+def _of_trace(options: dict[str, Any], named: bool, load: TraceStatistics) -> dict[str, Any]:
+    """What of the plan is the trace's own: its rate (mean or peak), its adapters (named)."""
+    own_rate = options["request_rate"] is options["global_batch"] is None
     share = sum(load.adapter_counts.values()) / load.num_requests
-    return {"adapters_are_traces": named, "adapter_share": share if named else 1.0}
+    return {
+        "trace_rate_per_s": load.mean_rate_per_s if own_rate else None,
+        "adapters_are_traces": named,
+        "adapter_share": share if named else 1.0,
+    }
 
 
 def _rate(options: dict[str, Any], load: TraceStatistics) -> float | None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from moe_lora.provision.replayed import Verified
 
 _SPEEDS = {"slo": "steps as slow as the TPOT SLO", "predicted": "steps as predicted"}
-_ARRIVALS = {"trace": "the trace's own arrivals", "poisson": "Poisson arrivals of the same rate"}
+_ARRIVALS = {"trace": "the trace's own arrivals", "poisson": "Poisson arrivals of the plan's rate"}
 _COLUMNS = ("adapters", "at once", "waited for a slot", "waited for KV or batch", "P95 TTFT", "TPOT")
 
 

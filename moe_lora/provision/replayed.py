@@ -3,8 +3,9 @@
 Two speeds.  "slo": every step takes the TPOT SLO, so that as many requests run at once as the plan was sized
 for.  "predicted": steps take what the plan predicts, so that fewer run at once.
 
-Two kinds of arrivals, where the plan is for the trace's own rate: the trace's, and a Poisson process of that
-rate, which is what the models of admission assume; the difference is the trace's burstiness.
+Two kinds of arrivals, where the plan is for the trace's mean or peak rate: the trace's, and a Poisson process
+of the plan's rate, which is what the models of admission assume; at the mean rate the difference is the
+trace's burstiness.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def verify(inputs: PlanInputs, plan: Plan, trace: str | Path, format: str | None
 
 
 def planned_requests(inputs: PlanInputs, trace: Trace) -> dict[str, Sequence[PlannedRequest]]:
-    """The trace's requests at the plan's rate: that which keeps its global batch busy at the TPOT SLO.
+    """The trace's requests, by kind of arrivals.
 
-    By kind of arrivals: "trace", only where the trace's own mean rate is planned for, and "poisson", lengths
-    in the trace's order.  Adapters are the trace's where their popularity is, else drawn from the plan's.
+    "trace": its own, where the plan is for the trace's mean or peak rate.  "poisson": at the plan's rate,
+    that which keeps its global batch busy at the TPOT SLO, lengths in the trace's order.  Adapters are the
+    trace's where their popularity is, else drawn from the plan's.
     """
     rate, popularity = inputs.rate_of(inputs.load), None
     if not inputs.adapters_are_traces:
@@ -69,8 +71,8 @@ def planned_requests(inputs: PlanInputs, trace: Trace) -> dict[str, Sequence[Pla
         popularity = Popularity(names, tuple(inputs.probabilities.tolist()))
         trace = replace(trace, requests=tuple(replace(one, adapter=None) for one in trace.requests))
     kinds = {"poisson": WorkloadOptions(arrivals="gamma", request_rate_per_s=rate, num_requests=NUM_REQUESTS)}
-    if trace.has_arrival_times and inputs.rate_is_traces:
-        kinds = {"trace": WorkloadOptions(request_rate_per_s=rate), **kinds}
+    if trace.has_arrival_times and inputs.trace_rate_per_s is not None:
+        kinds = {"trace": WorkloadOptions(request_rate_per_s=inputs.trace_rate_per_s), **kinds}
     return {kind: make_plan(trace, options, popularity) for kind, options in kinds.items()}
 
 

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from moe_lora.cli import load_options
 from moe_lora.cli.main import main
 from moe_lora.dist.cluster import read_cluster
+from moe_lora.provision.iar import expected_active
+from moe_lora.workload import FORMATS, zipf
+from moe_lora.workload.rank_shapes import production_ranks, shifting_ranks
+from moe_lora.workload.shapes import long_tail
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +92,42 @@ def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
     assert planned(trace, "--popularity", str(counts))["inputs"]["num_adapters"] == 2
 
 
+@pytest.mark.parametrize(
+    ("popularity", "same_as"),
+    [
+        ("zipf:0.7", lambda names: zipf(names, 0.7)),
+        ("long-tail", long_tail),
+        ("loraserve:production", production_ranks),
+        ("loraserve:shifting", lambda names: shifting_ranks(names).at(0.5)),
+    ],
+)
+def test_popularity_has_the_names_of_replay(trace: Path, popularity: str, same_as: Any) -> None:
+    names = [str(index) for index in range(100)]
+    plan = planned(trace, "--adapters", "100", "--popularity", popularity)
+    expected = expected_active(same_as(names).probabilities, plan["global_batch"])
+    assert plan["expected_active"] == pytest.approx(expected)
+    assert plan["inputs"]["popularity_source"] == popularity
+
+
+def test_ranks_of_the_popularity_are_the_adapters_unless_given(trace: Path) -> None:
+    words = ("--adapters", "50", "--popularity", "loraserve:uniform")
+    mixed = planned(trace, *words)["inputs"]["lora_ranks"]
+    assert mixed == [[rank, 0.2] for rank in (8, 16, 32, 64, 128)]
+    assert planned(trace, *words, "--lora-rank", "8")["inputs"]["lora_ranks"] == [[8, 1.0]]
+
+
+def test_functions_stand_for_adapters(trace: Path, tmp_path: Path) -> None:
+    functions = tmp_path / "functions.csv"
+    rows = [f"app,f{index % 3},{index}.5,0.5" for index in range(12)] + ["app,f0,20,0.5"] * 6
+    functions.write_text("\n".join(["app,func,end_timestamp,duration", *rows]) + "\n")
+    plan = planned(trace, "--adapters", "2", "--popularity", f"functions:2:{functions}")
+    assert plan["expected_active"] == pytest.approx(expected_active([14 / 18, 4 / 18], plan["global_batch"]))
+
+
+def test_formats_of_the_options_are_those_that_are_read() -> None:
+    assert set(load_options.FORMATS) == set(FORMATS)
+
+
 def test_requests_of_the_trace_for_the_base_model_take_no_slot(tmp_path: Path) -> None:
     rows = [{"adapter": f"a{i % 40}"} if i % 4 == 0 else {} for i in range(400)]
     trace = write_trace(tmp_path / "t.jsonl", rows)
@@ -118,6 +159,9 @@ def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
     [
         ([], "give --adapters N"),
         (["--zipf", "1.0"], "--zipf needs --adapters"),
+        (["--popularity", "long-tail"], "no adapter to choose from"),
+        (["--popularity", "oval", "--adapters", "8"], "'oval' is neither a file nor known"),
+        (["--popularity", "uniform", "--zipf", "1", "--adapters", "8"], "exclude each other"),
         (["--adapters", "8", "--zipf", "-1"], "zipf=-1.0 is not allowed"),
         (["--adapters", "8", "--slo-tpot-s", "-1"], "slo_tpot_s=-1.0 must be a finite number above 0"),
         (["--adapters", "8", "--slo-ttft-s", "nan"], "slo_ttft_s=nan"),

@@ -58,7 +58,7 @@ def test_trace_that_comes_in_bursts_waits_where_its_poisson_twin_does_not(tmp_pa
         rate_per_s=20.0,
         context_tokens=320.0,
         probabilities=np.full(40, 1 / 40),
-        rate_is_traces=True,
+        trace_rate_per_s=20.0,
         adapters_are_traces=True,
         instances=1,
     )
@@ -74,6 +74,13 @@ def test_trace_that_comes_in_bursts_waits_where_its_poisson_twin_does_not(tmp_pa
     at_once = {name: replay.admitted_at_once or 0.0 for name, replay in found.items()}
     assert at_once["poisson"] == pytest.approx(plan.iar_corrected, abs=0.06)
     assert at_once["trace"] < at_once["poisson"] - 0.1
+
+
+def test_plan_for_the_peak_is_checked_by_the_traces_own_arrivals_too(trace: Path) -> None:
+    given = inputs(output_tokens=20.0, rate_per_s=60.0, trace_rate_per_s=20.0)
+    requests = planned_requests(given, read_trace(trace))
+    rates = {kind: len(planned) / planned[-1].arrival_s for kind, planned in requests.items()}
+    assert rates == pytest.approx({"trace": 20.0, "poisson": 60.0}, rel=0.05)
 
 
 def test_adapters_are_drawn_unless_the_plan_is_for_the_traces(tmp_path: Path) -> None:
