@@ -26,7 +26,7 @@ class PlanInputs:
     rate_per_s, output_tokens, context_tokens: of the load, means.  global_batch: requests decoding at
     once over all instances; None: rate * output tokens * TPOT SLO (Little's law).  gpus: the whole budget;
     None: as few as it takes.  instances: so many; None: chosen.  estimator: of the IAR that M* must reach.
-    trace_rate_per_s: the trace's mean, where rate_per_s is that or the trace's peak; None where it is another.
+    trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
     adapters_are_traces: probabilities are those of the adapters that the trace names.  adapter_share: of the
     requests, those for an adapter; the others ask the base model.
     Raises ConfigError for numbers that can't be right.
