@@ -143,8 +143,16 @@ class SimInstance:
         if not self._waiting or not self._has_room:
             return started
         whole = True
+        turned_away: set[int | None] = set()
+
+        def acquire(request: SimRequest) -> bool:
+            found = self._residency.acquire(request)
+            if not found:
+                turned_away.add(request.adapter_uid)
+            return found
+
         queue = self._waiting.candidates()
-        for request in admissible(queue, self._residency.acquire, now_s, self._source.starvation_s):
+        for request in admissible(queue, acquire, now_s, self._source.starvation_s):
             if request.num_tokens > self._free_kv_tokens:
                 self._residency.give_back(request)
                 whole = False
@@ -155,7 +163,7 @@ class SimInstance:
             whole = self._has_room
             if not whole:
                 break
-        self._waiting.scanned(admitted, whole=whole)
+        self._waiting.scanned(admitted, turned_away, whole=whole)
         return started
 
     @property
