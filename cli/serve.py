@@ -66,9 +66,27 @@ _INSTANCES = (
     ),
     click.option(
         "--routing",
-        type=click.Choice(["least_outstanding", "round_robin"]),
-        help="How requests are spread over instances: least token work left, or in turn.  "
-        "[default: least_outstanding]",
+        metavar="NAME",
+        help="How requests are spread over instances (docs/placement.md): least_outstanding, round_robin, "
+        "random, join_shortest_queue, first_fit, adapter_affinity; with --performance-model rank_aware, "
+        "shortest_pending_time.  [default: least_outstanding]",
+    ),
+    click.option(
+        "--performance-model",
+        metavar="FILE",
+        help="Times of batches by rank, for the routers that need them.",
+    ),
+    click.option(
+        "--placement",
+        metavar="NAME",
+        help="Divide adapters over instances and route by that: loraserve, optimal, random, contiguous, "
+        "everywhere.  [default: none]",
+    ),
+    click.option("--placement-interval-s", type=float, help="From one placement to the next.  [default: 30]"),
+    click.option(
+        "--operating-points",
+        metavar="FILE",
+        help='{"rank": tokens/s} that an instance serves of a rank alone.  [default: all ranks alike]',
     ),
 )
 _CLUSTER = (
@@ -158,7 +176,7 @@ def serve(config_file: str | None, role: str, **options: Any) -> None:
         host=cluster.front_end.host,
         port=cluster.front_end.port,
         served_model_name=cluster.served_model_name,
-        routing=cluster.front_end.routing,
+        routing=cluster.front_end,
         provision=cluster.provision,
         # On one host the server gets an address and a store of its own, which end with it.
         lora_server=server

@@ -87,20 +87,24 @@ class Filling:
                 self._put(adapter, roomiest, rest)
 
     def _place_idle(self, adapters: Iterable[int]) -> None:
-        """Those without demand stay at one of their places, or go where the fewest are."""
-        new = []
+        """Those without demand stay at one of their places, or go where the fewest are: on servers of their
+        rank or more, because a request that comes after all would raise the rank of any other."""
+        heaps: dict[int, list[tuple[int, int]]] = {}
         for adapter in adapters:
-            row = self._before.get(adapter)
+            least = min(int(self._problem.ranks[adapter]), max(self._caps))
+            row = {s: phi for s, phi in self._before.get(adapter, {}).items() if self._caps[s] >= least}
             if row:
                 self._hold(adapter, min(row, key=lambda one: (-row[one], one)), 1.0)
-            else:
-                new.append(adapter)
-        heap = [(held, server) for server, held in enumerate(self._held)]
-        heapq.heapify(heap)
-        for adapter in new:
-            held, server = heap[0]
-            heapq.heapreplace(heap, (held + 1, server))
+                continue
+            if least not in heaps:
+                heaps[least] = [(self._held[s], s) for s, cap in enumerate(self._caps) if cap >= least]
+                heapq.heapify(heaps[least])
+            heap = heaps[least]
+            while heap[0][0] < self._held[heap[0][1]]:  # others have come by another rank's heap
+                heapq.heapreplace(heap, (self._held[heap[0][1]], heap[0][1]))
+            server = heap[0][1]
             self._hold(adapter, server, 1.0)
+            heapq.heapreplace(heap, (self._held[server], server))
 
     def _put(self, adapter: int, server: int, amount: float) -> float:
         """As much of it as there is room for; where that is no more than rounding makes, nothing."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.provision.demand_history import DemandHistory, TokenMeter
+from moe_lora.provision.demand_history import DemandHistory
 
 RATES = st.lists(st.floats(0, 1e6), min_size=1, max_size=8)
 
@@ -46,14 +46,6 @@ def test_adapters_come_and_are_forgotten():
     assert found.forecast() == {"a": 0.0, "b": pytest.approx(8.0)}
     found.observe({"b": 4.0}, 1.0)
     assert set(found.forecast()) == {"b"}
-
-
-def test_tokens_are_counted_by_adapter_until_they_are_taken():
-    meter = TokenMeter()
-    for adapter, tokens in (("a", 3), (None, 9), ("b", 1), ("a", 2)):
-        meter.add(adapter, tokens)
-    assert meter.take() == {"a": 5, "b": 1}
-    assert meter.take() == {}
 
 
 def test_bad_settings_are_refused():
