@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from moe_lora.core.config import LORA_KERNELS, TRANSPORTS
+from moe_lora.core.config import LORA_KERNELS, PLACEMENTS, ROUTINGS, TRANSPORTS
 
 from .errors import user_errors
 from .variadic import VariadicCommand
@@ -66,10 +66,9 @@ _INSTANCES = (
     ),
     click.option(
         "--routing",
-        metavar="NAME",
-        help="How requests are spread over instances (docs/placement.md): least_outstanding, round_robin, "
-        "random, join_shortest_queue, first_fit, adapter_affinity; with --performance-model rank_aware, "
-        "shortest_pending_time.  [default: least_outstanding]",
+        type=click.Choice(ROUTINGS),
+        help="How requests are spread over instances (docs/placement.md); rank_aware and "
+        "shortest_pending_time need --performance-model.  [default: least_outstanding]",
     ),
     click.option(
         "--performance-model",
@@ -78,9 +77,8 @@ _INSTANCES = (
     ),
     click.option(
         "--placement",
-        metavar="NAME",
-        help="Divide adapters over instances and route by that: loraserve, optimal, random, contiguous, "
-        "everywhere.  [default: none]",
+        type=click.Choice(PLACEMENTS),
+        help="Divide adapters over instances, and route by that.  [default: not at all]",
     ),
     click.option("--placement-interval-s", type=float, help="From one placement to the next.  [default: 30]"),
     click.option(

@@ -96,14 +96,29 @@ class ProvisionConfig:
         _at_least("provision.min_capacity", self.min_capacity, 1)
 
 
+ROUTINGS = (
+    "least_outstanding",
+    "round_robin",
+    "random",
+    "join_shortest_queue",
+    "first_fit",
+    "adapter_affinity",
+    "rank_aware",
+    "shortest_pending_time",
+    "phi",
+)
+"""Names of `policies.routers.ROUTERS`."""
+PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere")
+"""Names of `provision.placement_baselines.PLACEMENTS`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
     """How requests are spread over instances (docs/placement.md).
 
-    routing: a name of `policies.routers.ROUTERS`; None: by the placement if there is one, else
-    least_outstanding.  performance_model: file of the routers that need one.  placement: a name of
-    `provision.placement_baselines.PLACEMENTS`, made anew every placement_interval_s.  operating_points: file
-    of {rank: tokens/s}; None: all ranks alike, so that tokens are balanced.
+    routing: None: by the placement if there is one, else least_outstanding.  performance_model: file of the
+    routers that need one.  placement: made anew every placement_interval_s.  operating_points: file of
+    {rank: tokens/s}; None: all ranks alike, so that tokens are balanced.
     """
 
     routing: str | None = None
@@ -113,6 +128,10 @@ class RoutingConfig:
     operating_points: str | None = None
 
     def __post_init__(self) -> None:
+        if self.routing is not None:
+            _choice("routing", self.routing, ROUTINGS)
+        if self.placement is not None:
+            _choice("placement", self.placement, PLACEMENTS)
         if not 0 < self.placement_interval_s <= MAX_COUNT:
             raise ConfigError(
                 f"placement_interval_s={self.placement_interval_s} must be positive, in seconds"

@@ -10,44 +10,61 @@ from .placement_problem import PlacementProblem, Shares
 _ROUNDING = 1e-9
 
 
+class FillOrder:
+    """Who comes when, for any number of fillings.  amounts: [A] demand in tokens/s, or load.
+
+    by_rank: (rank, adapters with demand) by falling rank.  What is big in bytes and small in load comes first
+    and stays; what gives way is the other.  idle: adapters without demand.  had: places of before by
+    adapter, the greatest share first.
+    """
+
+    def __init__(self, problem: PlacementProblem, amounts: Sequence[float], before: Shares) -> None:
+        self.problem = problem
+        self.amounts = amounts
+        self.before = before
+        members: dict[int, list[int]] = {}
+        for adapter, rank in enumerate(problem.ranks.tolist()):
+            members.setdefault(rank, []).append(adapter)
+        nbytes = problem.nbytes.tolist()
+        self.by_rank = [
+            (
+                rank,
+                sorted(
+                    (a for a in members[rank] if amounts[a] > 0),
+                    key=lambda a: (amounts[a] / max(nbytes[a], 1e-300), a),
+                ),
+            )
+            for rank in sorted(members, reverse=True)
+        ]
+        self.idle = [a for rank in sorted(members, reverse=True) for a in members[rank] if not amounts[a] > 0]
+        self.had = {
+            adapter: sorted(row.items(), key=lambda one: (-one[1], one[0])) for adapter, row in before.items()
+        }
+
+
 class Filling:
-    """caps: highest rank that each server may serve.  room: what each may serve, in the unit of `amounts`.
+    """caps: highest rank that each server may serve.  room: what each may serve, in the unit of the amounts.
 
     Ranks come by falling order, so an adapter takes room from servers of its rank or more only, and if every
     rank and those above it fit in the servers open to them, no order within a rank can fail.
     """
 
-    def __init__(
-        self,
-        problem: PlacementProblem,
-        amounts: Sequence[float],
-        caps: Sequence[int],
-        room: Sequence[float],
-        before: Shares,
-    ) -> None:
-        self._problem = problem
-        self._amounts = amounts
+    def __init__(self, order: FillOrder, caps: Sequence[int], room: Sequence[float]) -> None:
+        self._order = order
+        self._problem = order.problem
+        self._amounts = order.amounts
+        self._before = order.before
         self._caps = caps
         self._room = list(room)
-        self._before = before
         self._least = _ROUNDING * max(room, default=0.0)
         self._held = [0] * len(caps)
         self._shares: Shares = {}
 
     def fill(self) -> Shares:
         """Every adapter's shares."""
-        problem = self._problem
-        members: dict[int, list[int]] = {}
-        for adapter, rank in enumerate(problem.ranks.tolist()):
-            members.setdefault(rank, []).append(adapter)
-        idle: list[int] = []
-        for rank in sorted(members, reverse=True):
-            busy = [adapter for adapter in members[rank] if self._amounts[adapter] > 0]
-            idle += [adapter for adapter in members[rank] if not self._amounts[adapter] > 0]
-            # What is big in bytes and small in load stays; what gives way is the other.
-            busy.sort(key=lambda a: (self._amounts[a] / max(float(problem.nbytes[a]), 1e-300), a))
-            self._place(rank, self._keep(rank, busy))
-        self._place_idle(idle)
+        for rank, adapters in self._order.by_rank:
+            self._place(rank, self._keep(rank, adapters))
+        self._place_idle(self._order.idle)
         return self._shares
 
     def _keep(self, rank: int, adapters: Iterable[int]) -> list[tuple[float, int]]:
@@ -55,10 +72,9 @@ class Filling:
         left = []
         for adapter in adapters:
             rest = amount = self._amounts[adapter]
-            row = self._before.get(adapter, {})
-            for server in sorted(row, key=lambda one: (-row[one], one)):
+            for server, share in self._order.had.get(adapter, ()):
                 if self._caps[server] >= rank:
-                    rest -= self._put(adapter, server, min(rest, row[server] * amount))
+                    rest -= self._put(adapter, server, min(rest, share * amount))
             if rest > _ROUNDING * amount:
                 left.append((rest, adapter))
         return left

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from scipy.optimize import linear_sum_assignment
-
 from .placement_bounded import within_bytes
-from .placement_caps import Cap, rank_caps
-from .placement_fill import Filling
+from .placement_caps import Cap
 from .placement_moves import copied_bytes
+from .placement_phi import even_out
 from .placement_problem import PlacementProblem, Server, Shares, Table, placement_problem
 from .placement_quality import own_loads, padded_loads
+from .placement_slots import Slots, least_caps
 
 _ROUNDING = 1e-9
+_SLACKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +62,20 @@ def optimal_placement(
         raise ValueError(f"max_copied_bytes={max_copied_bytes} must be 0 or more; leave it out for no bound")
     problem = placement_problem(adapters, servers, operating_points, demand, adapter_bytes)
     before = problem.shares(previous)
-    caps = _caps(problem, padded=padded)
+    caps = least_caps(problem, padded=padded)
     optimum = max((cap.load for cap in caps), default=0.0)
     loads = padded_loads if padded else own_loads
     limit = optimum * (1 + slack) * (1 + _ROUNDING)
     if _is_whole(problem, before) and (optimum <= 0 or float(loads(problem, before).max()) <= limit):
         shares = before
     else:
-        shares = _filled(problem, caps, before, slack if before else 0.0, padded=padded)
-        if max_copied_bytes is not None:
-            shares = within_bytes(problem, shares, before, max_copied_bytes, padded=padded)
+        slots = Slots(problem, before, padded=padded)
+        own = slots.least_moved(caps)
+        shares = slots.fill(own, slack if before else 0.0)
+        if max_copied_bytes is not None and copied_bytes(problem, shares, before) > max_copied_bytes:
+            ways = [own, slots.as_they_are()] if padded else [own]
+            found = [_bounded(slots, way, slack, max_copied_bytes) for way in ways]
+            shares = min(found, key=lambda one: float(loads(problem, one).max()))
     return OptimalPlacement(
         table=problem.table(shares),
         worst_load=float(loads(problem, shares).max()),
@@ -82,16 +85,6 @@ def optimal_placement(
     )
 
 
-def _caps(problem: PlacementProblem, *, padded: bool) -> list[Cap]:
-    if padded:
-        demand = {rank: float(problem.demand[problem.ranks == rank].sum()) for rank in problem.tokens_per_s}
-        return rank_caps(demand, problem.tokens_per_s, len(problem.servers))
-    if not problem.target_utilisation > 0:
-        return []
-    highest = max(problem.tokens_per_s)
-    return [Cap(lora_rank=highest, num_servers=len(problem.servers), load=problem.target_utilisation)]
-
-
 def _is_whole(problem: PlacementProblem, before: Shares) -> bool:
     """Whether every adapter has all its shares on servers that are there."""
     return len(before) == len(problem.names) and all(
@@ -99,32 +92,22 @@ def _is_whole(problem: PlacementProblem, before: Shares) -> bool:
     )
 
 
-def _filled(
-    problem: PlacementProblem, caps: Sequence[Cap], before: Shares, slack: float, *, padded: bool
-) -> Shares:
-    slots = [cap for cap in caps for _ in range(cap.num_servers)]
-    slots += [Cap(lora_rank=0, num_servers=1, load=0.0)] * (len(problem.servers) - len(slots))
-    own = [slots[place] for place in _slot_of_server(problem, slots, before)]
-    per_s = problem.tokens_per_s if padded else dict.fromkeys(problem.tokens_per_s, 1.0)
-    room = [
-        cap.load * (1 + slack) * per_s[cap.lora_rank] if cap.num_servers and cap.load else 0.0 for cap in own
-    ]
-    amounts = (problem.demand if padded else problem.load).tolist()
-    return Filling(problem, amounts, [cap.lora_rank for cap in own], room, before).fill()
-
-
-def _slot_of_server(problem: PlacementProblem, slots: Sequence[Cap], before: Shares) -> list[int]:
-    """Which cap each server gets: bytes of its adapters of that very rank count whole, of lower ranks half
-    (they may stay if there is room), of higher ranks, which have to leave, nothing."""
-    if not before:
-        return list(range(len(slots)))
-    place = {rank: index for index, rank in enumerate(problem.tokens_per_s)}
-    had = np.zeros((len(slots), len(place)))
-    for adapter, row in before.items():
-        for server in row:
-            had[server, place[int(problem.ranks[adapter])]] += problem.nbytes[adapter]
-    at_slot = np.array([cap.lora_rank for cap in slots])
-    ranks = np.array(list(place))
-    worth = (ranks[None, :] == at_slot[:, None]) + 0.5 * (ranks[None, :] < at_slot[:, None])
-    _, slot = linear_sum_assignment(had @ worth.T, maximize=True)
-    return [int(one) for one in slot]
+def _bounded(slots: Slots, caps: Sequence[Cap], slack: float, max_copied_bytes: float) -> Shares:
+    """The better of two: the whole way at the least slack of a few at which it copies little enough, and a
+    part of the way without further slack."""
+    problem, before = slots.problem, slots.before
+    part = within_bytes(problem, slots.fill(caps, slack), before, max_copied_bytes, padded=slots.padded)
+    whole = None
+    least, most = 0, len(_SLACKS)
+    while least < most:
+        middle = (least + most) // 2
+        shares = slots.fill(caps, slack + _SLACKS[middle])
+        if copied_bytes(problem, shares, before) <= max_copied_bytes:
+            whole, most = shares, middle
+        else:
+            least = middle + 1
+    if whole is None:
+        return part
+    loads = padded_loads if slots.padded else own_loads
+    found = (part, even_out(problem, whole, padded=slots.padded))
+    return min(found, key=lambda one: float(loads(problem, one).max()))

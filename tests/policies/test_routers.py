@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_lora.core.config import ROUTINGS
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.instance_load import InstanceLoad
 from moe_lora.policies.model_routing import RankAware, ShortestPendingTime
@@ -157,6 +158,10 @@ def test_every_router_chooses_one_of_the_instances_and_repeats_itself(name, load
         runs.append([router.choose(Request(adapter), instances).index for adapter in adapters])
     assert runs[0] == runs[1]
     assert set(runs[0]) <= {2 * number for number in range(len(loads))}
+
+
+def test_settings_name_every_router():
+    assert tuple(ROUTERS) == ROUTINGS
 
 
 def test_unknown_names_and_missing_models_say_what_to_do():

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_lora.core.config import PLACEMENTS as PLACEMENT_NAMES
 from moe_lora.provision.placement import place_adapters, place_by_rank
 from moe_lora.provision.placement_baselines import (
     PLACEMENTS,
@@ -150,6 +151,10 @@ def test_without_any_demand_adapters_are_spread_by_number():
 def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         place_adapters(*arguments)
+
+
+def test_settings_name_every_placement():
+    assert tuple(PLACEMENTS) == PLACEMENT_NAMES
 
 
 def test_no_adapter_needs_no_place():
