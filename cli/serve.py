@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from moe_lora.core.config import CACHE_POLICIES, LORA_KERNELS, TRANSPORTS
+from moe_lora.core.config import CACHE_POLICIES, LORA_KERNELS, PLACEMENTS, ROUTINGS, TRANSPORTS
 
 from .errors import user_errors
 from .variadic import VariadicCommand
@@ -84,9 +84,25 @@ _INSTANCES = (
     ),
     click.option(
         "--routing",
-        type=click.Choice(["least_outstanding", "round_robin"]),
-        help="How requests are spread over instances: least token work left, or in turn.  "
-        "[default: least_outstanding]",
+        type=click.Choice(ROUTINGS),
+        help="How requests are spread over instances (docs/placement.md); rank_aware and "
+        "shortest_pending_time need --performance-model.  [default: least_outstanding]",
+    ),
+    click.option(
+        "--performance-model",
+        metavar="FILE",
+        help="Times of batches by rank, for the routers that need them.",
+    ),
+    click.option(
+        "--placement",
+        type=click.Choice(PLACEMENTS),
+        help="Divide adapters over instances, and route by that.  [default: not at all]",
+    ),
+    click.option("--placement-interval-s", type=float, help="From one placement to the next.  [default: 30]"),
+    click.option(
+        "--operating-points",
+        metavar="FILE",
+        help='{"rank": tokens/s} that an instance serves of a rank alone.  [default: all ranks alike]',
     ),
 )
 _CLUSTER = (
@@ -177,7 +193,7 @@ def serve(config_file: str | None, role: str, **options: Any) -> None:
         host=cluster.front_end.host,
         port=cluster.front_end.port,
         served_model_name=cluster.served_model_name,
-        routing=cluster.front_end.routing,
+        routing=cluster.front_end,
         provision=cluster.provision,
         # On one host the server gets an address and a store of its own, which end with it.
         lora_server=server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,11 +49,11 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
     Raises ConfigError, click.UsageError and click.BadParameter.
     """
     from moe_lora.core.config import EngineConfig, ProvisionConfig
-    from moe_lora.dist.cluster import ClusterConfig, read_cluster
+    from moe_lora.dist.cluster import ClusterConfig, FrontEndConfig, read_cluster
 
     given = {name: value for name, value in options.items() if value is not None}
     model_dir, name = given.pop("model_dir", None), given.pop("served_model_name", None)
-    front_end = {field: given.pop(field) for field in ("host", "port", "routing") if field in given}
+    front_end = {one.name: given.pop(one.name) for one in fields_of(FrontEndConfig) if one.name in given}
     adapters = (*map(_named_path, given.pop("lora_modules")), *find_adapters(given.pop("lora_dir")))
     if given.pop("no_prefix_caching"):
         given["prefix_caching"] = False

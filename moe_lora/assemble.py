@@ -11,7 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig
+from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig, RoutingConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.token_meter import TokenMeter
 from moe_lora.dist.cluster import ClusterConfig
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
@@ -26,29 +28,34 @@ def serve(
     host: str,
     port: int,
     served_model_name: str | None = None,
-    routing: str = "least_outstanding",
+    routing: RoutingConfig | None = None,
     lora_server: Mapping[str, Any] | None = None,
     provision: ProvisionConfig | None = None,
 ) -> None:
     """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
 
-    config.num_threads counts for each instance.  routing: a name of `policies.routing.ROUTERS`.  lora_server:
-    see `lora_server_processes`.  provision: see `ClusterConfig`.  Raises ConfigError or AdapterError for what
-    can be known at start.
+    config.num_threads counts for each instance.  lora_server: see `lora_server_processes`.  provision: see
+    `ClusterConfig`.  Raises ConfigError or AdapterError for what can be known at start.
     """
     from moe_lora.engine.text import load_tokenizer
+    from moe_lora.serve.routes import make_routes
     from moe_lora.serve.server import bind, run_server
 
+    routes = make_routes(routing or RoutingConfig(), config.max_num_seqs)
+    if routes.config.placement is not None and config.num_instances < 2:
+        raise ConfigError(
+            "a placement is over several instances; give --instances 2 or more, or leave it out"
+        )
     tokenizer = load_tokenizer(config.model_dir)
     with (
         bind(host, port) as sock,
         lora_server_processes(config, lora_server) as joined,
-        engine_processes(joined, routing) as client,
+        engine_processes(joined, routes.router, meter=routes.meter, ranks=routes.ranks) as client,
     ):
         name = served_model_name or Path(config.model_dir).resolve().name
-        run_server(
-            client, tokenizer, name, sock=sock, controller=_controller(provision, client, joined.lora_server)
-        )
+        controller = _controller(provision, client, joined.lora_server)
+        placement = routes.placement(client)
+        run_server(client, tokenizer, name, sock=sock, controller=controller, placement=placement)
 
 
 def serve_front_end(cluster: ClusterConfig) -> None:
@@ -62,7 +69,7 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.text import load_tokenizer
-    from moe_lora.policies.routing import ROUTERS
+    from moe_lora.serve.routes import make_routes
     from moe_lora.serve.server import bind, run_server
 
     front_end, config = cluster.front_end, cluster.engine
@@ -72,12 +79,21 @@ def serve_front_end(cluster: ClusterConfig) -> None:
         f"none has dialled in at {address} or all have left; start one, or send the request again in a while"
     )
     roster = Roster((), config.adapters, advice)
-    fleet = FleetClient(roster, ROUTERS[front_end.routing](), WallClock())
+    routes = make_routes(front_end, config.max_num_seqs)
+    fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
+    placement = routes.placement(fleet)
     with bind(front_end.host, front_end.port) as sock:
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
         try:
             controller = _controller(cluster.provision, fleet, cluster.instance().lora_server)
-            run_server(fleet, tokenizer, cluster.served_model_name, sock=sock, controller=controller)
+            run_server(
+                fleet,
+                tokenizer,
+                cluster.served_model_name,
+                sock=sock,
+                controller=controller,
+                placement=placement,
+            )
         finally:
             door.close()
             asyncio.run(fleet.close())
@@ -98,11 +114,16 @@ def _controller(
 
 @contextmanager
 def engine_processes(
-    config: EngineConfig, routing: str | Router = "least_outstanding"
+    config: EngineConfig,
+    routing: str | Router = "least_outstanding",
+    *,
+    meter: TokenMeter | None = None,
+    ranks: dict[str, int] | None = None,
 ) -> Iterator[EngineClient]:
     """Engine processes, ended with the context: one, or several that stand in for each other.
 
-    Several are restarted when they end; one is not.  routing: a name of `policies.routing.ROUTERS`, or one.
+    Several are restarted when they end; one is not.  routing: a router, or the name of one in
+    `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.
     """
     from moe_lora.engine.process import ProcessClient, start_processes, usable_cores
     from moe_lora.engine.shares import instance_config, thread_share
@@ -121,16 +142,16 @@ def engine_processes(
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.supervisor import Supervisor
-    from moe_lora.policies.routing import ROUTERS
+    from moe_lora.policies.routers import make_router
 
     def launch(index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]) -> ProcessClient:
         return ProcessClient(instance_config(config, index, num_starts, adapters), wait=False)
 
-    router = ROUTERS[routing]() if isinstance(routing, str) else routing
+    router = make_router(routing) if isinstance(routing, str) else routing
     clock = WallClock()
     clients = start_processes([instance_config(config, i, 0, config.adapters) for i in range(count)])
     roster = Roster(clients, config.adapters)
-    fleet = FleetClient(roster, router, clock)
+    fleet = FleetClient(roster, router, clock, meter=meter, ranks=ranks)
     Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
     try:
         yield fleet

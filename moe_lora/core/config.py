@@ -107,6 +107,57 @@ class ProvisionConfig:
         _at_least("provision.min_capacity", self.min_capacity, 1)
 
 
+ROUTINGS = (
+    "least_outstanding",
+    "round_robin",
+    "random",
+    "join_shortest_queue",
+    "first_fit",
+    "adapter_affinity",
+    "rank_aware",
+    "shortest_pending_time",
+    "phi",
+)
+"""Names of `policies.routers.ROUTERS`."""
+PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere")
+"""Names of `provision.placement_baselines.PLACEMENTS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """How requests are spread over instances (docs/placement.md).
+
+    routing: None: by the placement if there is one, else least_outstanding.  performance_model: file of the
+    routers that need one.  placement: made anew every placement_interval_s.  operating_points: file of
+    {rank: tokens/s}; None: all ranks alike, so that tokens are balanced.
+    """
+
+    routing: str | None = None
+    performance_model: str | None = None
+    placement: str | None = None
+    placement_interval_s: float = 30.0
+    operating_points: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.routing is not None:
+            _choice("routing", self.routing, ROUTINGS)
+        if self.placement is not None:
+            _choice("placement", self.placement, PLACEMENTS)
+        if not 0 < self.placement_interval_s <= MAX_COUNT:
+            raise ConfigError(
+                f"placement_interval_s={self.placement_interval_s} must be positive, in seconds"
+            )
+        if self.placement is None and (self.operating_points is not None or self.routing == "phi"):
+            raise ConfigError(
+                "operating_points and routing='phi' need a placement; give one, such as placement='loraserve'"
+            )
+        if self.placement is not None and self.routing not in (None, "phi"):
+            raise ConfigError(
+                f"placement={self.placement!r} routes by its own table, not by routing={self.routing!r}; "
+                "leave one of them out"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How one engine runs one model.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats
+from moe_lora.policies.instance_load import InstanceLoad
 
 from .client import EngineClient
 from .fleet_views import add_counters
@@ -21,7 +22,7 @@ from .fleet_views import add_counters
 class Instance:
     """An engine among several.  `client` is replaced when the engine is restarted, or dials in again.
 
-    name: its number, or the name it dialled in with.  outstanding_tokens: see
+    name: its number, or the name it dialled in with.  outstanding_tokens, load: see
     `policies.routing.InstanceView`.  missing: adapters that could not be loaded again after a restart.
     starting: the client of a process that is not in routing yet.  latest: the stats it gave last.  past:
     counters of its earlier processes; past_before: of those before the latest, whose incarnation (of an
@@ -34,6 +35,7 @@ class Instance:
     live: bool = True
     given_up: bool = False
     outstanding_tokens: int = 0
+    load: InstanceLoad = field(default_factory=InstanceLoad)
     missing: set[str] = field(default_factory=set)
     starting: EngineClient | None = None
     num_starts: int = 1

@@ -12,6 +12,8 @@ from moe_lora.core.request import EngineStats, FleetStats, InstanceStats
 from moe_lora.provision.demand import Visit
 
 from .controller import Controller
+from .placement import PlacementController
+from .placement_metrics import PlacementCollector
 from .provision_metrics import ProvisionCollector
 from .request_watch import RequestWatch
 
@@ -161,13 +163,20 @@ class EngineCollector:
 class Metrics:
     """All metrics of one app, in a registry of its own."""
 
-    def __init__(self, model_name: str, controller: Controller | None = None) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        controller: Controller | None = None,
+        placement: PlacementController | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.engine = EngineCollector(model_name)
         self.registry.register(self.engine)
         self.provision = None if controller is None else ProvisionCollector(model_name, controller)
         if self.provision is not None:
             self.registry.register(self.provision)
+        if placement is not None:
+            self.registry.register(PlacementCollector(model_name, placement))
         self._model_name = model_name
         self._success = Counter(
             "vllm:request_success",

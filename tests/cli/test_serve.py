@@ -6,6 +6,7 @@ from click.testing import CliRunner
 from moe_lora.cli.main import main
 from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError
+from moe_lora.dist.cluster import FrontEndConfig
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
         "host": "127.0.0.1",
         "port": 8000,
         "served_model_name": "base",
-        "routing": "least_outstanding",
+        "routing": FrontEndConfig(),
         "lora_server": None,
         "provision": None,
     }
@@ -103,7 +104,30 @@ def test_arenas_and_their_policy(served, model_dir):
 def test_instances_and_their_routing(served, model_dir):
     assert run(model_dir, "--instances", "3", "--routing", "round_robin").exit_code == 0
     [(config, keywords)] = served
-    assert (config.num_instances, keywords["routing"]) == (3, "round_robin")
+    assert (config.num_instances, keywords["routing"].routing) == (3, "round_robin")
+
+
+def test_options_say_how_adapters_are_placed(served, model_dir, cluster_file):
+    options = ["--placement", "loraserve", "--placement-interval-s", "5", "--operating-points", "points.json"]
+    assert run(model_dir, "--instances", "2", *options).exit_code == 0
+    routing = served[0][1]["routing"]
+    assert (routing.routing, routing.placement, routing.placement_interval_s) == (None, "loraserve", 5.0)
+    assert routing.operating_points == "points.json"
+    for words, reason in (
+        (["--config", cluster_file, "--placement", "loraserve"], "leave one of them out"),
+        ([model_dir, "--routing", "phi"], "need a placement"),
+        ([model_dir, "--operating-points", "p"], "need a placement"),
+        ([model_dir, "--placement", "optimal", "--placement-interval-s", "0"], "must be positive"),
+    ):
+        result = run(*words)
+        assert result.exit_code == 1
+        assert reason in result.output
+
+
+def test_a_placement_needs_instances(model_dir):
+    result = run(model_dir, "--port", "0", "--placement", "optimal")
+    assert result.exit_code == 1
+    assert "give --instances 2 or more" in result.output
 
 
 @pytest.fixture
@@ -130,7 +154,7 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         "host": "127.0.0.1",
         "port": 78,
         "served_model_name": "base",
-        "routing": "round_robin",
+        "routing": FrontEndConfig(port=78, routing="round_robin", engines_address="h:2"),
         "lora_server": {"layout": "EP2-PP1", "capacity": 8},
         "provision": None,
     }

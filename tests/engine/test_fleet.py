@@ -13,6 +13,7 @@ from moe_lora.core.errors import (
     EngineDeadError,
 )
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
+from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.failover import MAX_RESENDS
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster
@@ -303,5 +304,28 @@ def test_closing_ends_all_and_refuses_what_comes_later():
         assert [engine.closed for engine in engines] == [True, True]
         with pytest.raises(EngineDeadError):
             await tokens_of(fleet, ask())
+
+    asyncio.run(run())
+
+
+def test_books_tell_what_waits_and_runs_and_end_empty_whoever_ends():
+    async def run() -> None:
+        engines = [CountingEngine(dies_at=6, adapters={"a": "p"}), CountingEngine(adapters={"a": "p"})]
+        meter = TokenMeter()
+        roster = Roster(engines, [("a", "p")])
+        fleet = FleetClient(roster, LeastOutstanding(), VirtualClock(), meter=meter)
+        first, second = (one.load for one in roster.instances)
+        stream = fleet.generate(ask(adapter="a"))
+        await anext(stream)
+        assert (first.num_running, dict(first.running), first.num_waiting) == (1, {"a": 1}, 0)
+        assert [token async for output in stream for token in output.token_ids] == list(range(3, 10))
+        assert (first.num_requests, second.num_requests) == (0, 0)
+        assert first.has("a")
+        assert second.has("a")
+        # Two prompt tokens and four of the answer, then six as a prompt and the other four.
+        assert meter.take() == {"a": 6 + 10}
+        with pytest.raises(AdapterNotFoundError):
+            await tokens_of(fleet, ask("s", adapter="b"))
+        assert (second.num_requests, second.waiting_tokens, meter.take()) == (0, 0, {})
 
     asyncio.run(run())
