@@ -42,9 +42,9 @@ class FleetClient:
     """`EngineClient` over the instances of a roster (see there for its contract).
 
     When an instance ends, its unfinished requests go on at another one, from the token they had reached.
-    Adapters are loaded, unloaded and pinned everywhere or nowhere.  meter: counts each adapter's tokens, those
-    of a prompt with its first output.  ranks: filled with the adapters' ranks before the first request is
-    routed.
+    Adapters are loaded, unloaded and pinned everywhere or nowhere.  meter: counts each adapter's tokens,
+    those of a prompt with its first output.  ranks: filled with the adapters' ranks before the first request
+    is routed.
     """
 
     def __init__(
