@@ -24,7 +24,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "replay": LazyCommand("replay", "replay", "Send a trace's traffic to a server and measure it."),
     "report": LazyCommand("report", "report", "Compare saved runs in one HTML page."),
     "capacity": LazyCommand("capacity", "capacity", "Show or change a LoRA Server's capacity."),
-    "adapters": LazyCommand("adapters", "adapters", "List or check adapters on disk."),
+    "adapters": LazyCommand("adapters", "adapters", "Check adapters, keep a registry of them."),
     "env": LazyCommand("env", "env", "Show the machine and the versions in use."),
 }
 
