@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig
+from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig, RegistryConfig
 from moe_lora.dist.cluster import ClusterConfig
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
@@ -30,26 +30,28 @@ def serve(
     routing: str = "least_outstanding",
     lora_server: Mapping[str, Any] | None = None,
     provision: ProvisionConfig | None = None,
+    registry: RegistryConfig | None = None,
 ) -> None:
     """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
 
     config.num_threads counts for each instance.  routing: a name of `policies.routing.ROUTERS`.  lora_server:
-    see `lora_server_processes`.  provision: see `ClusterConfig`.  Raises ConfigError or AdapterError for what
-    can be known at start.
+    see `lora_server_processes`.  provision, registry: see `ClusterConfig`.  Raises ConfigError, RegistryError
+    or AdapterError for what can be known at start.
     """
     from moe_lora.engine.text import load_tokenizer
+    from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
     tokenizer = load_tokenizer(config.model_dir)
+    name = served_model_name or Path(config.model_dir).resolve().name
     with (
         bind(host, port) as sock,
+        opened_registry(registry, config, name) as (config, served),
         lora_server_processes(config, lora_server) as joined,
         engine_processes(joined, routing) as client,
     ):
-        name = served_model_name or Path(config.model_dir).resolve().name
-        run_server(
-            client, tokenizer, name, sock=sock, controller=_controller(provision, client, joined.lora_server)
-        )
+        controller = _controller(provision, client, joined.lora_server)
+        run_server(client, tokenizer, name, sock=sock, controller=controller, registry=served)
 
 
 def serve_front_end(cluster: ClusterConfig) -> None:
@@ -64,6 +66,7 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.policies.routing import ROUTERS
+    from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
     front_end, config = cluster.front_end, cluster.engine
@@ -72,13 +75,17 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     advice = (
         f"none has dialled in at {address} or all have left; start one, or send the request again in a while"
     )
-    roster = Roster((), config.adapters, advice)
-    fleet = FleetClient(roster, ROUTERS[front_end.routing](), WallClock())
-    with bind(front_end.host, front_end.port) as sock:
+    name = cluster.served_model_name
+    with (
+        bind(front_end.host, front_end.port) as sock,
+        opened_registry(cluster.registry, config, name) as (config, served),
+    ):
+        roster = Roster((), config.adapters, advice)
+        fleet = FleetClient(roster, ROUTERS[front_end.routing](), WallClock())
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
         try:
             controller = _controller(cluster.provision, fleet, cluster.instance().lora_server)
-            run_server(fleet, tokenizer, cluster.served_model_name, sock=sock, controller=controller)
+            run_server(fleet, tokenizer, name, sock=sock, controller=controller, registry=served)
         finally:
             door.close()
             asyncio.run(fleet.close())

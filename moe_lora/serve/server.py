@@ -17,6 +17,7 @@ from moe_lora.engine.client import EngineClient
 
 from .app import create_app
 from .controller import Controller
+from .served_registry import ServedRegistry
 
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
@@ -85,6 +86,7 @@ async def serve_forever(
     drain_s: float = DRAIN_S,
     on_ready: Callable[[str], None] | None = None,
     controller: Controller | None = None,
+    registry: ServedRegistry | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then abort it).
 
@@ -92,7 +94,7 @@ async def serve_forever(
     client stays open.
     """
     config = uvicorn.Config(
-        create_app(client, tokenizer, model_name, controller),
+        create_app(client, tokenizer, model_name, controller, registry),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -130,6 +132,7 @@ def run_server(
     drain_s: float = DRAIN_S,
     on_ready: Callable[[str], None] | None = None,
     controller: Controller | None = None,
+    registry: ServedRegistry | None = None,
 ) -> None:
     """`serve_forever` in an event loop of its own."""
     asyncio.run(
@@ -141,5 +144,6 @@ def run_server(
             drain_s=drain_s,
             on_ready=on_ready,
             controller=controller,
+            registry=registry,
         )
     )
