@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .adapters_registry import add, check_registry, list_registry, registry_option, remove, show
+from .adapters_registry import (
+    adapter_folders,
+    add,
+    check_registry,
+    list_registry,
+    registry_option,
+    remove,
+    show,
+)
 from .errors import user_errors
 
 if TYPE_CHECKING:
@@ -67,7 +75,7 @@ def list_adapters(path: Path | None, model_dir: Path | None, registry: Path | No
         return
     shape = _shape_for(path, model_dir, registry)
     rows = [("name", "rank", "bytes", "targets")]
-    for folder in _folders(path):
+    for folder in adapter_folders(path):
         packed = _read(folder, shape)
         if isinstance(packed, str):
             rows.append((folder.name, "-", "-", f"cannot be served; see: moe-lora adapters check {folder}"))
@@ -82,7 +90,7 @@ def list_adapters(path: Path | None, model_dir: Path | None, registry: Path | No
 def _check_folders(path: Path, shape: ModelShape) -> bool:
     """Print what the server would say of each adapter; whether any can't be served."""
     failed = False
-    for folder in _folders(path):
+    for folder in adapter_folders(path):
         packed = _read(folder, shape)
         failed |= isinstance(packed, str)
         if isinstance(packed, str):
@@ -111,13 +119,6 @@ def _shape_for(path: Path, model_dir: Path | None, registry: Path | None) -> Mod
     if model_dir is None:
         raise click.UsageError("PATH needs --model, the folder of the base model")
     return model_shape(model_dir)
-
-
-def _folders(path: Path) -> list[Path]:
-    """PATH itself if it is an adapter, else its subfolders that are."""
-    if not any(path.glob("*/adapter_config.json")):
-        return [path]
-    return sorted(found.parent for found in path.glob("*/adapter_config.json"))
 
 
 def _read(folder: Path, shape: ModelShape) -> PackedAdapter | str:

@@ -24,6 +24,13 @@ def registry_option(*, required: bool) -> Callable[[Any], Any]:
     )
 
 
+def adapter_folders(path: Path) -> list[Path]:
+    """PATH itself if it is an adapter, else its subfolders that are."""
+    if not any(path.glob("*/adapter_config.json")):
+        return [path]
+    return sorted(found.parent for found in path.glob("*/adapter_config.json"))
+
+
 _version = click.option("--version", type=click.IntRange(min=1), help="One version.  [default: all]")
 
 
@@ -44,17 +51,18 @@ _version = click.option("--version", type=click.IntRange(min=1), help="One versi
 def add(
     paths: tuple[Path, ...], registry: Path, model_dir: Path, name: str | None, owner: str, link: bool
 ) -> None:
-    """Add the PEFT adapter in each PATH to the registry, which is made if need be.
+    """Add the PEFT adapter in each PATH, or those in its folders, to the registry, which is made if need be.
 
     A name that is there gets a new version, unless the files are those of its current one.
     """
     from moe_lora.adapters.publish import register_adapter
     from moe_lora.adapters.registry import Registry
 
-    if name is not None and len(paths) > 1:
-        raise click.UsageError("--name names one adapter; give one PATH, or leave it out")
+    folders = [folder for path in paths for folder in adapter_folders(path)]
+    if name is not None and len(folders) > 1:
+        raise click.UsageError("--name names one adapter; give the PATH of one, or leave it out")
     with Registry(registry, create=True) as opened:
-        for path in paths:
+        for path in folders:
             label = path.resolve().name if name is None else name
             added = register_adapter(opened, label, path, model_dir=model_dir, owner=owner, link=link)
             click.echo(f"{added.name}: version {added.version}, sha256 {added.content_hash[:12]}")

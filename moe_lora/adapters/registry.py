@@ -33,8 +33,14 @@ class Registry:
 
     def __init__(self, folder: str | Path, *, create: bool = False) -> None:
         self.folder = Path(folder).resolve()
-        self._database = RegistryDatabase(self.folder, create=create)
-        self._store = ContentStore(self.folder / "store")
+        try:
+            self._database = RegistryDatabase(self.folder, create=create)
+            self._store = ContentStore(self.folder / "store")
+        except OSError as error:
+            raise RegistryError(
+                f"the registry {self.folder} can't be opened: {error.strerror}; "
+                "choose another folder, or check its permissions"
+            ) from error
 
     def __enter__(self) -> Registry:
         return self

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_lora.adapters import Registry, read_adapter, register_adapter
+from moe_lora.adapters import read_adapter
 from moe_lora.adapters.peft_files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.api import Registry, register_adapter
 from moe_lora.core.errors import AdapterError
 from tests.families import make_adapter
 

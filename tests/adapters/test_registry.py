@@ -255,6 +255,12 @@ def test_another_programs_database_and_a_damaged_one_are_refused(tmp_path):
         Registry(tmp_path)
 
 
+def test_a_folder_that_can_not_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RegistryError, match="file/x can't be opened: Not a directory"):
+        Registry(tmp_path / "file" / "x", create=True)
+
+
 def test_a_registry_can_be_moved(tmp_path, source):
     with Registry(tmp_path / "here", create=True) as registry:
         registry.add("x", source(1), base_hash=BASE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_what_is_added_is_listed_shown_checked_and_removed(folder):
     assert "upper" not in run("list", "--registry", folder)
     assert "upper version 1: removed" in run("show", "upper", "--registry", folder)
     assert "removed before" in run("remove", "upper", "--registry", folder, fails=1)
+
+
+def test_all_adapters_of_a_folder_are_added(folder, tmp_path):
+    for source in (UPPER, ROT13):
+        shutil.copytree(source, tmp_path / "zoo" / source.name)
+    run("add", tmp_path / "zoo", "--registry", folder, "--model", MODEL)
+    assert len(run("list", "--registry", folder).splitlines()) == 3
+    refused = run("add", tmp_path / "zoo", "--name", "x", "--registry", folder, "--model", MODEL, fails=2)
+    assert "--name" in refused
 
 
 def test_a_name_gets_versions(folder):
