@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 READY, BROKEN, REMOVED = "ready", "broken", "removed"
@@ -47,8 +46,9 @@ class RegisteredAdapter:
     path: str
 
     @classmethod
-    def from_row(cls, row: Sequence[Any], store: Path) -> RegisteredAdapter:
+    def from_row(cls, row: Sequence[Any], store: str) -> RegisteredAdapter:
         """The adapter in a row of COLUMNS; its files lie under `store`."""
         fields = dict(zip(COLUMNS, row, strict=True))
         fields["targets"] = tuple(json.loads(fields["targets"]))
-        return cls(**fields, path=str(store / fields["content_hash"]))
+        # Not by pathlib: a list makes tens of thousands of these.
+        return cls(**fields, path=f"{store}/{fields['content_hash']}")

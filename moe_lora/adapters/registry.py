@@ -247,7 +247,7 @@ class Registry:
             ) from error
 
     def _from_row(self, row: tuple[Any, ...]) -> RegisteredAdapter:
-        return RegisteredAdapter.from_row(row, self._store.folder)
+        return RegisteredAdapter.from_row(row, str(self._store.folder))
 
 
 def _unknown(name: str) -> AdapterNotFoundError:

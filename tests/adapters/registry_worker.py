@@ -1,6 +1,6 @@
-"""A process that works on a registry, and may be killed at a step that was chosen before.
+"""Processes that work on a registry, and are killed at a chosen step or by others.
 
-python -m tests.adapters.registry_worker change FOLDER SOURCES STEP
+python -m tests.adapters.registry_worker kill FOLDER SOURCES MOST
 python -m tests.adapters.registry_worker mix FOLDER SOURCES SEED
 """
 
@@ -50,8 +50,33 @@ def change(registry: Registry, sources: Path, step: int) -> None:
     registry.remove("x")
 
 
-def mix(registry: Registry, sources: Path, seed: int) -> None:
+def kill(folder: Path, sources: Path, most: int) -> None:
+    """For each step a registry of its own and a process killed at that step, until one ends by itself.
+
+    Prints how each ended.
+    """
+    for step in range(most):
+        with Registry(folder / str(step), create=True) as registry:
+            registry.add("x", sources / "0", base_hash=BASE)
+            registry.add("other", sources / "2", base_hash=BASE)
+        child = os.fork()
+        if child == 0:
+            with Registry(folder / str(step)) as registry:
+                change(registry, sources, step)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(code, flush=True)
+        if code == 0:
+            return
+
+
+def mix(folder: Path, sources: Path, seed: int) -> None:
     """Changes in random order, of names and contents that other processes change too."""
+    with Registry(folder, create=True) as registry:
+        _mix(registry, sources, seed)
+
+
+def _mix(registry: Registry, sources: Path, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(NUM_CHANGES):
         name = f"name-{rng.randrange(NUM_NAMES)}"
@@ -67,5 +92,4 @@ def mix(registry: Registry, sources: Path, seed: int) -> None:
 
 if __name__ == "__main__":
     what, folder, given_sources, number = sys.argv[1:]
-    with Registry(folder, create=True) as opened:
-        {"change": change, "mix": mix}[what](opened, Path(given_sources), int(number))
+    {"kill": kill, "mix": mix}[what](Path(folder), Path(given_sources), int(number))
