@@ -26,7 +26,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "capacity": LazyCommand("capacity", "capacity", "Show or change a LoRA Server's capacity."),
     "provision": LazyCommand("provision", "provision", "Size a cluster for a trace and two SLOs."),
     "profile": LazyCommand("profile", "profile", "Time a model's layer here, for provision."),
-    "adapters": LazyCommand("adapters", "adapters", "List or check adapters on disk."),
+    "adapters": LazyCommand("adapters", "adapters", "Check adapters, keep a registry of them."),
     "env": LazyCommand("env", "env", "Show the machine and the versions in use."),
 }
 

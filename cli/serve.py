@@ -21,6 +21,14 @@ _ADAPTERS = (
     click.option(
         "--lora-dir", multiple=True, type=_FOLDER, help="Serve every PEFT adapter below, by folder name."
     ),
+    click.option(
+        "--registry",
+        type=_FOLDER,
+        help="Serve the adapters that a registry has for this model (moe-lora adapters add).",
+    ),
+    click.option(
+        "--registry-adapters", multiple=True, metavar="NAME...", help="Only these of them, from the start."
+    ),
     click.option("--max-loras", type=int, help="Adapters resident on the device at once."),
     click.option(
         "--lora-kernel",
@@ -163,7 +171,7 @@ def _options(function: Any) -> Any:
     return function
 
 
-@click.command(cls=VariadicCommand, variadic=["--lora-modules", "--lora-dir"])
+@click.command(cls=VariadicCommand, variadic=["--lora-modules", "--lora-dir", "--registry-adapters"])
 @click.argument("model_dir", type=_FOLDER, required=False)
 @_options
 @user_errors
@@ -195,6 +203,7 @@ def serve(config_file: str | None, role: str, **options: Any) -> None:
         served_model_name=cluster.served_model_name,
         routing=cluster.front_end,
         provision=cluster.provision,
+        registry=cluster.registry,
         # On one host the server gets an address and a store of its own, which end with it.
         lora_server=server
         and {name: value for name, value in server.items() if name not in ("address", "store_dir")},

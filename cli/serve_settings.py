@@ -14,6 +14,7 @@ import click
 from moe_lora.core.request import name_problem
 
 if TYPE_CHECKING:
+    from moe_lora.core.config import RegistryConfig
     from moe_lora.dist.cluster import ClusterConfig
 
 _PROVISION_FIELDS = {
@@ -65,6 +66,7 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
         file = ClusterConfig(engine=EngineConfig(model_dir=model_dir), served_model_name="")
     server = _server_options(file.lora_server, given)
     fields = {field: given.pop(option) for option, field in _PROVISION_FIELDS.items() if option in given}
+    registry = _registry_options(file.registry, given)
     provision = replace(file.provision or ProvisionConfig(), **fields) if fields else file.provision
     if model_dir is not None:
         given["model_dir"] = model_dir
@@ -83,7 +85,20 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
         lora_server=server,
         front_end=replace(file.front_end, **front_end),
         provision=provision,
+        registry=registry,
     )
+
+
+def _registry_options(file: RegistryConfig | None, given: dict[str, Any]) -> RegistryConfig | None:
+    """The registry of the options, taken out of `given`, or of the file.  Raises click.UsageError."""
+    from moe_lora.core.config import RegistryConfig
+
+    folder, names = given.pop("registry", None), tuple(given.pop("registry_adapters"))
+    if folder is not None:
+        return RegistryConfig(folder=folder, adapters=names or None)
+    if names and file is None:
+        raise click.UsageError("--registry-adapters needs --registry, where they are registered")
+    return replace(file, adapters=names) if names and file is not None else file
 
 
 def _named_path(text: str) -> tuple[str, str]:

@@ -11,7 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig, RoutingConfig
+from moe_lora.core.config import (
+    EngineConfig,
+    LoraServerConfig,
+    ProvisionConfig,
+    RegistryConfig,
+    RoutingConfig,
+)
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.dist.cluster import ClusterConfig
@@ -31,14 +37,17 @@ def serve(
     routing: RoutingConfig | None = None,
     lora_server: Mapping[str, Any] | None = None,
     provision: ProvisionConfig | None = None,
+    registry: RegistryConfig | None = None,
 ) -> None:
     """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
 
-    config.num_threads counts for each instance.  lora_server: see `lora_server_processes`.  provision: see
-    `ClusterConfig`.  Raises ConfigError or AdapterError for what can be known at start.
+    config.num_threads counts for each instance.  lora_server: see `lora_server_processes`.  provision,
+    registry: see `ClusterConfig`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
+    start.
     """
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.routes import make_routes
+    from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
     routes = make_routes(routing or RoutingConfig(), config.max_num_seqs)
@@ -47,15 +56,22 @@ def serve(
             "a placement is over several instances; give --instances 2 or more, or leave it out"
         )
     tokenizer = load_tokenizer(config.model_dir)
+    name = served_model_name or Path(config.model_dir).resolve().name
     with (
         bind(host, port) as sock,
+        opened_registry(registry, config, name) as (config, served),
         lora_server_processes(config, lora_server) as joined,
         engine_processes(joined, routes.router, meter=routes.meter, ranks=routes.ranks) as client,
     ):
-        name = served_model_name or Path(config.model_dir).resolve().name
-        controller = _controller(provision, client, joined.lora_server)
-        placement = routes.placement(client)
-        run_server(client, tokenizer, name, sock=sock, controller=controller, placement=placement)
+        run_server(
+            client,
+            tokenizer,
+            name,
+            sock=sock,
+            controller=_controller(provision, client, joined.lora_server),
+            placement=routes.placement(client),
+            registry=served,
+        )
 
 
 def serve_front_end(cluster: ClusterConfig) -> None:
@@ -70,6 +86,7 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.routes import make_routes
+    from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
     front_end, config = cluster.front_end, cluster.engine
@@ -78,21 +95,24 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     advice = (
         f"none has dialled in at {address} or all have left; start one, or send the request again in a while"
     )
-    roster = Roster((), config.adapters, advice)
-    routes = make_routes(front_end, config.max_num_seqs)
-    fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
-    placement = routes.placement(fleet)
-    with bind(front_end.host, front_end.port) as sock:
+    name = cluster.served_model_name
+    with (
+        bind(front_end.host, front_end.port) as sock,
+        opened_registry(cluster.registry, config, name) as (config, served),
+    ):
+        roster = Roster((), config.adapters, advice)
+        routes = make_routes(front_end, config.max_num_seqs)
+        fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
         try:
-            controller = _controller(cluster.provision, fleet, cluster.instance().lora_server)
             run_server(
                 fleet,
                 tokenizer,
-                cluster.served_model_name,
+                name,
                 sock=sock,
-                controller=controller,
-                placement=placement,
+                controller=_controller(cluster.provision, fleet, cluster.instance().lora_server),
+                placement=routes.placement(fleet),
+                registry=served,
             )
         finally:
             door.close()

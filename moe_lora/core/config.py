@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 
 from .errors import ConfigError
@@ -159,6 +160,17 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegistryConfig:
+    """Where adapters are registered (`adapters.registry`), and which of them are served from the start.
+
+    adapters: names; None = every one of this base model.
+    """
+
+    folder: str
+    adapters: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How one engine runs one model.
 
@@ -260,9 +272,9 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}; every running sequence needs one token row per step"
             )
-        names = [name for name, _ in self.adapters]
-        for name in names:
-            if not name or names.count(name) > 1:
+        counts = Counter(name for name, _ in self.adapters)
+        for name, count in counts.items():
+            if not name or count > 1:
                 raise ConfigError(f"adapter name {name!r} is empty or given twice; names must be unique")
         if self.decode_buckets is not None and (not self.decode_buckets or min(self.decode_buckets) < 1):
             raise ConfigError(f"decode_buckets={self.decode_buckets} must be one or more sizes >= 1")

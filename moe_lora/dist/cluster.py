@@ -11,7 +11,13 @@ from typing import Any
 
 import yaml
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig, RoutingConfig
+from moe_lora.core.config import (
+    EngineConfig,
+    LoraServerConfig,
+    ProvisionConfig,
+    RegistryConfig,
+    RoutingConfig,
+)
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
@@ -19,6 +25,7 @@ _SECTIONS = (
     "model_dir",
     "served_model_name",
     "adapters",
+    "registry",
     "key",
     "key_file",
     "engine",
@@ -53,6 +60,7 @@ class ClusterConfig:
     engine: of every instance; it names no LoRA Server.  lora_server: fields of `LoraServerConfig` but the
     key, None = the instances compute deltas.  key: shared secret of all roles.  provision: how the load on
     adapters is watched; None = by the defaults where there is a LoRA Server, else not at all.
+    registry: its adapters are served beside those of `engine`; the front end opens it.
     """
 
     engine: EngineConfig
@@ -61,6 +69,7 @@ class ClusterConfig:
     lora_server: Mapping[str, Any] | None = None
     front_end: FrontEndConfig = FrontEndConfig()
     provision: ProvisionConfig | None = None
+    registry: RegistryConfig | None = None
 
     def __post_init__(self) -> None:
         if self.provision is not None and self.provision.auto_resize and self.lora_server is None:
@@ -158,7 +167,18 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
         provision=ProvisionConfig(**_fields(ProvisionConfig, "provision", given["provision"]))
         if "provision" in given
         else None,
+        registry=_registry(given["registry"], folder) if "registry" in given else None,
     )
+
+
+def _registry(given: Any, folder: Path) -> RegistryConfig:
+    settings = _mapping("registry", given)
+    _check_keys("registry", settings, ("folder", "adapters"))
+    names = settings.get("adapters")
+    if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
+        raise ConfigError(f"registry.adapters={names!r} must be a list of names, or null for all")
+    place = folder / _text("registry.folder", settings.get("folder"))
+    return RegistryConfig(folder=str(place), adapters=None if names is None else tuple(names))
 
 
 def _adapters(given: Any, folder: Path) -> tuple[tuple[str, str], ...]:

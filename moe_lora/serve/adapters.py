@@ -24,6 +24,13 @@ def check_name(name: str) -> None:
         raise bad_request(f"lora_name {problem}", "lora_name")
 
 
+def check_new_name(name: str, frontend: Frontend) -> None:
+    """Raises ApiError for names that no adapter can have."""
+    check_name(name)
+    if name == frontend.model_name:
+        raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
+
+
 def check_files(path: str) -> None:
     """Raises ApiError 400 for an empty path, 404 where no adapter lies."""
     if not path:
@@ -38,22 +45,21 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/load_lora_adapter", response_class=PlainTextResponse, response_model=None)
     async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
-        """Serve the PEFT adapter in `lora_path` as `lora_name`; with `load_inplace`, as its new version."""
-        check_name(body.lora_name)
-        if body.lora_name == frontend.model_name:
-            raise bad_request(
-                f"lora_name {body.lora_name!r} is the base model's name; choose another", "lora_name"
-            )
-        check_files(body.lora_path)
+        """Serve the PEFT adapter in `lora_path` as `lora_name`; with `load_inplace`, as its new version.
+
+        Without `lora_path` it is the adapter that the registry has under that name.
+        """
+        check_new_name(body.lora_name, frontend)
+        path = await _find(body, frontend)
         try:
-            await frontend.client.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
+            await frontend.client.load_adapter(body.lora_name, path, replace=body.load_inplace)
         except FileNotFoundError as error:
             raise ApiError(404, f"no LoRA adapter found: {error}", "lora_path") from error
         except AdapterExistsError as error:
             how = "unload it first, or send load_inplace=true to replace it"
             raise bad_request(f"adapter {body.lora_name!r} is already loaded; {how}", "lora_name") from error
         except OSError as error:
-            raise bad_request(f"the files in {body.lora_path!r} can't be read: {error}") from error
+            raise bad_request(f"the files in {path!r} can't be read: {error}") from error
         except Exception as error:
             raise to_api_error(error) from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -99,3 +105,16 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
         "requests_running": info.num_running,
         "requests_waiting": info.num_waiting,
     }
+
+
+async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
+    """Where the adapter's files lie.  Raises ApiError, and what `ServedRegistry.resolve` raises."""
+    if body.lora_path is not None:
+        check_files(body.lora_path)
+        return body.lora_path
+    if frontend.registry is None:
+        raise bad_request(
+            "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",
+            "lora_path",
+        )
+    return (await frontend.registry.resolve(body.lora_name)).path

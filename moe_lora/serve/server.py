@@ -18,6 +18,7 @@ from moe_lora.engine.client import EngineClient
 from .app import create_app
 from .controller import Controller
 from .placement import PlacementController
+from .served_registry import ServedRegistry
 
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
@@ -87,6 +88,7 @@ async def serve_forever(
     on_ready: Callable[[str], None] | None = None,
     controller: Controller | None = None,
     placement: PlacementController | None = None,
+    registry: ServedRegistry | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then abort it).
 
@@ -94,7 +96,7 @@ async def serve_forever(
     client stays open.
     """
     config = uvicorn.Config(
-        create_app(client, tokenizer, model_name, controller, placement),
+        create_app(client, tokenizer, model_name, controller, placement, registry),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -133,6 +135,7 @@ def run_server(
     on_ready: Callable[[str], None] | None = None,
     controller: Controller | None = None,
     placement: PlacementController | None = None,
+    registry: ServedRegistry | None = None,
 ) -> None:
     """`serve_forever` in an event loop of its own."""
     asyncio.run(
@@ -145,5 +148,6 @@ def run_server(
             on_ready=on_ready,
             controller=controller,
             placement=placement,
+            registry=registry,
         )
     )

@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
-from moe_lora.core.config import ProvisionConfig
+from moe_lora.core.config import ProvisionConfig, RegistryConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError
 from moe_lora.dist.cluster import FrontEndConfig
 
@@ -48,6 +48,7 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
         "routing": FrontEndConfig(),
         "lora_server": None,
         "provision": None,
+        "registry": None,
     }
 
 
@@ -157,6 +158,7 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         "routing": FrontEndConfig(port=78, routing="round_robin", engines_address="h:2"),
         "lora_server": {"layout": "EP2-PP1", "capacity": 8},
         "provision": None,
+        "registry": None,
     }
 
 
@@ -249,3 +251,28 @@ def test_a_start_that_fails_is_a_one_line_error(monkeypatch, model_dir, error):
     monkeypatch.setattr("moe_lora.assemble.serve", fail)
     result = run(model_dir)
     assert (result.exit_code, result.output) == (1, f"Error: {error}\n")
+
+
+def test_a_registry_and_what_is_chosen_of_it_reach_the_server(served, model_dir, tmp_path, cluster_file):
+    folder = str(tmp_path)
+    assert run(model_dir, "--registry", folder).exit_code == 0
+    assert run(model_dir, "--registry", folder, "--registry-adapters", "a", "b", "--port", "1").exit_code == 0
+    with open(cluster_file, "a") as file:
+        file.write("registry: {folder: there, adapters: [c]}\n")
+    assert run("--config", cluster_file).exit_code == 0
+    assert run("--config", cluster_file, "--registry-adapters", "d").exit_code == 0
+    assert run("--config", cluster_file, "--registry", folder).exit_code == 0
+    there = str(tmp_path / "there")
+    assert [keywords["registry"] for _, keywords in served] == [
+        RegistryConfig(folder=folder),
+        RegistryConfig(folder=folder, adapters=("a", "b")),
+        RegistryConfig(folder=there, adapters=("c",)),
+        RegistryConfig(folder=there, adapters=("d",)),
+        RegistryConfig(folder=folder),
+    ]
+
+
+def test_registry_options_that_can_not_be_are_refused(served, model_dir):
+    assert "needs --registry" in run(model_dir, "--registry-adapters", "a").output
+    assert "does not exist" in run(model_dir, "--registry", "nowhere").output
+    assert not served
