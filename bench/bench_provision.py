@@ -1,6 +1,6 @@
-"""Provisioning: how fast, how large and how exact its solvers are.
+"""Provisioning: how fast and how exact its solvers are, and how near simulation its models come.
 
-    python -m bench.bench_provision --out bench/results/provision.jsonl [--part solver] [--quick]
+    python -m bench.bench_provision --out bench/results/provision.jsonl [--part solver|estimator] [--quick]
 
 See bench/README.md for what is measured.  One JSON line per measurement; the goals are printed at the end.
 """
@@ -15,10 +15,12 @@ from typing import Any
 from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
 
-from . import provision_solver
+from . import estimator_grid, provision_solver
 
-PARTS: dict[str, Callable[[argparse.Namespace, provision_solver.Record], list[str]]] = {
-    "solver": provision_solver.run,
+# What its records are, and how it runs.
+PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, provision_solver.Record], list[str]]]] = {
+    "solver": ("measured", provision_solver.run),
+    "estimator": ("simulated", estimator_grid.run),
 }
 
 
@@ -31,14 +33,18 @@ def main() -> None:
     args = parser.parse_args()
     env = environment()
 
-    def record(config: dict[str, Any], result: dict[str, Any]) -> None:
-        config = {**config, "quick": args.quick}
-        append_result(args.out, config=config, result=result, env=env, kind="measured")
-        print(config, result, flush=True)
-
     lines = []
     for part in args.part or PARTS:
-        lines += PARTS[part](args, record)
+        kind, run = PARTS[part]
+
+        def record(
+            config: dict[str, Any], result: dict[str, Any], kind: str = kind, part: str = part
+        ) -> None:
+            config = {"part": part, **config, "quick": args.quick}
+            append_result(args.out, config=config, result=result, env=env, kind=kind)
+            print(config, result, flush=True)
+
+        lines += run(args, record)
     print("\n".join(lines))
 
 

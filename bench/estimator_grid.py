@@ -1,6 +1,4 @@
-"""Admissibility rates by the paper's model and by the corrected one, beside a simulation of waiting requests.
-
-    python -m bench.estimator_grid --out bench/results/provision_estimator.jsonl [--quick]
+"""The estimator part of `bench_provision`: both models of admission beside a simulation of waiting requests.
 
 Every cell is a popularity, a number of adapters, a global batch and a capacity from 0.7 to 1.3 times the
 expected number of active adapters.  One JSON line per row of cells that differ in capacity only.
@@ -11,15 +9,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_lora.provision.corrected import corrected_admissibility_rate
 from moe_lora.provision.iar import expected_active, immediate_admissibility_rate
-from moe_lora.report.environment import environment
-from moe_lora.report.results import append_result
 from moe_lora.sim.admission import AdmissionResult, simulate_admission
 
 GOAL = 0.02
@@ -135,22 +130,3 @@ def goals(cells: list[dict[str, Any]]) -> list[str]:
         )
     slowest = max(cell["corrected_s"] for cell in cells)
     return [*lines, f"corrected: at most {slowest:.2f} s an answer (goal 1 s)"]
-
-
-def main() -> None:
-    """Measure, write JSON lines, print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="64 adapters, short simulations: does it run")
-    args = parser.parse_args()
-    env = environment()
-
-    def record(config: dict[str, Any], result: dict[str, Any]) -> None:
-        config = {"part": "estimator", **config, "quick": args.quick}
-        append_result(args.out, config=config, result=result, env=env, kind="simulated")
-
-    print("\n".join(run(args, record)))
-
-
-if __name__ == "__main__":
-    main()

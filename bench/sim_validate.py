@@ -66,7 +66,7 @@ def _system_config(device: Device, plan: Plan, system: System, trace: Trace) -> 
         prefill=StageTime(),
         shortest_first=system.queue != "fcfs",
     )
-    gpus = system.server_gpus or device.gpu["instance_gpus"]
+    gpus = system.server_gpus or device.instance_gpus
     rate = 1.0 / device.load_s(gpus)
     local = LocalConfig(capacity=system.slots, load_bytes_per_s=rate)
     server = LoraServerConfig(capacity=system.slots, load_bytes_per_s=rate, layer_wise=system.layer_wise)

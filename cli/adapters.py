@@ -1,4 +1,4 @@
-"""`moe-lora adapters`: look at PEFT adapters before serving them."""
+"""`moe-lora adapters`: look at PEFT adapters before serving them, and keep a registry of them."""
 
 from __future__ import annotations
 
@@ -7,45 +7,55 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .adapters_registry import (
+    adapter_folders,
+    add,
+    check_registry,
+    list_registry,
+    registry_option,
+    remove,
+    show,
+)
+from .errors import user_errors
+
 if TYPE_CHECKING:
     from moe_lora.adapters.packed import PackedAdapter
     from moe_lora.core.shape import ModelShape
 
-_path = click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_path = click.argument("path", type=_FOLDER, required=False)
 _model = click.option(
     "--model",
     "model_dir",
-    required=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the base model (its config.json is read, its weights are not).",
+    type=_FOLDER,
+    help="Folder of the base model (of its weights only samples are read).",
 )
 
 
 @click.group()
 def adapters() -> None:
-    """Check and list PEFT adapters."""
+    """Check and list PEFT adapters, in folders or in a registry."""
+
+
+for command in (add, show, remove):
+    adapters.add_command(command)
 
 
 @adapters.command()
 @_path
 @_model
-def check(path: Path, model_dir: Path) -> None:
-    """Read the adapter in PATH, or every adapter in the folders of PATH, as the server would.
+@registry_option(required=False)
+@user_errors
+def check(path: Path | None, model_dir: Path | None, registry: Path | None) -> None:
+    """Read the adapter in PATH, or every adapter in the folders of PATH, as the server of --model would.
 
     Prints targets, rank and bytes of each, or why it cannot be served; exits with 1 if any cannot.
+    Without PATH, the files of every adapter in --registry are compared with their hashes.
     """
-    shape = _read_shape(model_dir)
-    failed = False
-    for folder in _folders(path):
-        packed = _read(folder, shape)
-        failed |= isinstance(packed, str)
-        if isinstance(packed, str):
-            click.echo(f"{folder.name}: error: {packed}")
-        else:
-            click.echo(
-                f"{folder.name}: ok: rank {packed.max_lora_rank}, {packed.nbytes:,} bytes, "
-                f"targets {' '.join(packed.targets)}, sha256 {packed.content_hash[:12]}"
-            )
+    if path is None:
+        failed = check_registry(_only_registry(registry, model_dir))
+    else:
+        failed = _check_folders(path, _shape_for(path, model_dir, registry))
     if failed:
         raise SystemExit(1)
 
@@ -53,11 +63,19 @@ def check(path: Path, model_dir: Path) -> None:
 @adapters.command(name="list")
 @_path
 @_model
-def list_adapters(path: Path, model_dir: Path) -> None:
-    """Table of the adapters in the folders of PATH (or of PATH itself)."""
-    shape = _read_shape(model_dir)
+@registry_option(required=False)
+@user_errors
+def list_adapters(path: Path | None, model_dir: Path | None, registry: Path | None) -> None:
+    """Table of the adapters in the folders of PATH (or of PATH itself), or of those in --registry.
+
+    With a registry, --model leaves out the adapters of other base models.
+    """
+    if path is None:
+        list_registry(_only_registry(registry), model_dir)
+        return
+    shape = _shape_for(path, model_dir, registry)
     rows = [("name", "rank", "bytes", "targets")]
-    for folder in _folders(path):
+    for folder in adapter_folders(path):
         packed = _read(folder, shape)
         if isinstance(packed, str):
             rows.append((folder.name, "-", "-", f"cannot be served; see: moe-lora adapters check {folder}"))
@@ -69,22 +87,38 @@ def list_adapters(path: Path, model_dir: Path) -> None:
         click.echo(f"{name:<{widths[0]}}  {rank:>{widths[1]}}  {size:>{widths[2]}}  {targets}")
 
 
-def _folders(path: Path) -> list[Path]:
-    """PATH itself if it is an adapter, else its subfolders that are."""
-    if not any(path.glob("*/adapter_config.json")):
-        return [path]
-    return sorted(found.parent for found in path.glob("*/adapter_config.json"))
+def _check_folders(path: Path, shape: ModelShape) -> bool:
+    """Print what the server would say of each adapter; whether any can't be served."""
+    failed = False
+    for folder in adapter_folders(path):
+        packed = _read(folder, shape)
+        failed |= isinstance(packed, str)
+        if isinstance(packed, str):
+            click.echo(f"{folder.name}: error: {packed}")
+        else:
+            click.echo(
+                f"{folder.name}: ok: rank {packed.max_lora_rank}, {packed.nbytes:,} bytes, "
+                f"targets {' '.join(packed.targets)}, sha256 {packed.content_hash[:12]}"
+            )
+    return failed
 
 
-def _read_shape(model_dir: Path) -> ModelShape:
-    import json
+def _only_registry(registry: Path | None, model_dir: Path | None = None) -> Path:
+    if registry is None:
+        raise click.UsageError("give PATH and --model, or --registry")
+    if model_dir is not None:
+        raise click.UsageError("--model belongs to PATH; files in a registry are compared with their hashes")
+    return registry
 
-    from moe_lora.core.shape import ModelShape
 
-    try:
-        return ModelShape.from_hf_config(json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"--model {model_dir}: {error}") from error
+def _shape_for(path: Path, model_dir: Path | None, registry: Path | None) -> ModelShape:
+    from moe_lora.adapters.publish import model_shape
+
+    if registry is not None:
+        raise click.UsageError(f"give PATH ({path}) or --registry, not both")
+    if model_dir is None:
+        raise click.UsageError("PATH needs --model, the folder of the base model")
+    return model_shape(model_dir)
 
 
 def _read(folder: Path, shape: ModelShape) -> PackedAdapter | str:

@@ -32,7 +32,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "operating-points": LazyCommand(
         "operating_points", "operating_points", "Find the most tokens/s of each rank within an SLO."
     ),
-    "adapters": LazyCommand("adapters", "adapters", "List or check adapters on disk."),
+    "adapters": LazyCommand("adapters", "adapters", "Check adapters, keep a registry of them."),
     "env": LazyCommand("env", "env", "Show the machine and the versions in use."),
 }
 

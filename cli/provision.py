@@ -8,13 +8,14 @@ from typing import Any
 import click
 
 from .errors import input_errors
+from .load_options import FORMAT, POPULARITY, ZIPF
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _OUT = click.Path(dir_okay=False)
 
 _LOAD = (
     click.option("--trace", required=True, type=_FILE, help="Trace file: rate, lengths, adapters if named."),
-    click.option("--format", help="The trace's format.  [default: detected]"),
+    FORMAT,
     click.option("--request-rate", type=float, help="Requests per second.  [default: the trace's mean]"),
     click.option("--peak", is_flag=True, help="Size for the rate of the trace's busiest minute."),
     click.option(
@@ -24,14 +25,21 @@ _LOAD = (
     ),
 )
 _ADAPTERS = (
-    click.option("--adapters", "num_adapters", type=click.IntRange(min=1), help="Number of adapters."),
-    click.option("--zipf", type=float, help="Popularity ~ 1 / place**ZIPF; 0: uniform.  [default: 1.2]"),
-    click.option("--popularity", type=_FILE, help="Popularity by counts: CSV adapter,count or JSON."),
+    click.option(
+        "--adapters",
+        "--num-adapters",
+        "num_adapters",
+        type=click.IntRange(min=1),
+        help="Number of adapters.  [default: those that the trace, or a file of counts, names]",
+    ),
+    ZIPF,
+    POPULARITY,
     click.option(
         "--lora-rank",
         multiple=True,
         metavar="R[=SHARE]",
-        help="Rank of the adapters, or ranks with their shares.  [default: table 3's, for a named model]",
+        help="Rank of the adapters, or ranks with their shares.  [default: the popularity's, where it has "
+        "ranks; else table 3's, for a named model]",
     ),
     click.option(
         "--adapter-form",
@@ -55,9 +63,9 @@ _GOALS = (
     click.option(
         "--estimator",
         type=click.Choice(["paper", "corrected"]),
-        default="paper",
+        default="corrected",
         show_default=True,
-        help="Whose IAR has to reach the target.",
+        help="Whose IAR M* has to bring to the target.",
     ),
 )
 _RESULT = (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import numpy as np
@@ -13,35 +14,33 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.known_models import KnownModel, known_model
 from moe_lora.core.shape import ModelShape
 from moe_lora.provision.inputs import PlanInputs
-from moe_lora.provision.load import TraceLoad, read_load
 from moe_lora.provision.memory import AdapterMix
 from moe_lora.provision.profile_file import read_profile
-from moe_lora.workload.popularity import Popularity, read_counts, zipf
+from moe_lora.workload import Popularity, TraceStatistics, parse_popularity, trace_statistics
+from moe_lora.workload.named import USUAL_ZIPF
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-_USUAL_ZIPF = 1.2  # InfiniLoRA section 6.1
+_HALF_TIME = 0.5
+_OF_TRACE = "the trace's adapters"
 
 
 def plan_inputs(options: dict[str, Any]) -> PlanInputs:
     """Read trace, popularity, model and profile.  Raises ValueError and click.UsageError."""
     model, shape, known = _model(options["model"])
-    load = read_load(options["trace"], options["format"])
-    probabilities, source = _popularity(options, load)
+    load = trace_statistics(options["trace"], options["format"])
+    popularity, source = _popularity(options, load)
     instance_gpus = options["instance_gpus"] or (known.instance_gpus if known else 1)
     return PlanInputs(
         model=model,
         shape=shape,
-        mix=AdapterMix(ranks=_ranks(options["lora_rank"], known), form=options["adapter_form"]),
+        mix=AdapterMix(ranks=_ranks(options["lora_rank"], popularity, known), form=options["adapter_form"]),
         profile=read_profile(options["hardware"]),
         instance_gpus=instance_gpus,
-        probabilities=probabilities,
+        probabilities=np.asarray(popularity.probabilities),
         popularity_source=source,
-        output_tokens=load.mean_output_tokens,
-        context_tokens=load.context_tokens,
+        **_of_trace(options, source == _OF_TRACE, load),
+        output_tokens=load.output_tokens.mean,
+        context_tokens=load.prompt_tokens.mean + load.output_tokens.mean,
         rate_per_s=_rate(options, load),
-        rate_is_traces=not options["peak"] and options["request_rate"] is options["global_batch"] is None,
         **{
             name: options[name]
             for name in (
@@ -71,8 +70,14 @@ def _model(model: str) -> tuple[str, ModelShape, KnownModel | None]:
     return model, ModelShape.from_hf_config(config), None
 
 
-def _ranks(given: tuple[str, ...], known: KnownModel | None) -> tuple[tuple[int, float], ...]:
+def _ranks(
+    given: tuple[str, ...], popularity: Popularity, known: KnownModel | None
+) -> tuple[tuple[int, float], ...]:
+    """--lora-rank, else the ranks that the popularity gives its adapters, else the model's usual one."""
     if not given:
+        if popularity.lora_ranks:
+            counts = Counter(popularity.lora_ranks)
+            return tuple((rank, count / counts.total()) for rank, count in counts.items())
         if known is None:
             raise click.UsageError("give --lora-rank: only named models have a usual rank")
         return ((known.lora_rank, 1.0),)
@@ -86,33 +91,43 @@ def _ranks(given: tuple[str, ...], known: KnownModel | None) -> tuple[tuple[int,
     return tuple(found)
 
 
-def _rate(options: dict[str, Any], load: TraceLoad) -> float | None:
+def _of_trace(options: dict[str, Any], named: bool, load: TraceStatistics) -> dict[str, Any]:
+    """What of the plan is the trace's own: its rate (mean or peak), its adapters (named)."""
+    own_rate = options["request_rate"] is options["global_batch"] is None
+    share = sum(load.adapter_counts.values()) / load.num_requests
+    return {
+        "trace_rate_per_s": load.mean_rate_per_s if own_rate else None,
+        "adapters_are_traces": named,
+        "adapter_share": share if named else 1.0,
+    }
+
+
+def _rate(options: dict[str, Any], load: TraceStatistics) -> float | None:
     if options["request_rate"] is not None:
         if options["peak"]:
             raise click.UsageError("--peak takes the rate from the trace; give it or --request-rate")
         return options["request_rate"]
-    return load.peak_rate_per_s if options["peak"] else load.rate_per_s
+    return load.peak_rate_per_s if options["peak"] else load.mean_rate_per_s
 
 
-def _popularity(options: dict[str, Any], load: TraceLoad) -> tuple[NDArray[np.float64], str]:
-    """Probabilities, and where they come from: --popularity, --adapters, else the trace."""
-    num_adapters, path, s = options["num_adapters"], options["popularity"], options["zipf"]
-    if path is not None and (num_adapters is not None or s is not None):
-        raise click.UsageError("--popularity says it all; give it, or --adapters with --zipf")
-    if path is not None:
-        return _array(read_counts(path)), f"counts in {path}"
-    if num_adapters is not None:
-        s = _USUAL_ZIPF if s is None else s
-        return _array(zipf([str(index) for index in range(num_adapters)], s)), f"Zipf {s:g}"
+def _popularity(options: dict[str, Any], load: TraceStatistics) -> tuple[Popularity, str]:
+    """The popularity, and where it is from: --popularity or --zipf over --adapters, else the trace.
+
+    One that changes with time counts as it is at half time, when it is spread over most adapters.
+    """
+    num_adapters, shape, s = options["num_adapters"], options["popularity"], options["zipf"]
+    if shape is not None and s is not None:
+        raise click.UsageError("--popularity and --zipf exclude each other; give one of them")
+    if shape is None and num_adapters is not None:
+        shape = f"zipf:{USUAL_ZIPF if s is None else s}"
+    if shape is not None:
+        names = tuple(str(index) for index in range(num_adapters or 0))
+        return parse_popularity(shape, names).at(_HALF_TIME), shape
     if s is not None:
         raise click.UsageError("--zipf needs --adapters")
     named = load.popularity()
     if named is None:
         raise click.UsageError(
-            "the trace names no adapters; give --adapters N [--zipf S], or --popularity FILE"
+            "the trace names no adapters; give --adapters N [--zipf S], or --popularity NAME|FILE"
         )
-    return _array(named), "the trace's adapters"
-
-
-def _array(popularity: Popularity) -> NDArray[np.float64]:
-    return np.asarray(popularity.probabilities)
+    return named, _OF_TRACE

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from .errors import user_errors
+from .load_options import FORMAT, POPULARITY, ZIPF
 from .variadic import VariadicCommand
 
 _FILE = click.Path(exists=True, dir_okay=False)
@@ -21,11 +22,7 @@ _WHERE = (
 )
 _LOAD = (
     click.option("--trace", required=True, type=_FILE, help="Trace file."),
-    click.option(
-        "--format",
-        type=click.Choice(["azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "vllm", "own"]),
-        help="The trace's format.  [default: detected]",
-    ),
+    FORMAT,
     click.option(
         "--arrivals",
         type=click.Choice(["trace", "gamma"]),
@@ -46,13 +43,9 @@ _LOAD = (
 _ADAPTERS = (
     click.option("--lora-modules", multiple=True, metavar="NAMES...", help="Adapters to ask for."),
     click.option("--num-adapters", type=int, help="Ask for the first N adapters the server lists."),
-    click.option("--zipf", type=float, help="Popularity ~ 1 / place**ZIPF; 0: uniform.  [default: 1.2]"),
+    ZIPF,
+    POPULARITY,
     click.option("--adapter-counts", type=_FILE, help="Popularity by counts: CSV adapter,count or JSON."),
-    click.option(
-        "--popularity",
-        metavar="NAME|FILE",
-        help="Popularity of another shape than --zipf, e.g. uniform, long-tail, loraserve:shifting.",
-    ),
     click.option("--functions", type=_FILE, help="Arrivals and adapters from an Azure Functions trace."),
     click.option(
         "--skewness",

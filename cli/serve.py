@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from moe_lora.core.config import LORA_KERNELS, TRANSPORTS
+from moe_lora.core.config import CACHE_POLICIES, LORA_KERNELS, PLACEMENTS, ROUTINGS, TRANSPORTS
 
 from .errors import user_errors
 from .variadic import VariadicCommand
@@ -21,13 +21,39 @@ _ADAPTERS = (
     click.option(
         "--lora-dir", multiple=True, type=_FOLDER, help="Serve every PEFT adapter below, by folder name."
     ),
+    click.option(
+        "--registry",
+        type=_FOLDER,
+        help="Serve the adapters that a registry has for this model (moe-lora adapters add).",
+    ),
+    click.option(
+        "--registry-adapters", multiple=True, metavar="NAME...", help="Only these of them, from the start."
+    ),
     click.option("--max-loras", type=int, help="Adapters resident on the device at once."),
     click.option(
         "--lora-kernel",
         type=click.Choice(LORA_KERNELS),
         help="sgmv: true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA).  [default: sgmv]",
     ),
-    click.option("--lora-memory-gb", type=float, help=f"Room for resident adapters, in 10^9 bytes.  {_AUTO}"),
+    click.option("--lora-memory-gb", type=float, help="Bound on resident adapters, in 10^9 bytes."),
+)
+_CACHE = (
+    click.option(
+        "--arena-mb",
+        type=float,
+        help=f"Device memory for KV and adapters together, in 10^6 bytes.  {_AUTO}",
+    ),
+    click.option(
+        "--host-arena-mb",
+        type=float,
+        help="Host memory for KV and adapters that left the device; 0 is none.  [default: on CUDA as much as "
+        "the device has, at most a quarter of what is free; on CPU 0]",
+    ),
+    click.option(
+        "--cache-policy",
+        type=click.Choice(CACHE_POLICIES),
+        help=f"Which of them leave the device and come back.  [default: {CACHE_POLICIES[0]}]",
+    ),
 )
 _WHERE = (
     click.option("--host", help="Where to listen.  [default: 127.0.0.1]"),
@@ -40,7 +66,7 @@ _ENGINE = (
     click.option("--max-num-seqs", type=int, help="Sequences computed at once."),
     click.option("--max-num-batched-tokens", type=int, help="Token rows per step."),
     click.option("--max-model-len", type=int, help="Prompt and answer, in tokens.  [default: the model's]"),
-    click.option("--kv-cache-gb", type=float, help=f"Room for KV, in 10^9 bytes.  {_AUTO}"),
+    click.option("--kv-cache-gb", type=float, help="Bound on KV, in 10^9 bytes."),
     click.option("--block-size", type=int, help="Tokens per KV page."),
     click.option("--eager", is_flag=True, default=None, help="Don't compile the model."),
     click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt from its first token."),
@@ -66,9 +92,25 @@ _INSTANCES = (
     ),
     click.option(
         "--routing",
-        type=click.Choice(["least_outstanding", "round_robin"]),
-        help="How requests are spread over instances: least token work left, or in turn.  "
-        "[default: least_outstanding]",
+        type=click.Choice(ROUTINGS),
+        help="How requests are spread over instances (docs/placement.md); rank_aware and "
+        "shortest_pending_time need --performance-model.  [default: least_outstanding]",
+    ),
+    click.option(
+        "--performance-model",
+        metavar="FILE",
+        help="Times of batches by rank, for the routers that need them.",
+    ),
+    click.option(
+        "--placement",
+        type=click.Choice(PLACEMENTS),
+        help="Divide adapters over instances, and route by that.  [default: not at all]",
+    ),
+    click.option("--placement-interval-s", type=float, help="From one placement to the next.  [default: 30]"),
+    click.option(
+        "--operating-points",
+        metavar="FILE",
+        help='{"rank": tokens/s} that an instance serves of a rank alone.  [default: all ranks alike]',
     ),
 )
 _CLUSTER = (
@@ -123,12 +165,13 @@ _PROVISION = (
 
 
 def _options(function: Any) -> Any:
-    for option in reversed(_CLUSTER + _ADAPTERS + _WHERE + _INSTANCES + _LORA_SERVER + _PROVISION + _ENGINE):
+    groups = _CLUSTER + _ADAPTERS + _CACHE + _WHERE + _INSTANCES + _LORA_SERVER + _PROVISION + _ENGINE
+    for option in reversed(groups):
         function = option(function)
     return function
 
 
-@click.command(cls=VariadicCommand, variadic=["--lora-modules", "--lora-dir"])
+@click.command(cls=VariadicCommand, variadic=["--lora-modules", "--lora-dir", "--registry-adapters"])
 @click.argument("model_dir", type=_FOLDER, required=False)
 @_options
 @user_errors
@@ -158,8 +201,9 @@ def serve(config_file: str | None, role: str, **options: Any) -> None:
         host=cluster.front_end.host,
         port=cluster.front_end.port,
         served_model_name=cluster.served_model_name,
-        routing=cluster.front_end.routing,
+        routing=cluster.front_end,
         provision=cluster.provision,
+        registry=cluster.registry,
         # On one host the server gets an address and a store of its own, which end with it.
         lora_server=server
         and {name: value for name, value in server.items() if name not in ("address", "store_dir")},

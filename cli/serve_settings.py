@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import click
 from moe_lora.core.request import name_problem
 
 if TYPE_CHECKING:
+    from moe_lora.core.config import RegistryConfig
     from moe_lora.dist.cluster import ClusterConfig
 
 _PROVISION_FIELDS = {
@@ -48,11 +50,11 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
     Raises ConfigError, click.UsageError and click.BadParameter.
     """
     from moe_lora.core.config import EngineConfig, ProvisionConfig
-    from moe_lora.dist.cluster import ClusterConfig, read_cluster
+    from moe_lora.dist.cluster import ClusterConfig, FrontEndConfig, read_cluster
 
     given = {name: value for name, value in options.items() if value is not None}
     model_dir, name = given.pop("model_dir", None), given.pop("served_model_name", None)
-    front_end = {field: given.pop(field) for field in ("host", "port", "routing") if field in given}
+    front_end = {one.name: given.pop(one.name) for one in fields_of(FrontEndConfig) if one.name in given}
     adapters = (*map(_named_path, given.pop("lora_modules")), *find_adapters(given.pop("lora_dir")))
     if given.pop("no_prefix_caching"):
         given["prefix_caching"] = False
@@ -64,6 +66,7 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
         file = ClusterConfig(engine=EngineConfig(model_dir=model_dir), served_model_name="")
     server = _server_options(file.lora_server, given)
     fields = {field: given.pop(option) for option, field in _PROVISION_FIELDS.items() if option in given}
+    registry = _registry_options(file.registry, given)
     provision = replace(file.provision or ProvisionConfig(), **fields) if fields else file.provision
     if model_dir is not None:
         given["model_dir"] = model_dir
@@ -82,7 +85,20 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
         lora_server=server,
         front_end=replace(file.front_end, **front_end),
         provision=provision,
+        registry=registry,
     )
+
+
+def _registry_options(file: RegistryConfig | None, given: dict[str, Any]) -> RegistryConfig | None:
+    """The registry of the options, taken out of `given`, or of the file.  Raises click.UsageError."""
+    from moe_lora.core.config import RegistryConfig
+
+    folder, names = given.pop("registry", None), tuple(given.pop("registry_adapters"))
+    if folder is not None:
+        return RegistryConfig(folder=folder, adapters=names or None)
+    if names and file is None:
+        raise click.UsageError("--registry-adapters needs --registry, where they are registered")
+    return replace(file, adapters=names) if names and file is not None else file
 
 
 def _named_path(text: str) -> tuple[str, str]:

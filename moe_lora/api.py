@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from moe_lora.adapters.publish import register_adapter
+from moe_lora.adapters.registry import Registry
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import SamplingParams
 from moe_lora.engine.answer import Completion
 from moe_lora.engine.llm import LLM, AsyncLLM
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "EngineConfig", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "EngineConfig",
+    "Registry",
+    "SamplingParams",
+    "register_adapter",
+]

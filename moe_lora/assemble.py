@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig
+from moe_lora.core.config import (
+    EngineConfig,
+    LoraServerConfig,
+    ProvisionConfig,
+    RegistryConfig,
+    RoutingConfig,
+)
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.token_meter import TokenMeter
 from moe_lora.dist.cluster import ClusterConfig
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
@@ -27,28 +34,43 @@ def serve(
     host: str,
     port: int,
     served_model_name: str | None = None,
-    routing: str = "least_outstanding",
+    routing: RoutingConfig | None = None,
     lora_server: Mapping[str, Any] | None = None,
     provision: ProvisionConfig | None = None,
+    registry: RegistryConfig | None = None,
 ) -> None:
     """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
 
-    config.num_threads counts for each instance.  routing: a name of `policies.routing.ROUTERS`.  lora_server:
-    see `lora_server_processes`.  provision: see `ClusterConfig`.  Raises ConfigError or AdapterError for what
-    can be known at start.
+    config.num_threads counts for each instance.  lora_server: see `lora_server_processes`.  provision,
+    registry: see `ClusterConfig`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
+    start.
     """
     from moe_lora.engine.text import load_tokenizer
+    from moe_lora.serve.routes import make_routes
+    from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
+    routes = make_routes(routing or RoutingConfig(), config.max_num_seqs)
+    if routes.config.placement is not None and config.num_instances < 2:
+        raise ConfigError(
+            "a placement is over several instances; give --instances 2 or more, or leave it out"
+        )
     tokenizer = load_tokenizer(config.model_dir)
+    name = served_model_name or Path(config.model_dir).resolve().name
     with (
         bind(host, port) as sock,
+        opened_registry(registry, config, name) as (config, served),
         lora_server_processes(config, lora_server) as joined,
-        engine_processes(joined, routing) as client,
+        engine_processes(joined, routes.router, meter=routes.meter, ranks=routes.ranks) as client,
     ):
-        name = served_model_name or Path(config.model_dir).resolve().name
         run_server(
-            client, tokenizer, name, sock=sock, controller=_controller(provision, client, joined.lora_server)
+            client,
+            tokenizer,
+            name,
+            sock=sock,
+            controller=_controller(provision, client, joined.lora_server),
+            placement=routes.placement(client),
+            registry=served,
         )
 
 
@@ -63,7 +85,8 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.text import load_tokenizer
-    from moe_lora.policies.routing import ROUTERS
+    from moe_lora.serve.routes import make_routes
+    from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
     front_end, config = cluster.front_end, cluster.engine
@@ -72,13 +95,25 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     advice = (
         f"none has dialled in at {address} or all have left; start one, or send the request again in a while"
     )
-    roster = Roster((), config.adapters, advice)
-    fleet = FleetClient(roster, ROUTERS[front_end.routing](), WallClock())
-    with bind(front_end.host, front_end.port) as sock:
+    name = cluster.served_model_name
+    with (
+        bind(front_end.host, front_end.port) as sock,
+        opened_registry(cluster.registry, config, name) as (config, served),
+    ):
+        roster = Roster((), config.adapters, advice)
+        routes = make_routes(front_end, config.max_num_seqs)
+        fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
         try:
-            controller = _controller(cluster.provision, fleet, cluster.instance().lora_server)
-            run_server(fleet, tokenizer, cluster.served_model_name, sock=sock, controller=controller)
+            run_server(
+                fleet,
+                tokenizer,
+                name,
+                sock=sock,
+                controller=_controller(cluster.provision, fleet, cluster.instance().lora_server),
+                placement=routes.placement(fleet),
+                registry=served,
+            )
         finally:
             door.close()
             asyncio.run(fleet.close())
@@ -99,11 +134,16 @@ def _controller(
 
 @contextmanager
 def engine_processes(
-    config: EngineConfig, routing: str | Router = "least_outstanding"
+    config: EngineConfig,
+    routing: str | Router = "least_outstanding",
+    *,
+    meter: TokenMeter | None = None,
+    ranks: dict[str, int] | None = None,
 ) -> Iterator[EngineClient]:
     """Engine processes, ended with the context: one, or several that stand in for each other.
 
-    Several are restarted when they end; one is not.  routing: a name of `policies.routing.ROUTERS`, or one.
+    Several are restarted when they end; one is not.  routing: a router, or the name of one in
+    `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.
     """
     from moe_lora.engine.process import ProcessClient, start_processes, usable_cores
     from moe_lora.engine.shares import instance_config, thread_share
@@ -122,16 +162,16 @@ def engine_processes(
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.supervisor import Supervisor
-    from moe_lora.policies.routing import ROUTERS
+    from moe_lora.policies.routers import make_router
 
     def launch(index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]) -> ProcessClient:
         return ProcessClient(instance_config(config, index, num_starts, adapters), wait=False)
 
-    router = ROUTERS[routing]() if isinstance(routing, str) else routing
+    router = make_router(routing) if isinstance(routing, str) else routing
     clock = WallClock()
     clients = start_processes([instance_config(config, i, 0, config.adapters) for i in range(count)])
     roster = Roster(clients, config.adapters)
-    fleet = FleetClient(roster, router, clock)
+    fleet = FleetClient(roster, router, clock, meter=meter, ranks=ranks)
     Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
     try:
         yield fleet
@@ -149,6 +189,7 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
         yield config
         return
 
+    from moe_lora.core.hf_config import read_config
     from moe_lora.core.shape import ModelShape
     from moe_lora.dist.lora_server.partition import Layout, Partition
     from moe_lora.dist.ranks import LoraServerProcesses
@@ -161,7 +202,7 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
             store_dir=f"{directory}/adapters",
         )
         # Checked before there are as many processes as a layout that can't work asks for.
-        shape = ModelShape.from_hf_config(json.loads((Path(config.model_dir) / "config.json").read_text()))
+        shape = ModelShape.from_hf_config(read_config(Path(config.model_dir)))
         Partition(shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites)
         config = replace(config, lora_server=server)
         ranks = LoraServerProcesses(config, Layout.parse(server.layout).num_ranks, Path(directory))

@@ -1,4 +1,4 @@
-"""Adapters: PEFT directories read into packed true-rank form, and their store in host memory.
+"""Adapters: PEFT directories read into packed true-rank form, their store in host memory, and a registry.
 
 Names are imported on first use, so that the package itself needs no torch.
 """
@@ -12,8 +12,12 @@ _EXPORTS = {
     "AdapterConfig": "config",
     "PackedAdapter": "packed",
     "PackedLayer": "packed",
+    "RegisteredAdapter": "registered",
+    "Registry": "registry",
+    "base_model_hash": "base_model",
     "pack_state_dict": "peft_format",
     "read_adapter": "peft_format",
+    "register_adapter": "publish",
 }
 
 __all__ = list(_EXPORTS)

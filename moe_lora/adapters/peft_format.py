@@ -17,10 +17,8 @@ from .config import AdapterConfig
 from .match import match
 from .packed import PackedAdapter, assemble, pack_layer
 from .pairs import is_swapped, make_pair
+from .peft_files import not_readable, read_config, weights_file
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAME_BASE = (
     *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
     *("num_heads", "num_kv_heads", "head_dim"),
@@ -38,17 +36,15 @@ def read_adapter(
     have the sizes of the base; another name alone is no error, since names move.
     """
     folder = Path(path)
-    config = AdapterConfig.parse(_read_json(folder), str(folder / CONFIG_FILE))
+    config = read_config(folder)
     _check_base(config, shape)
-    weights = folder / WEIGHTS_FILE
-    if not weights.is_file():
-        raise _no_weights(folder)
+    weights = weights_file(folder)
     try:
         with safe_open(weights, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
             return _pack(tensors, config, shape, dtype, name or folder.resolve().name, str(weights))
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{weights}: not a readable safetensors file ({error}); copy it again") from error
+        raise not_readable(weights, error) from error
 
 
 def pack_state_dict(
@@ -89,28 +85,6 @@ def _pack(
         pairs = [make_pair(source, tensors, shape, where, swapped) for source in layer]
         layers.append(pack_layer(pairs, shape, dtype, where))
     return assemble(name, layers, shape)
-
-
-def _read_json(folder: Path) -> Any:
-    if not folder.is_dir():
-        raise AdapterError(f"{folder}: no such folder; give the folder that holds {CONFIG_FILE}")
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise AdapterError(f"{path}: missing; a PEFT adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{path}: not valid JSON ({error}); save the adapter again") from error
-
-
-def _no_weights(folder: Path) -> AdapterError:
-    pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
-    if pickles:
-        return AdapterError(
-            f"{folder / pickles[0]}: a pickle can run code when it is opened and is not read; convert it to "
-            f"{WEIGHTS_FILE} with safetensors.torch.save_file"
-        )
-    return AdapterError(f"{folder / WEIGHTS_FILE}: missing; save the adapter with safe_serialization=True")
 
 
 def _check_base(config: AdapterConfig, shape: ModelShape) -> None:

@@ -26,6 +26,10 @@ class AdapterExistsError(MoeLoraError, ValueError):
     """A name that is already taken."""
 
 
+class RegistryError(MoeLoraError):
+    """A registry of adapters that can't be opened, read or written."""
+
+
 class CapacityError(MoeLoraError):
     """A request or adapter that could never fit."""
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import yaml
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig
+from moe_lora.core.config import (
+    EngineConfig,
+    LoraServerConfig,
+    ProvisionConfig,
+    RegistryConfig,
+    RoutingConfig,
+)
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
@@ -19,6 +25,7 @@ _SECTIONS = (
     "model_dir",
     "served_model_name",
     "adapters",
+    "registry",
     "key",
     "key_file",
     "engine",
@@ -31,18 +38,15 @@ _MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontEndConfig:
-    """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in.
-
-    routing: a name of `policies.routing.ROUTERS`.
-    """
+class FrontEndConfig(RoutingConfig):
+    """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     engines_address: str | None = None
-    routing: str = "least_outstanding"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"front_end.port={self.port} must be between 0 and 65535")
         if self.engines_address is not None:
@@ -56,6 +60,7 @@ class ClusterConfig:
     engine: of every instance; it names no LoRA Server.  lora_server: fields of `LoraServerConfig` but the
     key, None = the instances compute deltas.  key: shared secret of all roles.  provision: how the load on
     adapters is watched; None = by the defaults where there is a LoRA Server, else not at all.
+    registry: its adapters are served beside those of `engine`; the front end opens it.
     """
 
     engine: EngineConfig
@@ -64,6 +69,7 @@ class ClusterConfig:
     lora_server: Mapping[str, Any] | None = None
     front_end: FrontEndConfig = FrontEndConfig()
     provision: ProvisionConfig | None = None
+    registry: RegistryConfig | None = None
 
     def __post_init__(self) -> None:
         if self.provision is not None and self.provision.auto_resize and self.lora_server is None:
@@ -137,8 +143,12 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
     given = _mapping("the file", content)
     _check_keys("", given, _SECTIONS)
     model_dir = folder / _text("model_dir", given.get("model_dir"))
-    name = given.get("served_model_name")
+    served_name = given.get("served_model_name")
     engine = _fields(EngineConfig, "engine", given.get("engine"), _NOT_IN_ENGINE)
+    front_end = _fields(FrontEndConfig, "front_end", given.get("front_end"))
+    for name in ("performance_model", "operating_points"):
+        if front_end.get(name) is not None:
+            front_end[name] = str(folder / front_end[name])
     server = given.get("lora_server")
     if server is not None:
         server = _fields(LoraServerConfig, "lora_server", server, ("key",))
@@ -148,14 +158,27 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
         engine=EngineConfig(
             model_dir=str(model_dir), adapters=_adapters(given.get("adapters"), folder), **engine
         ),
-        served_model_name=model_dir.resolve().name if name is None else _text("served_model_name", name),
+        served_model_name=model_dir.resolve().name
+        if served_name is None
+        else _text("served_model_name", served_name),
         key=_key(given, folder),
         lora_server=server,
-        front_end=FrontEndConfig(**_fields(FrontEndConfig, "front_end", given.get("front_end"))),
+        front_end=FrontEndConfig(**front_end),
         provision=ProvisionConfig(**_fields(ProvisionConfig, "provision", given["provision"]))
         if "provision" in given
         else None,
+        registry=_registry(given["registry"], folder) if "registry" in given else None,
     )
+
+
+def _registry(given: Any, folder: Path) -> RegistryConfig:
+    settings = _mapping("registry", given)
+    _check_keys("registry", settings, ("folder", "adapters"))
+    names = settings.get("adapters")
+    if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
+        raise ConfigError(f"registry.adapters={names!r} must be a list of names, or null for all")
+    place = folder / _text("registry.folder", settings.get("folder"))
+    return RegistryConfig(folder=str(place), adapters=None if names is None else tuple(names))
 
 
 def _adapters(given: Any, folder: Path) -> tuple[tuple[str, str], ...]:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 import pickle
-import queue
 import threading
-from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
 from moe_lora.core.problems import LastProblem
 from moe_lora.dist.lora_server.control import hang_up
 
+from .inbox import Inbox
 from .messages import Abort, Command, Dead, Event, Generate, Outputs, Rejected, Stop
 from .wire import Hello, dial
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-Inbox = queue.SimpleQueue[Command | Callable[[], None]]
 
 
 class FrontEndLink:

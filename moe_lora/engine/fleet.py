@@ -19,12 +19,13 @@ from moe_lora.core.request import (
     ModelInfo,
     TokenOutput,
 )
+from moe_lora.core.token_meter import TokenMeter
 from moe_lora.policies.routing import Router
 
 from .client import EngineClient
 from .failover import MAX_RESENDS, Course, token_work
 from .fan_out import ask_live
-from .fleet_adapters import load_everywhere, unload_everywhere
+from .fleet_adapters import load_everywhere, pin_everywhere, unload_everywhere
 from .fleet_views import merge_adapters, merge_stats
 from .roster import Instance, Roster
 
@@ -41,13 +42,25 @@ class FleetClient:
     """`EngineClient` over the instances of a roster (see there for its contract).
 
     When an instance ends, its unfinished requests go on at another one, from the token they had reached.
-    Adapters are loaded and unloaded everywhere or nowhere.
+    Adapters are loaded, unloaded and pinned everywhere or nowhere.  meter: counts each adapter's tokens,
+    those of a prompt with its first output.  ranks: filled with the adapters' ranks before the first request
+    is routed.
     """
 
-    def __init__(self, roster: Roster, router: Router, clock: Clock) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        router: Router,
+        clock: Clock,
+        *,
+        meter: TokenMeter | None = None,
+        ranks: dict[str, int] | None = None,
+    ) -> None:
         self._roster = roster
         self._router = router
         self._clock = clock
+        self._meter = meter
+        self._ranks = ranks
         self._running: dict[str, _Running] = {}
         self._info: ModelInfo | None = None
         # Calls for one adapter come one after the other, or instances could disagree on which was the last.
@@ -89,8 +102,10 @@ class FleetClient:
         """The outputs of one instance, its work counted while it lasts."""
         rest = course.rest()
         work = token_work(rest, max_model_len)
-        num_prompt = len(rest.prompt_token_ids)
+        num_prompt = prompt_tokens = len(rest.prompt_token_ids)
+        started = False
         instance.outstanding_tokens += work
+        instance.load.add(rest.adapter, prompt_tokens)
         outputs = cast("AsyncGenerator[TokenOutput, None]", client.generate(rest))
         try:
             async with aclosing(outputs):
@@ -99,9 +114,15 @@ class FleetClient:
                     num_prompt = 0
                     work -= done
                     instance.outstanding_tokens -= done
+                    if output.token_ids and not started:
+                        started = True
+                        instance.load.start(rest.adapter, prompt_tokens)
+                    if self._meter is not None:
+                        self._meter.add(rest.adapter, done)
                     yield course.take(output)
         finally:
             instance.outstanding_tokens -= work
+            instance.load.end(rest.adapter, prompt_tokens, started=started)
 
     def _next_instance(self, course: Course) -> Instance:
         try:
@@ -137,13 +158,19 @@ class FleetClient:
     async def model_info(self) -> ModelInfo:
         """That of one instance; they are alike.  max_loras counts for each."""
         if self._info is None:
-            self._info = (await ask_live(self._roster, lambda client: client.model_info()))[0][1]
+            info = (await ask_live(self._roster, lambda client: client.model_info()))[0][1]
+            if self._ranks is not None:
+                self._ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
+            self._info = info
         return self._info
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         async def load() -> AdapterInfo:
             async with self._lock(name):
-                return await load_everywhere(self._roster, name, path, replace=replace)
+                info = await load_everywhere(self._roster, name, path, replace=replace)
+                if self._ranks is not None:
+                    self._ranks[name] = info.lora_rank
+                return info
 
         # A caller that gives up must not leave the instances with different adapters.
         return await asyncio.shield(load())
@@ -154,6 +181,13 @@ class FleetClient:
                 await unload_everywhere(self._roster, name)
 
         await asyncio.shield(unload())
+
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        async def pin() -> AdapterInfo:
+            async with self._lock(name):
+                return await pin_everywhere(self._roster, name, pinned=pinned)
+
+        return await asyncio.shield(pin())
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

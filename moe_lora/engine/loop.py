@@ -14,7 +14,8 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo
 
 from .core import EngineCore
-from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
+from .inbox import Inbox
+from .messages import Abort, Call, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class EngineLoop(threading.Thread):
 
     def __init__(self, core: EngineCore, emit: Callable[[Event], None]) -> None:
         super().__init__(name="engine-loop", daemon=True)
-        self.inbox: queue.SimpleQueue[Command | Callable[[], None]] = queue.SimpleQueue()
+        self.inbox = Inbox()
         self._core = core
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
@@ -38,6 +39,7 @@ class EngineLoop(threading.Thread):
             "load_adapter": self._load_adapter,
             "publish_adapter": lambda call: self._reply(call, self._publish, *call.args),
             "unload_adapter": self._unload_adapter,
+            "pin_adapter": lambda call: self._reply(call, self._core.pin_adapter, *call.args),
             "list_adapters": lambda call: self._reply(call, self._core.list_adapters),
             "stats": lambda call: self._reply(call, self._core.stats),
             "model_info": lambda call: self._reply(call, lambda: self._core.info),
@@ -50,6 +52,8 @@ class EngineLoop(threading.Thread):
                     outputs = self._core.step()
                     if outputs:
                         self._emit(Outputs(outputs))
+                else:
+                    self._core.tend()
                 self._settle_leaving()
         except Exception as error:
             logger.exception("the engine failed")
@@ -72,17 +76,20 @@ class EngineLoop(threading.Thread):
         """Handle what lies in the inbox, waiting for something if there is nothing to compute."""
         wait = not self._core.has_work or self._core.stalled
         while wait or not self.inbox.empty():
-            command = self.inbox.get()
+            try:
+                command, arrival_s = self.inbox.get(self._core.tend())
+            except queue.Empty:
+                continue
             wait = False
             if isinstance(command, Stop):
                 return False
-            self._handle(command)
+            self._handle(command, arrival_s)
         return True
 
-    def _handle(self, command: Generate | Abort | Call | Callable[[], None]) -> None:
+    def _handle(self, command: Generate | Abort | Call | Callable[[], None], arrival_s: float) -> None:
         if isinstance(command, Generate):
             try:
-                self._core.add_request(command.request)
+                self._core.add_request(command.request, arrival_s)
             except Exception as error:
                 self._emit(Rejected(command.request.request_id, error))
         elif isinstance(command, Abort):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats
+from moe_lora.policies.instance_load import InstanceLoad
 
 from .client import EngineClient
 from .fleet_views import add_counters
@@ -21,7 +22,7 @@ from .fleet_views import add_counters
 class Instance:
     """An engine among several.  `client` is replaced when the engine is restarted, or dials in again.
 
-    name: its number, or the name it dialled in with.  outstanding_tokens: see
+    name: its number, or the name it dialled in with.  outstanding_tokens, load: see
     `policies.routing.InstanceView`.  missing: adapters that could not be loaded again after a restart.
     starting: the client of a process that is not in routing yet.  latest: the stats it gave last.  past:
     counters of its earlier processes; past_before: of those before the latest, whose incarnation (of an
@@ -34,6 +35,7 @@ class Instance:
     live: bool = True
     given_up: bool = False
     outstanding_tokens: int = 0
+    load: InstanceLoad = field(default_factory=InstanceLoad)
     missing: set[str] = field(default_factory=set)
     starting: EngineClient | None = None
     num_starts: int = 1
@@ -54,6 +56,7 @@ class ServedAdapter:
 
     path: str
     version: int
+    pinned: bool = False
 
 
 class Roster:
@@ -188,8 +191,15 @@ class Roster:
         with self._changed:
             version = max(info.version, self._versions.get(info.name, 0) + 1)
             self._versions[info.name] = version
-            self._adapters[info.name] = ServedAdapter(path, version)
+            before = self._adapters.get(info.name)
+            pinned = before is not None and before.pinned
+            self._adapters[info.name] = ServedAdapter(path, version, pinned)
             return self._adapters[info.name]
+
+    def pin(self, name: str, *, pinned: bool) -> None:
+        """From now on the adapter is pinned on all instances, or on none."""
+        with self._changed:
+            self._adapters[name] = replace(self._adapters[name], pinned=pinned)
 
     def forget(self, name: str) -> None:
         """From now on no instance serves this name."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
@@ -13,6 +12,7 @@ from multiprocessing.connection import Connection
 
 from moe_lora.core.config import EngineConfig
 
+from .inbox import Inbox
 from .messages import Command, Event, Reply, Stop
 from .process import START_CALL_ID
 
@@ -29,7 +29,7 @@ def main(connection: Connection) -> None:
             except OSError:
                 logging.getLogger(__name__).info("the client is gone")
 
-    inbox: queue.SimpleQueue[Command | Callable[[], None]] = queue.SimpleQueue()
+    inbox = Inbox()
     ready = threading.Event()
     threading.Thread(target=_read, args=(connection, inbox.put, ready), daemon=True).start()
     try:

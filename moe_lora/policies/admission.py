@@ -41,18 +41,29 @@ def admissible(
     can_be_resident: Callable[[Waiting], bool],
     now_s: float,
     starvation_s: float,
+    keeps_from_others: Callable[[Waiting], bool] | None = None,
 ) -> Iterator[Waiting]:
     """Requests that may start, first come first served; one whose adapter finds no place is passed over.
 
     can_be_resident: whether the request's adapter is on the device or could be brought in now; asked once
-    per adapter.  A request passed over for longer than starvation_s ends the scan: running requests
+    per adapter.  A request passed over for longer than starvation_s stops the younger ones: running requests
     drain, and the slot that falls free is its own.
+    keeps_from_others: whether the request's adapter has a place that nobody uses and nobody else can have
+    before somebody has used it; asked once per adapter.  Such requests start all the same: what the starving
+    one waits for may be that place.  None: there are no such places.
     """
     turned_away: set[int | None] = set()
+    may_pass: dict[int | None, bool] = {}
+    starving = False
     for request in queue:
-        if request.adapter_uid not in turned_away and can_be_resident(request):
+        uid = request.adapter_uid
+        if starving and uid not in may_pass:
+            may_pass[uid] = keeps_from_others is not None and keeps_from_others(request)
+        if uid not in turned_away and may_pass.get(uid, True) and can_be_resident(request):
             yield request
             continue
-        turned_away.add(request.adapter_uid)
+        turned_away.add(uid)
         if now_s - request.arrival_s > starvation_s:
-            return
+            if keeps_from_others is None:
+                return
+            starving = True

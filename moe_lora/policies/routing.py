@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from .instance_load import InstanceLoad
+
 
 class InstanceView(Protocol):
     """An instance as routing sees it."""
@@ -18,6 +20,11 @@ class InstanceView(Protocol):
     @property
     def outstanding_tokens(self) -> int:
         """Tokens that its requests may still need: prompts not begun, and answers up to their limits."""
+        ...
+
+    @property
+    def load(self) -> InstanceLoad:
+        """Its requests, by adapter."""
         ...
 
 
@@ -73,13 +80,6 @@ class ByAdapter:
         index = None if request.adapter is None else self._assignment.get(request.adapter)
         own = next((one for one in instances if one.index == index), None)
         return self._otherwise.choose(request, instances) if own is None else own
-
-
-ROUTERS: dict[str, type[LeastOutstanding] | type[RoundRobin]] = {
-    "least_outstanding": LeastOutstanding,
-    "round_robin": RoundRobin,
-}
-"""Routers that need no knowledge of the load to come, by the names users give."""
 
 
 def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[str, int]:

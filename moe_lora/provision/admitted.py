@@ -23,11 +23,24 @@ def smallest_capacity_of(
 ) -> int:
     """The smallest capacity whose IAR reaches the target, by that estimator.
 
-    "paper": algorithm 1.  "corrected": by bisection, as its IAR grows with the capacity.
+    "paper": algorithm 1.  "corrected": its IAR grows with the capacity, so in steps that double, from the
+    paper's answer on, which is mostly near, and then by bisection.
     """
+    near = min_capacity(probabilities, global_batch, target)
     if estimator == "paper":
-        return min_capacity(probabilities, global_batch, target)
-    admitted, low, high = ADMITTED[estimator], 0, int(np.count_nonzero(probabilities))
+        return near
+    admitted, num_used = ADMITTED[estimator], int(np.count_nonzero(probabilities))
+    low, high, step = 0, num_used, 1
+    if admitted(probabilities, global_batch, near) >= target:
+        high = near
+        while high - step > 0 and admitted(probabilities, global_batch, high - step) >= target:
+            high, step = high - step, 2 * step
+        low = max(0, high - step)
+    else:
+        low = near
+        while low + step < num_used and admitted(probabilities, global_batch, low + step) < target:
+            low, step = low + step, 2 * step
+        high = min(num_used, low + step)
     while high - low > 1:
         middle = (low + high) // 2
         if admitted(probabilities, global_batch, middle) >= target:

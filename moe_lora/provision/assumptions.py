@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_lora.core.known_models import KNOWN_MODELS
 
 from .inputs import PlanInputs
+from .memory import bytes_text
 
 _FORMS = {
     "separate": "gate and up of an expert with an A each",
@@ -19,13 +20,15 @@ def assumptions(inputs: PlanInputs) -> tuple[str, ...]:
     other_bytes = type(mix)(ranks=mix.ranks, form=other).adapter_bytes(shape)
     sites = "adapters on every expert, none on attention" if shape.num_experts else "adapters on all sites"
     said = [
-        f"{sites}; {_FORMS[mix.form]}: {mix.adapter_bytes(shape) / 1e9:.2f} GB each "
-        f"({other}: {other_bytes / 1e9:.2f} GB)",
+        f"{sites}; {_FORMS[mix.form]}: {bytes_text(mix.adapter_bytes(shape))} each "
+        f"({other}: {bytes_text(other_bytes)})",
         _load(inputs),
         "requests arrive independently of each other; service times do not depend on the adapter",
         f"times and memory by profile {inputs.profile.name}; deltas are computed beside the base GEMMs; "
         "experts are chosen evenly; waiting at the server for other instances is not in the predicted TPOT",
     ]
+    if inputs.adapter_share < 1:
+        said.append(f"{1 - inputs.adapter_share:.1%} of the requests ask for the base model and take no slot")
     if len(mix.ranks) > 1:
         said.append("adapters of mean size stand for the mix of ranks")
     notes = {model.name: model.note for model in KNOWN_MODELS}

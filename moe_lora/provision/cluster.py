@@ -29,6 +29,7 @@ MEMORY, FIRST_TOKEN = "ttft: cache capacity", "ttft: first token"
 EQ5, EQ6 = "tpot: eq5", "tpot: eq6"
 CONSTRAINTS = (MEMORY, FIRST_TOKEN, EQ5, EQ6)
 STEPS_TO_FIRST_TOKEN = 2.95
+MOST_ROWS = 1024
 MS = 1e3
 _PRECISION = 1e-6
 
@@ -86,14 +87,14 @@ class Cluster:
                 f"the KV of one request of {self.context_tokens:.0f} tokens does not fit beside the weights "
                 f"of an instance; raise --instance-gpus={self.instance_gpus}"
             )
-        if not self._base_holds(1):
+        if not self.base_holds(1):
             base_s = self.stages.attention_s(1) + self.stages.experts_s(1)
             raise SloError(
                 f"TPOT SLO {self.slo_tpot_s:g} s leaves {self.layer_budget_s * MS:.3f} ms a layer; attention "
                 f"+ experts of the base model alone take {base_s * MS:.3f} ms, "
                 f"{(base_s - self.layer_budget_s) * MS:.3f} ms more; raise --slo-tpot-s or --instance-gpus"
             )
-        batch = largest(self._base_holds, kv)
+        batch = largest(self.base_holds, kv)
         return batch, "kv" if batch == kv else "tpot"
 
     def steady_tpot_s(self, layout: Layout, batch: float) -> float:
@@ -120,7 +121,8 @@ class Cluster:
         load_s = largest / self.shape.num_layers / self.gpu.load_bytes_per_s
         return load_s, STEPS_TO_FIRST_TOKEN * self.steady_tpot_s(layout, batch)
 
-    def _base_holds(self, batch: float) -> bool:
+    def base_holds(self, batch: float) -> bool:
+        """Whether the base model alone decodes so many rows within the TPOT SLO."""
         return self.stages.attention_s(batch) + self.stages.experts_s(batch) <= self.layer_budget_s
 
     def _layouts(self) -> Iterator[Layout]:
@@ -165,6 +167,23 @@ def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: in
             EQ6: served.longest[1] * waiting <= cluster.layer_budget_s,
         },
     )
+
+
+def most_rows(cluster: Cluster, layout: Layout, num_instances: int, batch: float) -> int:
+    """Most requests that an instance may decode at once: within the TPOT SLO, (5), (6) and its KV.
+
+    MOST_ROWS at most, as an engine keeps tables of that many, but always the mean batch and four standard
+    deviations of a Poisson count.
+    """
+
+    def in_time(rows: int) -> bool:
+        met = candidate(cluster, layout, 1, num_instances, rows).met
+        return cluster.base_holds(rows) and met[EQ5] and met[EQ6]
+
+    least = math.ceil(batch + 4 * math.sqrt(batch))
+    room = int(kv_requests(cluster.gpu, cluster.shape, cluster.instance_gpus, cluster.context_tokens))
+    most = min(MOST_ROWS, room)
+    return max(least, largest(in_time, most, least)) if most > least else least
 
 
 def largest(holds: Callable[[int], bool], most: int, least: int = 1) -> int:

@@ -16,6 +16,6 @@ def iar_curves(inputs: PlanInputs, up_to: int) -> dict[str, list[tuple[int, floa
     capacities = sorted({round(place) for place in np.linspace(1, most, min(NUM_POINTS, most))})
     curves: dict[str, list[tuple[int, float]]] = {}
     for capacity in capacities:
-        for name, rate in rates_at(inputs.probabilities, inputs.load, capacity).items():
+        for name, rate in rates_at(inputs.probabilities, inputs.adapter_load, capacity).items():
             curves.setdefault(name, []).append((capacity, rate))
     return curves

@@ -23,10 +23,12 @@ class PlanInputs:
     """A model, its adapters, a load, a device and two SLOs.
 
     model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
-    rate_per_s, output_tokens, context_tokens: of the load (`TraceLoad`).  global_batch: requests decoding at
+    rate_per_s, output_tokens, context_tokens: of the load, means.  global_batch: requests decoding at
     once over all instances; None: rate * output tokens * TPOT SLO (Little's law).  gpus: the whole budget;
     None: as few as it takes.  instances: so many; None: chosen.  estimator: of the IAR that M* must reach.
-    rate_is_traces: rate_per_s is the trace's own mean.
+    trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
+    adapters_are_traces: probabilities are those of the adapters that the trace names.  adapter_share: of the
+    requests, those for an adapter; the others ask the base model.
     Raises ConfigError for numbers that can't be right.
     """
 
@@ -45,9 +47,11 @@ class PlanInputs:
     target_iar: float = 0.95
     gpus: int | None = None
     instances: int | None = None
-    estimator: str = "paper"
+    estimator: str = "corrected"
     popularity_source: str = ""
-    rate_is_traces: bool = False
+    trace_rate_per_s: float | None = None
+    adapters_are_traces: bool = False
+    adapter_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft_s", "slo_tpot_s", "output_tokens", "context_tokens"):
@@ -57,6 +61,8 @@ class PlanInputs:
                 _positive(name, getattr(self, name))
         if not 0 < self.target_iar <= 1:
             raise ConfigError(f"target_iar={self.target_iar} must be above 0 and at most 1 (0.95 usual)")
+        if not 0 < self.adapter_share <= 1:
+            raise ConfigError(f"adapter_share={self.adapter_share} must be above 0 and at most 1")
         if self.estimator not in ESTIMATORS:
             raise ConfigError(
                 f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}"
@@ -65,7 +71,8 @@ class PlanInputs:
             raise ConfigError("gpus and instances are both given; a budget is split by the plan: give one")
         if self.rate_per_s is None and self.global_batch is None:
             raise ConfigError(
-                "the load is unknown: the trace has no arrival times; give --request-rate or --global-batch"
+                "the load is unknown: the trace has no arrival times, or one only; "
+                "give --request-rate or --global-batch"
             )
 
     @property
@@ -76,6 +83,11 @@ class PlanInputs:
         assert self.rate_per_s is not None  # checked above
         return self.rate_per_s * self.output_tokens * self.slo_tpot_s
 
+    @property
+    def adapter_load(self) -> float:
+        """Of `load`, the requests with an adapter: the global batch of the models of admission."""
+        return self.load * self.adapter_share
+
     def rate_of(self, global_batch: float) -> float:
         """Requests per second that keep this many decoding at the TPOT SLO."""
         return global_batch / (self.output_tokens * self.slo_tpot_s)
@@ -85,7 +97,7 @@ class PlanInputs:
         names = (
             *("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens", "global_batch"),
             *("slo_ttft_s", "slo_tpot_s", "target_iar", "gpus", "instances", "estimator"),
-            "popularity_source",
+            *("popularity_source", "adapter_share"),
         )
         return {
             **{name: getattr(self, name) for name in names},

@@ -72,6 +72,11 @@ class AdapterMix:
         return sum(share * shape.adapter_bytes(rank, targets, shared, ep) for rank, share in self.ranks)
 
 
+def bytes_text(num_bytes: float) -> str:
+    """In GB, or MB where that is less than 0.1 GB."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+
+
 def server_slots(gpu: Gpu, shape: ModelShape, mix: AdapterMix, layout: Layout) -> int:
     """Adapters of mean size that fit on a LoRA Server of this layout."""
     return int(gpu.memory_bytes * gpu.server_memory_share / mix.bytes_on_rank(shape, layout))

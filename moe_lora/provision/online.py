@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .admitted import rates_at, smallest_capacity_of
 from .demand import Demand
-from .iar import expected_active, immediate_admissibility_rate, min_capacity
+from .iar import expected_active
+from .inputs import ESTIMATORS
 
 MARGIN = 0.1
 SHRINK_ABOVE = 1.25
@@ -17,8 +19,10 @@ class Outlook:
     """What the model says of a demand at a capacity.
 
     expected_active: adapters that at least one request uses, in the mean.  predicted_iar: share of requests
-    that the capacity admits at once (InfiniLoRA equation 4); measured_iar: the share that was, None if no
-    request ended.  needed_capacity: the smallest one that reaches target_iar.
+    that the capacity admits at once, by the corrected model, which is what simulation agrees with;
+    predicted_iar_paper: by InfiniLoRA's equation 4, too high while requests wait.  measured_iar: the share
+    that was, None if no request ended.  needed_capacity: the smallest one whose predicted_iar reaches
+    target_iar.
     """
 
     num_requests: int
@@ -27,6 +31,7 @@ class Outlook:
     expected_active: float
     capacity: int
     predicted_iar: float
+    predicted_iar_paper: float
     measured_iar: float | None
     target_iar: float
     needed_capacity: int
@@ -49,19 +54,21 @@ def outlook(demand: Demand, capacity: int, target_iar: float, num_pools: int = 1
     Without requests all are admitted, and one place is enough.
     """
     batch = demand.global_batch / num_pools
-    active, predicted, needed = 0.0, 1.0, 1
+    active, needed = 0.0, 1
+    predicted = dict.fromkeys(ESTIMATORS, 1.0)
     if demand.num_requests and batch > 0:
         popularity = demand.counts / demand.num_requests
         active = expected_active(popularity, batch)
-        predicted = immediate_admissibility_rate(popularity, batch, capacity)
-        needed = min_capacity(popularity, batch, target_iar)
+        predicted = rates_at(popularity, batch, capacity)
+        needed = smallest_capacity_of("corrected", popularity, batch, target_iar)
     return Outlook(
         num_requests=demand.num_requests,
         num_adapters=len(demand.counts),
         global_batch=demand.global_batch,
         expected_active=active,
         capacity=capacity,
-        predicted_iar=predicted,
+        predicted_iar=predicted["corrected"],
+        predicted_iar_paper=predicted["paper"],
         measured_iar=demand.num_at_once / demand.num_timed if demand.num_timed else None,
         target_iar=target_iar,
         needed_capacity=needed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 from moe_lora.dist.lora_server.communication import communication_metrics, uniform_routing
 from moe_lora.dist.lora_server.partition import Layout, Partition
 
-from .admitted import ADMITTED, rates_at, smallest_capacity_of
+from .admitted import ADMITTED, Admitted, rates_at, smallest_capacity_of
 from .assumptions import assumptions
 from .budget import check_budget, check_instances
-from .cluster import MS, Candidate, Cluster
+from .cluster import MS, Candidate, Cluster, most_rows
 from .iar import expected_active
-from .inputs import PlanInputs
+from .inputs import ESTIMATORS, PlanInputs
 from .sizing import ServerSize, fewest_instances, minimum_server
 from .split import Split, best_split
 from .stages import StageTimes
@@ -27,17 +26,20 @@ TAIL = 0.95
 class Plan:
     """A cluster, and the numbers that led to it.
 
-    capacity: M*, adapters that must be resident at once; iar, iar_corrected: admitted at once with M*, by the
-    paper's model and the corrected one.  slots: adapters that the server's GPUs hold (>= M*), with
-    slots_iar and slots_iar_corrected.  max_num_seqs: room for the mean batch and four standard deviations of
-    a Poisson count.  binding_constraint: what asked for
-    the number of server GPUs, of gpus_by_constraint.  p95_ttft_s: decode TTFT; None where requests would
+    capacity: M*, adapters that must be resident at once, by the estimator of the inputs; capacity_paper,
+    capacity_corrected: by each.  iar, iar_corrected: admitted at once with M*, by the paper's model and the
+    corrected one.  slots: adapters that the server's GPUs hold (>= M*), with
+    slots_iar and slots_iar_corrected.  max_num_seqs: all that an instance can run within
+    the TPOT SLO, so that bursts need not wait.  binding_constraint: what asked for the number of server GPUs,
+    of gpus_by_constraint.  p95_ttft_s: decode TTFT; None where requests would
     queue.  tpot_s: at the batch that it keeps running; tpot_at_load_s, layer_ms, metrics: at the global batch
     that was sized for.
     serviceable_rate_per_s: the highest rate that the budget holds; None without one.  metrics: table 1's.
     """
 
     capacity: int
+    capacity_paper: int
+    capacity_corrected: int
     iar: float
     iar_corrected: float
     expected_active: float
@@ -76,11 +78,12 @@ def make_plan(inputs: PlanInputs) -> Plan:
     that is none.
     """
     cluster = cluster_of(inputs)
-    capacity = smallest_capacity_of(inputs.estimator, inputs.probabilities, inputs.load, inputs.target_iar)
+    capacity = smallest_capacity_of(
+        inputs.estimator, inputs.probabilities, inputs.adapter_load, inputs.target_iar
+    )
     split = None
     if inputs.gpus is not None:
-        admitted = ADMITTED[inputs.estimator]
-        split = best_split(cluster, inputs.probabilities, inputs.target_iar, inputs.gpus, admitted)
+        split = best_split(cluster, inputs.probabilities, inputs.target_iar, inputs.gpus, _admitted(inputs))
         check_budget(inputs, split)
         num_instances = split.num_instances
         server = minimum_server(
@@ -118,6 +121,12 @@ def cluster_of(inputs: PlanInputs) -> Cluster:
     )
 
 
+def _admitted(inputs: PlanInputs) -> Admitted:
+    """IAR at a global batch of which only a share asks for adapters."""
+    admitted, share = ADMITTED[inputs.estimator], inputs.adapter_share
+    return lambda probabilities, batch, capacity: admitted(probabilities, batch * share, capacity)
+
+
 def _plan(
     inputs: PlanInputs,
     cluster: Cluster,
@@ -129,12 +138,20 @@ def _plan(
     chosen, load = server.chosen, inputs.load
     batch, layout = load / num_instances, chosen.layout
     slots = min(chosen.slots, len(inputs.probabilities))
-    at_capacity, at_slots = (rates_at(inputs.probabilities, load, size) for size in (capacity, slots))
+    at_capacity, at_slots = (
+        rates_at(inputs.probabilities, inputs.adapter_load, size) for size in (capacity, slots)
+    )
+    needed = {
+        name: smallest_capacity_of(name, inputs.probabilities, inputs.adapter_load, inputs.target_iar)
+        for name in ESTIMATORS
+    }
     return Plan(
         capacity=capacity,
+        capacity_paper=needed["paper"],
+        capacity_corrected=needed["corrected"],
         iar=at_capacity["paper"],
         iar_corrected=at_capacity["corrected"],
-        expected_active=expected_active(inputs.probabilities, load),
+        expected_active=expected_active(inputs.probabilities, inputs.adapter_load),
         lora_server_gpus=layout.num_ranks,
         layout=str(layout),
         instances=num_instances,
@@ -148,7 +165,7 @@ def _plan(
         instance_gpus=inputs.instance_gpus,
         global_batch=load,
         batch_per_instance=batch,
-        max_num_seqs=math.ceil(batch + 4 * math.sqrt(batch)),
+        max_num_seqs=most_rows(cluster, layout, num_instances, batch),
         p95_ttft_s=sum(cluster.first_token_s(layout, batch)) if at_slots["corrected"] >= TAIL else None,
         tpot_s=cluster.steady_tpot_s(layout, batch),
         tpot_at_load_s=cluster.shape.num_layers * cluster.stages.layer_s(layout.ep, batch),

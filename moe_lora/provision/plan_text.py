@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .memory import bytes_text
 from .plan import Plan
 
 
@@ -12,13 +13,17 @@ def plan_lines(plan: Plan) -> list[str]:
         ("Model", f"{plan.inputs['model']}, {plan.inputs['num_adapters']} adapters ({_source(plan)})"),
         (
             "Adapter",
-            f"{plan.bytes_per_adapter / 1e9:.2f} GB, {plan.inputs['adapter_form']} A for gate and up",
+            f"{bytes_text(plan.bytes_per_adapter)}, {plan.inputs['adapter_form']} A for gate and up",
         ),
         (
             "Requests at once",
             f"{plan.global_batch:.1f}, using {plan.expected_active:.1f} adapters (expected)",
         ),
-        ("M*", f"{plan.capacity} adapters for {plan.inputs['target_iar']:.1%} admitted at once"),
+        (
+            "M*",
+            f"{plan.capacity} adapters for {plan.inputs['target_iar']:.1%} admitted at once "
+            f"(by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected})",
+        ),
         ("IAR at M*", _rates(plan.iar, plan.iar_corrected)),
         ("LoRA Server", f"{plan.lora_server_gpus} GPUs as {plan.layout}, holding {plan.slots} adapters"),
         ("IAR there", _rates(plan.slots_iar, plan.slots_iar_corrected)),

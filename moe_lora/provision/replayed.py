@@ -2,12 +2,16 @@
 
 Two speeds.  "slo": every step takes the TPOT SLO, so that as many requests run at once as the plan was sized
 for.  "predicted": steps take what the plan predicts, so that fewer run at once.
+
+Two kinds of arrivals, where the plan is for the trace's mean or peak rate: the trace's, and a Poisson process
+of the plan's rate, which is what the models of admission assume; at the mean rate the difference is the
+trace's burstiness.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_lora.core.step_profile import StageTime, StepProfile
@@ -16,6 +20,7 @@ from moe_lora.sim.config import InstanceConfig, LoraServerConfig, SystemConfig
 from moe_lora.sim.replay import CapacityReplay, replay_capacity
 from moe_lora.workload.plan import PlannedRequest, WorkloadOptions, make_plan
 from moe_lora.workload.popularity import Popularity
+from moe_lora.workload.records import Trace
 from moe_lora.workload.traces import read_trace
 
 from .cluster import Cluster
@@ -29,39 +34,46 @@ WARM_UP_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """A replay at one of the two speeds."""
+    """A replay at one of the two speeds.  arrivals: "trace" or "poisson"."""
 
     speed: str
+    arrivals: str
     replay: CapacityReplay
 
 
 def verify(inputs: PlanInputs, plan: Plan, trace: str | Path, format: str | None = None) -> list[Verified]:
     """Replays at M* - 10 %, M* and M* + 10 %, at both speeds, of up to NUM_REQUESTS requests.
 
-    Arrivals are the trace's where its own mean rate is planned for, else Poisson; adapters are the trace's
-    where it names them, else drawn from the plan's popularity.  The first fifth of the time is not judged.
+    Arrivals: see `planned_requests`; the first fifth of the time is not judged.
     """
-    requests = planned_requests(inputs, trace, format)
-    since_s = WARM_UP_SHARE * requests[-1].arrival_s
+    read = read_trace(trace, format, limit=NUM_REQUESTS)
     found = []
-    for speed in ("slo", "predicted"):
-        system = system_of(inputs, plan, speed)
-        replays = replay_capacity(system, requests, plan.capacity, since_s=since_s)
-        found += [Verified(speed=speed, replay=replay) for replay in replays]
+    for arrivals, requests in planned_requests(inputs, read).items():
+        since_s = WARM_UP_SHARE * requests[-1].arrival_s
+        for speed in ("slo", "predicted"):
+            replays = replay_capacity(
+                system_of(inputs, plan, speed), requests, plan.capacity, since_s=since_s
+            )
+            found += [Verified(speed=speed, arrivals=arrivals, replay=replay) for replay in replays]
     return found
 
 
-def planned_requests(
-    inputs: PlanInputs, trace: str | Path, format: str | None = None
-) -> Sequence[PlannedRequest]:
-    """The trace's requests at the plan's rate: that which keeps its global batch busy at the TPOT SLO."""
-    read = read_trace(trace, format, limit=NUM_REQUESTS)
-    rate = inputs.rate_of(inputs.load)
-    options = WorkloadOptions(arrivals="gamma", request_rate_per_s=rate, num_requests=NUM_REQUESTS)
-    if read.has_arrival_times and inputs.rate_is_traces:
-        options = WorkloadOptions(request_rate_per_s=rate)
-    names = tuple(str(index) for index in range(len(inputs.probabilities)))
-    return make_plan(read, options, Popularity(names, tuple(inputs.probabilities.tolist())))
+def planned_requests(inputs: PlanInputs, trace: Trace) -> dict[str, Sequence[PlannedRequest]]:
+    """The trace's requests, by kind of arrivals.
+
+    "trace": its own, where the plan is for the trace's mean or peak rate.  "poisson": at the plan's rate,
+    that which keeps its global batch busy at the TPOT SLO, lengths in the trace's order.  Adapters are the
+    trace's where their popularity is, else drawn from the plan's.
+    """
+    rate, popularity = inputs.rate_of(inputs.load), None
+    if not inputs.adapters_are_traces:
+        names = tuple(str(index) for index in range(len(inputs.probabilities)))
+        popularity = Popularity(names, tuple(inputs.probabilities.tolist()))
+        trace = replace(trace, requests=tuple(replace(one, adapter=None) for one in trace.requests))
+    kinds = {"poisson": WorkloadOptions(arrivals="gamma", request_rate_per_s=rate, num_requests=NUM_REQUESTS)}
+    if trace.has_arrival_times and inputs.trace_rate_per_s is not None:
+        kinds = {"trace": WorkloadOptions(request_rate_per_s=inputs.trace_rate_per_s), **kinds}
+    return {kind: make_plan(trace, options, popularity) for kind, options in kinds.items()}
 
 
 def system_of(inputs: PlanInputs, plan: Plan, speed: str) -> SystemConfig:

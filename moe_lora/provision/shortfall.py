@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from .cluster import EQ5, EQ6, FIRST_TOKEN, MS, STEPS_TO_FIRST_TOKEN, Candidate, Cluster
+from .memory import bytes_text
 
 
 def shortfall(
@@ -41,7 +42,7 @@ def shortfall(
     most = max(found, key=lambda one: one.slots)
     if most.slots < capacity:
         return (
-            f"memory: M* = {capacity} adapters of {cluster.mix.adapter_bytes(cluster.shape) / 1e9:.2f} GB; "
+            f"memory: M* = {capacity} adapters of {bytes_text(cluster.mix.adapter_bytes(cluster.shape))}; "
             f"the largest layout, {most.layout}, holds {most.slots}, {capacity - most.slots} too few; lower "
             "--target-iar, the load or the ranks, or give more --gpus"
         )

@@ -68,7 +68,7 @@ def best_split(
     if best is None:
         raise SloError(
             f"--gpus {num_gpus}: no split into instances of {cluster.instance_gpus} GPUs and a LoRA Server "
-            "holds a single request within the SLOs; give more GPUs"
+            f"holds a single request within the SLOs; give more GPUs, {cluster.instance_gpus + 1} at least"
         )
     return best[1]
 

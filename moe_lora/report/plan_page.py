@@ -38,12 +38,25 @@ _PAGE = """<!doctype html>
 <h2>{{ heading }}</h2>
 <img alt="{{ heading }}" src="data:image/png;base64,{{ image }}">
 {% endfor %}
+<h2>Words</h2>
+<p>{{ words }}</p>
 <h2>The plan as JSON</h2>
 <pre>{{ content }}</pre>
 </main>
 </body>
 </html>
 """
+
+
+_WORDS = (
+    "IAR (immediate admissibility rate): the share of requests that start at once, because their adapter is "
+    "resident or there is room for it. M*: the fewest resident adapters that bring it to the target. The "
+    "paper's model (InfiniLoRA, arXiv 2604.07173, section 4.2) takes adapters as independent of each other, "
+    "the corrected one lets requests wait. EPx-PPy: experts over x ranks, layers over y stages. What binds "
+    "is the constraint that needs most GPUs: adapters in memory, the first token's time, eq5 (a layer's LoRA "
+    "round within what attention leaves), eq6 (the slowest part of it for all instances in turn). TTFT: to "
+    "the first decoded token, without prefill; TPOT: between tokens. Times are predicted, not measured."
+)
 
 
 def write_plan_report(
@@ -61,6 +74,7 @@ def write_plan_report(
     page = environment.from_string(_PAGE).render(
         title=f"Plan: {plan['inputs']['model']}",
         text="\n".join(lines),
+        words=_WORDS,
         figures=[(heading, png(figure)) for heading, figure in figures],
         content=json.dumps(plan, indent=1),
     )

@@ -1,16 +1,17 @@
-"""Loading and unloading adapters while serving, as vLLM's endpoints do."""
+"""Adapters while serving: loaded and unloaded as by vLLM's endpoints, listed, pinned."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from moe_lora.core.errors import AdapterExistsError
-from moe_lora.core.request import name_problem
+from moe_lora.core.request import AdapterInfo, name_problem
 
-from .errors import ApiError, bad_request, to_api_error
+from .errors import ApiError, JsonResponse, bad_request, to_api_error
 from .frontend import Frontend
 from .protocol import LoadAdapterRequest, UnloadAdapterRequest
 
@@ -21,6 +22,13 @@ def check_name(name: str) -> None:
     """Raises ApiError for names that can't be served."""
     if problem := name_problem(name):
         raise bad_request(f"lora_name {problem}", "lora_name")
+
+
+def check_new_name(name: str, frontend: Frontend) -> None:
+    """Raises ApiError for names that no adapter can have."""
+    check_name(name)
+    if name == frontend.model_name:
+        raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
 
 
 def check_files(path: str) -> None:
@@ -37,22 +45,21 @@ def adapters_router(frontend: Frontend) -> APIRouter:
 
     @router.post("/load_lora_adapter", response_class=PlainTextResponse, response_model=None)
     async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
-        """Serve the PEFT adapter in `lora_path` as `lora_name`; with `load_inplace`, as its new version."""
-        check_name(body.lora_name)
-        if body.lora_name == frontend.model_name:
-            raise bad_request(
-                f"lora_name {body.lora_name!r} is the base model's name; choose another", "lora_name"
-            )
-        check_files(body.lora_path)
+        """Serve the PEFT adapter in `lora_path` as `lora_name`; with `load_inplace`, as its new version.
+
+        Without `lora_path` it is the adapter that the registry has under that name.
+        """
+        check_new_name(body.lora_name, frontend)
+        path = await _find(body, frontend)
         try:
-            await frontend.client.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
+            await frontend.client.load_adapter(body.lora_name, path, replace=body.load_inplace)
         except FileNotFoundError as error:
             raise ApiError(404, f"no LoRA adapter found: {error}", "lora_path") from error
         except AdapterExistsError as error:
             how = "unload it first, or send load_inplace=true to replace it"
             raise bad_request(f"adapter {body.lora_name!r} is already loaded; {how}", "lora_name") from error
         except OSError as error:
-            raise bad_request(f"the files in {body.lora_path!r} can't be read: {error}") from error
+            raise bad_request(f"the files in {path!r} can't be read: {error}") from error
         except Exception as error:
             raise to_api_error(error) from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -64,4 +71,50 @@ def adapters_router(frontend: Frontend) -> APIRouter:
         await frontend.client.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    @router.get("/adapters", response_model=None)
+    async def list_adapters() -> Response:
+        """Every adapter: where it lies, what it takes, who uses it."""
+        cards = [_card(info) for info in await frontend.client.list_adapters()]
+        return JsonResponse({"object": "list", "data": cards})
+
+    @router.post("/adapters/{name:path}/pin", response_model=None)
+    async def pin(name: str) -> Response:
+        """Bring the adapter to the device of every instance and keep it there; 400 if that left no room."""
+        return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=True)))
+
+    @router.post("/adapters/{name:path}/unpin", response_model=None)
+    async def unpin(name: str) -> Response:
+        """Let the adapter leave the device again."""
+        return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=False)))
+
     return router
+
+
+def _card(info: AdapterInfo) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "adapter",
+        "version": info.version,
+        "lora_rank": info.lora_rank,
+        "bytes": info.nbytes,
+        "path": info.path,
+        "residency": info.residency,
+        "pages": info.num_pages,
+        "pinned": info.pinned,
+        "idle_s": None if info.idle_s is None else round(info.idle_s, 3),
+        "requests_running": info.num_running,
+        "requests_waiting": info.num_waiting,
+    }
+
+
+async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
+    """Where the adapter's files lie.  Raises ApiError, and what `ServedRegistry.resolve` raises."""
+    if body.lora_path is not None:
+        check_files(body.lora_path)
+        return body.lora_path
+    if frontend.registry is None:
+        raise bad_request(
+            "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",
+            "lora_path",
+        )
+    return (await frontend.registry.resolve(body.lora_name)).path

@@ -18,6 +18,9 @@ from .errors import install_error_handlers
 from .frontend import Frontend
 from .metrics import Metrics
 from .models import models_router
+from .placement import PlacementController
+from .registry import registry_router
+from .served_registry import ServedRegistry
 from .status import status_router
 
 if TYPE_CHECKING:
@@ -29,18 +32,21 @@ def create_app(
     tokenizer: Tokenizer | None,
     model_name: str,
     controller: Controller | None = None,
+    placement: PlacementController | None = None,
+    registry: ServedRegistry | None = None,
 ) -> FastAPI:
     """OpenAI-compatible endpoints over `client`.
 
     tokenizer None: prompts are token ids only.  model_name: what requests call the base model; every other
-    name is an adapter's.  The app does not close the client, and does not run the controller.
+    name is an adapter's.  The app does not close the client, and does not run the controllers.
     """
     frontend = Frontend(
         client=client,
         tokenizer=tokenizer,
         model_name=model_name,
-        metrics=Metrics(model_name, controller),
+        metrics=Metrics(model_name, controller, placement),
         controller=controller,
+        registry=registry,
     )
     # FastAPI's pages at /docs and /redoc load scripts from elsewhere, which a server without a network can't.
     app = FastAPI(
@@ -53,7 +59,7 @@ def create_app(
     install_error_handlers(app)
     generating, managing = (
         (completions_router, chat_router),
-        (models_router, adapters_router, capacity_router),
+        (models_router, adapters_router, registry_router, capacity_router),
     )
     for make_router in (*generating, *managing, status_router):
         app.include_router(make_router(frontend))

@@ -19,6 +19,7 @@ from moe_lora.core.errors import (
     EngineDeadError,
     LoraServerError,
     MoeLoraError,
+    RegistryError,
 )
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (CapacityError, 400),
     (EngineDeadError, 503),
     (LoraServerError, 503),
+    (RegistryError, 503),
     (ValueError, 400),
 )
 MAX_REPORTED_PROBLEMS = 3

@@ -18,6 +18,8 @@ from .request_watch import RequestWatch
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
 
+    from .served_registry import ServedRegistry
+
 LONG_TEXT_CHARS = 10_000
 """Texts from here on are tokenized in a thread, so that they don't hold up everyone's tokens."""
 
@@ -25,7 +27,7 @@ LONG_TEXT_CHARS = 10_000
 @dataclass
 class Frontend:
     """One engine as one HTTP application sees it.  tokenizer None: prompts are token ids only.  controller
-    None: the load on adapters is not watched.
+    None: the load on adapters is not watched.  registry None: adapters are known by their paths only.
     """
 
     client: EngineClient
@@ -33,6 +35,7 @@ class Frontend:
     model_name: str
     metrics: Metrics
     controller: Controller | None = None
+    registry: ServedRegistry | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     _info: ModelInfo | None = None
 

@@ -163,11 +163,20 @@ class ChatRequest(SamplingFields):
 
 
 class LoadAdapterRequest(Message):
-    """POST /v1/load_lora_adapter."""
+    """POST /v1/load_lora_adapter.  lora_path None: where the registry has it."""
+
+    lora_name: Text
+    lora_path: Text | None = None
+    load_inplace: bool = False
+
+
+class RegisterAdapterRequest(Message):
+    """POST /v1/registry/adapters."""
 
     lora_name: Text
     lora_path: Text
-    load_inplace: bool = False
+    owner: Text = ""
+    link: bool = False
 
 
 class CapacityRequest(Message):

@@ -11,7 +11,12 @@ from moe_lora.dist.lora_server.admin import ServerState
 from .controller import Controller
 
 OUTLOOK_GAUGES = (
-    ("moe_lora:iar_predicted", "Share of requests that start at once, by the model.", "predicted_iar"),
+    (
+        "moe_lora:iar_predicted",
+        "Share of requests that start at once, by the corrected model.",
+        "predicted_iar",
+    ),
+    ("moe_lora:iar_predicted_paper", "The same by InfiniLoRA's equation 4.", "predicted_iar_paper"),
     ("moe_lora:iar_measured", "Share of requests that started at once.", "measured_iar"),
     ("moe_lora:iar_target", "Share of requests that should start at once.", "target_iar"),
     ("moe_lora:adapter_capacity", "Adapters that fit at once.", "capacity"),

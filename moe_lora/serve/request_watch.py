@@ -60,4 +60,5 @@ class RequestWatch:
             metrics.queue.observe(timing.queue_s)
             metrics.prefill.observe(timing.prefill_s)
             metrics.adapter_load.observe(timing.adapter_load_s)
+            metrics.kv_load.observe(timing.kv_load_s)
             metrics.decode_ttft.observe(timing.decode_ttft_s)

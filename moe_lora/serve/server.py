@@ -17,6 +17,8 @@ from moe_lora.engine.client import EngineClient
 
 from .app import create_app
 from .controller import Controller
+from .placement import PlacementController
+from .served_registry import ServedRegistry
 
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
@@ -85,6 +87,8 @@ async def serve_forever(
     drain_s: float = DRAIN_S,
     on_ready: Callable[[str], None] | None = None,
     controller: Controller | None = None,
+    placement: PlacementController | None = None,
+    registry: ServedRegistry | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then abort it).
 
@@ -92,7 +96,7 @@ async def serve_forever(
     client stays open.
     """
     config = uvicorn.Config(
-        create_app(client, tokenizer, model_name, controller),
+        create_app(client, tokenizer, model_name, controller, placement, registry),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -111,12 +115,12 @@ async def serve_forever(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.stop)
-    watching = None if controller is None else asyncio.create_task(controller.run())
+    watching = [asyncio.create_task(one.run()) for one in (controller, placement) if one is not None]
     try:
         await server.serve(sockets=[sock])
     finally:
-        if watching is not None:
-            watching.cancel()
+        for task in watching:
+            task.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 
@@ -130,6 +134,8 @@ def run_server(
     drain_s: float = DRAIN_S,
     on_ready: Callable[[str], None] | None = None,
     controller: Controller | None = None,
+    placement: PlacementController | None = None,
+    registry: ServedRegistry | None = None,
 ) -> None:
     """`serve_forever` in an event loop of its own."""
     asyncio.run(
@@ -141,5 +147,7 @@ def run_server(
             drain_s=drain_s,
             on_ready=on_ready,
             controller=controller,
+            placement=placement,
+            registry=registry,
         )
     )

@@ -12,6 +12,7 @@ from functools import partial
 
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.admission import admissible
+from moe_lora.policies.instance_load import InstanceLoad
 
 from .adapters import AdapterSource
 from .config import InstanceConfig
@@ -48,6 +49,7 @@ class SimInstance:
         self._free_kv_tokens = math.inf if config.kv_tokens is None else config.kv_tokens
         self._stretch: Stretch | None = None
         self._outstanding_tokens = 0
+        self.load = InstanceLoad()
 
     def connect(self, source: AdapterSource) -> None:
         self._source = source
@@ -72,6 +74,7 @@ class SimInstance:
             )
         request.instance = self.index
         self._outstanding_tokens += self._running.work(request)
+        self.load.add(request.adapter, request.prompt_tokens)
         self._residency.wait(request)
         self._waiting.add(request)
         self.look_again()
@@ -143,8 +146,16 @@ class SimInstance:
         if not self._waiting or not self._has_room:
             return started
         whole = True
+        turned_away: set[int | None] = set()
+
+        def acquire(request: SimRequest) -> bool:
+            found = self._residency.acquire(request)
+            if not found:
+                turned_away.add(request.adapter_uid)
+            return found
+
         queue = self._waiting.candidates()
-        for request in admissible(queue, self._residency.acquire, now_s, self._source.starvation_s):
+        for request in admissible(queue, acquire, now_s, self._source.starvation_s):
             if request.num_tokens > self._free_kv_tokens:
                 self._residency.give_back(request)
                 whole = False
@@ -155,7 +166,7 @@ class SimInstance:
             whole = self._has_room
             if not whole:
                 break
-        self._waiting.scanned(admitted, whole=whole)
+        self._waiting.scanned(admitted, turned_away, whole=whole)
         return started
 
     @property
@@ -177,10 +188,12 @@ class SimInstance:
         adapter = self._residency.adapter(request)
         if adapter is not None and self._source.loads_first:
             request.admitted_s = max(now_s, adapter.first_layer_s)
+        self.load.start(request.adapter, request.prompt_tokens)
         self._running.start(request)
 
     def _finish(self, request: SimRequest) -> None:
         self._free_kv_tokens += request.num_tokens
+        self.load.end(request.adapter, request.prompt_tokens, started=True)
         if self._residency.release(request):
             self._waiting.freed()
         self._on_finish(request)

@@ -16,12 +16,16 @@ class CapacityReplay:
     """A replay at one capacity.
 
     admitted_at_once: share of the requests that started with the first step after they came, the IAR that
-    was found.  p95_ttft_s: queue, adapter load and first decode step.  Values are None of no requests.
+    was found.  waited_for_adapter, waited_for_room: shares that waited for an adapter's slot, and for KV or
+    a place in the batch.  p95_ttft_s: queue, adapter load and first decode step.  Values are None of no
+    requests.
     """
 
     capacity: int
     num_requests: int
     admitted_at_once: float | None
+    waited_for_adapter: float | None
+    waited_for_room: float | None
     p95_ttft_s: float | None
     mean_tpot_s: float | None
     kind: str = "simulated"
@@ -55,6 +59,8 @@ def _replay(
         capacity=capacity,
         num_requests=summary["num_requests"],
         admitted_at_once=summary["admitted_at_once"],
+        waited_for_adapter=summary["waited_for_adapter"],
+        waited_for_room=summary["waited_for_room"],
         p95_ttft_s=summary["p95_ttft_s"],
         mean_tpot_s=summary["mean_tpot_s"],
     )

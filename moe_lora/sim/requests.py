@@ -16,7 +16,8 @@ class SimRequest:
     admitted_s: it has left the queue, and the load of its adapter is over where that holds up the step.
     first_token_s, finish_s: first and last token.  decode_ttft_s: queue, adapter load and first decode step,
     without prefill (InfiniLoRA section 2.3, footnote).  at_once: it started with the first step after its
-    arrival.
+    arrival.  waited_for_adapter: it did not, as its adapter got no slot when it was first looked at; of the
+    others KV or the batch had no room.
     num_steps_before: those that its instance had begun when it came.
     """
 
@@ -29,6 +30,7 @@ class SimRequest:
     instance: int = -1
     num_steps_before: int = 0
     at_once: bool = False
+    waited_for_adapter: bool = False
     admitted_s: float = math.nan
     first_token_s: float = math.nan
     decode_ttft_s: float = math.nan

@@ -34,16 +34,20 @@ class SimResult:
     def summary(self, since_s: float = 0.0) -> dict[str, Any]:
         """Of the requests that arrived at since_s or later; None where there is nothing to average.
 
-        admitted_at_once: share that started with the first step after their arrival.  ttft: as
-        `SimRequest.decode_ttft_s`.
+        admitted_at_once: share that started with the first step after their arrival.  waited_for_adapter,
+        waited_for_room: of the others, those that waited for an adapter's slot, and for KV or the batch; the
+        three sum to 1.  ttft: as `SimRequest.decode_ttft_s`.
         """
         at_once = self.column("at_once", since_s)
+        for_adapter = self.column("waited_for_adapter", since_s)
         ttft_s = self.column("decode_ttft_s", since_s)
         tpot_s = self.column("tpot_s", since_s)
         return {
             "kind": self.kind,
             "num_requests": len(at_once),
             "admitted_at_once": _mean(at_once),
+            "waited_for_adapter": _mean(for_adapter),
+            "waited_for_room": _mean(1 - at_once - for_adapter),
             "mean_ttft_s": _mean(ttft_s),
             "p50_ttft_s": percentile(ttft_s, 50),
             "p95_ttft_s": percentile(ttft_s, 95),

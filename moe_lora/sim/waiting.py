@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain, islice
 
 from moe_lora.policies.admission import shortest_first
@@ -49,12 +49,19 @@ class WaitingRequests:
             return ()
         return [*islice(self._refused.values(), 1), *self._new.values()]
 
-    def scanned(self, started: Iterable[SimRequest], *, whole: bool) -> None:
-        """These of the candidates have started.  whole: none of the others wants anything but its adapter."""
+    def scanned(
+        self, started: Iterable[SimRequest], turned_away: Collection[int | None], *, whole: bool
+    ) -> None:
+        """These of the candidates have started.  whole: none of the others wants anything but its adapter.
+
+        turned_away: uids of adapters that got no slot.
+        """
         for request in started:
             request.at_once = self._num_steps == request.num_steps_before + 1
             if self._new.pop(request.index, None) is None:
                 del self._refused[request.index]
+        for request in self._new.values():
+            request.waited_for_adapter = whole or request.adapter_uid in turned_away
         self._refused.update(self._new)
         self._new.clear()
         self._freed = not whole

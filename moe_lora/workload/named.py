@@ -18,13 +18,13 @@ from .rank_shapes import (
 from .shapes import Distinct, dirichlet, gaussian, long_tail, two_level
 from .statistics import trace_statistics
 
-_USUAL_ZIPF = 1.2  # InfiniLoRA section 6.1
+USUAL_ZIPF = 1.2  # InfiniLoRA section 6.1
 
 # name: (what follows it, type of each argument, least number of arguments, shape)
 _Shape = tuple[str, tuple[type, ...], int, Callable[..., AdapterChoice]]
 _SHAPES: dict[str, _Shape] = {
     "uniform": ("", (), 0, uniform),
-    "zipf": ("[:S]", (float,), 0, lambda adapters, s=_USUAL_ZIPF: zipf(adapters, s)),
+    "zipf": ("[:S]", (float,), 0, lambda adapters, s=USUAL_ZIPF: zipf(adapters, s)),
     "distinct": ("", (), 0, lambda adapters: Distinct(tuple(adapters))),
     "gaussian": (":SIGMA", (float,), 1, gaussian),
     "long-tail": ("[:NUM_HEAD,SHARE]", (int, float), 0, long_tail),

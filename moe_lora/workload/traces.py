@@ -64,7 +64,7 @@ def detect_format(path: str | Path) -> str:
     if any({column.lower() for column in needed} <= columns for needed in (COLUMNS_2019, COLUMNS_2021)):
         raise ValueError(
             f"{path}: an Azure Functions trace has arrivals and adapters but no lengths; give it with "
-            "--functions, and a trace that has lengths with --trace"
+            "--functions or as --popularity functions:FILE, and a trace that has lengths with --trace"
         )
     if found is None:
         names = ", ".join(FORMATS)

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from moe_lora.cli import load_options
 from moe_lora.cli.main import main
 from moe_lora.dist.cluster import read_cluster
+from moe_lora.provision.iar import expected_active
+from moe_lora.workload import FORMATS, zipf
+from moe_lora.workload.rank_shapes import production_ranks, shifting_ranks
+from moe_lora.workload.shapes import long_tail
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +58,7 @@ def test_json_holds_the_plan(trace: Path) -> None:
 def test_table_names_what_binds_and_what_was_assumed(trace: Path) -> None:
     result = run(trace, "--adapters", "512")
     assert result.exit_code == 0
-    for text in ("M*", "Bound by", "ttft: cache capacity", "1.68 GB", "Zipf 1.2", "Little's law"):
+    for text in ("M*", "Bound by", "ttft: cache capacity", "1.68 GB", "zipf:1.2", "Little's law"):
         assert text in result.output
 
 
@@ -84,7 +89,55 @@ def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
     assert planned(trace, "--adapters", "7")["inputs"]["num_adapters"] == 7
     counts = tmp_path / "counts.csv"
     counts.write_text("adapter,count\nx,3\ny,1\n")
-    assert planned(trace, "--popularity", str(counts))["inputs"]["popularity_source"].startswith("counts in")
+    assert planned(trace, "--popularity", str(counts))["inputs"]["num_adapters"] == 2
+
+
+@pytest.mark.parametrize(
+    ("popularity", "same_as"),
+    [
+        ("zipf:0.7", lambda names: zipf(names, 0.7)),
+        ("long-tail", long_tail),
+        ("loraserve:production", production_ranks),
+        ("loraserve:shifting", lambda names: shifting_ranks(names).at(0.5)),
+    ],
+)
+def test_popularity_has_the_names_of_replay(trace: Path, popularity: str, same_as: Any) -> None:
+    names = [str(index) for index in range(100)]
+    plan = planned(trace, "--adapters", "100", "--popularity", popularity)
+    expected = expected_active(same_as(names).probabilities, plan["global_batch"])
+    assert plan["expected_active"] == pytest.approx(expected)
+    assert plan["inputs"]["popularity_source"] == popularity
+
+
+def test_ranks_of_the_popularity_are_the_adapters_unless_given(trace: Path) -> None:
+    words = ("--adapters", "50", "--popularity", "loraserve:uniform")
+    mixed = planned(trace, *words)["inputs"]["lora_ranks"]
+    assert mixed == [[rank, 0.2] for rank in (8, 16, 32, 64, 128)]
+    assert planned(trace, *words, "--lora-rank", "8")["inputs"]["lora_ranks"] == [[8, 1.0]]
+
+
+def test_functions_stand_for_adapters(trace: Path, tmp_path: Path) -> None:
+    functions = tmp_path / "functions.csv"
+    rows = [f"app,f{index % 3},{index}.5,0.5" for index in range(12)] + ["app,f0,20,0.5"] * 6
+    functions.write_text("\n".join(["app,func,end_timestamp,duration", *rows]) + "\n")
+    plan = planned(trace, "--adapters", "2", "--popularity", f"functions:2:{functions}")
+    assert plan["expected_active"] == pytest.approx(expected_active([14 / 18, 4 / 18], plan["global_batch"]))
+
+
+def test_formats_of_the_options_are_those_that_are_read() -> None:
+    assert set(load_options.FORMATS) == set(FORMATS)
+
+
+def test_requests_of_the_trace_for_the_base_model_take_no_slot(tmp_path: Path) -> None:
+    rows = [{"adapter": f"a{i % 40}"} if i % 4 == 0 else {} for i in range(400)]
+    trace = write_trace(tmp_path / "t.jsonl", rows)
+    mixed = planned(trace)
+    alone = planned(write_trace(tmp_path / "a.jsonl", [row for row in rows if row]), "--global-batch", "50")
+    assert mixed["inputs"]["adapter_share"] == 0.25
+    assert mixed["global_batch"] == pytest.approx(200)
+    assert mixed["capacity"] == alone["capacity"]
+    assert mixed["iar_corrected"] == pytest.approx(alone["iar_corrected"], abs=1e-3)
+    assert "75.0% of the requests ask for the base model" in " ".join(mixed["assumptions"])
 
 
 def test_rate_of_the_trace_is_the_default_and_can_be_replaced(trace: Path) -> None:
@@ -106,6 +159,9 @@ def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
     [
         ([], "give --adapters N"),
         (["--zipf", "1.0"], "--zipf needs --adapters"),
+        (["--popularity", "long-tail"], "no adapter to choose from"),
+        (["--popularity", "oval", "--adapters", "8"], "'oval' is neither a file nor known"),
+        (["--popularity", "uniform", "--zipf", "1", "--adapters", "8"], "exclude each other"),
         (["--adapters", "8", "--zipf", "-1"], "zipf=-1.0 is not allowed"),
         (["--adapters", "8", "--slo-tpot-s", "-1"], "slo_tpot_s=-1.0 must be a finite number above 0"),
         (["--adapters", "8", "--slo-ttft-s", "nan"], "slo_ttft_s=nan"),
@@ -117,7 +173,7 @@ def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
         (["--adapters", "8", "--hardware", "abacus"], "shipped are hopper96"),
         (["--adapters", "8", "--lora-rank", "big"], "'big' is not R or R=SHARE"),
         (["--adapters", "8", "--lora-rank", "8=0.5"], "must sum to 1"),
-        (["--adapters", "8", "--format", "xml"], "--format xml is unknown"),
+        (["--adapters", "8", "--format", "xml"], "'xml' is not one of 'azure'"),
         (["--adapters", "8", "--peak", "--request-rate", "3"], "give it or --request-rate"),
         (["--adapters", "8", "--instance-gpus", "3"], "3 does not divide num_experts=8"),
     ],

@@ -4,8 +4,9 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
-from moe_lora.core.config import ProvisionConfig
+from moe_lora.core.config import ProvisionConfig, RegistryConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError
+from moe_lora.dist.cluster import FrontEndConfig
 
 
 @pytest.fixture
@@ -44,9 +45,10 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
         "host": "127.0.0.1",
         "port": 8000,
         "served_model_name": "base",
-        "routing": "least_outstanding",
+        "routing": FrontEndConfig(),
         "lora_server": None,
         "provision": None,
+        "registry": None,
     }
 
 
@@ -92,10 +94,41 @@ def test_options_reach_the_engine(served, model_dir):
     assert (keywords["port"], keywords["served_model_name"]) == (0, "m")
 
 
+def test_arenas_and_their_policy(served, model_dir):
+    options = ["--arena-mb", "64", "--host-arena-mb", "128", "--cache-policy", "lru", "--kv-cache-gb", "0.05"]
+    assert run(model_dir, *options).exit_code == 0
+    [(config, _)] = served
+    assert (config.arena_mb, config.host_arena_mb, config.cache_policy) == (64, 128, "lru")
+    assert config.kv_cache_gb == 0.05
+
+
 def test_instances_and_their_routing(served, model_dir):
     assert run(model_dir, "--instances", "3", "--routing", "round_robin").exit_code == 0
     [(config, keywords)] = served
-    assert (config.num_instances, keywords["routing"]) == (3, "round_robin")
+    assert (config.num_instances, keywords["routing"].routing) == (3, "round_robin")
+
+
+def test_options_say_how_adapters_are_placed(served, model_dir, cluster_file):
+    options = ["--placement", "loraserve", "--placement-interval-s", "5", "--operating-points", "points.json"]
+    assert run(model_dir, "--instances", "2", *options).exit_code == 0
+    routing = served[0][1]["routing"]
+    assert (routing.routing, routing.placement, routing.placement_interval_s) == (None, "loraserve", 5.0)
+    assert routing.operating_points == "points.json"
+    for words, reason in (
+        (["--config", cluster_file, "--placement", "loraserve"], "leave one of them out"),
+        ([model_dir, "--routing", "phi"], "need a placement"),
+        ([model_dir, "--operating-points", "p"], "need a placement"),
+        ([model_dir, "--placement", "optimal", "--placement-interval-s", "0"], "must be positive"),
+    ):
+        result = run(*words)
+        assert result.exit_code == 1
+        assert reason in result.output
+
+
+def test_a_placement_needs_instances(model_dir):
+    result = run(model_dir, "--port", "0", "--placement", "optimal")
+    assert result.exit_code == 1
+    assert "give --instances 2 or more" in result.output
 
 
 @pytest.fixture
@@ -122,9 +155,10 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         "host": "127.0.0.1",
         "port": 78,
         "served_model_name": "base",
-        "routing": "round_robin",
+        "routing": FrontEndConfig(port=78, routing="round_robin", engines_address="h:2"),
         "lora_server": {"layout": "EP2-PP1", "capacity": 8},
         "provision": None,
+        "registry": None,
     }
 
 
@@ -193,6 +227,10 @@ def test_adapters_by_name_and_by_folder(served, model_dir, tmp_path):
         (["--routing", "by_adapter"], "round_robin"),
         (["--max-loras", "9" * 20], "choose at most"),
         (["--kv-cache-gb", "-1"], "kv_cache_gb"),
+        (["--arena-mb", "0"], "arena_mb"),
+        (["--host-arena-mb", "-1"], "host_arena_mb"),
+        (["--arena-mb", "9", "--lora-memory-gb", "1"], "leave one of them out"),
+        (["--cache-policy", "mru"], "fastlibra"),
         (["--dtype", "int8"], "int8"),
     ],
 )
@@ -213,3 +251,28 @@ def test_a_start_that_fails_is_a_one_line_error(monkeypatch, model_dir, error):
     monkeypatch.setattr("moe_lora.assemble.serve", fail)
     result = run(model_dir)
     assert (result.exit_code, result.output) == (1, f"Error: {error}\n")
+
+
+def test_a_registry_and_what_is_chosen_of_it_reach_the_server(served, model_dir, tmp_path, cluster_file):
+    folder = str(tmp_path)
+    assert run(model_dir, "--registry", folder).exit_code == 0
+    assert run(model_dir, "--registry", folder, "--registry-adapters", "a", "b", "--port", "1").exit_code == 0
+    with open(cluster_file, "a") as file:
+        file.write("registry: {folder: there, adapters: [c]}\n")
+    assert run("--config", cluster_file).exit_code == 0
+    assert run("--config", cluster_file, "--registry-adapters", "d").exit_code == 0
+    assert run("--config", cluster_file, "--registry", folder).exit_code == 0
+    there = str(tmp_path / "there")
+    assert [keywords["registry"] for _, keywords in served] == [
+        RegistryConfig(folder=folder),
+        RegistryConfig(folder=folder, adapters=("a", "b")),
+        RegistryConfig(folder=there, adapters=("c",)),
+        RegistryConfig(folder=there, adapters=("d",)),
+        RegistryConfig(folder=folder),
+    ]
+
+
+def test_registry_options_that_can_not_be_are_refused(served, model_dir):
+    assert "needs --registry" in run(model_dir, "--registry-adapters", "a").output
+    assert "does not exist" in run(model_dir, "--registry", "nowhere").output
+    assert not served

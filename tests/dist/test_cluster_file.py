@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig
+from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig, RegistryConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster import FrontEndConfig, read_cluster
 
@@ -20,6 +20,7 @@ adapters:
 key_file: cluster.key
 engine: {dtype: float32, eager: true, kv_cache_gb: 1, decode_buckets: [1, 8], max_model_len: null}
 lora_server: {layout: EP2-PP1, capacity: 4, address: "10.0.0.2:7500", store_dir: store, transport: gloo}
+registry: {folder: registered, adapters: [lower, third]}
 front_end: {host: 0.0.0.0, port: 80, engines_address: "10.0.0.1:7600", routing: round_robin}
 """
 
@@ -46,6 +47,9 @@ def test_settings_of_every_section_arrive(read, tmp_path):
     )
     assert cluster.front_end == FrontEndConfig(
         host="0.0.0.0", port=80, engines_address="10.0.0.1:7600", routing="round_robin"
+    )
+    assert cluster.registry == RegistryConfig(
+        folder=str(tmp_path / "registered"), adapters=("lower", "third")
     )
     assert (cluster.served_model_name, cluster.secret()) == ("demo", "secret")
     config = cluster.instance("instance-1")
@@ -90,7 +94,7 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nengine: {max_seqs: 3}", "engine.max_seqs is not a setting; allowed are dtype"),
         ("model_dir: m\nengine: {model_dir: x}", "engine.model_dir is not a setting"),
         ("model_dir: m\nlora_server: {key: x}", "lora_server.key is not a setting; allowed are layout"),
-        ("model_dir: m\nfront_end: {ports: 1}", "allowed are host, port, engines_address, routing"),
+        ("model_dir: m\nfront_end: {ports: 1}", "allowed are routing, performance_model, placement"),
         ("model_dir: m\nengine: {max_loras: many}", "engine.max_loras='many' must be a whole number"),
         ("model_dir: m\nengine: {max_loras: true}", "engine.max_loras=True must be a whole number"),
         ("model_dir: m\nengine: {max_model_len: x}", "must be a whole number or null"),
@@ -108,6 +112,10 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nadapters: [a]", "adapters must be a mapping"),
         ("model_dir: m\nadapters: {'a,b': x}", "without commas"),
         ("model_dir: m\nadapters: {m: x}", "names the base model and an adapter"),
+        ("model_dir: m\nregistry: r", "registry must be a mapping"),
+        ("model_dir: m\nregistry: {}", "registry.folder=None must be a text"),
+        ("model_dir: m\nregistry: {path: r}", "registry.path is not a setting; allowed are folder, adapters"),
+        ("model_dir: m\nregistry: {folder: r, adapters: a}", "registry.adapters='a' must be a list of names"),
         ("model_dir: m\nkey: 5", "key=5 must be a text"),
         ("model_dir: m\nkey_file: absent", "absent can't be read"),
         ("model_dir: m\nkey: a\nkey_file: cluster.key", "both given"),
@@ -140,6 +148,6 @@ def test_where_instances_dial_in_must_be_known(read):
 def test_docs_describe_every_field():
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     left_out = {"model_dir", "lora_server", "instance", "key"}
-    for kind in (EngineConfig, LoraServerConfig, FrontEndConfig, ProvisionConfig):
+    for kind in (EngineConfig, LoraServerConfig, FrontEndConfig, ProvisionConfig, RegistryConfig):
         for one in fields(kind):
             assert one.name in left_out or f"`{one.name}`" in text, one.name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import socket
 import threading
 import time
@@ -19,6 +18,7 @@ from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, Sam
 from moe_lora.engine.dial_in import FrontEndLink
 from moe_lora.engine.door import Door
 from moe_lora.engine.fleet import FleetClient
+from moe_lora.engine.inbox import Inbox
 from moe_lora.engine.messages import Abort, Call, Dead, Generate, Outputs, Reply, Stop
 from moe_lora.engine.roster import Roster
 from moe_lora.engine.wire import Hello, new_incarnation
@@ -35,7 +35,7 @@ class ScriptedLoop(threading.Thread):
 
     def __init__(self, emit: Callable, number: int, adapters: dict[str, tuple[str, int]]) -> None:
         super().__init__(daemon=True)
-        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.inbox = Inbox()
         self.adapters = adapters
         self.holds = threading.Event()
         self.held: list[str] = []
@@ -46,7 +46,7 @@ class ScriptedLoop(threading.Thread):
         self._number = number
 
     def run(self) -> None:
-        while not isinstance(command := self.inbox.get(), Stop):
+        while not isinstance(command := self.inbox.get()[0], Stop):
             if isinstance(command, Generate):
                 self._generate(command.request.request_id)
             elif isinstance(command, Abort):

@@ -5,8 +5,15 @@ import asyncio
 import pytest
 
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, EngineDeadError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CapacityError,
+    EngineDeadError,
+)
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
+from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.failover import MAX_RESENDS
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster
@@ -181,6 +188,21 @@ def test_adapters_are_loaded_and_unloaded_everywhere():
     asyncio.run(run())
 
 
+def test_adapters_are_pinned_everywhere_or_nowhere():
+    first, second = (CountingEngine(adapters={"a": "x", "b": "y"}) for _ in range(2))
+    second.refuse = frozenset({"b"})
+    fleet = fleet_of(first, second)
+    asyncio.run(fleet.pin_adapter("a", pinned=True))
+    assert first.calls == second.calls == [("pin", "a")]
+    with pytest.raises(CapacityError, match="'b' can't be pinned"):
+        asyncio.run(fleet.pin_adapter("b", pinned=True))
+    assert first.calls[1:] == [("pin", "b"), ("unpin", "b")]
+    served = fleet._roster.adapters
+    assert (served["a"].pinned, served["b"].pinned) == (True, False)
+    with pytest.raises(AdapterNotFoundError, match="'c' is not loaded"):
+        asyncio.run(fleet.pin_adapter("c", pinned=True))
+
+
 def test_load_that_one_instance_refuses_is_taken_back_by_the_others():
     async def run() -> None:
         picky = CountingEngine(adapters={"old": "p"}, refuse=frozenset({"bad"}))
@@ -282,5 +304,28 @@ def test_closing_ends_all_and_refuses_what_comes_later():
         assert [engine.closed for engine in engines] == [True, True]
         with pytest.raises(EngineDeadError):
             await tokens_of(fleet, ask())
+
+    asyncio.run(run())
+
+
+def test_books_tell_what_waits_and_runs_and_end_empty_whoever_ends():
+    async def run() -> None:
+        engines = [CountingEngine(dies_at=6, adapters={"a": "p"}), CountingEngine(adapters={"a": "p"})]
+        meter = TokenMeter()
+        roster = Roster(engines, [("a", "p")])
+        fleet = FleetClient(roster, LeastOutstanding(), VirtualClock(), meter=meter)
+        first, second = (one.load for one in roster.instances)
+        stream = fleet.generate(ask(adapter="a"))
+        await anext(stream)
+        assert (first.num_running, dict(first.running), first.num_waiting) == (1, {"a": 1}, 0)
+        assert [token async for output in stream for token in output.token_ids] == list(range(3, 10))
+        assert (first.num_requests, second.num_requests) == (0, 0)
+        assert first.has("a")
+        assert second.has("a")
+        # Two prompt tokens and four of the answer, then six as a prompt and the other four.
+        assert meter.take() == {"a": 6 + 10}
+        with pytest.raises(AdapterNotFoundError):
+            await tokens_of(fleet, ask("s", adapter="b"))
+        assert (second.num_requests, second.waiting_tokens, meter.take()) == (0, 0, {})
 
     asyncio.run(run())

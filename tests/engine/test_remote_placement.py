@@ -87,6 +87,17 @@ def test_two_versions_of_one_content_share_the_lease(placement):
     assert placement.hold(same)
 
 
+def test_lease_is_unused_until_a_request_of_any_version_of_its_content_holds_it(placement):
+    one, same = add(placement, "a", 1), add(placement, "a", 2)
+    assert not placement.has_unused_lease(one)
+    placement.hold(one)
+    until(lambda: placement.has_unused_lease(one), "the lease comes")
+    held(placement, one)
+    assert placement.has_unused_lease(same)
+    one.num_running = 1
+    assert not placement.has_unused_lease(same)
+
+
 def test_waiting_request_starts_without_a_lease_when_the_server_goes(cluster, placement):
     first, second = add(placement, "a", 1), add(placement, "b", 2)
     held(placement, first)

@@ -43,6 +43,20 @@ def test_starving_request_stops_younger_ones():
     assert started(lambda request: request.adapter_uid != 2, starvation_s=2.5) == ["a1"]
 
 
+def test_starving_request_lets_those_pass_who_keep_a_place_from_others():
+    asked = []
+
+    def keeps(request: Waiting) -> bool:
+        asked.append(request.name)
+        return request.adapter_uid == 3
+
+    names = ("a1", 1), ("c1", 3), ("base", None), ("b1", 2), ("c2", 3), ("a2", 1)
+    queue = [Waiting(name, 0.0, uid) for name, uid in names]
+    may_start = admissible(queue, lambda request: request.adapter_uid != 1, 4.0, 3.0, keeps)
+    assert [request.name for request in may_start] == ["c1", "c2"]
+    assert asked == ["c1", "base", "b1", "a2"]
+
+
 @dataclass
 class Sized:
     name: str

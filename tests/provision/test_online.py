@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import RequestTiming
+from moe_lora.provision.corrected import corrected_admissibility_rate
 from moe_lora.provision.demand import AT_ONCE_S, Demand, DemandWindow
 from moe_lora.provision.iar import immediate_admissibility_rate
 from moe_lora.provision.online import Outlook, outlook, resized
@@ -162,11 +163,21 @@ def seen(counts: list[int], global_batch: float, at_once: int = 0, timed: int = 
 def test_outlook_is_the_solvers_answer_for_the_shares_seen():
     demand = seen([60, 30, 10], 2.0, at_once=3, timed=4)
     found = outlook(demand, 2, 0.999)
-    assert found.predicted_iar == immediate_admissibility_rate([0.6, 0.3, 0.1], 2.0, 2)
+    assert found.predicted_iar == corrected_admissibility_rate([0.6, 0.3, 0.1], 2.0, 2)
+    assert found.predicted_iar_paper == immediate_admissibility_rate([0.6, 0.3, 0.1], 2.0, 2)
     assert found.expected_active == pytest.approx(3 - np.exp(-1.2) - np.exp(-0.6) - np.exp(-0.2))
     assert (found.needed_capacity, found.suffices) == (3, False)
     assert (found.num_requests, found.num_adapters, found.measured_iar) == (100, 3, 0.75)
     assert outlook(demand, 3, 0.999).suffices
+
+
+def test_capacity_that_only_the_papers_model_takes_for_enough_does_not_suffice():
+    counts = np.rint(1e6 * np.arange(1, 513) ** -1.2).astype(int)
+    found = outlook(seen(counts.tolist(), 1840.0), 200, 0.95)
+    assert found.predicted_iar < 0.92 < 0.95 <= found.predicted_iar_paper
+    assert not found.suffices
+    assert found.needed_capacity > 200
+    assert outlook(seen(counts.tolist(), 1840.0), found.needed_capacity, 0.95).suffices
 
 
 def test_pools_that_admit_for_themselves_share_the_requests():
@@ -203,6 +214,7 @@ BASE = Outlook(
     expected_active=3.0,
     capacity=20,
     predicted_iar=0.99,
+    predicted_iar_paper=0.99,
     measured_iar=None,
     target_iar=0.95,
     needed_capacity=20,

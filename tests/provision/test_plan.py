@@ -33,8 +33,11 @@ def test_plan_is_what_its_parts_say() -> None:
     plan = make_plan(inputs())
     load = 25 * 230 * 0.1  # Little's law at the TPOT SLO
     assert plan.global_batch == pytest.approx(load)
-    assert plan.capacity == min_capacity(zipf(), load, 0.95)
-    assert plan.iar == immediate_admissibility_rate(zipf(), load, plan.capacity) >= 0.95
+    assert plan.capacity_paper == min_capacity(zipf(), load, 0.95)
+    assert plan.capacity == plan.capacity_corrected
+    assert plan.iar == immediate_admissibility_rate(zipf(), load, plan.capacity)
+    assert plan.iar_corrected == corrected_admissibility_rate(zipf(), load, plan.capacity) >= 0.95
+    assert corrected_admissibility_rate(zipf(), load, plan.capacity - 1) < 0.95
     assert plan.expected_active == expected_active(zipf(), load)
     assert plan.slots >= plan.capacity
     assert plan.total_gpus == plan.lora_server_gpus + 2 * plan.instances
@@ -162,13 +165,38 @@ def test_one_adapter_needs_one_slot() -> None:
 
 
 def test_corrected_estimator_asks_for_more_room_and_both_are_published() -> None:
-    paper, corrected = make_plan(inputs()), make_plan(inputs(estimator="corrected"))
+    paper, corrected = make_plan(inputs(estimator="paper")), make_plan(inputs())
     assert paper.iar_corrected == corrected_admissibility_rate(zipf(), paper.global_batch, paper.capacity)
     assert paper.iar_corrected < 0.95 <= paper.iar
     assert corrected.capacity > paper.capacity
+    for plan in (paper, corrected):
+        needed = plan.capacity_paper, plan.capacity_corrected
+        assert needed == (paper.capacity, corrected.capacity)
     assert corrected.iar_corrected >= 0.95
     below = corrected_admissibility_rate(zipf(), corrected.global_batch, corrected.capacity - 1)
     assert below < 0.95
+
+
+def test_four_times_the_load_needs_more_capacity_though_the_papers_falls() -> None:
+    plans = [
+        make_plan(inputs(estimator=name, rate_per_s=rate))
+        for name in ("paper", "corrected")
+        for rate in (80, 320)
+    ]
+    assert plans[0].capacity > plans[1].capacity
+    assert plans[2].capacity < plans[3].capacity
+
+
+def test_instances_may_run_what_the_slo_allows_so_that_bursts_need_not_wait() -> None:
+    given = inputs()
+    plan, cluster = make_plan(given), cluster_of(given)
+    batch = plan.batch_per_instance
+    assert plan.max_num_seqs > batch + 4 * math.sqrt(batch)
+    layer_s = cluster.stages.layer_s(int(plan.layout[2]), plan.max_num_seqs)
+    assert layer_s <= cluster.layer_budget_s
+    tight = make_plan(inputs(context_tokens=40_000.0))
+    assert tight.max_num_seqs <= plan.max_num_seqs
+    assert tight.max_num_seqs >= tight.batch_per_instance
 
 
 def test_no_tail_is_promised_where_requests_queue() -> None:

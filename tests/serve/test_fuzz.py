@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 
+from moe_lora.adapters.registry import Registry
 from moe_lora.serve.app import create_app
+from moe_lora.serve.served_registry import ServedRegistry
+from tests.adapters.peft_folders import BASE
 from tests.serve.conftest import scripted
 from tests.small_tokenizers import characters, wrapped
 
 TOKENIZER = wrapped(characters())
-APP = create_app(scripted(TOKENIZER), TOKENIZER, "base")
+FOLDER = tempfile.TemporaryDirectory()
+REGISTRY = ServedRegistry(Registry(FOLDER.name), BASE)
+APP = create_app(scripted(TOKENIZER), TOKENIZER, "base", registry=REGISTRY)
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
 LIMITED = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -37,6 +43,7 @@ VALID = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "y"},
     "/v1/unload_lora_adapter": {"lora_name": "x"},
+    "/v1/registry/adapters": {"lora_name": "x", "lora_path": "y", "owner": "me"},
 }
 FIELDS = sorted(
     {

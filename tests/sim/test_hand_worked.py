@@ -30,6 +30,18 @@ def test_a_request_whose_adapter_is_there_passes_one_that_waits_for_a_slot():
     assert [request.at_once for request in requests] == [True, False, True]
 
 
+@pytest.mark.parametrize("place", [coupled, lambda capacity, **limits: served(server(capacity), **limits)])
+def test_what_a_request_waited_for_is_told_apart(place):
+    # "b" finds no slot; then "a" has one, but KV or the batch is full; the last one finds all it needs.
+    for limits in ({"kv_tokens": 12}, {"max_num_seqs": 2}):
+        arrivals = asked((0.0, "a", 5), (0.01, "b", 1), (0.12, "a", 4), (0.13, "a", 3), (2.0, "a", 1))
+        requests = run(place(1, **limits), arrivals)
+        assert [request.at_once for request in requests] == [True, False, True, False, True]
+        assert [request.waited_for_adapter for request in requests] == [False, True, False, False, False]
+        summary = simulate(place(1, **limits), arrivals).summary()
+        assert (summary["waited_for_adapter"], summary["waited_for_room"]) == pytest.approx((0.2, 0.2))
+
+
 def test_batch_limit_lets_requests_in_one_by_one():
     requests = run(coupled(1, max_num_seqs=1), asked(*[(0.0, None, 1)] * 3))
     assert [request.finish_s for request in requests] == pytest.approx([0.1, 0.2, 0.3])

@@ -1,11 +1,9 @@
 """Against queueing theory, and against the bare process of slots that the IAR is about."""
 
-import heapq
-from collections import Counter
-
 import numpy as np
 import pytest
 
+from moe_lora.sim.admission import simulate_admission
 from moe_lora.sim.system import simulate
 from moe_lora.workload.plan import PlannedRequest
 from moe_lora.workload.popularity import zipf
@@ -38,46 +36,15 @@ def test_running_requests_are_poisson_without_limits():
     assert running.var() == pytest.approx(20.0, rel=0.12)
 
 
-def started_at_once(arrivals, services, adapters, capacity):
-    """Share of arrivals that start at once where an adapter holds a slot while a request of it is served.
-
-    When a slot falls free those that wait are looked at first come first served, and each that can starts.
-    """
-    ends, running, waiting, num_at_once = [], Counter(), [], 0
-
-    def start(now_s, index):
-        if not running[adapters[index]] and len(running) - (adapters[index] in running) >= capacity:
-            if not running[adapters[index]]:
-                del running[adapters[index]]
-            return False
-        running[adapters[index]] += 1
-        heapq.heappush(ends, (now_s + services[index], index))
-        return True
-
-    def end(now_s, index):
-        running[adapters[index]] -= 1
-        if not running[adapters[index]]:
-            del running[adapters[index]]
-            waiting[:] = [other for other in waiting if not start(now_s, other)]
-
-    for index, now_s in enumerate(arrivals):
-        while ends and ends[0][0] <= now_s:
-            end(*heapq.heappop(ends))
-        if start(now_s, index):
-            num_at_once += 1
-        else:
-            waiting.append(index)
-    return num_at_once / len(arrivals)
-
-
-@pytest.mark.parametrize("capacity", [16, 22, 30])
+@pytest.mark.parametrize("capacity", [26, 28, 30])
 @pytest.mark.parametrize("num_instances", [1, 3])
 def test_small_steps_and_no_other_limit_leave_the_process_of_slots(capacity, num_instances):
     rng = np.random.default_rng(5)
-    num_requests, num_adapters = 12_000, 64
-    arrivals = np.cumsum(rng.exponential(1 / 64.0, num_requests))
+    num_requests, num_adapters, batch = 20_000, 64, 64.0
+    arrivals = np.cumsum(rng.exponential(1 / batch, num_requests))
     services = rng.exponential(1.0, num_requests)
-    adapters = zipf([f"adapter-{i}" for i in range(num_adapters)], 1.2).sample(num_requests, rng)
+    popularity = zipf([f"adapter-{i}" for i in range(num_adapters)], 1.0)
+    adapters = popularity.sample(num_requests, rng)
     requests = [
         PlannedRequest(i, float(arrivals[i]), adapters[i], 1, max(1, round(services[i] / TOKEN_S)))
         for i in range(num_requests)
@@ -85,5 +52,6 @@ def test_small_steps_and_no_other_limit_leave_the_process_of_slots(capacity, num
     limits = {"profile": flat_profile(TOKEN_S), "max_num_seqs": 10**6}
     place = server(capacity, starvation_s=float("inf"))
     found = simulate(served(place, num_instances=num_instances, **limits), requests)
-    expected = started_at_once(arrivals.tolist(), services.tolist(), adapters, capacity)
-    assert found.column("at_once").mean() == pytest.approx(expected, abs=0.02)
+    expected = simulate_admission(popularity.probabilities, batch, capacity, num_arrivals=60_000, seed=1)
+    at_once = found.column("at_once", since_s=20.0).mean()
+    assert at_once == pytest.approx(expected.immediate_admissibility_rate, abs=0.02)

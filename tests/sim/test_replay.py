@@ -49,6 +49,8 @@ def test_a_result_says_that_it_is_simulated_and_what_nothing_averages_to():
         "kind": "simulated",
         "num_requests": 1,
         "admitted_at_once": 1.0,
+        "waited_for_adapter": 0.0,
+        "waited_for_room": 0.0,
         "mean_ttft_s": pytest.approx(0.1),
         "p50_ttft_s": pytest.approx(0.1),
         "p95_ttft_s": pytest.approx(0.1),

@@ -142,5 +142,5 @@ def test_settings_that_can_not_be_are_refused(tmp_path: Path, settings: dict, sa
 
 @pytest.mark.parametrize("text", [WIDE, LONG])
 def test_functions_trace_given_as_a_trace_is_told_where_to_go(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match="give it with --functions"):
+    with pytest.raises(ValueError, match="give it with --functions or as --popularity"):
         detect_format(write(tmp_path, text))

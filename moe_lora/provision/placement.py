@@ -1,0 +1,181 @@
+"""LoRAServe's placement: which servers serve an adapter, and what share of its requests each.
+
+Source: LoRAServe, Algorithm 1 and section IV-A, steps 1 to 5.  Where the paper leaves a choice, it is said
+here; step 1's estimate of the demand is `demand_history`, step 6 is `policies.phi_routing`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .placement_moves import least_moves
+from .placement_problem import PlacementProblem, Server, Shares, Table, placement_problem
+
+_ROUNDING = 1e-9
+"""A share of an adapter, or of a server's room, below this is none: sums of floats differ by less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlacement:
+    """Algorithm 1's table and how it came about.
+
+    rank_budgets: servers dedicated to each rank, after the repair.  overshoot: servers that rounding gave out
+    beyond those there are (negative: too few); the repair took away (gave) as many.
+    """
+
+    table: Table
+    target_utilisation: float
+    rank_budgets: dict[int, int]
+    overshoot: int
+
+
+def place_adapters(
+    adapters: Mapping[str, int],
+    servers: Sequence[Server],
+    operating_points: Mapping[int, float],
+    demand: Mapping[str, float],
+    previous: Mapping[str, Iterable[tuple[Server, float]]] | None = None,
+) -> Table:
+    """{adapter: [(server, phi), ...]} by LoRAServe's Algorithm 1; phi of an adapter sum to 1.
+
+    adapters: name -> rank.  servers: names, in a fixed order.  operating_points: rank -> tokens/s that a
+    server can serve of that rank alone within its SLO.  demand: name -> tokens/s, absent = 0.  previous: the
+    table of before, from which as little as possible is moved.  Deterministic; names decide only between
+    adapters of equal rank, demand and previous servers.
+    Raises ValueError for no or doubled servers, bad numbers, ranks outside of the operating points, and a
+    demand for an unknown adapter.  Source: LoRAServe, Algorithm 1.
+    """
+    return place_by_rank(adapters, servers, operating_points, demand, previous).table
+
+
+def place_by_rank(
+    adapters: Mapping[str, int],
+    servers: Sequence[Server],
+    operating_points: Mapping[int, float],
+    demand: Mapping[str, float],
+    previous: Mapping[str, Iterable[tuple[Server, float]]] | None = None,
+) -> RankPlacement:
+    """`place_adapters`, with what it decided on the way."""
+    problem = placement_problem(adapters, servers, operating_points, demand)
+    before = problem.shares(previous)
+    budgets, overshoot = rank_budgets(problem)
+    shares = least_moves(problem, _Packing(problem).pack(budgets), before)
+    return RankPlacement(
+        table=problem.table(shares),
+        target_utilisation=problem.target_utilisation,
+        rank_budgets=budgets,
+        overshoot=overshoot,
+    )
+
+
+def rank_budgets(problem: PlacementProblem) -> tuple[dict[int, int], int]:
+    """Servers of each rank: round(rank's load / target utilisation), made to sum to the servers there are.
+
+    The paper does not say what happens where rounding gives out more servers than there are, or fewer.  Here
+    the rank that was rounded up most gives one back, the lowest of equal ones (its adapters fit on servers of
+    a higher rank), and the one that was rounded down most gets one, the highest of equal ones.
+    Returns the budgets, and by how many the rounded ones missed.
+    """
+    target = problem.target_utilisation
+    wanted = {
+        rank: math.fsum(problem.load[problem.ranks == rank]) / target if target > 0 else 0.0
+        for rank in problem.tokens_per_s
+    }
+    budgets = {rank: round(servers) for rank, servers in wanted.items()}
+    overshoot = sum(budgets.values()) - len(problem.servers)
+    if target > 0:
+        for _ in range(overshoot):
+            # All differences are rounded, so that equal ones in truth are equal here.
+            most = max(
+                (r for r in budgets if budgets[r]), key=lambda r: (round(budgets[r] - wanted[r], 9), -r)
+            )
+            budgets[most] -= 1
+        for _ in range(-overshoot):
+            least = max(budgets, key=lambda r: (round(wanted[r] - budgets[r], 9), r))
+            budgets[least] += 1
+    return budgets, overshoot if target > 0 else 0
+
+
+class _Packing:
+    """Steps 3 and 4: the servers are still without names, one after the other from the highest rank down."""
+
+    def __init__(self, problem: PlacementProblem) -> None:
+        self._problem = problem
+        self._shares: Shares = {}
+        num_servers = len(problem.servers)
+        self._load = [0.0] * num_servers
+        self._held = [0] * num_servers
+        self._max_rank = [0] * num_servers
+        self._target = problem.target_utilisation
+        self._order = sorted(  # heaviest first; numbers are in the order of names
+            range(len(problem.names)), key=lambda a: (-problem.ranks[a], -problem.load[a], a)
+        )
+
+    def pack(self, budgets: Mapping[int, int]) -> Shares:
+        left: list[tuple[int, float]] = []
+        begin = 0
+        members: dict[int, list[int]] = {rank: [] for rank in budgets}
+        for adapter in self._order:
+            members[int(self._problem.ranks[adapter])].append(adapter)
+        for rank in sorted(budgets, reverse=True):
+            left += self._pack_rank(members[rank], range(begin, begin + budgets[rank]))
+            begin += budgets[rank]
+        for adapter, share in left:
+            self._place_left(adapter, share)
+        return self._shares
+
+    def _pack_rank(self, adapters: Iterable[int], own: range) -> list[tuple[int, float]]:
+        """Fractional bin packing: a server is filled to the target, the next gets the rest of the adapter.
+
+        Adapters without demand go where the fewest are.  Returns what did not fit, as shares.
+        """
+        left = []
+        servers = iter(own)
+        server = next(servers, None)
+        for adapter in adapters:
+            load, share = float(self._problem.load[adapter]), 1.0
+            if load <= 0 and own:
+                self._put(adapter, min(own, key=lambda one: (self._held[one], one)), 1.0)
+                continue
+            while server is not None and share > _ROUNDING:
+                room = (self._target - self._load[server]) / load
+                taken = min(share, room)
+                if room <= _ROUNDING * self._target / load:
+                    server = next(servers, None)
+                    continue
+                self._put(adapter, server, taken)
+                share -= taken
+            if share > _ROUNDING:
+                left.append((adapter, share))
+        return left
+
+    def _place_left(self, adapter: int, share: float) -> None:
+        """Where its load stays within the target: the highest maximum rank, then the least use.  Where no
+        server has room: the least use, then the highest maximum rank.  (The paper: "the server with highest
+        max rank and least utilization", "if possible".)
+        """
+        load = float(self._problem.load[adapter]) * share
+        servers = range(len(self._load))
+        if load <= 0:  # any server will do; where no rank is raised, and fewest are
+            rank = int(self._problem.ranks[adapter])
+            fitting = [one for one in servers if self._max_rank[one] >= rank] or list(servers)
+            self._put(adapter, min(fitting, key=lambda one: (self._held[one], one)), share)
+            return
+        limit = self._target * (1 + _ROUNDING) - load
+        fitting = [one for one in servers if self._load[one] <= limit]
+        if fitting:
+            chosen = min(fitting, key=lambda s: (-self._max_rank[s], self._load[s], self._held[s], s))
+        else:
+            chosen = min(servers, key=lambda s: (self._load[s], -self._max_rank[s], self._held[s], s))
+        self._put(adapter, chosen, share)
+
+    def _put(self, adapter: int, server: int, share: float) -> None:
+        row = self._shares.setdefault(adapter, {})
+        self._held[server] += server not in row
+        row[server] = row.get(server, 0.0) + share
+        load = float(self._problem.load[adapter]) * share
+        self._load[server] += load
+        if load > 0:
+            self._max_rank[server] = max(self._max_rank[server], int(self._problem.ranks[adapter]))

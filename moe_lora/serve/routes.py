@@ -1,0 +1,40 @@
+"""From settings to what routes requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_lora.core.config import RoutingConfig
+from moe_lora.core.token_meter import TokenMeter
+from moe_lora.engine.client import EngineClient
+from moe_lora.policies.performance import read_performance_model
+from moe_lora.policies.phi_routing import PhiRouting
+from moe_lora.policies.routers import RoutingContext, make_router
+from moe_lora.policies.routing import Router
+
+from .placement import PlacementController
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """A router, and what the clients of instances have to tell: tokens and ranks of adapters."""
+
+    config: RoutingConfig
+    router: Router
+    meter: TokenMeter = field(default_factory=TokenMeter)
+    ranks: dict[str, int] = field(default_factory=dict)
+
+    def placement(self, client: EngineClient) -> PlacementController | None:
+        """The controller of the router's table, if there is a placement.  Raises ConfigError."""
+        if not isinstance(self.router, PhiRouting):
+            return None
+        return PlacementController(self.config, client, self.router, self.meter)
+
+
+def make_routes(config: RoutingConfig, max_num_seqs: int) -> Routes:
+    """Raises ConfigError for an unknown name and for files that can't be read."""
+    name = config.routing or ("least_outstanding" if config.placement is None else "phi")
+    model = None if config.performance_model is None else read_performance_model(config.performance_model)
+    ranks: dict[str, int] = {}
+    context = RoutingContext(max_num_seqs=max_num_seqs, model=model, ranks=ranks)
+    return Routes(config=config, router=make_router(name, context), ranks=ranks)

@@ -1,0 +1,143 @@
+"""Two queues with rules against starvation, an instance's and the LoRA Server's: nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lora.core.clock import VirtualClock
+
+from .leased_parts import LeasedParts, TableServer
+
+TICK_S = 0.1
+
+
+def test_request_behind_a_starving_one_uses_the_lease_that_the_starving_one_waits_for():
+    """The lease goes back when its last running request ends though another waits: the table's queue has the
+    second adapter first then, the instance's queue the first one.
+    """
+    clock = VirtualClock()
+    server = TableServer(clock, capacity=1, starvation_s=1.0)
+    parts = LeasedParts(server, clock, "i", max_num_seqs=1, starvation_s=1.0)
+    first, second = parts.adapters(0, 0)
+    ran = parts.add("ran", range(3), first)
+    parts.add("starving", range(3), first)
+    parts.add("behind", range(3), second)
+    assert parts.step() == {}
+    parts.client.hand_on()
+    assert set(parts.step()) == {"ran"}
+    clock.advance(2.0)
+    parts.scheduler.finish(ran)
+    parts.client.hand_on()
+    assert set(parts.step()) == {"behind"}
+    parts.scheduler.finish(parts.scheduler.running[0])
+    parts.step()
+    parts.client.hand_on()
+    assert set(parts.step()) == {"starving"}
+
+
+def test_starving_request_gets_the_lease_though_requests_for_the_one_in_use_keep_coming():
+    clock = VirtualClock()
+    server = TableServer(clock, capacity=1, starvation_s=1.0)
+    parts = LeasedParts(server, clock, "i", starvation_s=1.0)
+    hot, cold = parts.adapters(0, 0)
+    parts.add("hot 1", range(3), hot)
+    parts.step()
+    parts.client.hand_on()
+    assert set(parts.step()) == {"hot 1"}
+    parts.add("cold", range(3), cold)
+    parts.add("hot 2", range(3), hot)
+    assert set(parts.step()) == {"hot 1", "hot 2"}
+    clock.advance(2.0)
+    parts.add("hot 3", range(3), hot)
+    for expected in ({"hot 1", "hot 2"}, {"hot 2"}, set()):
+        assert set(parts.step()) == expected
+        if parts.scheduler.running:
+            parts.scheduler.finish(parts.scheduler.running[0])
+    parts.client.hand_on()
+    assert set(parts.step()) == {"cold"}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Requests as (tick, instance, adapter or None, prompt tokens, answer tokens), and what serves them."""
+
+    seed: int
+    requests: list[tuple[int, int, int | None, int, int]]
+    capacity: int
+    table_starvation_s: float
+    pages: tuple[int, ...]
+    limits: list[dict]
+
+
+LIMITS = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 3),
+        "max_num_batched_tokens": st.sampled_from([4, 16]),
+        "max_loras": st.integers(1, 3),
+        "num_pages": st.sampled_from([11, 15]),
+        "room_pages": st.just(4),
+        "starvation_s": st.sampled_from([0.0, 0.5, 100.0]),
+        "prompt": st.booleans(),
+        "shortest_first": st.booleans(),
+    }
+)
+REQUEST = st.tuples(
+    st.integers(0, 15),
+    st.integers(0, 1),
+    st.sampled_from([None, 0, 0, 1, 1, 2, 3]),
+    st.integers(1, 16),
+    st.integers(1, 10),
+)
+
+
+def by_tick(rows: list) -> list:
+    return sorted(rows, key=lambda row: row[0])
+
+
+MIXES = st.builds(
+    Mix,
+    seed=st.integers(0, 2**32),
+    requests=st.lists(REQUEST, min_size=4, max_size=30).map(by_tick),
+    capacity=st.integers(1, 3),
+    table_starvation_s=st.sampled_from([0.0, 0.5, 100.0]),
+    pages=st.tuples(*[st.integers(0, 3)] * 4),
+    limits=st.lists(LIMITS, min_size=2, max_size=2),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(mix=MIXES)
+def test_every_request_of_every_instance_ends_within_a_bounded_number_of_steps(mix):
+    rng, clock = random.Random(mix.seed), VirtualClock()
+    server = TableServer(clock, mix.capacity, mix.table_starvation_s)
+    instances = [
+        LeasedParts(server, clock, str(number), **limits) for number, limits in enumerate(mix.limits)
+    ]
+    adapters = [parts.adapters(*mix.pages) for parts in instances]
+    answers = {str(number): row[4] for number, row in enumerate(mix.requests)}
+    to_come = list(enumerate(mix.requests))
+    num_left = len(to_come)
+    work = sum(prompt + answer for *_, prompt, answer in mix.requests)
+    for tick in range(mix.requests[-1][0] + 3 * work + 20 * num_left):
+        while to_come and to_come[0][1][0] <= tick:
+            number, (_, instance, adapter, prompt, _) = to_come.pop(0)
+            version = None if adapter is None else adapters[instance][adapter]
+            instances[instance].add(str(number), range(100 * number, 100 * number + prompt), version)
+        clock.advance(TICK_S)
+        for parts in rng.sample(instances, rng.randint(0, 2)):
+            parts.client.hand_on()
+        for parts in rng.sample(instances, 2):
+            parts.step()
+            parts.mover.work(rng.randint(0, 2))
+            num_left -= len(parts.finish_after(answers))
+        assert server.table.stats().num_resident <= mix.capacity
+        if not num_left:
+            break
+    assert not num_left
+    for parts in instances:
+        parts.client.hand_on()
+    assert (server.table.stats().num_leases, server.table.stats().num_waiting) == (0, 0)

@@ -1,0 +1,72 @@
+"""The loop between its inbox and the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_lora.core.clock import VirtualClock
+from moe_lora.core.config import EngineConfig
+from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine.build import build_engine
+from moe_lora.engine.core import EngineCore
+from moe_lora.engine.inbox import Inbox
+from moe_lora.engine.loop import EngineLoop
+from moe_lora.engine.messages import Event, Generate, Outputs, Stop
+
+CONFIG = EngineConfig(
+    model_dir=str(Path(__file__).parents[2] / "demo" / "model"), eager=True, max_num_seqs=2, num_threads=1
+)
+
+
+def ask(request_id: str, max_tokens: int) -> Generate:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Generate(GenerateRequest(request_id=request_id, prompt_token_ids=(1, 40, 41), sampling=sampling))
+
+
+class SlowSteps:
+    """A core whose steps take 2 s of the clock, and which is sent a request in the midst of the first."""
+
+    def __init__(self, core: EngineCore, clock: VirtualClock, inbox: Inbox, late: Generate) -> None:
+        self._core, self._clock, self._inbox = core, clock, inbox
+        self._to_send = [late]
+
+    def __getattr__(self, name: str):
+        return getattr(self._core, name)
+
+    def step(self):
+        outputs = self._core.step()
+        self._clock.advance(0.5)
+        if self._to_send:
+            self._inbox.put(self._to_send.pop())
+        self._clock.advance(1.5)
+        return outputs
+
+
+@pytest.fixture
+def clock(monkeypatch) -> VirtualClock:
+    clock = VirtualClock()
+    monkeypatch.setattr("moe_lora.engine.build.WallClock", lambda: clock)
+    return clock
+
+
+def test_wait_for_the_step_under_way_is_queueing(clock):
+    inbox = Inbox(clock)
+    core = SlowSteps(build_engine(CONFIG), clock, inbox, ask("late", max_tokens=3))
+    timings = {}
+
+    def emit(event: Event) -> None:
+        assert isinstance(event, Outputs), event
+        timings.update({one.request_id: one.timing for one in event.outputs if one.timing is not None})
+        if len(timings) == 2:
+            inbox.put(Stop())
+
+    loop = EngineLoop(core, emit)
+    loop.inbox = inbox
+    inbox.put(ask("first", max_tokens=6))
+    loop.run()
+    late = timings["late"]
+    assert (late.queue_s, late.first_decode_s) == (1.5, 2.0)
+    assert late.decode_ttft_s == 3.5
+    assert timings["first"].queue_s == 0.0

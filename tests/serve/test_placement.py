@@ -1,0 +1,175 @@
+"""Placements made while requests are served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from moe_lora.core.clock import VirtualClock
+from moe_lora.core.config import RoutingConfig
+from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine.fleet import FleetClient
+from moe_lora.engine.roster import Roster
+from moe_lora.policies.phi_routing import PhiRouting
+from moe_lora.serve.metrics import Metrics
+from moe_lora.serve.placement import PlacementController
+from moe_lora.serve.routes import make_routes
+from tests.engine.fleet_parts import CountingEngine
+
+NAMES = tuple("abcd")
+
+
+class Cluster:
+    """Two or more engines that count, and the controller of their table."""
+
+    def __init__(self, num_engines: int = 2, placement: str = "loraserve", **settings) -> None:
+        self.clock = VirtualClock()
+        self.engines = [CountingEngine(adapters=dict.fromkeys(NAMES, "p")) for _ in range(num_engines)]
+        self.config = RoutingConfig(placement=placement, **settings)
+        self.routes = make_routes(self.config, 8)
+        self.roster = Roster(self.engines, [(name, "p") for name in NAMES])
+        meter = self.routes.meter
+        self.fleet = FleetClient(
+            self.roster, self.routes.router, self.clock, meter=meter, ranks=self.routes.ranks
+        )
+        assert isinstance(self.routes.router, PhiRouting)
+        self.router = self.routes.router
+        self.controller = PlacementController(self.config, self.fleet, self.router, meter, self.clock)
+
+    async def ask(self, name: str, adapter: str, max_tokens: int = 8) -> list[int]:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        request = GenerateRequest(
+            request_id=name, prompt_token_ids=(0, 1), sampling=sampling, adapter=adapter
+        )
+        return [token async for output in self.fleet.generate(request) for token in output.token_ids]
+
+    async def step(self, length_s: float = 10.0) -> None:
+        self.clock.advance(length_s)
+        await self.controller.step()
+
+
+def test_the_first_table_spreads_adapters_and_requests_follow_it():
+    async def run() -> None:
+        cluster = Cluster()
+        await cluster.controller.step()
+        table = cluster.router.table
+        assert sorted(index for row in table.values() for index, _ in row) == [0, 0, 1, 1]
+        for name in NAMES:
+            await cluster.ask(name, name)
+        for index, engine in enumerate(cluster.engines):
+            assert {one.adapter for one in engine.requests} == {
+                name for name in NAMES if table[name] == [(index, 1.0)]
+            }
+
+    asyncio.run(run())
+
+
+def test_tokens_that_are_asked_for_become_shares():
+    async def run() -> None:
+        cluster = Cluster(num_engines=3)
+        await cluster.controller.step()
+        for number in range(8):
+            await cluster.ask(f"r{number}", "a")
+        await cluster.ask("b", "b")
+        await cluster.step()
+        assert {index for index, _ in cluster.router.table["a"]} == {0, 1, 2}
+        assert len(cluster.router.table["b"]) == 1
+        assert cluster.controller.latest is not None
+        assert cluster.controller.latest.target_utilisation == pytest.approx(9 * 10 / 10.0 / 3)
+        copies = cluster.controller.num_copies
+        assert copies >= 2
+        for number in range(8):
+            await cluster.ask(f"s{number}", "a")
+        await cluster.ask("b2", "b")
+        await cluster.step()
+        assert cluster.controller.num_copies == copies  # the same demand: nothing moves
+        assert cluster.controller.version == 3
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_is_gone_is_not_placed_on():
+    async def run() -> None:
+        cluster = Cluster()
+        await cluster.controller.step()
+        cluster.engines[0].alive = False
+        cluster.roster.lose(cluster.roster.instances[0], cluster.engines[0])
+        assert await cluster.ask("r", "a") == list(range(2, 10))
+        await cluster.step()
+        assert {index for row in cluster.router.table.values() for index, _ in row} == {1}
+
+    asyncio.run(run())
+
+
+def test_no_request_fails_while_tables_change():
+    async def run() -> None:
+        cluster = Cluster(num_engines=3, placement="random")
+        answers: list[list[int]] = []
+
+        async def client(number: int) -> None:
+            for turn in range(20):
+                answers.append(await cluster.ask(f"{number}-{turn}", NAMES[(number + turn) % 4]))
+
+        async def swaps() -> None:
+            for _ in range(60):
+                await cluster.step(0.1)
+                for name in NAMES:  # every adapter elsewhere
+                    row = [((cluster.router.table[name][0][0] + 1) % 3, 1.0)]
+                    cluster.router.swap({**cluster.router.table, name: row})
+                await asyncio.sleep(0)
+
+        await asyncio.gather(swaps(), *(client(number) for number in range(10)))
+        assert answers == [list(range(2, 10))] * 200
+        assert cluster.router.version > 200
+        assert [one.load.num_requests for one in cluster.roster.instances] == [0, 0, 0]
+
+    asyncio.run(run())
+
+
+def test_a_placement_that_can_not_be_made_leaves_the_table(tmp_path, caplog):
+    points = tmp_path / "points.json"
+    points.write_text(json.dumps({"8": 100.0, "16": 50.0}))
+
+    async def run() -> None:
+        cluster = Cluster(operating_points=str(points))
+        for _ in range(2):
+            await cluster.step()  # the engines' adapters have rank 1
+        assert (cluster.controller.num_problems, cluster.controller.version) == (2, 0)
+        assert await cluster.ask("r", "a") == list(range(2, 10))
+
+    asyncio.run(run())
+    assert caplog.text.count("rank 1 is outside of the operating points, 8 to 16") == 1
+
+
+def test_ranks_are_known_to_the_routers_that_need_them(tmp_path):
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"prefill": {"alpha_s": 1e-3}, "decode": {"alpha_s": 1e-3}}))
+    routes = make_routes(RoutingConfig(routing="rank_aware", performance_model=str(model)), 8)
+    engines = [CountingEngine(adapters={"a": "p"}) for _ in range(2)]
+    fleet = FleetClient(Roster(engines, [("a", "p")]), routes.router, VirtualClock(), ranks=routes.ranks)
+    asyncio.run(fleet.model_info())
+    assert routes.ranks == {"a": 1}
+    asyncio.run(fleet.load_adapter("b", "q"))
+    assert routes.ranks == {"a": 1, "b": 1}
+    assert routes.placement(fleet) is None
+
+
+def test_metrics_tell_of_tables_moves_and_load(tmp_path):
+    points = tmp_path / "points.json"
+    points.write_text(json.dumps({"1": 100.0, "8": 50.0}))
+    cluster = Cluster(operating_points=str(points))
+    metrics = Metrics("base", None, cluster.controller)
+    assert "moe_lora:placement_adapters_held{" not in metrics.render().decode()
+
+    async def run() -> None:
+        await cluster.controller.step()
+        await cluster.ask("r", "a", max_tokens=18)
+        await cluster.step(1.0)
+
+    asyncio.run(run())
+    text = metrics.render().decode()
+    assert 'moe_lora:placement_tables_total{model_name="base"} 2.0' in text
+    assert 'moe_lora:placement_max_utilisation{model_name="base"} 0.1' in text  # 20 tokens/s on two of 100
+    assert 'moe_lora:placement_problems_total{model_name="base"} 0.0' in text
