@@ -22,6 +22,8 @@ from .core import EngineCore
 from .random_adapters import random_adapter
 from .rank import choose_device, choose_dtype, kv_layout
 
+_LOAD_POLL_S = 0.001
+
 
 class TimedRow(Protocol):
     """A request of a timed batch: its adapter (None: the base model) and the length of its prompt."""
@@ -116,16 +118,32 @@ class StepClock:
 
 
 def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> EngineCore:
-    """An engine that knows these adapters (name -> rank), of random values, and has room for all of them."""
+    """An engine with these adapters (name -> rank), of random values, on its device, where they stay.
+
+    There is room for all of them below the share from which on the cache swaps out, and no history is kept.
+    """
     hf_config = read_config(Path(config.model_dir))
     dtype = choose_dtype(config.dtype, hf_config)
     shape = replace(ModelShape.from_hf_config(hf_config), dtype_bytes=dtype.itemsize)
     slack = shape.num_layers * kv_layout(config, shape, dtype).page_bytes
     least = shape.adapter_bytes(16) + slack  # the engine's own bound below
     needed = max(least, sum(shape.adapter_bytes(rank) + slack for rank in adapters.values()))
+    room_gb = math.ceil(needed / config.swap_out_above / 1e3) / 1e6
     core = build_engine(
-        replace(config, max_loras=max(1, len(adapters)), lora_memory_gb=math.ceil(needed / 1e3) / 1e6)
+        replace(config, max_loras=max(1, len(adapters)), lora_memory_gb=room_gb, prefix_caching=False)
     )
     for seed, (name, rank) in enumerate(adapters.items()):
         core.add_adapter(random_adapter(shape, dtype, name, rank, seed=seed), None)
+        _bring_in(core, name)
     return core
+
+
+def _bring_in(core: EngineCore, name: str) -> None:
+    """Answer one request of the adapter, as it is read beside the steps."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=1)
+    core.add_request(
+        GenerateRequest(request_id=f"first-{name}", prompt_token_ids=(0,), sampling=sampling, adapter=name)
+    )
+    while core.has_work:
+        if not core.step():
+            time.sleep(_LOAD_POLL_S)
