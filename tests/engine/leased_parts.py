@@ -117,6 +117,13 @@ class LeasedParts(Parts):
         """One for each number of pages here, alike in all instances."""
         return [self.residency.add(packed(f"a{i}", num), None) for i, num in enumerate(pages)]
 
+    def _check_adapter(self, sequence: Sequence) -> None:
+        """It is leased, and what of it belongs here is here."""
+        adapter = sequence.adapter
+        assert adapter is None or adapter.lease is not None
+        if adapter is not None and adapter.packed.nbytes:
+            super()._check_adapter(sequence)
+
     def finish_after(self, num_tokens: dict[str, int]) -> list[Sequence]:
         """End the running requests that have their tokens."""
         done = [
