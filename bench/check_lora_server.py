@@ -52,8 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not rows:
         parser.error(f"--only {' --only '.join(options.only)} leaves no combination that a model can have")
-    logging.getLogger("moe_lora").setLevel(logging.ERROR)
-    complaints = check_all(rows, options.out)
+    package = logging.getLogger("moe_lora")
+    level = package.level
+    package.setLevel(logging.ERROR)
+    try:
+        complaints = check_all(rows, options.out)
+    finally:
+        package.setLevel(level)
     summarise(rows, complaints)
     return 1 if any(complaints) else 0
 

@@ -45,6 +45,13 @@ class Reception:
 
     def _receive(self, number: int, visitor: socket.socket) -> None:
         try:
+            self._serve(number, visitor)
+        finally:
+            # Only now is the link gone: ending it takes time inside gloo, and `close` must wait for that.
+            self._threads.pop(number, None)
+
+    def _serve(self, number: int, visitor: socket.socket) -> None:
+        try:
             with visitor:
                 visitor.settimeout(self._timeout_s)
                 tag = self.tag.encode()
@@ -54,7 +61,6 @@ class Reception:
                 link = Link(MeetingStore(visitor), OWNER, self._device, self._timeout_s)
         except (OSError, RuntimeError) as error:  # the visitor died on the doorstep, or may not come in
             logger.info("a visitor of the gloo transport was turned away: %s", error)
-            self._threads.pop(number, None)
             return
         self._links[number] = link
         try:
@@ -68,7 +74,6 @@ class Reception:
         except RuntimeError:  # the peer has ended, or this side closes
             link.alive = False
         self._links.pop(number, None)
-        self._threads.pop(number, None)
 
     def close(self) -> None:
         """End all links and threads."""
