@@ -7,6 +7,7 @@ bottom, first fit: the two grow towards each other, so that runs stay easy to fi
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,6 +37,20 @@ class PageAllocator:
                 return page
         return None
 
+    def alloc_pages(self, num_pages: int) -> list[int] | None:
+        """The highest free pages, or None (and none taken) if there are too few."""
+        if num_pages > self._num_free:
+            return None
+        taken: list[int] = []
+        while len(taken) < num_pages:
+            page = -heapq.heappop(self._from_top)
+            self._listed[page] = False
+            if self._free[page]:
+                taken.append(page)
+        self._free[taken] = False
+        self._num_free -= num_pages
+        return taken
+
     def alloc_run(self, num_pages: int) -> int | None:
         """First page of the lowest free run of `num_pages`, or None if there is none that long."""
         if num_pages < 1:
@@ -57,3 +72,13 @@ class PageAllocator:
         for page in np.flatnonzero(~self._listed[first : first + num_pages]).tolist():
             heapq.heappush(self._from_top, -(first + page))
         self._listed[first : first + num_pages] = True
+
+    def free_pages(self, pages: Sequence[int]) -> None:
+        """Give back pages, wherever they lie."""
+        numbers = np.asarray(pages)
+        assert not self._free[numbers].any(), "page freed twice"
+        self._free[numbers] = True
+        self._num_free += len(numbers)
+        for page in numbers[~self._listed[numbers]].tolist():
+            heapq.heappush(self._from_top, -page)
+        self._listed[numbers] = True

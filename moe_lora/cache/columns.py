@@ -1,0 +1,120 @@
+"""Nodes as rows of arrays, so that a decision over all of them is a few array operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lora.policies.caching import NodeColumns
+
+from .node import Node
+
+_COLUMNS = {
+    "is_adapter": np.bool_,
+    "pages": np.int64,
+    "visits": np.float64,
+    "recent": np.float64,
+    "last_used_s": np.float64,
+    "first_token": np.int64,
+    "num_tokens": np.int64,
+    "wanted": np.int64,
+    "adapter_row": np.int64,
+    "flags": np.uint8,
+}
+HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
+CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP = 8, 16, 32, 64
+"""Bits of `Columns.flags`.
+
+BACKED: the host has it.  READY: it can be used on the device or, of an adapter without pages here, on the
+LoRA Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: nodes whose
+host pages nobody depends on.  CAN_BACK_UP: idle KV of the device that the host has not.
+"""
+
+
+class Columns:
+    """One row per node; rows of removed nodes are used again.
+
+    flags: see `HAS_DEVICE_PAGES` and so on.  recent_s: time constant of the decayed visits.
+    """
+
+    is_adapter: NDArray[np.bool_]
+    pages: NDArray[np.int64]
+    visits: NDArray[np.float64]
+    recent: NDArray[np.float64]
+    last_used_s: NDArray[np.float64]
+    first_token: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+    adapter_row: NDArray[np.int64]
+    flags: NDArray[np.uint8]
+
+    def __init__(self, recent_s: float) -> None:
+        self.recent_s = recent_s
+        self.nodes: list[Node | None] = []
+        self._vacant: list[int] = []
+        self._capacity = 1024
+        for name, dtype in _COLUMNS.items():
+            setattr(self, name, np.zeros(self._capacity, dtype=dtype))
+
+    def __len__(self) -> int:
+        """Rows in use, vacant ones between them included."""
+        return len(self.nodes)
+
+    def new_row(self) -> int:
+        """A row of zeros; the caller puts its node into `nodes`."""
+        if self._vacant:
+            return self._vacant.pop()
+        self.nodes.append(None)
+        if len(self.nodes) > self._capacity:
+            for name in _COLUMNS:
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+            self._capacity *= 2
+        return len(self.nodes) - 1
+
+    def give_back(self, row: int) -> None:
+        """The row's node is removed."""
+        self.nodes[row] = None
+        for name in _COLUMNS:
+            getattr(self, name)[row] = 0
+        self._vacant.append(row)
+
+    def copy_statistics(self, source: int, target: int) -> None:
+        """The target has been used as often and as lately as the source."""
+        for column in (self.visits, self.recent, self.last_used_s, self.wanted):
+            column[target] = column[source]
+
+    def visit(self, nodes: Sequence[Node], now_s: float) -> None:
+        """Each of the nodes was used once."""
+        recent, last_used_s = self.recent, self.last_used_s
+        for node in nodes:  # a handful: quicker one by one than as arrays
+            row = node.row
+            recent[row] = recent[row] * math.exp((last_used_s[row] - now_s) / self.recent_s) + 1
+            self.visits[row] += 1
+            last_used_s[row] = now_s
+
+    def has(self, rows: NDArray[np.int64], flag: int) -> NDArray[np.bool_]:
+        """[N]: whether each of the rows has the flag."""
+        return (self.flags[rows] & flag).astype(bool)
+
+    def where(self, flag: int) -> NDArray[np.int64]:
+        """Rows that have the flag."""
+        return np.flatnonzero(self.flags[: len(self.nodes)] & flag)
+
+    def view(self, rows: NDArray[np.int64], now_s: float) -> NodeColumns:
+        """What a policy sees of these rows."""
+        return NodeColumns(
+            is_adapter=self.is_adapter[rows],
+            pages=self.pages[rows],
+            visits=self.visits[rows],
+            recent=self.recent[rows],
+            idle_s=now_s - self.last_used_s[rows],
+            backed=self.has(rows, BACKED),
+            first_token=self.first_token[rows],
+            num_tokens=self.num_tokens[rows],
+            wanted=self.wanted[rows],
+            adapter_ready=self.has(self.adapter_row[rows], READY),
+        )

@@ -1,0 +1,51 @@
+"""What the cache wants moved: orders that somebody else executes and confirms.  No tensors here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+
+Namespace = Hashable
+"""An adapter version's uid; None: the base model."""
+
+
+class Readiness(Enum):
+    """What `UnifiedCache.hold` found."""
+
+    READY = "ready"
+    COMING = "coming"
+    """Held; an order for its bytes is under way."""
+    NO_ROOM = "no_room"
+    """Not held: nothing more can be evicted now; ask again later."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy device_pages[i] <-> host_pages[i] for all i, towards the device or away from it.
+
+    Of an adapter the pages come in layer order.  Until the order is confirmed by `UnifiedCache.copied`, the
+    cache reuses neither side.  namespace: whose bytes these are; is_adapter: its own, else its history KV.
+    """
+
+    copy_id: int
+    namespace: Namespace
+    is_adapter: bool
+    to_device: bool
+    device_pages: tuple[int, ...]
+    host_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Write an adapter from its packed files into the device arena.
+
+    layer_first_pages: where each layer's run of pages starts, -1 for a layer without bytes.
+    """
+
+    copy_id: int
+    namespace: Namespace
+    layer_first_pages: tuple[int, ...]
+
+
+Order = Copy | LoadAdapter

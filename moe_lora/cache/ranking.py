@@ -1,0 +1,143 @@
+"""Which nodes a policy values least or most."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
+
+from .columns import BACKED, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
+from .node import Node
+from .residence import Residence
+
+BATCH = 256
+"""Victims ranked at once."""
+FRESH_S = 0.1
+"""Age above which a ranking of victims is made anew."""
+BATCH_WINDOW_S = 5.0
+"""Time over which the batch size is averaged (FastLibra, section 5.1)."""
+
+
+class Kind(Enum):
+    """What has to give way."""
+
+    ANY = "any"
+    KV = "kv"
+    ADAPTER = "adapter"
+    HOST = "host"
+
+
+class Ranking:
+    """Asks the policy about all candidates at once.
+
+    Victims are ranked in batches and used for up to `FRESH_S`: one that was used or changed meanwhile is
+    passed over.  num_queries: requests matched so far.
+    """
+
+    def __init__(self, residence: Residence, policy: CachingPolicy) -> None:
+        self.residence = residence
+        self.policy = policy
+        self.columns = residence.tree.columns
+        self.num_queries = 0
+        self._batches: deque[tuple[float, int]] = deque()
+        self._queues: dict[Kind, list[tuple[Node, float]]] = {}
+        self._ranked_s: dict[Kind, float] = {}
+
+    def note_batch(self, now_s: float, batch_size: int) -> None:
+        """One sample of the number of running requests."""
+        self._batches.append((now_s, batch_size))
+        while self._batches[0][0] < now_s - BATCH_WINDOW_S:
+            self._batches.popleft()
+
+    def load(self) -> CacheLoad:
+        columns = self.columns
+        sizes = [size for _, size in self._batches]
+        return CacheLoad(
+            num_queries=max(1, self.num_queries),
+            adapter_visits=columns.visits[np.flatnonzero(columns.is_adapter[: len(columns)])],
+            batch_size=sum(sizes) / len(sizes) if sizes else 0.0,
+            num_adapters=self.residence.num_device_adapters,
+        )
+
+    def values(self, rows: NDArray[np.int64], now_s: float) -> Floats:
+        """What the policy says of these rows."""
+        return self.policy.values(self.columns.view(rows, now_s), self.load())
+
+    def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
+        """The least valued of the rows, ascending, as many as have `num_pages` pages together (or all)."""
+        values = self.values(rows, now_s)
+        return self._take(rows, values, num_pages)
+
+    def highest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
+        """The most valued, descending, likewise; those of no value are left out."""
+        values = self.values(rows, now_s)
+        useful = values > 0
+        return self._take(rows[useful], -values[useful], num_pages)
+
+    def victim(self, kind: Kind, now_s: float) -> Node | None:
+        """The next node to give way, or None if there is none."""
+        queue = self._queues.get(kind, [])
+        if now_s - self._ranked_s.get(kind, -np.inf) > FRESH_S:
+            queue = []
+        while True:
+            while queue:
+                node, used_s = queue.pop()
+                if self._still(node, used_s, kind):
+                    return node
+            queue = self._queues[kind] = self._rank(kind, now_s)
+            self._ranked_s[kind] = now_s
+            if not queue:
+                return None
+
+    def put_back(self, node: Node, kind: Kind) -> None:
+        """The node is the next victim."""
+        self._queues[kind].append((node, float(self.columns.last_used_s[node.row])))
+
+    def _still(self, node: Node, used_s: float, kind: Kind) -> bool:
+        columns, row = self.columns, node.row
+        flag = CAN_LEAVE_HOST if kind is Kind.HOST else CAN_LEAVE
+        unchanged = columns.nodes[row] is node and columns.last_used_s[row] == used_s
+        return bool(unchanged and columns.flags[row] & flag)
+
+    def _rank(self, kind: Kind, now_s: float) -> list[tuple[Node, float]]:
+        columns = self.columns
+        if kind is Kind.HOST:
+            rows = columns.where(CAN_LEAVE_HOST)
+            backed = columns.has(rows, HAS_DEVICE_PAGES)
+        else:
+            rows = columns.where(CAN_LEAVE)
+            if kind is not Kind.ANY:
+                rows = rows[columns.is_adapter[rows] == (kind is Kind.ADAPTER)]
+            backed = columns.has(rows, BACKED)
+        values = self.values(rows, now_s)
+        chosen: list[NDArray[np.int64]] = []
+        if kind is Kind.HOST or self.policy.traits.drops_backed_first:
+            chosen = [_ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
+        else:
+            chosen = [_ascending(rows, values, BATCH)]
+        order = np.concatenate(chosen)[:BATCH][::-1].tolist()
+        return [(node, float(columns.last_used_s[row])) for row in order if (node := columns.nodes[row])]
+
+    def _take(self, rows: NDArray[np.int64], values: Floats, num_pages: int) -> list[Node]:
+        nodes: list[Node] = []
+        count = BATCH
+        while rows.size and num_pages > 0:
+            ordered = _ascending(rows, values, count)
+            enough = int(np.searchsorted(np.cumsum(self.columns.pages[ordered]), num_pages)) + 1
+            if enough <= len(ordered) or len(ordered) == len(rows):
+                nodes = [node for row in ordered[:enough].tolist() if (node := self.columns.nodes[row])]
+                break
+            count *= 8
+        return nodes
+
+
+def _ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
+    """The `count` rows of least value, in order, of equal ones the first; all if there are fewer."""
+    if len(rows) > count:
+        kept = np.sort(np.argpartition(values, count)[:count])
+        rows, values = rows[kept], values[kept]
+    return rows[np.argsort(values, kind="stable")]

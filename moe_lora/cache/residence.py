@@ -1,0 +1,211 @@
+"""Which tier each node's pages are in, and the orders that move them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from .columns import CAN_LEAVE, CAN_LEAVE_HOST
+from .counters import CacheCounters
+from .node import Node
+from .orders import Copy, LoadAdapter, Namespace, Order
+from .tier import Tier
+from .tree import DependencyTree
+
+
+class Residence:
+    """Changes of a node's state, each with its effect on pages, on the tree and on what may move next.
+
+    held: nodes with pins.  num_device_adapters: those with pages on the device, arriving ones included.
+    """
+
+    on_departure: Callable[[Namespace], None] | None = None
+
+    def __init__(self, tree: DependencyTree, device: Tier, host: Tier) -> None:
+        self.tree = tree
+        self.device = device
+        self.host = host
+        self.counters = CacheCounters()
+        self.held: set[Node] = set()
+        self.moving: dict[int, Node] = {}
+        self.num_device_adapters = 0
+        self._orders: list[Order] = []
+        self._copy_ids = itertools.count()
+        self._dying: list[Node] = []
+
+    def can_leave(self, node: Node) -> bool:
+        """Whether it is an idle leaf of the device."""
+        return bool(self.tree.columns.flags[node.row] & CAN_LEAVE)
+
+    def pin(self, node: Node) -> None:
+        """One more user; a node on its way out stays."""
+        node.pins += 1
+        node.leaves = False
+        if node.pins == 1:
+            self.held.add(node)
+            self.tree.refresh(node)
+
+    def unpin(self, node: Node) -> None:
+        node.pins -= 1
+        assert node.pins >= 0
+        if node.pins == 0:
+            self.held.discard(node)
+            self.tree.refresh(node)
+
+    def bring_in(self, node: Node, pages: list[int]) -> None:
+        """Order the node's bytes into these device pages (taken for it)."""
+        copy_id = next(self._copy_ids)
+        order: Order
+        if node.host_pages is not None:
+            order = Copy(copy_id, node.namespace, node.is_adapter, True, tuple(pages), tuple(node.host_pages))
+            self.counters.pages_in += len(pages)
+        else:
+            order = LoadAdapter(copy_id, node.namespace, first_pages(node, pages))
+            self.counters.pages_loaded += len(pages)
+        node.moving_in = True
+        self._enqueue(order, node)
+        self._set_device(node, pages)
+        if node.is_adapter:
+            self.num_device_adapters += 1
+            self.counters.adapter_loads += 1
+
+    def settle(self, node: Node, pages: list[int]) -> None:
+        """The node's bytes are in these device pages already."""
+        self.device.hand_over(pages, node.row)
+        self._set_device(node, pages)
+
+    def send_out(self, node: Node, host_pages: list[int], *, leaves: bool) -> None:
+        """Order the node's bytes into these host pages; `leaves`: and give the device pages up after."""
+        assert node.device_pages is not None
+        copy_id = next(self._copy_ids)
+        device_pages = tuple(node.device_pages)
+        order = Copy(copy_id, node.namespace, node.is_adapter, False, device_pages, tuple(host_pages))
+        node.host_pages, node.moving_out, node.leaves = host_pages, True, leaves
+        self.counters.pages_out += len(host_pages)
+        self._enqueue(order, node)
+        self.tree.refresh(node)
+
+    def drop(self, node: Node) -> None:
+        """Give up the device pages of a device leaf.  KV that the host has not is gone, and with it what
+        lies below it on the host.
+        """
+        assert self.can_leave(node), "only idle leaves leave the device"
+        if not node.is_adapter and node.host_pages is None:
+            self.counters.pages_dropped += node.num_pages
+        self._leave_device(node)
+        if not node.is_adapter and node.host_pages is None:
+            for lower in self.tree.bottom_up(node):
+                self.discard(lower)
+
+    def drop_host(self, node: Node) -> None:
+        """Give up the host pages."""
+        assert self.tree.columns.flags[node.row] & CAN_LEAVE_HOST
+        self._leave_host(node)
+        if not node.is_adapter and node.device_pages is None:
+            self.tree.remove(node)
+
+    def discard(self, node: Node) -> None:
+        """Free all of a node that nobody uses and that has no children."""
+        assert not node.pins
+        assert not node.moving
+        if node.device_pages is not None:
+            self._leave_device(node)
+        self._leave_host(node)
+        self.tree.remove(node)
+
+    def let_die(self, node: Node) -> None:
+        """Nothing finds the node and what is below it any more; all of it is freed as its users go."""
+        for lower in self.tree.bottom_up(node):
+            self.tree.hide(lower)
+            self.tree.refresh(lower)
+        self._dying.append(node)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Free what is dying and no longer used."""
+        nodes = self.tree.columns.nodes
+        for root in self._dying:
+            for node in self.tree.bottom_up(root) if nodes[root.row] is root else ():
+                if not (node.pins or node.moving or node.num_children):
+                    self.discard(node)
+        self._dying = [root for root in self._dying if nodes[root.row] is root]
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """Cut a KV node after that many blocks; the new node, its first part."""
+        head = self.tree.split(node, num_blocks * self.tree.block_size)
+        for tier, pages in ((self.device, head.device_pages), (self.host, head.host_pages)):
+            if pages is not None:
+                tier.hand_over(pages, head.row)
+        return head
+
+    def take_orders(self) -> list[Order]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def copied(self, copy_id: int) -> None:
+        """An order is done."""
+        node = self.moving.pop(copy_id)
+        leaves, node.leaves = node.leaves, False
+        node.moving_in = node.moving_out = False
+        self.tree.refresh(node)
+        if leaves and self.can_leave(node):
+            self.drop(node)
+        self.sweep()
+
+    def failed(self, copy_id: int) -> None:
+        """An order can't be done."""
+        node = self.moving.pop(copy_id)
+        node.leaves = False
+        if node.moving_out:
+            node.moving_out = False
+            self._leave_host(node)
+        elif node.is_adapter:
+            node.moving_in = False
+            self._leave_device(node)
+            for child in list(self.tree.children(node)):
+                if child.device_pages is not None and self.tree.keeps_dependencies:
+                    self.let_die(child)
+        else:
+            node.moving_in, node.lost = False, True
+            self.let_die(node)
+        self.sweep()
+
+    def _enqueue(self, order: Order, node: Node) -> None:
+        self._orders.append(order)
+        self.moving[order.copy_id] = node
+
+    def _leave_device(self, node: Node) -> None:
+        assert node.device_pages is not None
+        self.device.give_back(node.device_pages, is_adapter=node.is_adapter)
+        self._set_device(node, None)
+        if node.is_adapter and node.num_pages:
+            self.num_device_adapters -= 1
+            self.counters.adapter_evictions += 1
+            if self.on_departure is not None:
+                self.on_departure(node.namespace)
+
+    def _leave_host(self, node: Node) -> None:
+        if node.host_pages is not None:
+            self.host.give_back(node.host_pages, is_adapter=node.is_adapter)
+            node.host_pages = None
+            self.tree.refresh(node)
+
+    def _set_device(self, node: Node, pages: list[int] | None) -> None:
+        node.device_pages = pages
+        self.tree.refresh(node)
+        parent = node.parent
+        if parent is not None:
+            parent.num_device_children += -1 if pages is None else 1
+            self.tree.refresh(parent)
+        if node.num_children > node.num_device_children:
+            for child in self.tree.children(node):
+                self.tree.refresh(child)
+
+
+def first_pages(node: Node, pages: list[int]) -> tuple[int, ...]:
+    """Where each layer's run starts among an adapter's pages; -1 for a layer without bytes."""
+    assert node.layer_pages is not None
+    starts = itertools.accumulate(node.layer_pages, initial=0)
+    return tuple(
+        pages[start] if length else -1 for start, length in zip(starts, node.layer_pages, strict=False)
+    )

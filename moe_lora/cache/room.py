@@ -1,0 +1,98 @@
+"""Pages for what needs them now, at the cost of what the policy values least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .clearing import Clearing
+from .columns import HAS_DEVICE_PAGES
+from .node import Node
+from .ranking import Kind, Ranking
+from .windows import blocked_rows, evict, row_costs
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper bounds on the device: pages of KV (cached ones included) and of adapters, adapters with pages."""
+
+    kv_pages: int
+    adapter_pages: int
+    num_adapters: int
+
+
+class Room:
+    """Takes pages, evicting at once and without copies where too few are free.
+
+    partitioned: KV gives way to KV only.  saves: see `Clearing`.  A run of pages is found whenever some
+    window of that length has no blocked page (`blocked_rows`).
+    """
+
+    def __init__(self, ranking: Ranking, limits: Limits, *, partitioned: bool, saves: bool) -> None:
+        self.ranking = ranking
+        self.residence = ranking.residence
+        self.limits = limits
+        self._partitioned = partitioned
+        self._clearing = Clearing(ranking, saves=saves)
+
+    def take_kv(self, num_pages: int, owner: int, now_s: float) -> list[int] | None:
+        """Device pages for KV; None if pinned nodes are in the way."""
+        device = self.residence.device
+        if num_pages > device.num_free or device.num_kv + num_pages > self.limits.kv_pages:
+            kind = Kind.KV if self._partitioned else Kind.ANY
+            over = device.num_kv + num_pages - self.limits.kv_pages
+            if not self._reclaim(over, Kind.KV, now_s):
+                return None
+            if not self._reclaim(num_pages - device.num_free, kind, now_s):
+                return None
+        return device.take(num_pages, owner)
+
+    def take_adapter(self, node: Node, now_s: float) -> list[int] | None:
+        """Device pages for an adapter, a run per layer; None if that can't be had now."""
+        assert node.layer_pages is not None
+        if not self._free_slot(now_s):
+            return None
+        over = self.residence.device.num_adapter + node.num_pages - self.limits.adapter_pages
+        if not self._reclaim(over, Kind.ADAPTER, now_s):
+            return None
+        pages = self.residence.device.take_runs(node.layer_pages, node.row)
+        return self._clearing.take_runs(node, now_s) if pages is None else pages
+
+    def take_free_runs(self, node: Node) -> list[int] | None:
+        """As `take_adapter`, evicting nothing."""
+        assert node.layer_pages is not None
+        device, limits = self.residence.device, self.limits
+        if device.num_adapter + node.num_pages > limits.adapter_pages:
+            return None
+        if self.residence.num_device_adapters >= limits.num_adapters:
+            return None
+        return device.take_runs(node.layer_pages, node.row)
+
+    def _reclaim(self, num_pages: int, kind: Kind, now_s: float) -> bool:
+        """Drop device leaves until so many pages are free; of the last one only the end, if it is KV."""
+        while num_pages > 0:
+            victim = self.ranking.victim(kind, now_s)
+            if victim is None:
+                return False
+            if not victim.is_adapter and victim.num_pages > num_pages:
+                head = self.residence.split(victim, victim.num_pages - num_pages)
+                self.ranking.put_back(head, kind)
+            num_pages -= victim.num_pages
+            self.residence.drop(victim)
+        return True
+
+    def _free_slot(self, now_s: float) -> bool:
+        """Have fewer adapters on the device than the limit."""
+        if self.residence.num_device_adapters < self.limits.num_adapters:
+            return True
+        columns = self.ranking.columns
+        rows = columns.where(HAS_DEVICE_PAGES)
+        rows = rows[columns.is_adapter[rows] & (columns.pages[rows] > 0)]
+        rows = rows[~blocked_rows(self.ranking)[rows]]
+        if not rows.size:
+            return False
+        victim = columns.nodes[int(rows[np.argmin(row_costs(self.ranking, now_s)[rows])])]
+        assert victim is not None
+        evict(self.ranking, victim)
+        return True

@@ -1,0 +1,158 @@
+"""Moves nodes between the tiers ahead of need, so that few evictions lose anything.
+
+Source: FastLibra, section 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lora.policies.caching import Traits
+
+from .columns import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
+from .host_room import take_host
+from .node import Node
+from .ranking import Ranking
+from .room import Room
+
+MAX_MOVES = 256
+"""Nodes that a tick moves either way: it holds up the engine's thread."""
+MAX_ROUNDS = 8
+"""Times a tick looks at the candidates that its own choices brought up."""
+
+
+class Swapper:
+    """Keeps the share of the device's pages in use between `lower` and `upper`.
+
+    Above, the least valued leaves go to the host; below, the most valued host roots come back.
+
+    back_up_pages: pages that a tick may copy to free ones of the host before their room is needed, for
+    policies that do.
+    """
+
+    def __init__(self, room: Room, traits: Traits, *, upper: float, lower: float, back_up_pages: int) -> None:
+        self._room = room
+        self._ranking: Ranking = room.ranking
+        self._residence = room.residence
+        self._columns = room.ranking.columns
+        self._traits = traits
+        self._upper = upper
+        self._lower = lower
+        self._back_up_pages = back_up_pages
+        self._wanted: list[Node] = []
+
+    def tick(self, now_s: float, batch_size: int) -> None:
+        """One decision."""
+        self._ranking.note_batch(now_s, batch_size)
+        if self._residence.host.num_pages:
+            self._swap_out(now_s)
+            if self._traits.backs_up:
+                self._back_up(now_s)
+        if self._wanted:
+            self._swap_in(self._upper, now_s, only_wanted=True)
+        if self._traits.swaps_in:
+            self._swap_in(self._lower, now_s)
+
+    def swap_out(self, node: Node, now_s: float) -> bool:
+        """Have an idle device leaf leave, to the host if it is not there; False if the host has no room."""
+        if node.host_pages is not None or (node.is_adapter and not self._residence.host.num_pages):
+            self._residence.drop(node)
+            return True
+        pages = take_host(self._ranking, node, now_s)
+        if pages is None:
+            return False
+        self._residence.send_out(node, pages, leaves=True)
+        return True
+
+    def want(self, needed: Iterable[list[Node]]) -> None:
+        """Nodes that queued requests need, a list each; replaces what was wanted before."""
+        wanted = self._columns.wanted
+        wanted[[node.row for node in self._wanted]] = 0
+        self._wanted = [node for nodes in needed for node in nodes]
+        np.add.at(wanted, [node.row for node in self._wanted], 1)
+
+    def candidates_out(self, *, is_adapter: bool | None) -> NDArray[np.int64]:
+        """Rows that may be swapped out: all, or only adapters, or only KV."""
+        columns = self._columns
+        rows = columns.where(CAN_LEAVE)
+        if is_adapter is not None:
+            rows = rows[columns.is_adapter[rows] == is_adapter]
+        if not self._traits.uses_host_for_kv:
+            rows = rows[columns.is_adapter[rows]]
+        return rows
+
+    def _swap_out(self, now_s: float) -> None:
+        """Per part of the device if it is partitioned."""
+        device, limits = self._residence.device, self._room.limits
+        leaving = sum(node.num_pages for node in self._residence.moving.values() if node.leaves)
+        if self._traits.adapter_share is None:
+            used = device.num_pages - device.num_free - leaving
+            self._swap_out_pages(used - self._upper * device.num_pages, None, now_s)
+            return
+        adapters = sum(
+            node.num_pages for node in self._residence.moving.values() if node.leaves and node.is_adapter
+        )
+        kv_over = device.num_kv - (leaving - adapters) - self._upper * limits.kv_pages
+        self._swap_out_pages(kv_over, False, now_s)
+        adapters_over = device.num_adapter - adapters - self._upper * limits.adapter_pages
+        self._swap_out_pages(adapters_over, True, now_s)
+
+    def _swap_out_pages(self, num_pages: float, is_adapter: bool | None, now_s: float) -> None:
+        num_moved = 0
+        for _ in range(MAX_ROUNDS):
+            if num_pages <= 0:
+                return
+            chosen = self._ranking.lowest(
+                self.candidates_out(is_adapter=is_adapter), int(np.ceil(num_pages)), now_s
+            )
+            chosen = chosen[: MAX_MOVES - num_moved]
+            moved = [node.num_pages for node in chosen if self.swap_out(node, now_s)]
+            num_moved += len(moved)
+            if not moved:
+                return
+            num_pages -= sum(moved)
+
+    def _swap_in(self, share: float, now_s: float, *, only_wanted: bool = False) -> None:
+        """Bring host roots in while no more than that share of the device is used; nothing gives way."""
+        device, columns, num_moved = self._residence.device, self._columns, 0
+        for _ in range(MAX_ROUNDS):
+            room = int(share * device.num_pages) - (device.num_pages - device.num_free)
+            if room <= 0:
+                return
+            rows = columns.where(CAN_ENTER)
+            if only_wanted:
+                rows = rows[columns.wanted[rows] > 0]
+            chosen = self._ranking.highest(rows, room, now_s) if rows.size else []
+            moved = sum(self._bring_in(node, share) for node in chosen[: MAX_MOVES - num_moved])
+            num_moved += moved
+            if not moved:
+                return
+
+    def _bring_in(self, node: Node, share: float) -> bool:
+        device = self._residence.device
+        used = device.num_pages - device.num_free
+        if used + node.num_pages > share * device.num_pages:
+            return False
+        if node.is_adapter:
+            pages = self._room.take_free_runs(node)
+        elif device.num_kv + node.num_pages > self._room.limits.kv_pages:
+            pages = None
+        else:
+            pages = device.take(node.num_pages, node.row)
+        if pages is None:
+            return False
+        self._residence.bring_in(node, pages)
+        return True
+
+    def _back_up(self, now_s: float) -> None:
+        columns = self._columns
+        host = self._residence.host
+        rows = columns.where(CAN_BACK_UP) if host.num_free else np.zeros(0, dtype=np.int64)
+        for node in self._ranking.lowest(rows, self._back_up_pages, now_s)[:MAX_MOVES]:
+            pages = host.take(node.num_pages, node.row)
+            if pages is None:
+                return
+            self._residence.send_out(node, pages, leaves=False)

@@ -1,0 +1,270 @@
+"""One cache of adapters and history KV over two arenas of equal pages; decides, and has others copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from moe_lora.core.errors import CapacityError
+from moe_lora.policies.caching import CachingPolicy
+
+from .columns import HAS_DEVICE_PAGES
+from .counters import CacheCounters
+from .history import History
+from .orders import Namespace, Order, Readiness
+from .ranking import Ranking
+from .residence import Residence, first_pages
+from .room import Limits, Room
+from .swapper import Swapper
+from .tables import BlockTable
+from .tier import Tier
+from .tree import DependencyTree
+from .windows import blocked_rows
+
+
+class UnifiedCache:
+    """Adapters and the KV of finished prefixes in one dependency tree (FastLibra, sections 4 and 5).
+
+    One thread only.  Time comes in as now_s, never decreasing.  Nothing waits: what needs bytes moved leaves
+    an order (`take_orders`) that the caller has executed and then confirms (`copied`, `failed`), from the
+    same thread.  on_departure: called with a namespace at the moment its adapter's device pages are given up.
+    """
+
+    on_departure: Callable[[Namespace], None] | None = None
+
+    def __init__(
+        self,
+        *,
+        num_device_pages: int,
+        num_host_pages: int = 0,
+        block_size: int,
+        policy: CachingPolicy,
+        max_kv_pages: int | None = None,
+        max_adapters: int | None = None,
+        prefix_caching: bool = True,
+        upper: float = 0.95,
+        lower: float = 0.70,
+    ) -> None:
+        """block_size: tokens per KV page.  max_kv_pages: upper bound on KV pages of the device, cached ones
+        included.  max_adapters: upper bound on adapters with pages on the device (slots).  upper, lower:
+        shares of the device above which `tick` swaps out and below which it swaps in.
+        """
+        if not 0 <= lower <= upper <= 1:
+            raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
+        traits = policy.traits
+        self._tree = DependencyTree(
+            block_size, keeps_dependencies=traits.keeps_dependencies, recent_s=policy.recent_s
+        )
+        self._residence = Residence(self._tree, Tier(num_device_pages), Tier(num_host_pages))
+        self._residence.on_departure = self._note_departure
+        self._ranking = Ranking(self._residence, policy)
+        limits = _limits(num_device_pages, traits.adapter_share, max_kv_pages, max_adapters)
+        self._room = Room(
+            self._ranking,
+            limits,
+            partitioned=traits.adapter_share is not None,
+            saves=traits.uses_host_for_kv and num_host_pages > 0,
+        )
+        self._history = History(
+            self._room, self._residence, keeps_history=traits.keeps_history, sharing=prefix_caching
+        )
+        self._swapper = Swapper(
+            self._room, traits, upper=upper, lower=lower, back_up_pages=max(1, num_device_pages // 20)
+        )
+        self._traits = traits
+        self._base = self._tree.add_adapter(None, (), 0.0)
+        self._base.device_pages = []
+        self._tree.refresh(self._base)
+
+    # -- adapters
+
+    def add_adapter(self, namespace: Namespace, layer_pages: Sequence[int], now_s: float) -> None:
+        """A new node on the second layer.  layer_pages: pages of each layer's extent; all zero (or none):
+        its bytes lie elsewhere, it is always ready.  Raises CapacityError if it could never be held,
+        ValueError if the namespace is known.
+        """
+        if namespace in self._tree.adapters:
+            raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
+        num_pages, limit = sum(layer_pages), self._room.limits.adapter_pages
+        if num_pages > limit:
+            raise CapacityError(
+                f"the adapter needs {num_pages} pages, the device keeps at most {limit} for adapters; raise "
+                "arena_mb, or lower the adapter's rank"
+            )
+        node = self._tree.add_adapter(namespace, layer_pages, now_s)
+        if not num_pages:
+            node.device_pages = []
+        self._tree.refresh(node)
+
+    def forget(self, namespace: Namespace) -> None:
+        """It will not be asked for again: free its adapter and KV, what is in use when its last user goes."""
+        self._residence.let_die(self._tree.adapters[namespace])
+
+    def hold(self, namespace: Namespace, now_s: float) -> Readiness:
+        """Pin the adapter for one request and have it brought to the device if need be, evicting what the
+        policy values least.  NO_ROOM: not pinned, and nothing to evict, or history in its place is being
+        saved to the host first: ask again.  Counts as a visit.  The base is always READY.
+        """
+        node = self._tree.adapters[namespace]
+        if node.device_pages is None:
+            pages = self._room.take_adapter(node, now_s)
+            if pages is None:
+                return Readiness.NO_ROOM
+            self._residence.bring_in(node, pages)
+        if node.num_pages:
+            self.counters.adapter_hits += node.on_device
+            self.counters.adapter_misses += not node.on_device
+        self._residence.pin(node)
+        self._tree.columns.visit([node], now_s)
+        return self.readiness(namespace)
+
+    def readiness(self, namespace: Namespace) -> Readiness:
+        """READY, COMING, or NO_ROOM if it neither is on the device nor on its way; changes nothing."""
+        node = self._tree.adapters[namespace]
+        if node.on_device:
+            return Readiness.READY
+        return Readiness.COMING if node.moving_in else Readiness.NO_ROOM
+
+    def let_go(self, namespace: Namespace, now_s: float) -> None:
+        """Undo one `hold`.  Release the request's table first."""
+        node = self._tree.adapters[namespace]
+        self._residence.unpin(node)
+        if not self._traits.keeps_idle_adapters and self._residence.can_leave(node):
+            self._swapper.swap_out(node, now_s)
+        self._residence.sweep()
+
+    def pin(self, namespace: Namespace) -> None:
+        """Keep the adapter from leaving the device (once it is there) until `unpin`, whoever uses it."""
+        self._residence.pin(self._tree.adapters[namespace])
+
+    def unpin(self, namespace: Namespace) -> None:
+        """Undo `pin`."""
+        self._residence.unpin(self._tree.adapters[namespace])
+        self._residence.sweep()
+
+    def layer_first_pages(self, namespace: Namespace) -> tuple[int, ...]:
+        """Where each layer's run starts on the device, -1 for empty ones.
+
+        Raises ValueError if the adapter is neither READY nor COMING.
+        """
+        node = self._tree.adapters[namespace]
+        if node.device_pages is None:
+            raise ValueError(f"the adapter of namespace {namespace!r} is not on the device; hold it first")
+        return first_pages(node, node.device_pages)
+
+    def place(self, namespace: Namespace) -> str:
+        """Where its bytes are: "device" (ready there), "host", or "disk" (in neither arena)."""
+        node = self._tree.adapters[namespace]
+        if node.on_device:
+            return "device"
+        return "host" if node.on_host else "disk"
+
+    # -- KV
+
+    def match(
+        self, namespace: Namespace, tokens: Sequence[int], now_s: float, *, again: bool = False
+    ) -> BlockTable:
+        """Pin the longest cached prefix of `tokens`; at least the last token is left to compute.
+
+        The adapter must be held.  Parts on the host are ordered to the device if there is room (then the
+        table is not `ready` yet), else the match ends before them.
+        Counts as a visit of each node, unless this request was matched before (`again`).
+        """
+        return self._history.match(namespace, tokens, now_s, again=again)
+
+    def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
+        """Make room for `num_tokens` in all; False (and nothing taken) if pages run out.
+
+        Evicts at once, without copies: nodes that the host has too first, then the least valued.
+        """
+        return self._history.grow(table, num_tokens, now_s)
+
+    def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
+        """Make the full blocks of the first `num_computed` tokens findable; equal blocks become one, so
+        `table.pages` may change.
+        """
+        self._history.publish(table, tokens, num_computed, now_s)
+
+    def release(self, table: BlockTable, now_s: float) -> None:
+        """The sequence is done (or preempted): its findable blocks stay, if the policy keeps history."""
+        self._history.release(table)
+
+    # -- moving
+
+    def tick(self, now_s: float, batch_size: int) -> None:
+        """Swap out above `upper`, in below `lower`, until balanced; to be called every 100 ms.
+
+        batch_size: requests running now (averaged over the last 5 s for equation 3).
+        """
+        self._swapper.tick(now_s, batch_size)
+
+    def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int]]]) -> None:
+        """Tell which adapters and prefixes the next queued requests need; replaces what was told before."""
+        if self._traits.looks_ahead:
+            self._swapper.want(self._history.find(namespace, tokens) for namespace, tokens in queued)
+
+    def note_remote(self, namespace: Namespace, ready: bool) -> None:
+        """Whether the LoRA Server holds an adapter that has no pages here."""
+        node = self._tree.adapters[namespace]
+        node.reachable = ready
+        self._tree.refresh(node)
+
+    def take_orders(self) -> list[Order]:
+        """Orders since the last call, to be executed in any order."""
+        return self._residence.take_orders()
+
+    def copied(self, copy_id: int) -> None:
+        """An order is done.  Unknown ids are refused (KeyError)."""
+        self._residence.copied(copy_id)
+
+    def failed(self, copy_id: int) -> None:
+        """An order can't be done.  What waited for it is lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
+        self._residence.failed(copy_id)
+
+    # -- figures
+
+    @property
+    def counters(self) -> CacheCounters:
+        """Totals since the start."""
+        return self._residence.counters
+
+    def usage(self) -> dict[str, int]:
+        """Pages now: device_kv, device_adapters, device_free, host_kv, host_adapters, host_free,
+        device_kv_used (held by sequences), device_kv_invalid (KV whose adapter is not on the device).
+        """
+        device, host = self._residence.device, self._residence.host
+        idle, invalid = self._idle_and_invalid()
+        return {
+            "device_kv": device.num_kv,
+            "device_adapters": device.num_adapter,
+            "device_free": device.num_free,
+            "host_kv": host.num_kv,
+            "host_adapters": host.num_adapter,
+            "host_free": host.num_free,
+            "device_kv_used": device.num_kv - idle,
+            "device_kv_invalid": invalid,
+        }
+
+    def _idle_and_invalid(self) -> tuple[int, int]:
+        """Device pages of KV that no sequence holds, and of KV whose adapter is not ready."""
+        columns = self._tree.columns
+        rows = columns.where(HAS_DEVICE_PAGES)
+        rows = rows[~columns.is_adapter[rows]]
+        pages, used = columns.pages[rows], blocked_rows(self._ranking, moving=False)[rows]
+        invalid = ~columns.has(columns.adapter_row[rows], HAS_DEVICE_PAGES)
+        return int(pages[~used].sum()), int(pages[invalid].sum())
+
+    def _note_departure(self, namespace: Namespace) -> None:
+        if self.on_departure is not None:
+            self.on_departure(namespace)
+
+
+def _limits(
+    num_pages: int, adapter_share: float | None, max_kv_pages: int | None, max_adapters: int | None
+) -> Limits:
+    adapter_pages = num_pages if adapter_share is None else int(adapter_share * num_pages)
+    kv_pages = num_pages if adapter_share is None else num_pages - adapter_pages
+    return Limits(
+        kv_pages=kv_pages if max_kv_pages is None else min(kv_pages, max_kv_pages),
+        adapter_pages=adapter_pages,
+        num_adapters=num_pages if max_adapters is None else max_adapters,
+    )
