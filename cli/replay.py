@@ -23,7 +23,7 @@ _LOAD = (
     click.option("--trace", required=True, type=_FILE, help="Trace file."),
     click.option(
         "--format",
-        type=click.Choice(["azure", "burstgpt", "mooncake", "sharegpt", "own"]),
+        type=click.Choice(["azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "vllm", "own"]),
         help="The trace's format.  [default: detected]",
     ),
     click.option(
@@ -46,8 +46,20 @@ _LOAD = (
 _ADAPTERS = (
     click.option("--lora-modules", multiple=True, metavar="NAMES...", help="Adapters to ask for."),
     click.option("--num-adapters", type=int, help="Ask for the first N adapters the server lists."),
-    click.option("--zipf", default=1.2, show_default=True, help="Popularity ~ 1 / place**ZIPF; 0: uniform."),
+    click.option("--zipf", type=float, help="Popularity ~ 1 / place**ZIPF; 0: uniform.  [default: 1.2]"),
     click.option("--adapter-counts", type=_FILE, help="Popularity by counts: CSV adapter,count or JSON."),
+    click.option(
+        "--popularity",
+        metavar="NAME|FILE",
+        help="Popularity of another shape than --zipf, e.g. uniform, long-tail, loraserve:shifting.",
+    ),
+    click.option("--functions", type=_FILE, help="Arrivals and adapters from an Azure Functions trace."),
+    click.option(
+        "--skewness",
+        type=int,
+        help="Map the functions, or the names in the trace, to the adapters: so many per round-robin block.  "
+        "[default with --functions: 1]",
+    ),
 )
 _PROMPTS = (
     click.option("--prompts", type=_FILE, help='JSON lines {"adapter", "prompt"[, "answer"]} to send.'),

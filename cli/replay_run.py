@@ -13,22 +13,13 @@ from moe_lora.report.exchange import ReplayOptions
 from moe_lora.report.replay import replay, served_models
 from moe_lora.report.run_file import run_result, without_arrays
 from moe_lora.report.tables import summary_table
-from moe_lora.workload import (
-    PlannedRequest,
-    Popularity,
-    Trace,
-    WorkloadOptions,
-    make_plan,
-    read_counts,
-    read_trace,
-    zipf,
-)
+from moe_lora.workload import PlannedRequest, Trace, WorkloadOptions, make_plan, read_trace
 from moe_lora.workload.prompts import read_prompts
 
 from .progress import progress
+from .replay_adapters import adapter_popularity, check_served, popularity_text, with_identities
 
 _NOT_SAVED = ("api_key", "save_result", "append_result", "report_path", "label")
-_MOST_NAMES_SHOWN = 20
 
 
 def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -37,8 +28,9 @@ def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     trace = read_trace(options["trace"], options["format"])
     for reason, count in trace.dropped.items():
         click.echo(f"{trace.path}: {count} rows left out: {reason}", err=True)
-    workload = workload_options(options, trace)
     served = served_models(options["url"], options["api_key"])
+    trace = with_identities(options, trace, served)
+    workload = workload_options(options, trace)
     plan = make_plan(
         trace,
         workload,
@@ -70,11 +62,14 @@ def workload_options(options: dict[str, Any], trace: Trace) -> WorkloadOptions:
     """Defaults resolved: drawn arrivals if a rate is given, the trace's texts if it has any."""
     if options["prompts"] and options["random_prompts"]:
         raise ValueError("--prompts and --random-prompts exclude each other; give one of them")
-    drawn = options["arrivals"] or ("gamma" if options["request_rate"] is not None else "trace")
+    rate = options["request_rate"]
+    drawn = options["arrivals"] or ("trace" if rate is None or options["functions"] else "gamma")
+    if options["functions"] and drawn == "trace":
+        rate = None  # its invocations are thinned to the rate, not scaled
     has_texts = all(request.prompt is not None for request in trace.requests)
     return WorkloadOptions(
         arrivals=drawn,
-        request_rate_per_s=options["request_rate"],
+        request_rate_per_s=rate,
         burstiness=options["burstiness"],
         duration_s=options["duration_s"],
         busiest=options["busiest"],
@@ -84,40 +79,6 @@ def workload_options(options: dict[str, Any], trace: Trace) -> WorkloadOptions:
         prompts="text" if has_texts and not (options["random_prompts"] or options["prompts"]) else "random",
         seed=options["seed"],
     )
-
-
-def adapter_popularity(options: dict[str, Any], served: ServedModels) -> Popularity | None:
-    """From --lora-modules, --num-adapters or --adapter-counts; None without any of them."""
-    given = [name for name in ("lora_modules", "num_adapters", "adapter_counts") if options[name]]
-    if len(given) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{names} exclude each other; give one of them")
-    if options["adapter_counts"]:
-        return read_counts(options["adapter_counts"])
-    if options["lora_modules"]:
-        return zipf(options["lora_modules"], options["zipf"])
-    wanted = options["num_adapters"]
-    if wanted is None:
-        return None
-    if not 1 <= wanted <= len(served.adapters):
-        raise ValueError(
-            f"--num-adapters {wanted}: the server lists {len(served.adapters)} adapters; "
-            f"choose 1 to {len(served.adapters)}, or load more into the server"
-        )
-    return zipf(served.adapters[:wanted], options["zipf"])
-
-
-def check_served(adapters: set[str | None], served: ServedModels, url: str) -> None:
-    """Raises ValueError if an adapter is not among the server's models."""
-    known = (*served.adapters, *served.base)
-    missing = sorted(name for name in adapters if name is not None and name not in known)
-    if missing:
-        raise ValueError(f"{url} does not serve {_some(missing)}; it serves {_some(known) or 'nothing'}")
-
-
-def _some(names: tuple[str, ...] | list[str]) -> str:
-    more = len(names) - _MOST_NAMES_SHOWN
-    return ", ".join(names[:_MOST_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def replay_options(options: dict[str, Any], served: ServedModels) -> ReplayOptions:
@@ -135,7 +96,8 @@ def saved_config(
 ) -> dict[str, Any]:
     """The options as given, and what became of those that were left to be resolved."""
     kept = {name: value for name, value in options.items() if name not in _NOT_SAVED}
-    return {**kept, "model": sending.model, "format": trace.format, "num_prompts": len(plan)}
+    found = {"model": sending.model, "format": trace.format, "popularity": popularity_text(options)}
+    return {**kept, **found, "num_prompts": len(plan)}
 
 
 def show(run: dict[str, Any]) -> None:

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from .arrivals import cut_duration, gamma_arrivals, original_arrivals, poisson_arrivals
+from .functions import Invocations, functions_popularity, read_invocations, with_invocations
+from .mapping import map_adapters, map_identities, mapped_popularity
+from .named import POPULARITY_NAMES, parse_popularity
 from .plan import PlannedRequest, WorkloadOptions, make_plan
-from .popularity import Popularity, read_counts, uniform, zipf
+from .popularity import AdapterChoice, Popularity, from_weights, read_counts, uniform, zipf
 from .records import Trace, TraceRequest
+from .statistics import LengthStatistics, TraceStatistics, trace_statistics
 from .traces import FORMATS, detect_format, iter_trace, read_trace
 
 __all__ = [
     "FORMATS",
+    "POPULARITY_NAMES",
+    "AdapterChoice",
+    "Invocations",
+    "LengthStatistics",
     "PlannedRequest",
     "Popularity",
     "Trace",
     "TraceRequest",
+    "TraceStatistics",
     "WorkloadOptions",
     "cut_duration",
     "detect_format",
+    "from_weights",
+    "functions_popularity",
     "gamma_arrivals",
     "iter_trace",
     "make_plan",
+    "map_adapters",
+    "map_identities",
+    "mapped_popularity",
     "original_arrivals",
+    "parse_popularity",
     "poisson_arrivals",
     "read_counts",
+    "read_invocations",
     "read_trace",
+    "trace_statistics",
     "uniform",
+    "with_invocations",
     "zipf",
 ]

@@ -15,7 +15,7 @@ from .arrivals import (
     gamma_arrivals_until,
     original_arrivals,
 )
-from .popularity import Popularity
+from .popularity import AdapterChoice
 from .prompts import PromptRow, choose_rows, cut_text
 from .records import Trace, TraceRequest
 
@@ -84,7 +84,7 @@ class WorkloadOptions:
 def make_plan(
     trace: Trace,
     options: WorkloadOptions,
-    popularity: Popularity | None = None,
+    popularity: AdapterChoice | None = None,
     rows: Sequence[PromptRow] | None = None,
 ) -> list[PlannedRequest]:
     """The requests to send, sorted by arrival; equal arguments give equal plans.
@@ -100,7 +100,7 @@ def make_plan(
     arrivals = _arrivals(trace, options, arrival_rng)
     if len(arrivals) == 0:
         raise ValueError(f"no request arrives within duration_s={options.duration_s}; choose a longer one")
-    drawn = popularity.sample(len(arrivals), adapter_rng) if popularity else [None] * len(arrivals)
+    drawn = popularity.draw(_shares(arrivals), adapter_rng) if popularity else [None] * len(arrivals)
     plan = [
         _planned(index, float(arrival_s), drawn[index], trace.requests[index % len(trace.requests)], options)
         for index, arrival_s in enumerate(arrivals)
@@ -121,6 +121,11 @@ def _arrivals(trace: Trace, options: WorkloadOptions, rng: np.random.Generator) 
         return times[: options.num_requests]
     num_requests = options.num_requests or len(trace.requests)
     return gamma_arrivals(num_requests, options.request_rate_per_s, options.burstiness, rng)
+
+
+def _shares(arrivals: FloatArray) -> FloatArray:
+    """Arrivals as shares of the last one's time; 0 where all come at once."""
+    return arrivals / arrivals[-1] if arrivals[-1] > 0 else np.zeros_like(arrivals)
 
 
 def _planned(

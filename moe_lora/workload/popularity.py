@@ -2,42 +2,89 @@
 
 from __future__ import annotations
 
-import csv
+import io
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .records import RowReader, open_text
+from .trace_csv import table
+
+
+class AdapterChoice(Protocol):
+    """How requests choose their adapters; constant over the trace (`Popularity`) or not.
+
+    lora_ranks: rank of each adapter, in the order of `adapters`; empty where the shape does not say.
+    """
+
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+
+    @property
+    def lora_ranks(self) -> tuple[int, ...]: ...
+
+    def at(self, time_share: float) -> Popularity:
+        """The popularity when `time_share` (0: start, 1: end) of the time has passed."""
+        ...
+
+    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
+        """The adapter of each request, given when it arrives, as a share of the whole time."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """Probability of each adapter; `probabilities` sums to 1."""
+    """Probability of each adapter, the same at all times; `probabilities` sums to 1."""
 
     adapters: tuple[str, ...]
     probabilities: tuple[float, ...]
+    lora_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.adapters or len(self.adapters) != len(self.probabilities):
             raise ValueError(f"{len(self.adapters)} adapters with {len(self.probabilities)} probabilities")
         if len(set(self.adapters)) != len(self.adapters):
-            raise ValueError(f"an adapter is named twice: {', '.join(self.adapters)}")
-        if min(self.probabilities) < 0 or not math.isclose(sum(self.probabilities), 1.0, rel_tol=1e-9):
+            twice = next(name for name, count in Counter(self.adapters).items() if count > 1)
+            raise ValueError(f"an adapter is named twice: {twice}; name each once")
+        if min(self.probabilities) < 0 or not math.isclose(math.fsum(self.probabilities), 1.0, rel_tol=1e-9):
             raise ValueError("probabilities must be >= 0 and sum to 1")
+        if self.lora_ranks and len(self.lora_ranks) != len(self.adapters):
+            raise ValueError(f"{len(self.adapters)} adapters with {len(self.lora_ranks)} ranks")
+
+    def at(self, time_share: float) -> Popularity:
+        """Itself, at any time."""
+        return self
 
     def sample(self, num_requests: int, rng: np.random.Generator) -> list[str]:
         """Independent draws, one a request."""
         drawn = rng.choice(len(self.adapters), size=num_requests, p=np.asarray(self.probabilities))
         return [self.adapters[index] for index in drawn]
 
+    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
+        """As `sample`: when a request arrives makes no difference."""
+        return self.sample(len(time_shares), rng)
 
-def _from_weights(adapters: Sequence[str], weights: Sequence[float]) -> Popularity:
+
+def from_weights(
+    adapters: Sequence[str], weights: Sequence[float], lora_ranks: Sequence[int] = ()
+) -> Popularity:
+    """P(adapter) = weight / sum of weights.
+
+    Raises ValueError if no adapter is given, a weight is negative or not finite, or none is > 0.
+    """
+    if not adapters:
+        raise ValueError("no adapter to choose from; name at least one")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+        raise ValueError("an adapter's weight must be finite and >= 0, and one of them > 0")
     total = math.fsum(weights)
-    return Popularity(tuple(adapters), tuple(weight / total for weight in weights))
+    return Popularity(tuple(adapters), tuple(weight / total for weight in weights), tuple(lora_ranks))
 
 
 def zipf(adapters: Sequence[str], s: float) -> Popularity:
@@ -47,9 +94,7 @@ def zipf(adapters: Sequence[str], s: float) -> Popularity:
     """
     if not (math.isfinite(s) and s >= 0):
         raise ValueError(f"zipf={s} is not allowed; choose a finite number >= 0 (0 is uniform, 1.2 usual)")
-    if not adapters:
-        raise ValueError("no adapter to choose from; name at least one")
-    return _from_weights(adapters, [(index + 1) ** -s for index in range(len(adapters))])
+    return from_weights(adapters, [(index + 1) ** -s for index in range(len(adapters))])
 
 
 def uniform(adapters: Sequence[str]) -> Popularity:
@@ -63,32 +108,30 @@ def read_counts(path: str | Path) -> Popularity:
     Raises ValueError naming file, line and column for a bad count, and if all counts are 0.
     """
     reader = RowReader(str(path))
-    with open_text(path, "adapter counts") as file:
-        text = file.read()
     counts: dict[str, int] = {}
-    for name, value in _count_rows(text, reader):
-        if name in counts:
-            raise reader.error("adapter", f"{name!r} is there twice", "each adapter once")
-        counts[name] = reader.count("count", value)
+    with open_text(path, "adapter counts") as lines:
+        for name, value in _count_rows(lines, reader):
+            if name in counts:
+                raise reader.error("adapter", f"{name!r} is there twice", "each adapter once")
+            counts[name] = reader.count("count", value)
     if not any(counts.values()):
         raise ValueError(f"{path}: no adapter with a count > 0")
-    return _from_weights(tuple(counts), tuple(counts.values()))
+    return from_weights(tuple(counts), tuple(counts.values()))
 
 
-def _count_rows(text: str, reader: RowReader) -> list[tuple[str, object]]:
+def _count_rows(lines: TextIO, reader: RowReader) -> Iterator[tuple[str, object]]:
+    text = lines.read()
     if text.lstrip().startswith("{"):
         try:
-            return list(json.loads(text).items())
-        except json.JSONDecodeError as error:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{reader.path}: not JSON ({error})") from None
-    rows = csv.reader(text.splitlines())
-    header = [column.strip().lower() for column in next(rows, [])]
+        yield from found.items()
+        return
+    header, rows = table(io.StringIO(text, newline=""), reader)
     if header != ["adapter", "count"]:
         raise ValueError(f"{reader.path}, line 1: header {header}; needed: adapter,count")
-    found: list[tuple[str, object]] = []
     for row in rows:
-        reader.line = rows.line_num
         if len(row) != 2:
             raise reader.error("count", f"{len(row)} columns", "two columns: adapter,count")
-        found.append((row[0].strip(), row[1].strip()))
-    return found
+        yield row[0].strip(), row[1].strip()

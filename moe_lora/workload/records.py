@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+MAX_COUNT = 2**31 - 1  # far above any length; sums of millions of them stay exact
+_COUNT_ALLOWED = f"a whole number >= 0 and <= {MAX_COUNT}"
+
 
 @contextmanager
 def open_text(path: str | Path, what: str) -> Iterator[TextIO]:
@@ -61,21 +64,25 @@ class Trace:
 class RowReader:
     """Where in a file a reader stands; turns a bad value into an error that names the place.
 
-    `dropped` counts rows left out, by reason, for the caller to report.
+    dropped: rows left out, by reason, for the caller to report.
+    has_arrival_times: set to False by the reader of a file without timestamps.
     """
 
     path: str
     line: int = 1
     dropped: Counter[str] = field(default_factory=Counter)
+    has_arrival_times: bool = True
 
     def error(self, column: str, problem: str, allowed: str) -> ValueError:
         return ValueError(f"{self.path}, line {self.line}, column {column!r}: {problem}; allowed: {allowed}")
 
     def count(self, column: str, value: Any) -> int:
-        """A token count: whole number >= 0, as text or JSON number."""
-        number = self.number(column, value, "a whole number of tokens >= 0")
-        if number < 0 or number != int(number):
-            raise self.error(column, f"{value!r} is no token count", "a whole number of tokens >= 0")
+        """A count: whole number from 0 to MAX_COUNT, as text or JSON number."""
+        if isinstance(value, str) and len(value) < 10 and value.isascii() and value.isdecimal():
+            return int(value)  # nearly always so, and millions of them
+        number = self.number(column, value, _COUNT_ALLOWED)
+        if not 0 <= number <= MAX_COUNT or number != int(number):
+            raise self.error(column, f"{value!r:.60} is no count", _COUNT_ALLOWED)
         return int(number)
 
     def number(self, column: str, value: Any, allowed: str = "a finite number") -> float:
@@ -84,9 +91,19 @@ class RowReader:
         try:
             number = float(value)
         except ValueError:
-            raise self.error(column, f"{value!r} is no number", allowed) from None
+            raise self.error(column, f"{value!r:.60} is no number", allowed) from None
+        except OverflowError:
+            number = math.inf
         if not math.isfinite(number):
-            raise self.error(column, f"{value!r} is not finite", allowed)
+            raise self.error(column, f"{value!r:.60} is not finite", allowed)
+        return number
+
+    def time(self, column: str, value: Any, unit: str) -> float:
+        """A point in time: finite and >= 0, in the file's unit."""
+        allowed = f"{unit}, a finite number >= 0"
+        number = self.number(column, value, allowed)
+        if number < 0:
+            raise self.error(column, f"{value!r} is negative", allowed)
         return number
 
     def request(

@@ -1,19 +1,16 @@
-"""Readers of the JSON formats: Mooncake, ShareGPT and this project's own JSON lines."""
+"""Readers of the JSON-lines formats: Mooncake, vLLM's custom data set, and this project's own."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from .records import RowReader, TraceRequest
 
 CHARS_PER_TOKEN = 4  # what English text takes with the vocabularies in use
-_CHUNK_CHARS = 1 << 20
-_MAX_OBJECT_CHARS = 1 << 26  # a conversation longer than this is a broken file
-_BETWEEN_OBJECTS = re.compile(r"[\s,\[\]\ufeff]*")
+VLLM_OUTPUT_TOKENS = 256  # vLLM's default where a row does not say (--custom-output-len)
 _OWN_KEYS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "prompt", "hash_ids")
 
 
@@ -29,7 +26,7 @@ def json_lines(lines: Iterable[str], reader: RowReader) -> Iterator[dict[str, An
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise reader.error("-", f"not JSON ({error})", "one JSON object a line") from None
         if not isinstance(row, dict):
             raise reader.error("-", f"a JSON {type(row).__name__}", "one JSON object a line")
@@ -53,7 +50,7 @@ def iter_mooncake(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
     """{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} a line."""
     for row in json_lines(lines, reader):
         request = reader.request(
-            reader.number("timestamp", _need(row, "timestamp", reader), "milliseconds") / 1e3,
+            reader.time("timestamp", _need(row, "timestamp", reader), "milliseconds") / 1e3,
             reader.count("input_length", _need(row, "input_length", reader)),
             reader.count("output_length", _need(row, "output_length", reader)),
             hash_ids=_hash_ids(row, reader),
@@ -83,7 +80,7 @@ def iter_own(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
         if length is None and prompt is not None:
             length = estimate_tokens(prompt)
         request = reader.request(
-            reader.number("arrival_s", _need(row, "arrival_s", reader), "seconds, a finite number"),
+            reader.time("arrival_s", _need(row, "arrival_s", reader), "seconds"),
             reader.count("prompt_tokens", _need(row, "prompt_tokens", reader) if length is None else length),
             reader.count("output_tokens", _need(row, "output_tokens", reader)),
             adapter=_text(row, "adapter", reader),
@@ -94,44 +91,23 @@ def iter_own(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
             yield request
 
 
-def _objects(lines: TextIO, reader: RowReader) -> Iterator[Any]:
-    """The objects of a JSON array (or of JSON lines), one by one, without loading the file whole."""
-    decoder, buffer, position = json.JSONDecoder(), "", 0
-    while True:
-        start = _BETWEEN_OBJECTS.match(buffer, position).end()  # type: ignore[union-attr]
-        reader.line += buffer.count("\n", position, start)
-        position = start
-        try:
-            item, end = decoder.raw_decode(buffer, position)
-        except json.JSONDecodeError as error:
-            more = lines.read(_CHUNK_CHARS) if len(buffer) - position < _MAX_OBJECT_CHARS else ""
-            if not more and position == len(buffer):
-                return
-            if not more:
-                raise reader.error("-", f"not JSON ({error.msg})", "a JSON array of conversations") from None
-            buffer, position = buffer[position:] + more, 0
-            continue
-        yield item
-        reader.line += buffer.count("\n", position, end)
-        position = end
+def iter_vllm(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+    """{"prompt": text[, "output_tokens": n]} a line, what `vllm bench serve --dataset-name custom` reads.
 
-
-def iter_sharegpt(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
-    """[{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, ...]}, ...].
-
-    The first two turns are prompt and answer; lengths are estimates (`estimate_tokens`); no arrival times.
+    Prompt lengths are estimates (`estimate_tokens`); no arrival times; other keys are passed over.
     """
-    for item in _objects(lines, reader):
-        turns = item.get("conversations", item.get("conversation")) if isinstance(item, dict) else None
-        if not isinstance(turns, list):
-            raise reader.error("conversations", "missing", "a list of turns in every conversation")
-        if len(turns) < 2:
-            reader.dropped["fewer than two turns"] += 1
-            continue
-        texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-        if not all(isinstance(text, str) for text in texts):
-            raise reader.error("value", "missing", 'turns of the form {"from": "human", "value": "text"}')
-        prompt, answer = (str(text) for text in texts)
-        request = reader.request(0.0, estimate_tokens(prompt), estimate_tokens(answer), prompt=prompt)
+    reader.has_arrival_times = False
+    for row in json_lines(lines, reader):
+        _need(row, "prompt", reader)
+        prompt = _text(row, "prompt", reader)
+        if prompt is None:
+            raise reader.error("prompt", "null", "non-empty text")
+        output_tokens = row.get("output_tokens")
+        request = reader.request(
+            0.0,
+            estimate_tokens(prompt),
+            VLLM_OUTPUT_TOKENS if output_tokens is None else reader.count("output_tokens", output_tokens),
+            prompt=prompt,
+        )
         if request is not None:
             yield request

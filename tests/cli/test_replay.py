@@ -74,6 +74,48 @@ def test_num_adapters_takes_the_first_the_server_lists(server: Served, trace: Pa
     assert "lists 2 adapters; choose 1 to 2" in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "zipf"),
+        (["--zipf", "0.5"], "zipf:0.5"),
+        (["--popularity", "two-level:1,1"], "two-level:1,1"),
+    ],
+)
+def test_popularity_is_saved_by_name(
+    server: Served, trace: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    saved = tmp_path / "r.json"
+    result = run(server, trace, "--num-adapters", "2", *arguments, "--save-result", str(saved))
+    assert result.exit_code == 0, result.output
+    run_saved = json.loads(saved.read_text())
+    assert run_saved["config"]["popularity"] == said
+    if "two-level" in said:
+        assert set(run_saved["adapters"]) == {"reverse"}
+
+
+def test_functions_trace_brings_arrivals_and_adapters(server: Served, trace: Path, tmp_path: Path) -> None:
+    functions, saved = tmp_path / "f.csv", tmp_path / "r.json"
+    functions.write_text("app,func,end_timestamp,duration\np,f,7.1,0.1\np,f,7.2,0.1\np,g,7.3,0.1\n")
+    arguments = ["--functions", str(functions), "--num-adapters", "2", "--save-result", str(saved)]
+    result = run(server, trace, *arguments)
+    assert result.exit_code == 0, result.output
+    run_saved = json.loads(saved.read_text())
+    assert run_saved["adapters"] == ["reverse", "reverse", "other"]
+    assert run_saved["arrival_times"] == pytest.approx([0.0, 0.1, 0.2])
+
+
+def test_names_in_the_trace_are_mapped_to_the_adapters(server: Served, tmp_path: Path) -> None:
+    trace, saved = tmp_path / "chat.jsonl", tmp_path / "r.json"
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a b"}]
+    rows = [{"model": name, "conversation": turns} for name in ("koala", "vicuna", "vicuna")]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--num-adapters", "2", "--request-rate", "100", "--skewness", "1"]
+    result = run(server, trace, *arguments, "--save-result", str(saved))
+    assert result.exit_code == 0, result.output
+    assert json.loads(saved.read_text())["adapters"] == ["other", "reverse", "reverse"]
+
+
 def test_data_set_with_answers_gives_the_share_of_exact_ones(
     server: Served, trace: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +157,15 @@ def test_rate_draws_arrivals_and_duration_cuts_them(server: Served, trace: Path,
     [
         (["--lora-modules", "absent"], "does not serve absent; it serves reverse, other, base"),
         (["--lora-modules", "reverse", "--num-adapters", "1"], "exclude each other"),
+        (["--popularity", "zipff", "--num-adapters", "1"], "long-tail"),
+        (["--popularity", "uniform"], "no adapter to choose from"),
+        (
+            ["--popularity", "uniform", "--zipf", "1", "--num-adapters", "1"],
+            "exclude each other",
+        ),
+        (["--functions", "TRACE", "--num-adapters", "1"], "no Azure Functions trace"),
+        (["--functions", "TRACE"], "no adapter to map to"),
+        (["--skewness", "2", "--num-adapters", "1"], "names no adapter to map"),
         (["--slo-ttft-s", "0"], "slo ttft_s=0.0"),
         (["--format", "azure"], "no column 'TIMESTAMP'"),
         (["--burstiness", "0.5"], "--arrivals gamma"),

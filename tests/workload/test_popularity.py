@@ -45,7 +45,13 @@ def test_sample_follows_the_probabilities_and_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"x": 3, "y": 1}', "adapter,count\nx,3\ny,1\n", "\ufeffadapter,count\nx,3\ny,1"]
+    "text",
+    [
+        '{"x": 3, "y": 1}',
+        '\ufeff\n {"x": 3, "y": 1}',
+        "adapter,count\nx,3\ny,1\n",
+        "\ufeffadapter,count\nx,3\ny,1",
+    ],
 )
 def test_counts_are_read_from_json_and_csv(tmp_path: Path, text: str) -> None:
     path = tmp_path / "counts"

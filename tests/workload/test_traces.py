@@ -45,7 +45,25 @@ SHAREGPT = json.dumps(
     indent=1,
     ensure_ascii=False,
 )
-SAMPLES = {"azure": AZURE, "burstgpt": BURSTGPT, "mooncake": MOONCAKE, "own": OWN, "sharegpt": SHAREGPT}
+LMSYS = "".join(
+    json.dumps({"conversation_id": "c", "model": model, "conversation": turns, "turn": 1, "redacted": False})
+    + "\n"
+    for model, turns in (
+        ("vicuna", [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "y"}]),
+        ("koala", [{"role": "user", "content": "alone"}]),
+        ("koala", [{"content": "c", "role": "user"}, {"content": "z z z", "role": "assistant"}]),
+    )
+)
+VLLM = '{"prompt": "one two three", "output_tokens": 10}\n{"prompt": "x", "more": 1}\n'
+SAMPLES = {
+    "azure": AZURE,
+    "burstgpt": BURSTGPT,
+    "mooncake": MOONCAKE,
+    "own": OWN,
+    "sharegpt": SHAREGPT,
+    "lmsys": LMSYS,
+    "vllm": VLLM,
+}
 
 
 def write(folder: Path, text: str, name: str = "trace") -> Path:
@@ -110,7 +128,7 @@ def test_sharegpt_estimates_lengths_keeps_text_and_has_no_times(tmp_path: Path) 
 
 
 def test_sharegpt_larger_than_one_read_comes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lora.workload.trace_json._CHUNK_CHARS", 7)
+    monkeypatch.setattr("moe_lora.workload.trace_chat._CHUNK_CHARS", 7)
     assert len(read_trace(write(tmp_path, SHAREGPT)).requests) == 2
 
 
@@ -119,6 +137,37 @@ def test_own_format_takes_adapter_and_prompt(tmp_path: Path) -> None:
         TraceRequest(0.0, 7, 3),
         TraceRequest(1.5, 4, 4, adapter="reverse", prompt="one two three"),
     )
+
+
+def test_lmsys_takes_the_model_as_adapter(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, LMSYS))
+    assert trace.requests == (
+        TraceRequest(0.0, 2, 1, adapter="vicuna", prompt="a b"),
+        TraceRequest(0.0, 1, 3, adapter="koala", prompt="c"),
+    )
+    assert trace.dropped == {"fewer than two turns": 1}
+    assert not trace.has_arrival_times
+    array = write(tmp_path, "[" + ",".join(LMSYS.splitlines()) + "]", "array")
+    assert read_trace(array).requests == trace.requests
+
+
+def test_lmsys_export_with_times_keeps_them(tmp_path: Path) -> None:
+    rows = [{**json.loads(line), "tstamp": 1e9 + i} for i, line in enumerate(LMSYS.splitlines()) if i != 1]
+    trace = read_trace(write(tmp_path, json.dumps(rows)))
+    assert [request.arrival_s for request in trace.requests] == [0.0, 2.0]
+    assert trace.has_arrival_times
+    del rows[1]["tstamp"]
+    with pytest.raises(ValueError, match="column 'tstamp'"):
+        read_trace(write(tmp_path, json.dumps(rows)))
+
+
+def test_vllm_rows_without_a_length_get_vllms_default(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, VLLM))
+    assert [(r.prompt, r.prompt_tokens, r.output_tokens) for r in trace.requests] == [
+        ("one two three", 4, 10),
+        ("x", 1, 256),
+    ]
+    assert not trace.has_arrival_times
 
 
 def test_reader_is_a_stream(tmp_path: Path) -> None:
@@ -150,7 +199,10 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         (BURSTGPT.splitlines()[0] + "\n1,a,,m,5,0,5,l\n", ["no request in the trace", "1 rows: no output"]),
         ("Timestamp,Request tokens,Response tokens\nnan,1,1\n", ["line 2", "'Timestamp'", "finite"]),
         ("", ["empty"]),
-        ("who,what\n1,2\n", ["line 1", "'who,what'", "azure, burstgpt, mooncake, sharegpt, own"]),
+        (
+            "who,what\n1,2\n",
+            ["line 1", "'who,what'", "azure, burstgpt, mooncake, sharegpt, lmsys, vllm, own"],
+        ),
         ('{"timestamp": 1, "input_length": 2}\n', ["line 1", "'output_length'", "missing"]),
         ('{"timestamp": 1, "input_length": true, "output_length": 1}\n', ["'input_length'", "True"]),
         (MOONCAKE + "{broken\n", ["line 4", "not JSON"]),
@@ -164,6 +216,14 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         ('[{"conversations": 5}]', ["line 1", "'conversations'", "list of turns"]),
         ('[{"conversations": [{"from": "human"}, {"value": "x"}]}]', ["'value'", "turns of the form"]),
         (SHAREGPT[:-5], ["not JSON"]),
+        ("Timestamp,Request tokens,Response tokens\n-1,1,1\n", ["line 2", "'Timestamp'", "negative"]),
+        ('{"timestamp": -5, "input_length": 2, "output_length": 2}\n', ["line 1", "'timestamp'", ">= 0"]),
+        ('{"timestamp": 1, "input_length": 1' + "0" * 400 + ', "output_length": 2}\n', ["not finite"]),
+        ('{"timestamp": 1, "input_length": 2, "x": ' + "[" * 100_000 + "\n", ["line 1"]),
+        (HEADER + '2023-11-16 18:17:03.9,"' + "1" * 140_000 + '",1\n', ["line 2", "not CSV"]),
+        (HEADER + "2023-11-16 18:17:03.9,1e300,1\n", ["line 2", "'ContextTokens'", "<= 2147483647"]),
+        (LMSYS.replace('"koala"', "5"), ["line 2", "'model'"]),
+        ('{"prompt": null}\n', ["line 1", "'prompt'", "non-empty"]),
     ],
 )
 def test_bad_trace_is_refused_with_the_place_and_what_is_allowed(
@@ -180,7 +240,7 @@ def test_missing_file_and_unknown_format_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="readable file"):
         read_trace(tmp_path / "absent")
     with pytest.raises(ValueError, match="choose one of azure"):
-        read_trace(write(tmp_path, AZURE), "vllm")
+        read_trace(write(tmp_path, AZURE), "orca")
 
 
 @pytest.mark.parametrize("format", [None, "azure"])
