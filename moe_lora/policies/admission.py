@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 
@@ -13,7 +13,7 @@ class WaitingView(Protocol):
     def arrival_s(self) -> float: ...
 
     @property
-    def adapter_uid(self) -> int | None: ...
+    def adapter_uid(self) -> Hashable: ...
 
 
 class SizedView(Protocol):
@@ -48,7 +48,7 @@ def admissible(
     per adapter.  A request passed over for longer than starvation_s ends the scan: running requests
     drain, and the slot that falls free is its own.
     """
-    turned_away: set[int | None] = set()
+    turned_away: set[Hashable] = set()
     for request in queue:
         if request.adapter_uid not in turned_away and can_be_resident(request):
             yield request
