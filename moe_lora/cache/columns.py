@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import NodeColumns
 
+from .flags import BACKED, READY
 from .node import Node
 
 _COLUMNS = {
@@ -24,20 +25,13 @@ _COLUMNS = {
     "adapter_row": np.int64,
     "flags": np.uint8,
 }
-HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
-CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP = 8, 16, 32, 64
-"""Bits of `Columns.flags`.
-
-BACKED: the host has it.  READY: it can be used on the device or, of an adapter without pages here, on the
-LoRA Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: nodes whose
-host pages nobody depends on.  CAN_BACK_UP: idle KV of the device that the host has not.
-"""
 
 
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
-    flags: see `HAS_DEVICE_PAGES` and so on.  recent_s: time constant of the decayed visits.
+    flags: see `flags_of`.  recent_s, adapter_recent_s: time
+    constants of the decayed visits of KV and of adapters.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -51,8 +45,9 @@ class Columns:
     adapter_row: NDArray[np.int64]
     flags: NDArray[np.uint8]
 
-    def __init__(self, recent_s: float) -> None:
-        self.recent_s = recent_s
+    def __init__(self, recent_s: float, adapter_recent_s: float) -> None:
+        self._recent_s = recent_s
+        self._adapter_recent_s = adapter_recent_s
         self.nodes: list[Node | None] = []
         self._vacant: list[int] = []
         self._capacity = 1024
@@ -92,13 +87,15 @@ class Columns:
         recent, last_used_s = self.recent, self.last_used_s
         for node in nodes:  # a handful: quicker one by one than as arrays
             row = node.row
-            recent[row] = recent[row] * math.exp((last_used_s[row] - now_s) / self.recent_s) + 1
+            recent_s = self._adapter_recent_s if node.layer_pages is not None else self._recent_s
+            age_s = now_s - last_used_s.item(row)
+            recent[row] = recent.item(row) * math.exp(-age_s / recent_s) + 1
             self.visits[row] += 1
             last_used_s[row] = now_s
 
     def has(self, rows: NDArray[np.int64], flag: int) -> NDArray[np.bool_]:
         """[N]: whether each of the rows has the flag."""
-        return (self.flags[rows] & flag).astype(bool)
+        return (self.flags.take(rows) & flag) != 0
 
     def where(self, flag: int) -> NDArray[np.int64]:
         """Rows that have the flag."""
@@ -107,14 +104,14 @@ class Columns:
     def view(self, rows: NDArray[np.int64], now_s: float) -> NodeColumns:
         """What a policy sees of these rows."""
         return NodeColumns(
-            is_adapter=self.is_adapter[rows],
-            pages=self.pages[rows],
-            visits=self.visits[rows],
-            recent=self.recent[rows],
-            idle_s=now_s - self.last_used_s[rows],
+            is_adapter=self.is_adapter.take(rows),
+            pages=self.pages.take(rows),
+            visits=self.visits.take(rows),
+            recent=self.recent.take(rows),
+            idle_s=now_s - self.last_used_s.take(rows),
             backed=self.has(rows, BACKED),
-            first_token=self.first_token[rows],
-            num_tokens=self.num_tokens[rows],
-            wanted=self.wanted[rows],
-            adapter_ready=self.has(self.adapter_row[rows], READY),
+            first_token=self.first_token.take(rows),
+            num_tokens=self.num_tokens.take(rows),
+            wanted=self.wanted.take(rows),
+            adapter_ready=self.has(self.adapter_row.take(rows), READY),
         )

@@ -10,6 +10,7 @@ from .residence import Residence
 from .room import Room
 from .tables import BlockTable
 from .tier import PRIVATE
+from .tokens import TOKEN_BYTES, encode
 
 
 class History:
@@ -32,13 +33,9 @@ class History:
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
         table = BlockTable(namespace)
         path = self._path(adapter, tokens)
-        depth = next((i for i, node in enumerate(path) if node.device_pages is None), len(path))
-        self._take(table, path[:depth])
-        for node in path[depth:]:
-            if not self._bring_in(node, now_s):
-                break
-            self._take(table, [node])
-            depth += 1
+        depth = self._take(table, path)
+        while depth < len(path) and self._bring_in(path[depth], now_s):
+            depth += self._take(table, path[depth : depth + 1])
         table.num_matched = table.num_shared * self._block_size
         if not again:
             self._count(path[:depth], table, len(tokens), now_s)
@@ -62,17 +59,17 @@ class History:
             return
         while (table.num_shared + 1) * size <= num_computed:
             start = table.num_shared * size
-            fresh = tuple(tokens[start : num_computed // size * size])
+            fresh = encode(tokens[start : num_computed // size * size])
             parent = table.tail or adapter
-            twin = self._tree.child(parent, fresh[:size])
+            twin = self._tree.child(parent, fresh)
             if twin is None:
                 self._insert(table, parent, fresh, now_s)
                 return
             common = self._tree.common(twin.tokens, fresh)
-            if common < len(twin.tokens):
+            if common < twin.num_pages:
                 if twin.moving:
                     return
-                twin = self._residence.split(twin, common // size)
+                twin = self._residence.split(twin, common)
             if not self._adopt(table, twin):
                 return
 
@@ -93,7 +90,7 @@ class History:
         adapter = self._tree.adapters.get(namespace)
         if adapter is None:
             return []
-        path, partial, _ = self._tree.walk(adapter, tuple(tokens[: self._most(tokens)]))
+        path, partial, _ = self._tree.walk(adapter, tokens, self._most(tokens))
         return [adapter, *path, *([partial] if partial is not None else ())]
 
     def _most(self, tokens: Sequence[int]) -> int:
@@ -103,14 +100,14 @@ class History:
     def _path(self, adapter: Node, tokens: Sequence[int]) -> list[Node]:
         if not self._sharing or adapter.gone:
             return []
-        path, partial, common = self._tree.walk(adapter, tuple(tokens[: self._most(tokens)]))
+        path, partial, common = self._tree.walk(adapter, tokens, self._most(tokens))
         if partial is not None and not partial.moving:
-            path.append(self._residence.split(partial, common // self._block_size))
+            path.append(self._residence.split(partial, common))
         return path
 
     def _bring_in(self, node: Node, now_s: float) -> bool:
         policy = self._room.ranking.policy
-        if not policy.worth_loading(node.first_token, len(node.tokens), node.num_pages):
+        if not policy.worth_loading(node.first_token, node.num_tokens, node.num_pages):
             return False
         pages = self._room.take_kv(node.num_pages, node.row, now_s)
         if pages is None:
@@ -118,17 +115,20 @@ class History:
         self._residence.bring_in(node, pages)
         return True
 
-    def _take(self, table: BlockTable, path: list[Node]) -> None:
-        """Let the table use these further nodes; the last one is its tail."""
-        if not path:
-            return
+    def _take(self, table: BlockTable, path: list[Node]) -> int:
+        """Let the table use these further nodes, as far as they have device pages; how many it uses."""
+        depth = 0
         for node in path:
-            assert node.device_pages is not None
+            if node.device_pages is None:
+                break
+            depth += 1
             table.pages += node.device_pages
-            if not node.on_device:
+            if node.moving_in:
                 table.arriving.append(node)
-        table.num_shared = len(table.pages)
-        self._move_tail(table, path[-1], owned=False)
+        if depth:
+            table.num_shared = len(table.pages)
+            self._move_tail(table, path[depth - 1], owned=False)
+        return depth
 
     def _move_tail(self, table: BlockTable, tail: Node, *, owned: bool) -> None:
         self._residence.pin(tail)
@@ -136,9 +136,9 @@ class History:
             self._residence.unpin(table.tail)
         table.tail, table.owns_tail = tail, owned
 
-    def _insert(self, table: BlockTable, parent: Node, tokens: tuple[int, ...], now_s: float) -> None:
+    def _insert(self, table: BlockTable, parent: Node, tokens: bytes, now_s: float) -> None:
         """Give the sequence's own full blocks to the tree: at the end of its own tail, or as a new node."""
-        end = table.num_shared + len(tokens) // self._block_size
+        end = table.num_shared + len(tokens) // (TOKEN_BYTES * self._block_size)
         pages = table.pages[table.num_shared : end]
         tail = table.tail
         if tail is not None and table.owns_tail and _can_be_lengthened(tail):
@@ -176,7 +176,7 @@ class History:
         ranking.num_queries += 1
         if path:
             ranking.columns.visit(path, now_s)
-        coming = sum(len(node.tokens) for node in table.arriving)
+        coming = sum(node.num_tokens for node in table.arriving)
         counters.kv_query_tokens += num_tokens
         counters.kv_host_hit_tokens += coming
         counters.kv_device_hit_tokens += table.num_matched - coming

@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .orders import Namespace
+from .tokens import TOKEN_BYTES
 
 
 @dataclass(eq=False, slots=True)
 class Node:
     """An adapter (layer_pages given) or a run of full KV blocks after its parent's (tokens given).
 
-    row: its place in `Columns`.  first_token: tokens of the prompt before its own.  device_pages, host_pages:
-    None where it is not; both may be there ("backed").  moving_in, moving_out: an order is under way, and the
-    pages of its target hold nothing yet.  leaves: the device pages go once moving_out is done.  pins: users
-    that keep it, and so all above it, on the device.  num_device_children: children with device pages.
-    gone: no longer found, and freed when its last user goes.  lost: gone because its bytes did not arrive.
-    reachable: False for an adapter without pages here that the LoRA Server does not hold.
+    row: its place in `Columns`.  tokens: as `encode` gives them.  first_token: tokens of the prompt before
+    its own.  device_pages, host_pages: None where it is not; both may be there ("backed").  moving_in,
+    moving_out: an order is under way, and the pages of its target hold nothing yet.  leaves: the device pages
+    go once moving_out is done.  pins: users that keep it, and so all above it, on the device.
+    num_device_children: children with device pages.  gone: no longer found, and freed when its last user
+    goes.  lost: gone because its bytes did not arrive.  reachable: False for an adapter without pages here
+    that the LoRA Server does not hold.
     """
 
     namespace: Namespace
@@ -25,7 +27,7 @@ class Node:
     parent: Node | None = None
     adapter: Node | None = None
     layer_pages: tuple[int, ...] | None = None
-    tokens: tuple[int, ...] = ()
+    tokens: bytes = b""
     first_token: int = 0
     device_pages: list[int] | None = None
     host_pages: list[int] | None = None
@@ -38,6 +40,10 @@ class Node:
     gone: bool = False
     lost: bool = False
     reachable: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def is_adapter(self) -> bool:

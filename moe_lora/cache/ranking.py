@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
 
-from .columns import BACKED, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
+from .flags import BACKED, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
 from .node import Node
 from .residence import Residence
 
 BATCH = 256
 """Victims ranked at once."""
-FRESH_S = 0.1
+CHUNK = 8192
+"""Rows valued at once: their columns and the policy's intermediates stay in the processor's cache."""
+FRESH_S, HOST_FRESH_S = 0.1, 1.0
 """Age above which a ranking of victims is made anew."""
 BATCH_WINDOW_S = 5.0
 """Time over which the batch size is averaged (FastLibra, section 5.1)."""
@@ -65,7 +67,11 @@ class Ranking:
 
     def values(self, rows: NDArray[np.int64], now_s: float) -> Floats:
         """What the policy says of these rows."""
-        return self.policy.values(self.columns.view(rows, now_s), self.load())
+        load, values = self.load(), np.empty(len(rows))
+        for start in range(0, len(rows), CHUNK):
+            part = slice(start, start + CHUNK)
+            values[part] = self.policy.values(self.columns.view(rows[part], now_s), load)
+        return values
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
         """The least valued of the rows, ascending, as many as have `num_pages` pages together (or all)."""
@@ -81,7 +87,7 @@ class Ranking:
     def victim(self, kind: Kind, now_s: float) -> Node | None:
         """The next node to give way, or None if there is none."""
         queue = self._queues.get(kind, [])
-        if now_s - self._ranked_s.get(kind, -np.inf) > FRESH_S:
+        if now_s - self._ranked_s.get(kind, -np.inf) > (HOST_FRESH_S if kind is Kind.HOST else FRESH_S):
             queue = []
         while True:
             while queue:
@@ -123,16 +129,9 @@ class Ranking:
         return [(node, float(columns.last_used_s[row])) for row in order if (node := columns.nodes[row])]
 
     def _take(self, rows: NDArray[np.int64], values: Floats, num_pages: int) -> list[Node]:
-        nodes: list[Node] = []
-        count = BATCH
-        while rows.size and num_pages > 0:
-            ordered = _ascending(rows, values, count)
-            enough = int(np.searchsorted(np.cumsum(self.columns.pages[ordered]), num_pages)) + 1
-            if enough <= len(ordered) or len(ordered) == len(rows):
-                nodes = [node for row in ordered[:enough].tolist() if (node := self.columns.nodes[row])]
-                break
-            count *= 8
-        return nodes
+        ordered = _ascending(rows, values, num_pages)  # a node has a page at least
+        enough = int(np.searchsorted(np.cumsum(self.columns.pages[ordered]), num_pages)) + 1
+        return [node for row in ordered[:enough].tolist() if (node := self.columns.nodes[row])]
 
 
 def _ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:

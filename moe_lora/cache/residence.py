@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from .columns import CAN_LEAVE, CAN_LEAVE_HOST
 from .counters import CacheCounters
+from .flags import CAN_LEAVE, CAN_LEAVE_HOST
 from .node import Node
 from .orders import Copy, LoadAdapter, Namespace, Order
 from .tier import Tier
@@ -94,7 +94,7 @@ class Residence:
             self.counters.pages_dropped += node.num_pages
         self._leave_device(node)
         if not node.is_adapter and node.host_pages is None:
-            for lower in self.tree.bottom_up(node):
+            for lower in self.tree.bottom_up(node) if node.num_children else (node,):
                 self.discard(lower)
 
     def drop_host(self, node: Node) -> None:
@@ -132,7 +132,7 @@ class Residence:
 
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut a KV node after that many blocks; the new node, its first part."""
-        head = self.tree.split(node, num_blocks * self.tree.block_size)
+        head = self.tree.split(node, num_blocks)
         for tier, pages in ((self.device, head.device_pages), (self.host, head.host_pages)):
             if pages is not None:
                 tier.hand_over(pages, head.row)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .clearing import Clearing
-from .columns import HAS_DEVICE_PAGES
+from .flags import HAS_DEVICE_PAGES
 from .node import Node
 from .ranking import Kind, Ranking
 from .windows import blocked_rows, evict, row_costs

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import Traits
 
-from .columns import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
+from .flags import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
 from .host_room import take_host
 from .node import Node
 from .ranking import Ranking
@@ -20,6 +20,8 @@ from .room import Room
 
 MAX_MOVES = 256
 """Nodes that a tick moves either way: it holds up the engine's thread."""
+MIN_HOST_FREE = 0.01
+"""Share of the host below which nothing is backed up: ranking it all would be for nothing."""
 MAX_ROUNDS = 8
 """Times a tick looks at the candidates that its own choices brought up."""
 
@@ -150,8 +152,10 @@ class Swapper:
     def _back_up(self, now_s: float) -> None:
         columns = self._columns
         host = self._residence.host
-        rows = columns.where(CAN_BACK_UP) if host.num_free else np.zeros(0, dtype=np.int64)
-        for node in self._ranking.lowest(rows, self._back_up_pages, now_s)[:MAX_MOVES]:
+        if host.num_free < MIN_HOST_FREE * host.num_pages:
+            return
+        budget = min(self._back_up_pages, host.num_free)
+        for node in self._ranking.lowest(columns.where(CAN_BACK_UP), budget, now_s)[:MAX_MOVES]:
             pages = host.take(node.num_pages, node.row)
             if pages is None:
                 return

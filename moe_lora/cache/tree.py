@@ -11,18 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
-from .columns import (
-    BACKED,
-    CAN_BACK_UP,
-    CAN_ENTER,
-    CAN_LEAVE,
-    CAN_LEAVE_HOST,
-    HAS_DEVICE_PAGES,
-    READY,
-    Columns,
-)
+from .columns import Columns
+from .flags import flags_of
 from .node import Node
 from .orders import Namespace
+from .tokens import TOKEN_BYTES, encode_more
 
 _ROOT = "root"
 
@@ -33,13 +26,16 @@ class DependencyTree:
     keeps_dependencies: a KV node may be on the device only while its adapter is.
     """
 
-    def __init__(self, block_size: int, *, keeps_dependencies: bool, recent_s: float) -> None:
+    def __init__(
+        self, block_size: int, *, keeps_dependencies: bool, recent_s: float, adapter_recent_s: float
+    ) -> None:
         self.block_size = block_size
         self.keeps_dependencies = keeps_dependencies
         self.graph: nx.DiGraph = nx.DiGraph()
-        self.columns = Columns(recent_s)
+        self.columns = Columns(recent_s, adapter_recent_s)
         self.adapters: dict[Namespace, Node] = {}
-        self._child: dict[tuple[Node, tuple[int, ...]], Node] = {}
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._child: dict[tuple[Node, bytes], Node] = {}
 
     def add_adapter(self, namespace: Namespace, layer_pages: Sequence[int], now_s: float) -> Node:
         """A node on the second layer."""
@@ -55,18 +51,18 @@ class DependencyTree:
         self.graph.add_edge(_ROOT, node)
         return node
 
-    def add_kv(self, parent: Node, tokens: tuple[int, ...], now_s: float) -> Node:
+    def add_kv(self, parent: Node, tokens: bytes, now_s: float) -> Node:
         """A run of blocks below `parent`, visited once."""
         assert parent.adapter is not None
         columns, row = self.columns, self.columns.new_row()
         node = Node(
             parent.namespace,
             row,
-            len(tokens) // self.block_size,
+            len(tokens) // self._block_bytes,
             parent,
             parent.adapter,
             tokens=tokens,
-            first_token=parent.first_token + len(parent.tokens),
+            first_token=parent.first_token + parent.num_tokens,
         )
         columns.nodes[row] = node
         columns.adapter_row[row] = parent.adapter.row
@@ -74,54 +70,59 @@ class DependencyTree:
         columns.last_used_s[row] = now_s
         self._measure(node)
         self.graph.add_edge(parent, node)
-        self._child[parent, tokens[: self.block_size]] = node
+        self._child[parent, tokens[: self._block_bytes]] = node
         parent.num_children += 1
         return node
 
-    def walk(self, adapter: Node, tokens: tuple[int, ...]) -> tuple[list[Node], Node | None, int]:
-        """Nodes that `tokens` begin with, in order; and, if they end or diverge within the next node, that
-        node and how many of its tokens (whole blocks) still agree.
+    def walk(self, adapter: Node, tokens: Sequence[int], most: int) -> tuple[list[Node], Node | None, int]:
+        """Nodes that the first `most` tokens begin with, in order; and, if they end or diverge within the
+        next node, that node and how many of its blocks still agree.
         """
         path: list[Node] = []
-        node, at, size = adapter, 0, self.block_size
-        while at + size <= len(tokens):
-            child = self._child.get((node, tokens[at : at + size]))
+        node, at, size = adapter, 0, self._block_bytes
+        prompt, limit = b"", most * TOKEN_BYTES
+        while at + size <= limit:
+            if at + size > len(prompt):
+                prompt = encode_more(prompt, tokens, most, at + size)
+            child = self._child.get((node, prompt[at : at + size]))
             if child is None:
                 break
             end = at + len(child.tokens)
-            if tokens[at:end] != child.tokens:
-                return path, child, self.common(child.tokens, tokens[at:end])
+            if end > len(prompt):
+                prompt = encode_more(prompt, tokens, most, end)
+            if prompt[at:end] != child.tokens:
+                return path, child, self.common(child.tokens, prompt[at:end])
             path.append(child)
             node, at = child, end
         return path, None, 0
 
-    def common(self, ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
-        """Tokens of the whole blocks that both begin with."""
-        low, high, size = 1, min(len(ours), len(theirs)) // self.block_size, self.block_size
+    def common(self, ours: bytes, theirs: bytes) -> int:
+        """Number of blocks that both begin with: one at least."""
+        size = self._block_bytes
+        low, high = 1, min(len(ours), len(theirs)) // size
         while low < high:
             middle = (low + high + 1) // 2
             if ours[low * size : middle * size] == theirs[low * size : middle * size]:
                 low = middle
             else:
                 high = middle - 1
-        return low * size
+        return low
 
-    def child(self, parent: Node, block: tuple[int, ...]) -> Node | None:
-        """The child whose first block has these tokens."""
-        return self._child.get((parent, block))
+    def child(self, parent: Node, tokens: bytes) -> Node | None:
+        """The child with the first block of these tokens."""
+        return self._child.get((parent, tokens[: self._block_bytes]))
 
-    def split(self, node: Node, num_tokens: int) -> Node:
-        """Cut a KV node after `num_tokens`; the new node, its first part.
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """Cut a KV node after `num_blocks`; the new node, its first part.
 
         The second part stays the same object: those who pin it use the whole.
         """
         assert not node.moving
         assert node.parent is not None
-        parent, size = node.parent, self.block_size
-        at = num_tokens // size
+        parent, cut = node.parent, num_blocks * self._block_bytes
         columns, row = self.columns, self.columns.new_row()
         head = Node(
-            node.namespace, row, at, parent, node.adapter, None, node.tokens[:num_tokens], node.first_token
+            node.namespace, row, num_blocks, parent, node.adapter, None, node.tokens[:cut], node.first_token
         )
         columns.nodes[row] = head
         columns.adapter_row[row] = columns.adapter_row[node.row]
@@ -129,17 +130,17 @@ class DependencyTree:
         for side in ("device_pages", "host_pages"):
             pages = getattr(node, side)
             if pages is not None:
-                setattr(head, side, pages[:at])
-                setattr(node, side, pages[at:])
+                setattr(head, side, pages[:num_blocks])
+                setattr(node, side, pages[num_blocks:])
         head.num_children = 1
         head.num_device_children = int(node.device_pages is not None)
         head.gone = node.gone
         found = self._child.get(self._key(node)) is node
         if found:
             self._child[self._key(node)] = head
-        node.parent, node.tokens = head, node.tokens[num_tokens:]
-        node.first_token += num_tokens
-        node.num_pages -= at
+        node.parent, node.tokens = head, node.tokens[cut:]
+        node.first_token += head.num_tokens
+        node.num_pages -= num_blocks
         self._child[self._key(node)] = node
         self.graph.remove_edge(parent, node)
         self.graph.add_edge(parent, head)
@@ -149,7 +150,7 @@ class DependencyTree:
             self.refresh(part)
         return head
 
-    def lengthen(self, node: Node, tokens: tuple[int, ...], pages: list[int]) -> None:
+    def lengthen(self, node: Node, tokens: bytes, pages: list[int]) -> None:
         """Add blocks to the end of a leaf that is on the device only."""
         assert node.device_pages is not None
         node.tokens += tokens
@@ -186,39 +187,13 @@ class DependencyTree:
 
     def refresh(self, node: Node) -> None:
         """Note anew where the node may move."""
-        device, host, is_adapter = node.device_pages is not None, node.host_pages is not None, node.is_adapter
-        flags = HAS_DEVICE_PAGES if device else 0
-        if host and not node.moving_out:
-            flags |= BACKED
-        if device and not node.moving_in and not node.lost and node.reachable:
-            flags |= READY
-        if node.num_pages and not node.moving_in and not node.moving_out:
-            if host and (device or is_adapter or not node.num_children):
-                flags |= CAN_LEAVE_HOST
-            if not device:
-                if (host or is_adapter) and self.parent_on_device(node):
-                    flags |= CAN_ENTER
-            elif not node.pins:
-                if not node.num_device_children or (is_adapter and not self.keeps_dependencies):
-                    flags |= CAN_LEAVE
-                if not host and not is_adapter:
-                    flags |= CAN_BACK_UP
-        self.columns.flags[node.row] = flags
+        self.columns.flags[node.row] = flags_of(node, keeps_dependencies=self.keeps_dependencies)
 
-    def parent_on_device(self, node: Node) -> bool:
-        """Whether what the node needs on the device is there or on its way."""
-        parent = node.parent
-        if node.gone or parent is None:
-            return not node.gone
-        if parent.is_adapter and not self.keeps_dependencies:
-            return True
-        return parent.device_pages is not None
-
-    def _key(self, node: Node) -> tuple[Node, tuple[int, ...]]:
+    def _key(self, node: Node) -> tuple[Node, bytes]:
         assert node.parent is not None
-        return node.parent, node.tokens[: self.block_size]
+        return node.parent, node.tokens[: self._block_bytes]
 
     def _measure(self, node: Node) -> None:
         self.columns.pages[node.row] = node.num_pages
         self.columns.first_token[node.row] = node.first_token
-        self.columns.num_tokens[node.row] = len(node.tokens)
+        self.columns.num_tokens[node.row] = node.num_tokens

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CachingPolicy
 
-from .columns import HAS_DEVICE_PAGES
 from .counters import CacheCounters
 from .history import History
 from .orders import Namespace, Order, Readiness
@@ -18,7 +17,7 @@ from .swapper import Swapper
 from .tables import BlockTable
 from .tier import Tier
 from .tree import DependencyTree
-from .windows import blocked_rows
+from .usage import usage
 
 
 class UnifiedCache:
@@ -26,7 +25,8 @@ class UnifiedCache:
 
     One thread only.  Time comes in as now_s, never decreasing.  Nothing waits: what needs bytes moved leaves
     an order (`take_orders`) that the caller has executed and then confirms (`copied`, `failed`), from the
-    same thread.  on_departure: called with a namespace at the moment its adapter's device pages are given up.
+    same thread.  on_departure: called with a namespace at the moment its adapter's device pages are given up
+    (also where its load failed).
     """
 
     on_departure: Callable[[Namespace], None] | None = None
@@ -52,7 +52,10 @@ class UnifiedCache:
             raise ValueError(f"lower={lower}, upper={upper} must be shares with lower <= upper <= 1")
         traits = policy.traits
         self._tree = DependencyTree(
-            block_size, keeps_dependencies=traits.keeps_dependencies, recent_s=policy.recent_s
+            block_size,
+            keeps_dependencies=traits.keeps_dependencies,
+            recent_s=policy.recent_s,
+            adapter_recent_s=policy.adapter_recent_s,
         )
         self._residence = Residence(self._tree, Tier(num_device_pages), Tier(num_host_pages))
         self._residence.on_departure = self._note_departure
@@ -96,7 +99,12 @@ class UnifiedCache:
         self._tree.refresh(node)
 
     def forget(self, namespace: Namespace) -> None:
-        """It will not be asked for again: free its adapter and KV, what is in use when its last user goes."""
+        """It will not be asked for again: free its adapter and KV, what is in use when its last user goes.
+
+        Raises KeyError for an unknown namespace, ValueError for None.
+        """
+        if namespace is None:
+            raise ValueError("the base model can't be forgotten; give the namespace of an adapter")
         self._residence.let_die(self._tree.adapters[namespace])
 
     def hold(self, namespace: Namespace, now_s: float) -> Readiness:
@@ -231,27 +239,7 @@ class UnifiedCache:
         """Pages now: device_kv, device_adapters, device_free, host_kv, host_adapters, host_free,
         device_kv_used (held by sequences), device_kv_invalid (KV whose adapter is not on the device).
         """
-        device, host = self._residence.device, self._residence.host
-        idle, invalid = self._idle_and_invalid()
-        return {
-            "device_kv": device.num_kv,
-            "device_adapters": device.num_adapter,
-            "device_free": device.num_free,
-            "host_kv": host.num_kv,
-            "host_adapters": host.num_adapter,
-            "host_free": host.num_free,
-            "device_kv_used": device.num_kv - idle,
-            "device_kv_invalid": invalid,
-        }
-
-    def _idle_and_invalid(self) -> tuple[int, int]:
-        """Device pages of KV that no sequence holds, and of KV whose adapter is not ready."""
-        columns = self._tree.columns
-        rows = columns.where(HAS_DEVICE_PAGES)
-        rows = rows[~columns.is_adapter[rows]]
-        pages, used = columns.pages[rows], blocked_rows(self._ranking, moving=False)[rows]
-        invalid = ~columns.has(columns.adapter_row[rows], HAS_DEVICE_PAGES)
-        return int(pages[~used].sum()), int(pages[invalid].sum())
+        return usage(self._ranking)
 
     def _note_departure(self, namespace: Namespace) -> None:
         if self.on_departure is not None:

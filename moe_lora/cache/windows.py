@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import HAS_DEVICE_PAGES
+from .flags import HAS_DEVICE_PAGES
 from .node import Node
 from .ranking import Ranking
 from .tier import PRIVATE

@@ -115,11 +115,16 @@ class CachingPolicy(Protocol):
 
     @property
     def recent_s(self) -> float:
-        """Time constant of `NodeColumns.recent`."""
+        """Time constant of `NodeColumns.recent` for KV."""
+        ...
+
+    @property
+    def adapter_recent_s(self) -> float:
+        """The same for adapters."""
         ...
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
-        """[N], >= 0: what is lost if the node is not on the device."""
+        """[N], >= 0: what is lost without the node on the device, each from its own row and `load` alone."""
         ...
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:

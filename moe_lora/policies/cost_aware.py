@@ -16,13 +16,15 @@ class CostAware:
     Back: an adapter is copied from the host, or loaded from its files; KV is computed anew, or copied from
     the host where it is there and that is faster.  A short prefix is cheap to compute, a block deep in a
     long one is not, since its tokens attend to all before them.
-    Uses: visits decayed with recent_s, per recent_s, and for each queued request that needs the node one
+    Uses: visits decayed with recent_s, per recent_s (adapters: adapter_recent_s; a conversation goes on soon
+    or not at all, the popularity of adapters lasts), and for each queued request that needs the node one
     more within queue_s.  KV of an adapter that is not ready counts unready_share of that: its request waits
     for the adapter meanwhile anyway.
     """
 
     costs: CacheCosts
-    recent_s: float = 120.0
+    recent_s: float = 20.0
+    adapter_recent_s: float = 120.0
     queue_s: float = 2.0
     unready_share: float = 0.5
 
@@ -31,7 +33,8 @@ class CostAware:
         return Traits(backs_up=True, looks_ahead=True, values_per_page=True, drops_backed_first=False)
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
-        uses_per_s = nodes.recent * np.exp(-nodes.idle_s / self.recent_s) / self.recent_s
+        window_s = np.where(nodes.is_adapter, self.adapter_recent_s, self.recent_s)
+        uses_per_s = nodes.recent * np.exp(-nodes.idle_s / window_s) / window_s
         uses_per_s += nodes.wanted / self.queue_s
         move_s = self.costs.move_s(nodes.pages)
         load_s = np.where(nodes.backed, move_s, self.costs.load_s(nodes.pages))

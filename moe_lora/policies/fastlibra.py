@@ -41,6 +41,7 @@ class FastLibra:
     rewards_adapters: bool = True
     keeps_dependencies: bool = True
     recent_s: float = 60.0
+    adapter_recent_s: float = 60.0
 
     @property
     def traits(self) -> Traits:

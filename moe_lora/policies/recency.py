@@ -13,6 +13,7 @@ class Recency:
 
     traits: Traits = field(default_factory=Traits)
     recent_s: float = 60.0
+    adapter_recent_s: float = 60.0
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
         return 1 / (1 + nodes.idle_s)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import networkx as nx
 import numpy as np
 
-from moe_lora.cache.columns import CAN_ENTER, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
+from moe_lora.cache.flags import CAN_ENTER, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
 from moe_lora.cache.node import Node
 from moe_lora.cache.tables import BlockTable
 from moe_lora.cache.tier import FREE, PRIVATE, Tier
@@ -70,11 +70,11 @@ def check_structure(cache: UnifiedCache, node: Node) -> None:
     assert parent is node.parent
     assert node.adapter is tree.adapters[node.namespace]
     assert parent.namespace == node.namespace
-    assert len(node.tokens) == node.num_pages * tree.block_size > 0
-    assert node.first_token == parent.first_token + len(parent.tokens)
+    assert node.num_tokens == node.num_pages * tree.block_size > 0
+    assert node.first_token == parent.first_token + parent.num_tokens
     assert node.device_pages is not None or node.host_pages is not None, "a node that is nowhere"
     if not node.gone:
-        assert tree.child(parent, node.tokens[: tree.block_size]) is node
+        assert tree.child(parent, node.tokens) is node
         if node.device_pages is not None:
             assert parent.is_adapter or parent.device_pages is not None, "KV without what it follows"
             if tree.keeps_dependencies:
@@ -115,7 +115,7 @@ def check_columns(cache: UnifiedCache, node: Node) -> None:
     host_leaf = on_device or node.is_adapter or not children
     assert bool(columns.flags[row] & CAN_LEAVE_HOST) == (still and on_host and host_leaf)
     if not node.is_adapter:
-        assert columns.num_tokens[row] == len(node.tokens)
+        assert columns.num_tokens[row] == node.num_tokens
         assert columns.first_token[row] == node.first_token
 
 

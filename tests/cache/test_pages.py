@@ -51,3 +51,15 @@ def test_no_page_is_ever_owned_twice_or_lost(operations):
     for first, count in held:
         pages.free(first, count)
     assert sorted(pages.alloc_page() for _ in range(16)) == list(range(16))
+
+
+def test_several_pages_are_taken_at_once_or_none():
+    pages = PageAllocator(6)
+    assert pages.alloc_run(2) == 0
+    assert pages.alloc_pages(5) is None
+    assert pages.alloc_pages(3) == [5, 4, 3]
+    pages.free_pages([5, 3])
+    pages.free(0, 2)
+    assert pages.num_free == 5
+    assert pages.alloc_pages(5) == [5, 3, 2, 1, 0]
+    assert pages.alloc_page() is None

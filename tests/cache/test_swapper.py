@@ -264,3 +264,12 @@ def test_full_host_loses_what_it_values_least():
 def test_thresholds_must_be_shares_in_order(lower, upper):
     with pytest.raises(ValueError, match="must be shares"):
         UnifiedCache(num_device_pages=4, block_size=4, policy=fastlibra_wos(), lower=lower, upper=upper)
+
+
+def test_empty_queue_wants_nothing():
+    cache = cache_of(CostAware(costs=COSTS))
+    cache.add_adapter(1, (4,), 0.0)
+    cache.look_ahead([(1, [1, 2, 3])])
+    cache.look_ahead([])
+    cache.tick(0.1, 1)
+    assert not cache.take_orders()

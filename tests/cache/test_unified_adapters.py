@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -308,3 +309,20 @@ def test_kv_without_its_adapter_is_counted_as_invalid():
     bring(cache, 2, 6.0)
     assert cache.place(1) == "disk"
     assert cache.usage()["device_kv_invalid"] == 2
+
+
+def test_base_is_not_forgotten():
+    with pytest.raises(ValueError, match="base model"):
+        cache_of().forget(None)
+
+
+def test_remote_adapter_counts_as_ready_only_while_the_server_holds_it():
+    cache = cache_of()
+    cache.add_adapter(1, (0,), 0.0)
+    row = cache._tree.adapters[1].row
+    for held in (False, True):
+        cache.note_remote(1, held)
+        leave_history(cache, 1, [int(held)] * 4, 0.0)
+        view = cache._tree.columns.view(np.array([row]), 1.0)
+        assert view.adapter_ready.tolist() == [held]
+    assert cache.hold(1, 0.0) is Readiness.READY, "whether to wait for the server is the caller's business"

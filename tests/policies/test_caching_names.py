@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.policies.caching import CacheCosts, CacheLoad
@@ -34,6 +34,7 @@ def test_unknown_name_is_refused_with_those_there_are():
 
 
 @pytest.mark.parametrize("name", CACHING_POLICIES)
+@settings(max_examples=40, deadline=None)
 @given(some=st.lists(nodes, min_size=1, max_size=10), batch_size=st.floats(0, 1000))
 def test_values_are_numbers_that_can_be_summed(name, some, batch_size):
     load = CacheLoad(

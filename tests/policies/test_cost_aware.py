@@ -21,7 +21,11 @@ LOAD = CacheLoad(num_queries=1, adapter_visits=np.zeros(0), batch_size=1.0, num_
 
 
 def values(*nodes: dict[str, object]) -> list[float]:
-    return CostAware(costs=COSTS, recent_s=100.0, queue_s=1.0).values(columns(*nodes), LOAD).tolist()
+    return (
+        CostAware(costs=COSTS, recent_s=100.0, adapter_recent_s=100.0, queue_s=1.0)
+        .values(columns(*nodes), LOAD)
+        .tolist()
+    )
 
 
 def test_value_is_time_saved_per_page_and_second():
@@ -75,3 +79,11 @@ def test_long_prefixes_are_loaded_and_short_ones_computed():
     policy = CostAware(costs=COSTS)
     assert policy.worth_loading(0, 160, 10)
     assert not policy.worth_loading(0, 5, 10)
+
+
+def test_adapters_are_remembered_for_longer_than_conversations():
+    policy = CostAware(costs=COSTS, recent_s=10.0, adapter_recent_s=1000.0)
+    new, old = ({"is_adapter": True, "idle_s": idle_s} for idle_s in (0.0, 100.0))
+    kv_new, kv_old = ({"idle_s": idle_s} for idle_s in (0.0, 100.0))
+    adapter, old_adapter, kv, old_kv = policy.values(columns(new, old, kv_new, kv_old), LOAD)
+    assert old_adapter / adapter > old_kv / kv
