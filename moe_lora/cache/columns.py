@@ -12,6 +12,7 @@ from moe_lora.policies.caching import NodeColumns
 
 from .flags import BACKED, READY
 from .node import Node
+from .reuse import ReuseAges
 
 _COLUMNS = {
     "is_adapter": np.bool_,
@@ -30,8 +31,8 @@ _COLUMNS = {
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
-    flags: see `flags_of`.  recent_s, adapter_recent_s: time
-    constants of the decayed visits of KV and of adapters.
+    flags: see `flags_of`.  recent_s, adapter_recent_s: time constants of the decayed visits of KV and of
+    adapters.  reuse: after which time KV is used again.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -48,6 +49,8 @@ class Columns:
     def __init__(self, recent_s: float, adapter_recent_s: float) -> None:
         self._recent_s = recent_s
         self._adapter_recent_s = adapter_recent_s
+        self._now_s = 0.0
+        self.reuse = ReuseAges()
         self.nodes: list[Node | None] = []
         self._vacant: list[int] = []
         self._capacity = 1024
@@ -73,6 +76,7 @@ class Columns:
     def give_back(self, row: int) -> None:
         """The row's node is removed."""
         self.nodes[row] = None
+        self._note_interval(row, max(0.0, self._now_s - self.last_used_s.item(row)), visited=False)
         for name in _COLUMNS:
             getattr(self, name)[row] = 0
         self._vacant.append(row)
@@ -85,13 +89,30 @@ class Columns:
     def visit(self, nodes: Sequence[Node], now_s: float) -> None:
         """Each of the nodes was used once."""
         recent, last_used_s = self.recent, self.last_used_s
+        self._now_s = now_s
         for node in nodes:  # a handful: quicker one by one than as arrays
             row = node.row
             recent_s = self._adapter_recent_s if node.layer_pages is not None else self._recent_s
             age_s = now_s - last_used_s.item(row)
+            self._note_interval(row, age_s, visited=True)
             recent[row] = recent.item(row) * math.exp(-age_s / recent_s) + 1
             self.visits[row] += 1
             last_used_s[row] = now_s
+
+    def refresh_reuse(self, now_s: float) -> None:
+        """Have `reuse` know the nodes that are there, if it is time."""
+        if self.reuse.is_due(now_s):
+            rows = np.flatnonzero(self.visits[: len(self.nodes)])
+            is_adapter = self.is_adapter[rows]
+            uses = np.where(is_adapter, self.recent[rows], self.visits[rows])
+            self.reuse.refresh(now_s, is_adapter, uses, now_s - self.last_used_s[rows])
+
+    def _note_interval(self, row: int, age_s: float, *, visited: bool) -> None:
+        visits = self.visits.item(row)
+        if visits:
+            is_adapter = self.is_adapter.item(row)
+            uses = self.recent.item(row) if is_adapter else visits
+            self.reuse.note(is_adapter, uses, age_s, visited=visited)
 
     def has(self, rows: NDArray[np.int64], flag: int) -> NDArray[np.bool_]:
         """[N]: whether each of the rows has the flag."""

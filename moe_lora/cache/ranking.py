@@ -55,19 +55,22 @@ class Ranking:
         while self._batches[0][0] < now_s - BATCH_WINDOW_S:
             self._batches.popleft()
 
-    def load(self) -> CacheLoad:
+    def load(self, now_s: float) -> CacheLoad:
         columns = self.columns
+        if self.policy.traits.learns_reuse:
+            columns.refresh_reuse(now_s)
         sizes = [size for _, size in self._batches]
         return CacheLoad(
             num_queries=max(1, self.num_queries),
             adapter_visits=columns.visits[np.flatnonzero(columns.is_adapter[: len(columns)])],
             batch_size=sum(sizes) / len(sizes) if sizes else 0.0,
             num_adapters=self.residence.num_device_adapters,
+            reuse=columns.reuse.rates,
         )
 
     def values(self, rows: NDArray[np.int64], now_s: float) -> Floats:
         """What the policy says of these rows."""
-        load, values = self.load(), np.empty(len(rows))
+        load, values = self.load(now_s), np.empty(len(rows))
         for start in range(0, len(rows), CHUNK):
             part = slice(start, start + CHUNK)
             values[part] = self.policy.values(self.columns.view(rows[part], now_s), load)
@@ -121,7 +124,7 @@ class Ranking:
             backed = columns.has(rows, BACKED)
         values = self.values(rows, now_s)
         chosen: list[NDArray[np.int64]] = []
-        if kind is Kind.HOST or self.policy.traits.drops_backed_first:
+        if self.policy.traits.drops_backed_first:
             chosen = [_ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
         else:
             chosen = [_ascending(rows, values, BATCH)]

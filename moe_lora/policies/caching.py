@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .reuse import NOTHING_KNOWN, ReuseRates
+
 Floats = NDArray[np.floating]
 Amount = TypeVar("Amount", float, NDArray[Any])
 """One number, or a column of them."""
@@ -74,13 +76,15 @@ class CacheLoad:
     """The whole cache at the moment of a decision.
 
     num_queries: requests so far, the denominator of probabilities.  adapter_visits [A]: visits of every
-    adapter.  batch_size: mean of the last 5 s.  num_adapters: now on the device.
+    adapter.  batch_size: mean of the last 5 s.  num_adapters: now on the device.  reuse: how soon KV of an
+    age is used again, for policies that learn it.
     """
 
     num_queries: int
     adapter_visits: NDArray[np.float64]
     batch_size: float
     num_adapters: int
+    reuse: ReuseRates = NOTHING_KNOWN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,8 @@ class Traits:
     keeps_dependencies: KV stays on the device only while its adapter does.  keeps_history: KV of finished
     requests stays.  keeps_idle_adapters: adapters without requests stay.  uses_host_for_kv: history that
     leaves the device goes to the host.  swaps_in: `tick` brings nodes back unasked.  backs_up: `tick` copies
-    history to the host before the room is needed.  looks_ahead: queued requests count.  values_per_page:
+    history to the host before the room is needed.  looks_ahead: queued requests count.  learns_reuse: `CacheLoad.reuse` is kept up to date.  exchanges: `tick`
+    brings in what is worth more than what it drops for it.  values_per_page:
     `values` are per page, else of the whole node.  drops_backed_first: in need of a page, what the host has
     goes first.  adapter_share: part of the device that adapters have, and KV has not; None: no partition.
     """
@@ -102,6 +107,8 @@ class Traits:
     swaps_in: bool = True
     backs_up: bool = False
     looks_ahead: bool = False
+    learns_reuse: bool = False
+    exchanges: bool = False
     values_per_page: bool = False
     drops_backed_first: bool = True
     adapter_share: float | None = None

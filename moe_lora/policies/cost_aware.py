@@ -30,11 +30,11 @@ class CostAware:
 
     @property
     def traits(self) -> Traits:
-        return Traits(backs_up=True, looks_ahead=True, values_per_page=True, drops_backed_first=False)
+        return Traits(backs_up=True, looks_ahead=True, values_per_page=True, learns_reuse=True, exchanges=True, drops_backed_first=False)
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
-        window_s = np.where(nodes.is_adapter, self.adapter_recent_s, self.recent_s)
-        uses_per_s = nodes.recent * np.exp(-nodes.idle_s / window_s) / window_s
+        uses = np.where(nodes.is_adapter, nodes.recent, nodes.visits)
+        uses_per_s = load.reuse.of(nodes.is_adapter, uses, nodes.idle_s)
         uses_per_s += nodes.wanted / self.queue_s
         move_s = self.costs.move_s(nodes.pages)
         load_s = np.where(nodes.backed, move_s, self.costs.load_s(nodes.pages))
