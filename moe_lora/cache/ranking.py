@@ -68,12 +68,13 @@ class Ranking:
             reuse=columns.reuse.rates,
         )
 
-    def values(self, rows: NDArray[np.int64], now_s: float) -> Floats:
-        """What the policy says of these rows."""
+    def values(self, rows: NDArray[np.int64], now_s: float, *, host: bool = False) -> Floats:
+        """What the policy says of these rows; host: of their being on the host."""
+        ask = self.policy.host_values if host else self.policy.values
         load, values = self.load(now_s), np.empty(len(rows))
         for start in range(0, len(rows), CHUNK):
             part = slice(start, start + CHUNK)
-            values[part] = self.policy.values(self.columns.view(rows[part], now_s), load)
+            values[part] = ask(self.columns.view(rows[part], now_s), load)
         return values
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
@@ -122,7 +123,7 @@ class Ranking:
             if kind is not Kind.ANY:
                 rows = rows[columns.is_adapter[rows] == (kind is Kind.ADAPTER)]
             backed = columns.has(rows, BACKED)
-        values = self.values(rows, now_s)
+        values = self.values(rows, now_s, host=kind is Kind.HOST)
         chosen: list[NDArray[np.int64]] = []
         if self.policy.traits.drops_backed_first:
             chosen = [_ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]

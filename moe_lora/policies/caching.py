@@ -24,7 +24,8 @@ class CacheCosts:
 
     page_bytes; transfer_bytes_per_s: host to device; transfer_s: latency of one copy; disk_bytes_per_s: an
     adapter's files to the device; prefill_tokens_per_s: computing KV at the start of a prompt;
-    attention_s_per_token2: more of it per token and token before it.
+    attention_s_per_token2: more of it per token and token before it.  wait_s: what a request loses besides
+    if anything it needs is missing: the others' step that begins without it.
     """
 
     page_bytes: int
@@ -33,6 +34,7 @@ class CacheCosts:
     disk_bytes_per_s: float = 2e9
     prefill_tokens_per_s: float = 10_000.0
     attention_s_per_token2: float = 1e-9
+    wait_s: float = 0.02
 
     def move_s(self, pages: Amount) -> Amount:
         """Seconds to copy that many pages from host to device."""
@@ -132,6 +134,10 @@ class CachingPolicy(Protocol):
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
         """[N], >= 0: what is lost without the node on the device, each from its own row and `load` alone."""
+        ...
+
+    def host_values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
+        """[N], >= 0: what is lost if the host does not have the node."""
         ...
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:

@@ -33,16 +33,25 @@ class CostAware:
         return Traits(backs_up=True, looks_ahead=True, values_per_page=True, learns_reuse=True, exchanges=True, drops_backed_first=False)
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
-        uses = np.where(nodes.is_adapter, nodes.recent, nodes.visits)
-        uses_per_s = load.reuse.of(nodes.is_adapter, uses, nodes.idle_s)
-        uses_per_s += nodes.wanted / self.queue_s
         move_s = self.costs.move_s(nodes.pages)
         load_s = np.where(nodes.backed, move_s, self.costs.load_s(nodes.pages))
         compute_s = self.costs.recompute_s(nodes.first_token, nodes.num_tokens)
         history_s = np.where(nodes.backed, np.minimum(move_s, compute_s), compute_s)
         history_s *= np.where(nodes.adapter_ready, 1.0, self.unready_share)
-        back_s = np.where(nodes.is_adapter, load_s, history_s)
-        return uses_per_s * back_s / np.maximum(nodes.pages, 1)
+        share = nodes.num_tokens / np.maximum(nodes.first_token + nodes.num_tokens, 1)
+        back_s = np.where(nodes.is_adapter, load_s + self.costs.wait_s, history_s + share * self.costs.wait_s)
+        return self._uses_per_s(nodes, load) * back_s / np.maximum(nodes.pages, 1)
+
+    def host_values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
+        move_s = self.costs.move_s(nodes.pages)
+        compute_s = self.costs.recompute_s(nodes.first_token, nodes.num_tokens)
+        load_s = self.costs.load_s(nodes.pages)
+        saved_s = np.maximum(np.where(nodes.is_adapter, load_s, compute_s) - move_s, 0.0)
+        return self._uses_per_s(nodes, load) * saved_s / np.maximum(nodes.pages, 1)
+
+    def _uses_per_s(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
+        uses = np.where(nodes.is_adapter, nodes.recent, nodes.visits)
+        return load.reuse.of(nodes.is_adapter, uses, nodes.idle_s) + nodes.wanted / self.queue_s
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
         return self.costs.move_s(num_pages) < self.costs.recompute_s(first_token, num_tokens)

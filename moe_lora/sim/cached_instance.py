@@ -52,6 +52,7 @@ class CachedConfig:
             disk_bytes_per_s=self.link_bytes_per_s,
             prefill_tokens_per_s=self.time.prefill_tokens_per_s,
             attention_s_per_token2=self.time.attention_s_per_token2,
+            wait_s=self.time.step_s(1, 0.0, 0.0, 0.0),
         )
 
 
