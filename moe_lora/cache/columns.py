@@ -23,6 +23,7 @@ _COLUMNS = {
     "first_token": np.int64,
     "num_tokens": np.int64,
     "wanted": np.int64,
+    "turn": np.int64,
     "adapter_row": np.int64,
     "flags": np.uint8,
 }
@@ -43,6 +44,7 @@ class Columns:
     first_token: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     wanted: NDArray[np.int64]
+    turn: NDArray[np.int64]
     adapter_row: NDArray[np.int64]
     flags: NDArray[np.uint8]
 
@@ -83,7 +85,7 @@ class Columns:
 
     def copy_statistics(self, source: int, target: int) -> None:
         """The target has been used as often and as lately as the source."""
-        for column in (self.visits, self.recent, self.last_used_s, self.wanted):
+        for column in (self.visits, self.recent, self.last_used_s, self.wanted, self.turn):
             column[target] = column[source]
 
     def visit(self, nodes: Sequence[Node], now_s: float) -> None:
@@ -103,16 +105,19 @@ class Columns:
         """Have `reuse` know the nodes that are there, if it is time."""
         if self.reuse.is_due(now_s):
             rows = np.flatnonzero(self.visits[: len(self.nodes)])
-            is_adapter = self.is_adapter[rows]
-            uses = np.where(is_adapter, self.recent[rows], self.visits[rows])
-            self.reuse.refresh(now_s, is_adapter, uses, now_s - self.last_used_s[rows])
+            uses = np.where(
+                self.is_adapter[rows], self.recent[rows], np.maximum(self.visits[rows], self.turn[rows])
+            )
+            depth = self.first_token[rows] + self.num_tokens[rows]
+            self.reuse.refresh(now_s, uses, depth, now_s - self.last_used_s[rows])
 
     def _note_interval(self, row: int, age_s: float, *, visited: bool) -> None:
         visits = self.visits.item(row)
         if visits:
             is_adapter = self.is_adapter.item(row)
-            uses = self.recent.item(row) if is_adapter else visits
-            self.reuse.note(is_adapter, uses, age_s, visited=visited)
+            uses = self.recent.item(row) if is_adapter else max(visits, self.turn.item(row))
+            depth = self.first_token.item(row) + self.num_tokens.item(row)
+            self.reuse.note(uses, depth, age_s, visited=visited)
 
     def has(self, rows: NDArray[np.int64], flag: int) -> NDArray[np.bool_]:
         """[N]: whether each of the rows has the flag."""
@@ -134,5 +139,6 @@ class Columns:
             first_token=self.first_token.take(rows),
             num_tokens=self.num_tokens.take(rows),
             wanted=self.wanted.take(rows),
+            turn=self.turn.take(rows),
             adapter_ready=self.has(self.adapter_row.take(rows), READY),
         )

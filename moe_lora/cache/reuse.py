@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_lora.policies.reuse import (
+    DEPTHS,
     EDGES_S,
     NOTHING_KNOWN,
     NUM_BINS,
@@ -40,12 +42,12 @@ class ReuseAges:
         self._computed_s = -math.inf
         self.rates = NOTHING_KNOWN
 
-    def note(self, is_adapter: bool, uses: float, age_s: float, *, visited: bool) -> None:
-        """An interval of that length of a node with so many uses (`policies.reuse`) ended, with a visit or
-        without.
+    def note(self, uses: float, depth: int, age_s: float, *, visited: bool) -> None:
+        """An interval of that length of a node of this class (`policies.reuse.classes_of`) ended, with a
+        visit or without.
         """
         level = min(int(math.log2(max(uses, 1.0))), NUM_LEVELS - 1)
-        place = level + NUM_LEVELS * is_adapter, _bin(age_s)
+        place = level + NUM_LEVELS * ((depth > 0) + bisect_left(DEPTHS, depth)), _bin(age_s)
         self._hits[place] += visited
         self._ends[place] += 1
         self._within_s[place] += age_s - STARTS_S[place[1]]
@@ -55,15 +57,15 @@ class ReuseAges:
         return now_s - self._computed_s >= REFRESH_S
 
     def refresh(
-        self, now_s: float, is_adapter: NDArray[np.bool_], uses: Floats, age_s: Floats
+        self, now_s: float, uses: Floats, depth: NDArray[np.int64], age_s: Floats
     ) -> None:
-        """Compute the rates anew.  is_adapter, uses, age_s [N]: of the nodes that are there."""
+        """Compute the rates anew.  uses, depth, age_s [N]: of the nodes that are there."""
         if self._computed_s > -math.inf:
             kept = math.exp((self._computed_s - now_s) / MEMORY_S)
             for counts in (self._hits, self._ends, self._within_s):
                 counts *= kept
         self._computed_s = now_s
-        place = classes_of(is_adapter, uses) * NUM_BINS + (bins := bins_of(age_s))
+        place = classes_of(uses, depth) * NUM_BINS + (bins := bins_of(age_s))
         size = NUM_CLASSES * NUM_BINS
         ends = self._ends + np.bincount(place, minlength=size).reshape(self._ends.shape)
         within_s = np.bincount(place, weights=age_s - STARTS_S[bins], minlength=size)

@@ -57,7 +57,7 @@ class NodeColumns:
     is_adapter bool; pages int64; visits float64: since the node was made, not decayed; recent float64:
     visits decayed by exp(-t / `recent_s`) up to the last one; idle_s float64: since the last use;
     backed bool: the host has it; first_token, num_tokens int64: where in its prompt a KV node lies (0
-    for adapters); wanted int64: queued requests that need it; adapter_ready bool: its adapter (itself, for
+    for adapters); turn int64: runs of KV from the first of its dialogue on, itself included; wanted int64: queued requests that need it; adapter_ready bool: its adapter (itself, for
     an adapter) is on this device or the LoRA Server.
     """
 
@@ -70,6 +70,7 @@ class NodeColumns:
     first_token: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     wanted: NDArray[np.int64]
+    turn: NDArray[np.int64]
     adapter_ready: NDArray[np.bool_]
 
 

@@ -50,8 +50,9 @@ class CostAware:
         return self._uses_per_s(nodes, load) * saved_s / np.maximum(nodes.pages, 1)
 
     def _uses_per_s(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
-        uses = np.where(nodes.is_adapter, nodes.recent, nodes.visits)
-        return load.reuse.of(nodes.is_adapter, uses, nodes.idle_s) + nodes.wanted / self.queue_s
+        uses = np.where(nodes.is_adapter, nodes.recent, np.maximum(nodes.visits, nodes.turn))
+        depth = nodes.first_token + nodes.num_tokens
+        return load.reuse.of(uses, depth, nodes.idle_s) + nodes.wanted / self.queue_s
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
         return self.costs.move_s(num_pages) < self.costs.recompute_s(first_token, num_tokens)

@@ -17,16 +17,18 @@ EDGES_S: Floats = 0.1 * np.sqrt(2.0) ** np.arange(34)
 NUM_BINS = len(EDGES_S) + 1
 NUM_LEVELS = 6
 """1, 2 to 3, ... and 32 or more uses: what many requests share is used in another rhythm than a dialogue."""
-NUM_CLASSES = 2 * NUM_LEVELS
-"""Levels of KV by its visits, then levels of adapters by their recent ones."""
+DEPTHS = (64, 256, 1024)
+"""Tokens of the whole prefix: short prompts come back less often than long ones."""
+NUM_CLASSES = NUM_LEVELS * (len(DEPTHS) + 2)
+"""Levels of adapters by their recent visits, then of KV by its uses, for each depth."""
 STARTS_S: Floats = np.concatenate(([0.0], EDGES_S))
 WIDTHS_S: Floats = np.diff(np.concatenate((STARTS_S, [2 * EDGES_S[-1]])))
 
 
-def classes_of(is_adapter: NDArray[np.bool_], uses: Floats) -> NDArray[np.int64]:
-    """[N]: class of nodes with so many uses: visits of KV, recent visits of adapters."""
+def classes_of(uses: Floats, depth: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[N]: class of nodes with so many uses, at the end of so many tokens (0: adapters)."""
     levels = np.minimum(np.log2(np.maximum(uses, 1)).astype(np.int64), NUM_LEVELS - 1)
-    return levels + NUM_LEVELS * is_adapter
+    return levels + NUM_LEVELS * ((depth > 0) + np.searchsorted(DEPTHS, depth))
 
 
 def bins_of(age_s: Floats) -> NDArray[np.int64]:
@@ -40,9 +42,9 @@ class ReuseRates:
 
     per_s: Floats
 
-    def of(self, is_adapter: NDArray[np.bool_], uses: Floats, idle_s: Floats) -> Floats:
-        """[N]: of nodes of these classes, unused for so long."""
-        return self.per_s[classes_of(is_adapter, uses), bins_of(idle_s)]
+    def of(self, uses: Floats, depth: NDArray[np.int64], idle_s: Floats) -> Floats:
+        """[N]: of nodes of these classes (`classes_of`), unused for so long."""
+        return self.per_s[classes_of(uses, depth), bins_of(idle_s)]
 
 
 def rates_from(hits: Floats, time_s: Floats) -> ReuseRates:
