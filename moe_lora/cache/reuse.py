@@ -56,9 +56,7 @@ class ReuseAges:
         """Whether the rates are older than `REFRESH_S`."""
         return now_s - self._computed_s >= REFRESH_S
 
-    def refresh(
-        self, now_s: float, uses: Floats, depth: NDArray[np.int64], age_s: Floats
-    ) -> None:
+    def refresh(self, now_s: float, uses: Floats, depth: NDArray[np.int64], age_s: Floats) -> None:
         """Compute the rates anew.  uses, depth, age_s [N]: of the nodes that are there."""
         if self._computed_s > -math.inf:
             kept = math.exp((self._computed_s - now_s) / MEMORY_S)

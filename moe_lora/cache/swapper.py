@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import Traits
 
-from .flags import BACKED, CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
+from .exchange import Exchange
+from .flags import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
 from .host_room import take_host
 from .node import Node
 from .ranking import Ranking
@@ -20,8 +21,6 @@ from .room import Room
 
 MAX_MOVES = 256
 """Nodes that a tick moves either way: it holds up the engine's thread."""
-WORTH = 2.0
-"""How many times the value of what gives way a node must have to be exchanged for it."""
 MAX_ROUNDS = 8
 """Times a tick looks at the candidates that its own choices brought up."""
 
@@ -44,7 +43,7 @@ class Swapper:
         self._upper = upper
         self._lower = lower
         self._back_up_pages = back_up_pages
-        self._exchanged_pages = max(1, back_up_pages // 2)
+        self._exchange = Exchange(room, upper=upper, max_pages=max(1, back_up_pages // 2))
         self._wanted: list[Node] = []
 
     def tick(self, now_s: float, batch_size: int) -> None:
@@ -59,7 +58,7 @@ class Swapper:
         if self._traits.swaps_in:
             self._swap_in(self._upper if self._traits.exchanges else self._lower, now_s)
         if self._traits.exchanges:
-            self._exchange(now_s)
+            self._exchange.tick(now_s)
 
     def swap_out(self, node: Node, now_s: float) -> bool:
         """Have an idle device leaf leave, to the host if it is not there; False if the host has no room."""
@@ -152,49 +151,14 @@ class Swapper:
         self._residence.bring_in(node, pages)
         return True
 
-    def _exchange(self, now_s: float) -> None:
-        """Bring in what is worth clearly more than what the host has too and the device drops for it."""
-        columns, device, limits = self._columns, self._residence.device, self._room.limits
-        left = self._exchanged_pages
-        for _ in range(MAX_ROUNDS):
-            rows = columns.where(CAN_ENTER)
-            rows = rows[columns.pages[rows] <= left]
-            leaving = columns.where(CAN_LEAVE)
-            leaving = leaving[columns.has(leaving, BACKED)]
-            if left <= 0 or not rows.size or not leaving.size:
-                return
-            values = self._ranking.values(rows, now_s)
-            row = int(rows[np.argmax(values)])
-            entering = columns.nodes[row]
-            assert entering is not None
-            lost = self._ranking.values(leaving, now_s)
-            order = np.argsort(lost)
-            room = device.num_free - int((1 - self._upper) * device.num_pages)
-            victims = []
-            for place in order.tolist():
-                if room >= entering.num_pages or lost[place] * WORTH > values.max():
-                    break
-                victim = columns.nodes[int(leaving[place])]
-                if victim is None or victim is entering.parent or victim is entering.adapter:
-                    continue
-                victims.append(victim)
-                room += victim.num_pages
-            if room < entering.num_pages:
-                return
-            for victim in victims:
-                self._residence.drop(victim)
-            if entering.is_adapter:
-                pages = self._room.take_free_runs(entering)
-            else:
-                pages = device.take(entering.num_pages, entering.row)
-            if pages is None:
-                return
-            self._residence.bring_in(entering, pages)
-            left -= entering.num_pages
-
     def _back_up(self, now_s: float) -> None:
-        rows = self._columns.where(CAN_BACK_UP)
-        for node in self._ranking.lowest(rows, self._back_up_pages, now_s)[:MAX_MOVES]:
+        left = self._back_up_pages
+        for node in self._ranking.leaving_soon(now_s):
+            if left <= 0:
+                return
+            if not self._columns.flags[node.row] & CAN_BACK_UP:
+                continue
+            left -= node.num_pages
             pages = take_host(self._ranking, node, now_s)
             if pages is None:
                 return

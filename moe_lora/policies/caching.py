@@ -57,8 +57,9 @@ class NodeColumns:
     is_adapter bool; pages int64; visits float64: since the node was made, not decayed; recent float64:
     visits decayed by exp(-t / `recent_s`) up to the last one; idle_s float64: since the last use;
     backed bool: the host has it; first_token, num_tokens int64: where in its prompt a KV node lies (0
-    for adapters); turn int64: runs of KV from the first of its dialogue on, itself included; wanted int64: queued requests that need it; adapter_ready bool: its adapter (itself, for
-    an adapter) is on this device or the LoRA Server.
+    for adapters); turn int64: nodes of its dialogue up to it (0 for adapters); wanted int64: queued requests
+    that need it; adapter_ready bool: its adapter (itself, for an adapter) is on this device or the LoRA
+    Server.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -97,10 +98,11 @@ class Traits:
     keeps_dependencies: KV stays on the device only while its adapter does.  keeps_history: KV of finished
     requests stays.  keeps_idle_adapters: adapters without requests stay.  uses_host_for_kv: history that
     leaves the device goes to the host.  swaps_in: `tick` brings nodes back unasked.  backs_up: `tick` copies
-    history to the host before the room is needed.  looks_ahead: queued requests count.  learns_reuse: `CacheLoad.reuse` is kept up to date.  exchanges: `tick`
-    brings in what is worth more than what it drops for it.  values_per_page:
-    `values` are per page, else of the whole node.  drops_backed_first: in need of a page, what the host has
-    goes first.  adapter_share: part of the device that adapters have, and KV has not; None: no partition.
+    history to the host before the room is needed.  looks_ahead: queued requests count.  learns_reuse:
+    `CacheLoad.reuse` is kept up to date.  exchanges: `tick` brings in what is worth more than what it drops
+    for it.  values_per_page: `values` are per page, else of the whole node.  drops_backed_first: in need of a
+    page, what the host has goes first.  adapter_share: part of the device that adapters have, and KV has
+    not; None: no partition.
     """
 
     keeps_dependencies: bool = True

@@ -17,7 +17,7 @@ EDGES_S: Floats = 0.1 * np.sqrt(2.0) ** np.arange(34)
 NUM_BINS = len(EDGES_S) + 1
 NUM_LEVELS = 6
 """1, 2 to 3, ... and 32 or more uses: what many requests share is used in another rhythm than a dialogue."""
-DEPTHS = (64, 256, 1024)
+DEPTHS = (64, 256, 1024, 4096)
 """Tokens of the whole prefix: short prompts come back less often than long ones."""
 NUM_CLASSES = NUM_LEVELS * (len(DEPTHS) + 2)
 """Levels of adapters by their recent visits, then of KV by its uses, for each depth."""
@@ -48,7 +48,7 @@ class ReuseRates:
 
 
 def rates_from(hits: Floats, time_s: Floats) -> ReuseRates:
-    """per_s[c, b] = max over e >= b of (1 + hits[c, b:e+1]) / (end of bin e + time_s[c, b:e+1]), sums over bins.
+    """per_s[c, b] = max over e >= b of (1 + hits) / (end of bin e + time), sums over the bins b to e.
 
     What is kept from bin b to the end of bin e, or to its next use, brings hits per time; e is when to give
     up (the Gittins index of keeping).  The 1 and the end of e: one imagined node, so that without any
