@@ -37,7 +37,7 @@ def cells(trace: str | None, *, quick: bool) -> list[Cell]:
     if quick:
         short = replace(APPLICATIONS["agents"], duration_s=40.0, since_s=10.0)
         return [_cell("7B", 20, "agents", short)]
-    found = [_cell("7B", number, name, app) for name, app in applications.items() for number in (20, 50, 100)]
+    found = [_cell("7B", number, name, app) for number in (100, 50, 20) for name, app in applications.items()]
     found += [_cell(model, 50, name, app) for model in ("13B", "34B") for name, app in APPLICATIONS.items()]
     return found + [
         _cell("7B", number, "chatbots", APPLICATIONS["chatbots"], popularity)
