@@ -27,13 +27,13 @@ def start_engine(
     num_threads: int,
     eager: bool,
 ) -> EngineCore:
-    """An engine with room for every adapter at once."""
+    """An engine with every adapter on the device."""
     files = (Path(path) / "adapter_model.safetensors" for _, path in adapters)
     file_bytes = sum(file.stat().st_size for file in files)
     itemsize_ratio = 2 if dtype == "float32" else 1  # the files hold bf16
     # Each adapter's last page per layer is filled in part only.
     lora_memory_gb = (1.1 * itemsize_ratio * file_bytes + len(adapters) * 16e6) / 1e9
-    return build_engine(
+    core = build_engine(
         EngineConfig(
             model_dir=str(model_dir),
             adapters=adapters,
@@ -48,6 +48,12 @@ def start_engine(
             eager=eager,
         )
     )
+    for name, _ in adapters:
+        core.pin_adapter(name, pinned=True)
+    while len(core.stats().resident_adapters) < len(adapters):
+        core.tend()
+        time.sleep(1e-3)
+    return core
 
 
 @dataclass(frozen=True)

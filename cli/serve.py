@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from moe_lora.core.config import LORA_KERNELS, TRANSPORTS
+from moe_lora.core.config import CACHE_POLICIES, LORA_KERNELS, TRANSPORTS
 
 from .errors import user_errors
 from .variadic import VariadicCommand
@@ -27,7 +27,25 @@ _ADAPTERS = (
         type=click.Choice(LORA_KERNELS),
         help="sgmv: true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA).  [default: sgmv]",
     ),
-    click.option("--lora-memory-gb", type=float, help=f"Room for resident adapters, in 10^9 bytes.  {_AUTO}"),
+    click.option("--lora-memory-gb", type=float, help="Bound on resident adapters, in 10^9 bytes."),
+)
+_CACHE = (
+    click.option(
+        "--arena-mb",
+        type=float,
+        help=f"Device memory for KV and adapters together, in 10^6 bytes.  {_AUTO}",
+    ),
+    click.option(
+        "--host-arena-mb",
+        type=float,
+        help="Host memory for KV and adapters that left the device; 0 is none.  [default: on CUDA as much as "
+        "the device has, at most a quarter of what is free; on CPU 0]",
+    ),
+    click.option(
+        "--cache-policy",
+        type=click.Choice(CACHE_POLICIES),
+        help=f"Which of them leave the device and come back.  [default: {CACHE_POLICIES[0]}]",
+    ),
 )
 _WHERE = (
     click.option("--host", help="Where to listen.  [default: 127.0.0.1]"),
@@ -40,7 +58,7 @@ _ENGINE = (
     click.option("--max-num-seqs", type=int, help="Sequences computed at once."),
     click.option("--max-num-batched-tokens", type=int, help="Token rows per step."),
     click.option("--max-model-len", type=int, help="Prompt and answer, in tokens.  [default: the model's]"),
-    click.option("--kv-cache-gb", type=float, help=f"Room for KV, in 10^9 bytes.  {_AUTO}"),
+    click.option("--kv-cache-gb", type=float, help="Bound on KV, in 10^9 bytes."),
     click.option("--block-size", type=int, help="Tokens per KV page."),
     click.option("--eager", is_flag=True, default=None, help="Don't compile the model."),
     click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt from its first token."),
@@ -106,7 +124,7 @@ _LORA_SERVER = (
 
 
 def _options(function: Any) -> Any:
-    for option in reversed(_CLUSTER + _ADAPTERS + _WHERE + _INSTANCES + _LORA_SERVER + _ENGINE):
+    for option in reversed(_CLUSTER + _ADAPTERS + _CACHE + _WHERE + _INSTANCES + _LORA_SERVER + _ENGINE):
         function = option(function)
     return function
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -128,6 +127,7 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
         yield config
         return
 
+    from moe_lora.core.hf_config import read_config
     from moe_lora.core.shape import ModelShape
     from moe_lora.dist.lora_server.partition import Layout, Partition
     from moe_lora.dist.ranks import LoraServerProcesses
@@ -140,7 +140,7 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
             store_dir=f"{directory}/adapters",
         )
         # Checked before there are as many processes as a layout that can't work asks for.
-        shape = ModelShape.from_hf_config(json.loads((Path(config.model_dir) / "config.json").read_text()))
+        shape = ModelShape.from_hf_config(read_config(Path(config.model_dir)))
         Partition(shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites)
         config = replace(config, lora_server=server)
         ranks = LoraServerProcesses(config, Layout.parse(server.layout).num_ranks, Path(directory))

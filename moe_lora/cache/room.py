@@ -51,12 +51,16 @@ class Room:
     def take_adapter(self, node: Node, now_s: float) -> list[int] | None:
         """Device pages for an adapter, a run per layer; None if that can't be had now."""
         assert node.layer_pages is not None
-        if not self._free_slot(now_s):
+        if not self._could_take_adapter(node):
             return None
-        over = self.residence.device.num_adapter + node.num_pages - self.limits.adapter_pages
-        if not self._reclaim(over, Kind.ADAPTER, now_s):
-            return None
-        pages = self.residence.device.take_runs(node.layer_pages, node.row)
+        device, limits = self.residence.device, self.limits
+        while (
+            self.residence.num_device_adapters >= limits.num_adapters
+            or device.num_adapter + node.num_pages > limits.adapter_pages
+        ):
+            if not self._evict_adapter(now_s):
+                return None
+        pages = device.take_runs(node.layer_pages, node.row)
         return self._clearing.take_runs(node, now_s) if pages is None else pages
 
     def take_free_runs(self, node: Node) -> list[int] | None:
@@ -82,10 +86,8 @@ class Room:
             self.residence.drop(victim)
         return True
 
-    def _free_slot(self, now_s: float) -> bool:
-        """Have fewer adapters on the device than the limit."""
-        if self.residence.num_device_adapters < self.limits.num_adapters:
-            return True
+    def _evict_adapter(self, now_s: float) -> bool:
+        """Evict the adapter of least value per page, with its KV where that can't be there without it."""
         columns = self.ranking.columns
         rows = columns.where(HAS_DEVICE_PAGES)
         rows = rows[columns.is_adapter[rows] & (columns.pages[rows] > 0)]
@@ -96,3 +98,17 @@ class Room:
         assert victim is not None
         evict(self.ranking, victim)
         return True
+
+    def _could_take_adapter(self, node: Node) -> bool:
+        """Whether evicting all that may leave would do, wherever its pages lie; if not, nothing should."""
+        columns, device, limits = self.ranking.columns, self.residence.device, self.limits
+        blocked = blocked_rows(self.ranking)
+        stay = columns.where(HAS_DEVICE_PAGES)
+        stay = stay[columns.is_adapter[stay] & (columns.pages[stay] > 0) & blocked[stay]]
+        owner = device.owner
+        free_able = int((~blocked)[owner[owner >= 0]].sum())
+        return (
+            len(stay) < limits.num_adapters
+            and int(columns.pages[stay].sum()) + node.num_pages <= limits.adapter_pages
+            and device.num_free + free_able >= node.num_pages
+        )

@@ -13,6 +13,17 @@ DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("shm", "gloo", "nixl")
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
 QUEUES = ("fcfs", "sjf-oracle")
+CACHE_POLICIES = (
+    "fastlibra",
+    "cost-aware",
+    "fastlibra-wom",
+    "fastlibra-wos",
+    "fastlibra-wol",
+    "lru",
+    "static",
+    "slora",
+)
+"""The first is the default."""
 MAX_COUNT = 2**31 - 1
 _COUNTS = (
     "max_loras",
@@ -76,10 +87,18 @@ class EngineConfig:
     """How one engine runs one model.
 
     adapters: (name, directory) pairs served from the start.  max_loras: adapters resident on the device at
-    once.  kv_cache_gb: upper bound on KV pages, in 10^9 bytes; None = enough for max_num_seqs sequences of
-    max_model_len, at most a quarter of the memory that is free.  lora_memory_gb: room for resident
-    adapters; None = max_loras times the largest adapter known at the start (or one of rank 16), with the
-    same limit.  max_num_batched_tokens: token rows per step (longer prompts are prefilled in chunks).
+    once.  arena_mb: device memory for KV and adapters together, in 10^6 bytes per process; None = what
+    kv_cache_gb and lora_memory_gb come to.  kv_cache_gb: upper bound on KV pages, in 10^9 bytes; None = none,
+    and enough for max_num_seqs sequences of max_model_len, at most a quarter of the memory that is free, goes
+    into the arena.  lora_memory_gb: what goes into the arena for adapters; None = max_loras times the largest
+    adapter known at the start (or one of rank 16), with the same limit.  host_arena_mb: host memory per
+    process for KV and adapters that leave the device; 0 = none; None = on CUDA as much as the device has, at
+    most a quarter of what is free, on CPU none: there the arena is host memory already.  cache_policy: what
+    leaves the device and comes back (docs/architecture.md).  swap_interval_s: how often pages are moved ahead
+    of need: out of the device where more than swap_out_above of it is in use, in where less than
+    swap_in_below is.  swap_time_unit_s: FastLibra's unit of the time since a cached thing was used; None =
+    the policy's own.
+    max_num_batched_tokens: token rows per step (longer prompts are prefilled in chunks).
     decode_buckets: batch sizes that decode steps are padded to, one compiled graph each; None = on CPU one
     graph for any size (and one for size 1), on CUDA powers of two.  expert_parallel: processes that the
     engine consists of, each with its share of the experts.  num_threads: CPU threads of the engine, all
@@ -89,8 +108,8 @@ class EngineConfig:
     one of the papers' baselines (see `kernels.lora`).  lora_server: where deltas are computed; None = here.
     instance: this engine's name in a cluster.  queue: "fcfs", or "sjf-oracle": least max_tokens first, for
     comparisons where every answer has its full length.  step_profile: another device's step times, emulated
-    by sleeping; None = none.  load_gb_per_s: upper bound on the rate at which adapters are loaded, between
-    steps; None = none.
+    by sleeping; None = none.  load_gb_per_s: upper bound on the rate of copies to and from the device; None =
+    none.
     """
 
     model_dir: str
@@ -101,6 +120,13 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    arena_mb: float | None = None
+    host_arena_mb: float | None = None
+    cache_policy: str = CACHE_POLICIES[0]
+    swap_interval_s: float = 0.1
+    swap_out_above: float = 0.95
+    swap_in_below: float = 0.7
+    swap_time_unit_s: float | None = None
     kv_cache_gb: float | None = None
     lora_memory_gb: float | None = None
     block_size: int = 16
@@ -124,12 +150,32 @@ class EngineConfig:
         _choice("device", self.device, DEVICES)
         _choice("lora_kernel", self.lora_kernel, LORA_KERNELS)
         _choice("queue", self.queue, QUEUES)
+        _choice("cache_policy", self.cache_policy, CACHE_POLICIES)
         for name in _COUNTS:
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("kv_cache_gb", "lora_memory_gb", "load_gb_per_s"):
+        if self.arena_mb is not None and self.lora_memory_gb is not None:
+            raise ConfigError(
+                f"arena_mb={self.arena_mb} is for KV and adapters together, so lora_memory_gb="
+                f"{self.lora_memory_gb} has no meaning beside it; leave one of them out"
+            )
+        if self.host_arena_mb is not None and not self.host_arena_mb >= 0:
+            raise ConfigError(f"host_arena_mb={self.host_arena_mb} must be 0 (none) or positive")
+        if not 0 < self.swap_in_below <= self.swap_out_above <= 1:
+            raise ConfigError(
+                f"swap_in_below={self.swap_in_below} and swap_out_above={self.swap_out_above} must be shares "
+                "above 0 and up to 1, the first no larger than the second"
+            )
+        for name in (
+            "kv_cache_gb",
+            "lora_memory_gb",
+            "load_gb_per_s",
+            "arena_mb",
+            "swap_interval_s",
+            "swap_time_unit_s",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value} must be positive (or leave it out)")

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MISSING = object()
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The checkpoint's config.json.  Raises ConfigError if it is missing or not JSON."""
+    path = model_dir / "config.json"
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give the directory of a Hugging Face checkpoint")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
 def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:

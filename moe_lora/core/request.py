@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-AdapterResidency = Literal["device", "host", "remote"]
+AdapterResidency = Literal["device", "host", "remote", "disk"]
 MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow."""
@@ -97,19 +97,22 @@ class TokenLogprobs:
 class RequestTiming:
     """Where a request's time went inside the engine, in seconds (definitions: docs/metrics.md).
 
-    queue_s: arrival until admitted.  adapter_load_s: the part of the wait spent on bringing the adapter in.
-    prefill_s: admitted until the first token.  first_decode_s: first until second token (0 if only one).
+    TTFT is their sum but first_decode_s.  queue_s: arrival until admitted, less the two that follow.
+    adapter_load_s: held up while the adapter was on its way to the device (LoRA cold start).  kv_load_s: held
+    up longer while history KV was (KV cold start).  prefill_s: admitted until the first token.
+    first_decode_s: first until second token (0 if only one).
     """
 
     queue_s: float
     adapter_load_s: float
     prefill_s: float
     first_decode_s: float
+    kv_load_s: float = 0.0
 
     @property
     def decode_ttft_s(self) -> float:
-        """Queueing + adapter load + first decode step, prefill excluded (InfiniLoRA, section 2.3)."""
-        return self.queue_s + self.adapter_load_s + self.first_decode_s
+        """Queueing + loads + first decode step, prefill excluded (InfiniLoRA, section 2.3)."""
+        return self.queue_s + self.adapter_load_s + self.kv_load_s + self.first_decode_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +130,12 @@ class TokenOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterInfo:
-    """An adapter the engine knows.  residency: where its bytes are now ("remote": on the
-    LoRA Server)."""
+    """An adapter the engine knows.
+
+    residency: where its bytes are now: in the device's arena, in host memory, on the LoRA Server, or in a
+    file.  num_pages: of the device's arena.  pinned: it does not leave the device.  idle_s: since a request
+    last began or ended; None: none did.
+    """
 
     name: str
     version: int
@@ -139,6 +146,9 @@ class AdapterInfo:
     residency: AdapterResidency
     num_running: int = 0
     num_waiting: int = 0
+    num_pages: int = 0
+    pinned: bool = False
+    idle_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +167,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges (now) and counters (since start) of an engine.  kv_usage is a share of all KV pages.
+    """Gauges (now) and counters (since start) of an engine.
 
+    kv_usage: KV pages that requests hold, as a share of what KV may take.  device_, host_: bytes of each
+    arena; device_kv_invalid_bytes: history of adapters that are not on the device.  kv_query_tokens: prompt
+    tokens looked up when a request was admitted, each time; of these found on either tier.  swapped: copied
+    between the arenas.
     lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of deltas
     that the engine computed itself instead.  Both count the engine's first rank.
     """
@@ -178,6 +192,20 @@ class EngineStats:
     adapter_loads: int = 0
     adapter_evictions: int = 0
     adapter_load_bytes: int = 0
+    adapter_hits: int = 0
+    adapter_misses: int = 0
+    kv_query_tokens: int = 0
+    kv_device_hit_tokens: int = 0
+    kv_host_hit_tokens: int = 0
+    swapped_in_bytes: int = 0
+    swapped_out_bytes: int = 0
+    device_bytes: int = 0
+    device_kv_bytes: int = 0
+    device_kv_invalid_bytes: int = 0
+    device_adapter_bytes: int = 0
+    host_bytes: int = 0
+    host_kv_bytes: int = 0
+    host_adapter_bytes: int = 0
     lora_server_requests: int = 0
     lora_server_fallback_rows: int = 0
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.rank import RankConfig, ServerRank
 from moe_lora.engine.rank import choose_device, choose_dtype
-from moe_lora.models.families import read_config
 
 from .ranks import StartRank
 

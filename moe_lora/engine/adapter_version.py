@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.request import AdapterInfo, AdapterResidency
 from moe_lora.kernels.step import Lease
 
 
@@ -13,8 +12,9 @@ from moe_lora.kernels.step import Lease
 class AdapterVersion:
     """One version of an adapter.
 
-    uid: its prefix-cache namespace.  slot, extents: while it is resident on this device.  lease: while the
-    LoRA Server holds it for this engine.
+    uid: its namespace in the cache.  num_running: requests that hold it, those that wait for its bytes
+    included.  num_waiting: requests that don't yet.  slot: while it is ready on this device.  lease: while
+    the LoRA Server holds it for this engine.
     """
 
     uid: int
@@ -23,37 +23,12 @@ class AdapterVersion:
     path: str | None
     num_running: int = 0
     num_waiting: int = 0
-    last_used_s: float = 0.0
+    last_used_s: float | None = None
     retired: bool = False
+    pinned: bool = False
     slot: int | None = None
-    extents: list[tuple[int, int]] = field(default_factory=list)
     lease: Lease | None = None
 
     @property
     def name(self) -> str:
         return self.packed.name
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of its extents, 0 while it is not resident."""
-        return sum(num_pages for _, num_pages in self.extents)
-
-    @property
-    def residency(self) -> AdapterResidency:
-        """Where its bytes are ready for computing; "host" where they are not."""
-        if self.lease is not None:
-            return "remote"
-        return "host" if self.slot is None else "device"
-
-    def info(self) -> AdapterInfo:
-        return AdapterInfo(
-            name=self.name,
-            version=self.version,
-            lora_rank=self.packed.max_lora_rank,
-            nbytes=self.packed.nbytes,
-            targets=self.packed.targets,
-            path=self.path,
-            residency=self.residency,
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-        )

@@ -7,27 +7,24 @@ from pathlib import Path
 
 import torch
 
-from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.peft_format import read_adapter
-from moe_lora.cache.blocks import BlockManager
-from moe_lora.cache.pages import PageAllocator
 from moe_lora.core.clock import WallClock
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.expert_parallel import check_expert_parallel
+from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape
-from moe_lora.models.families import read_config
 
+from .build_cache import build_cache
+from .cache_figures import CacheFigures
 from .core import EngineCore
-from .followers import HOST_STORE, Allocate, Followers, Report, start_followers
-from .placement import LocalPlacement, Placement
+from .followers import Allocate, Followers, Report, start_followers
+from .kept_adapters import ShardSizes
 from .rank import Rank
-from .remote_placement import BothPlacements, RemotePlacement
 from .residency import Residency
 from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sizing import arena_size, max_model_len
-from .slot_writer import GroupSlotWriter, LocalSlotWriter, PartSlotWriter, ShardSizes, SlotWriter
 from .text import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
@@ -59,21 +56,19 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     if followers is not None:
         followers.settle()
     adapters = [(read_adapter(Path(path), shape, dtype, name), path) for name, path in config.adapters]
-    sizes = ShardSizes(shape, [rank.kept_entries(other) for other in range(config.expert_parallel)])
-    adapter_bytes = [sum(sizes.layer_bytes(packed)) for packed, _ in adapters]
-    size = arena_size(config, shape, layout, adapter_bytes, rank.free_bytes(), rank.local_sites)
+    kept = [rank.kept_entries(other) for other in range(config.expert_parallel)]
+    sizes = ShardSizes(shape, layout.page_bytes, kept)
+    adapter_pages = [sum(sizes.layer_pages(packed)) for packed, _ in adapters]
+    size = arena_size(config, shape, layout, adapter_pages, rank.device, rank.free_bytes(), rank.local_sites)
     if followers is not None:
-        followers.tell(Allocate(size.num_pages * layout.page_bytes))
-    rank.allocate(size.num_pages * layout.page_bytes)
+        followers.tell(Allocate(size.num_pages, size.num_host_pages))
+    rank.allocate(size.num_pages, size.num_host_pages)
     if followers is not None:
         followers.settle()
-    runner, writer = _parts(rank, followers, sizes)
+    runner = _runner(rank, followers)
     clock = WallClock()
-    pages = PageAllocator(size.num_pages)
-    blocks = BlockManager(pages, config.block_size, size.kv_pages, prefix_caching=config.prefix_caching)
-    load_rate = None if config.load_gb_per_s is None else config.load_gb_per_s * 1e9
-    placement = LocalPlacement(pages, layout.page_bytes, writer, blocks, load_rate)
-    residency = Residency(_placement(rank, placement), blocks, clock)
+    cache, placement, transfers = build_cache(config, rank, size, sizes, followers, clock)
+    residency = Residency(placement, clock)
     for packed, path in adapters:
         residency.add(packed, path)
     runner.warm_up()
@@ -81,7 +76,7 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         followers.tell(Report())
         followers.settle()
     scheduler = Scheduler(
-        blocks,
+        cache,
         residency,
         clock,
         max_num_seqs=config.max_num_seqs,
@@ -91,30 +86,22 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     )
     info = model_info(config, shape, dtype)
     logger.info(
-        "engine ready: %s, %d adapters, %.3f GB arena on %s, %d processes",
-        *(info.name, len(adapters), rank.arena.numel() / 1e9, rank.device, config.expert_parallel),
+        "engine ready: %s, %d adapters, arenas of %.3f GB on %s and %.3f GB on the host, %d processes",
+        *(info.name, len(adapters), size.num_pages * layout.page_bytes / 1e9, rank.device),
+        *(size.num_host_pages * layout.page_bytes / 1e9, config.expert_parallel),
     )
-    return EngineCore(info, shape, dtype, scheduler, runner, residency, blocks, clock, config.seed, followers)
+    figures = CacheFigures(cache, layout.page_bytes, size.max_kv_pages)
+    parts = (scheduler, runner, residency, cache, transfers, figures, clock)
+    return EngineCore(info, shape, dtype, *parts, config.seed, followers)
 
 
-def _parts(rank: Rank, followers: Followers | None, sizes: ShardSizes) -> tuple[ModelRunner, SlotWriter]:
-    """What computes steps and what fills slots, on this rank alone or on all of them."""
+def _runner(rank: Rank, followers: Followers | None) -> ModelRunner:
+    """What computes steps, on this rank alone or on all of them."""
     if followers is None:
-        if rank.lora_server is not None:
-            return rank.runner(), PartSlotWriter(rank.own_slots(), rank.arena, sizes)
-        return rank.runner(), LocalSlotWriter(rank.slots, rank.arena)
+        return rank.runner()
     runner = rank.runner(rank.join(followers.directory), followers.tell)
     followers.settle()
-    store = HostStore(followers.directory / HOST_STORE)
-    return runner, GroupSlotWriter(rank.own_slots(), sizes, store, followers)
-
-
-def _placement(rank: Rank, local: LocalPlacement) -> Placement:
-    """Who makes adapters ready: this device, the LoRA Server, or each a part."""
-    if rank.lora_server is None:
-        return local
-    remote = RemotePlacement(rank.lora_server)
-    return BothPlacements(local, remote) if rank.local_sites else remote
+    return runner
 
 
 def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:

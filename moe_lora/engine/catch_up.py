@@ -18,7 +18,7 @@ def catch_up(
     have: dict[str, ServedAdapter],
     missing: set[str],
 ) -> None:
-    """Load and unload until the engine has what is `served`; what fails is noted as missing."""
+    """Load, unload and pin until the engine has what is `served`; what fails is noted as missing."""
     for name in [name for name in have if name not in served]:
         if name not in missing:
             client.call("unload_adapter", name).result()
@@ -28,7 +28,11 @@ def catch_up(
         if have.get(name) == adapter:
             continue
         try:
-            client.call("load_adapter", name, adapter.path, True).result()
+            before = have.get(name)
+            if before is None or (before.path, before.version) != (adapter.path, adapter.version):
+                client.call("load_adapter", name, adapter.path, True).result()
+            if adapter.pinned != (before is not None and before.pinned):
+                client.call("pin_adapter", name, adapter.pinned).result()
             missing.discard(name)
         except EngineDeadError:
             raise

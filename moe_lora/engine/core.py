@@ -11,7 +11,7 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft_format import pack_state_dict, read_adapter
-from moe_lora.cache.blocks import BlockManager
+from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import (
@@ -24,14 +24,20 @@ from moe_lora.core.request import (
 )
 from moe_lora.core.shape import ModelShape
 
+from .cache_figures import CacheFigures
 from .followers import Followers
+from .request_check import check_request
 from .residency import Residency
 from .runner import ModelRunner
 from .sampler import sample
 from .scheduler import Scheduled, Scheduler
 from .sequence import Sequence
+from .transfers import Transfers
 
 logger = logging.getLogger(__name__)
+
+NUM_TRIES = 3
+"""Empty plans in a row, with nothing under way, after which a request is held to be impossible."""
 
 
 class EngineCore:
@@ -48,7 +54,9 @@ class EngineCore:
         scheduler: Scheduler,
         runner: ModelRunner,
         residency: Residency,
-        blocks: BlockManager,
+        cache: UnifiedCache,
+        transfers: Transfers,
+        figures: CacheFigures,
         clock: Clock,
         seed: int,
         followers: Followers | None = None,
@@ -59,12 +67,15 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._residency = residency
-        self._blocks = blocks
+        self._cache = cache
+        self._transfers = transfers
         self._clock = clock
         self._followers = followers
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
         self.stalled = False
+        self._num_empty = 0
+        self._figures = figures
         self._counters = dict.fromkeys(
             ("num_steps", "prompt_tokens", "generation_tokens", "prefix_query_tokens", "prefix_hit_tokens"), 0
         )
@@ -77,22 +88,26 @@ class EngineCore:
         """Call, from other threads, `on_loss` when another process of this engine ends unasked, and
         `on_change` when a request that could not start may be able to now.
         """
-        self._residency.placement.on_change = on_change
+        self._residency.placement.on_change = self._transfers.on_change = on_change
         if self._followers is not None:
             self._followers.watch(on_loss)
 
     def close(self, *, at_once: bool = False) -> None:
         """End connections and the engine's other processes; `at_once`: without waiting for what they do."""
+        self._transfers.close()
         self._residency.placement.close()
         if self._followers is not None:
             self._followers.close(at_once=at_once)
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; the tokens that requests gained."""
+        self.tend()
         plan = self._scheduler.schedule()
+        self._transfers.send()
         self.stalled = not plan
         if not plan:
-            return []
+            return self._refuse_impossible()
+        self._num_empty = 0
         logits = self._runner.run(plan)
         sampling = [item.sequence for item in plan if item.samples]
         tokens, logprobs = sample(logits, sampling, self.info.eos_token_ids)
@@ -100,28 +115,49 @@ class EngineCore:
         self._counters["num_steps"] += 1
         return [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
 
+    def tend(self) -> float | None:
+        """What the cache needs besides steps: copies confirmed, others begun.
+
+        Returns in how many seconds it needs that again, whatever happens; None: not before something does.
+        """
+        self._transfers.settle()
+        return self._transfers.tick(len(self._scheduler.running))
+
+    def _refuse_impossible(self) -> list[TokenOutput]:
+        """End the oldest request if, time and again, nothing runs or moves that could make room for it."""
+        sequence = self._scheduler.oldest_waiting
+        if sequence is None or self._transfers.busy or self._residency.placement.waits_for_others:
+            self._num_empty = 0
+            return []
+        self.stalled = False
+        self._num_empty += 1
+        if self._num_empty < NUM_TRIES:
+            return []
+        self._num_empty = 0
+        self._scheduler.finish(sequence)
+        request_id = sequence.request.request_id
+        del self._sequences[request_id]
+        problem = (
+            "there is no room in the arena for this request, and nothing that could leave it; unpin adapters "
+            "or raise arena_mb"
+        )
+        timing = sequence.timing(self._clock.now_s())
+        return [
+            TokenOutput(
+                request_id=request_id, token_ids=(), finish_reason="error", error=problem, timing=timing
+            )
+        ]
+
     def add_request(self, request: GenerateRequest) -> None:
         """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter."""
-        prompt = request.prompt_token_ids
-        limit = self.info.max_model_len
-        if not prompt:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(prompt) >= limit:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {limit}; "
-                "shorten it or raise max_model_len"
-            )
-        for name, ids in (("prompt", prompt), ("stop_token_ids", request.sampling.stop_token_ids)):
-            bad = next((t for t in ids if not 0 <= t < self.info.vocab_size), None)
-            if bad is not None:
-                raise ValueError(
-                    f"{name} has token id {bad}, outside the vocabulary of {self.info.vocab_size}"
-                )
+        check_request(request, self.info)
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is already running")
         adapter = None if request.adapter is None else self._residency.current(request.adapter)
         max_tokens = request.sampling.max_tokens
-        limit_tokens = limit if max_tokens is None else min(limit, len(prompt) + max_tokens)
+        limit_tokens = self.info.max_model_len
+        if max_tokens is not None:
+            limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
         sequence = Sequence(request, adapter, self._clock.now_s(), limit_tokens, self._generator(request))
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
@@ -137,13 +173,13 @@ class EngineCore:
 
     def read_adapter(self, name: str, path: str) -> PackedAdapter:
         """Read an adapter's files into host memory; safe to call from another thread."""
-        return read_adapter(Path(path), self._shape, self._dtype, name)
+        return self._residency.prepare(read_adapter(Path(path), self._shape, self._dtype, name))
 
     def pack_adapter(
         self, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
     ) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
-        return pack_state_dict(tensors, config, self._shape, self._dtype, name)
+        return self._residency.prepare(pack_state_dict(tensors, config, self._shape, self._dtype, name))
 
     def add_adapter(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterInfo:
         """Serve an adapter from now on (see `Residency.add`)."""
@@ -155,7 +191,7 @@ class EngineCore:
             packed.max_lora_rank,
             packed.nbytes,
         )
-        return adapter.info()
+        return self._residency.info(adapter)
 
     def remove_adapter(self, name: str) -> frozenset[int]:
         """Refuse new requests for an adapter; uids of its versions, replaced ones too, still in use."""
@@ -169,7 +205,20 @@ class EngineCore:
         return any(sequence.adapter_uid in uids for sequence in self._sequences.values())
 
     def list_adapters(self) -> list[AdapterInfo]:
-        return [adapter.info() for adapter in self._residency.known()]
+        return [self._residency.info(adapter) for adapter in self._residency.known()]
+
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
+        """Keep an adapter on the device from now on, or no longer.
+
+        Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
+        """
+        adapter, placement = self._residency.current(name), self._residency.placement
+        if pinned:
+            placement.pin(adapter)
+            self._transfers.send()
+        else:
+            placement.unpin(adapter)
+        return self._residency.info(adapter)
 
     def stats(self) -> EngineStats:
         def names(sequences: list[Sequence]) -> tuple[str, ...]:
@@ -177,13 +226,15 @@ class EngineCore:
 
         return EngineStats(
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            kv_usage=self._blocks.num_used / self._blocks.max_blocks,
+            num_waiting=self._scheduler.num_waiting,
             running_adapters=names(self._scheduler.running),
-            waiting_adapters=names(list(self._scheduler.waiting)),
+            waiting_adapters=names([*self._scheduler.loading, *self._scheduler.waiting]),
             resident_adapters=tuple(sorted({a.name for a in self._residency.resident()})),
             num_preemptions=self._scheduler.num_preemptions,
+            adapter_hits=self._scheduler.num_adapter_hits,
+            adapter_misses=self._scheduler.num_adapter_misses,
             **self._residency.placement.counters(),
+            **self._figures.stats(),
             **self._counters,
         )
 
@@ -205,7 +256,7 @@ class EngineCore:
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
                 self._counters["prompt_tokens"] += len(sequence.tokens)
             sequence.num_computed += item.num_tokens
-            self._blocks.publish(sequence.table, sequence.tokens, sequence.num_computed)
+            self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, self._clock.now_s())
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         now_s = self._clock.now_s()

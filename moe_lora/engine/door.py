@@ -149,7 +149,8 @@ def _adapters_of(client: DialledClient) -> dict[str, ServedAdapter]:
     """What the engine has: version 1 is what it started with, others may be of an earlier front end."""
     infos: list[AdapterInfo] = client.call("list_adapters").result()
     return {
-        info.name: ServedAdapter(info.path or "", 1 if info.version == 1 else _UNLIKE_ANY) for info in infos
+        info.name: ServedAdapter(info.path or "", 1 if info.version == 1 else _UNLIKE_ANY, pinned=info.pinned)
+        for info in infos
     }
 
 

@@ -24,7 +24,7 @@ from moe_lora.policies.routing import Router
 from .client import EngineClient
 from .failover import MAX_RESENDS, Course, token_work
 from .fan_out import ask_live
-from .fleet_adapters import load_everywhere, unload_everywhere
+from .fleet_adapters import load_everywhere, pin_everywhere, unload_everywhere
 from .fleet_views import merge_adapters, merge_stats
 from .roster import Instance, Roster
 
@@ -41,7 +41,7 @@ class FleetClient:
     """`EngineClient` over the instances of a roster (see there for its contract).
 
     When an instance ends, its unfinished requests go on at another one, from the token they had reached.
-    Adapters are loaded and unloaded everywhere or nowhere.
+    Adapters are loaded, unloaded and pinned everywhere or nowhere.
     """
 
     def __init__(self, roster: Roster, router: Router, clock: Clock) -> None:
@@ -154,6 +154,13 @@ class FleetClient:
                 await unload_everywhere(self._roster, name)
 
         await asyncio.shield(unload())
+
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        async def pin() -> AdapterInfo:
+            async with self._lock(name):
+                return await pin_everywhere(self._roster, name, pinned=pinned)
+
+        return await asyncio.shield(pin())
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

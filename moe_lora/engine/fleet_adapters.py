@@ -1,4 +1,4 @@
-"""Adapters loaded and unloaded on every instance of a roster, or on none."""
+"""Adapters loaded, unloaded and pinned on every instance of a roster, or on none."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from moe_lora.core.request import AdapterInfo
 
 from .client import EngineClient
 from .fan_out import ask
+from .fleet_views import merge_adapters
 from .roster import Instance, Roster, ServedAdapter
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,27 @@ async def unload_everywhere(roster: Roster, name: str) -> None:
     for _, error in errors:
         if not answers or not isinstance(error, AdapterNotFoundError):
             raise error
+
+
+async def pin_everywhere(roster: Roster, name: str, *, pinned: bool) -> AdapterInfo:
+    """Pin or unpin an adapter on all live instances; those that come back later do so too.
+
+    If one instance refuses, the others go back to what was.  Raises AdapterNotFoundError for an unknown name.
+    """
+    with roster.loading():
+        served = roster.adapters.get(name)
+        if served is None:
+            raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
+        answers, errors = await ask(
+            roster, roster.candidates(name), lambda client: client.pin_adapter(name, pinned=pinned)
+        )
+        if errors:
+            if served.pinned != pinned and answers:
+                before = [instance for instance, _ in answers]
+                await ask(roster, before, lambda client: client.pin_adapter(name, pinned=served.pinned))
+            raise errors[0][1]
+        roster.pin(name, pinned=pinned)
+        return merge_adapters([info] for _, info in answers)[0]
 
 
 async def _take_back(

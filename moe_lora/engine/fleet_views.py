@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from moe_lora.core.request import AdapterInfo, EngineStats, FleetStats, InstanceStats
+from moe_lora.core.request import AdapterInfo, AdapterResidency, EngineStats, FleetStats, InstanceStats
 
 COUNTERS = (
     "num_steps",
@@ -19,9 +19,28 @@ COUNTERS = (
     "adapter_loads",
     "adapter_evictions",
     "adapter_load_bytes",
+    "adapter_hits",
+    "adapter_misses",
+    "kv_query_tokens",
+    "kv_device_hit_tokens",
+    "kv_host_hit_tokens",
+    "swapped_in_bytes",
+    "swapped_out_bytes",
     "lora_server_requests",
     "lora_server_fallback_rows",
 )
+SUMMED_GAUGES = (
+    "num_running",
+    "num_waiting",
+    "device_bytes",
+    "device_kv_bytes",
+    "device_kv_invalid_bytes",
+    "device_adapter_bytes",
+    "host_bytes",
+    "host_kv_bytes",
+    "host_adapter_bytes",
+)
+BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "disk")
 NAMES = ("running_adapters", "waiting_adapters", "resident_adapters")
 
 
@@ -42,15 +61,16 @@ def merge_stats(
     return FleetStats(
         instances=tuple(instances),
         kv_usage=sum(stats.kv_usage for stats in live) / len(live) if live else 0.0,
-        **_sums(live, ("num_running", "num_waiting")),
+        **_sums(live, SUMMED_GAUGES),
         **_sums([*live, *past], COUNTERS),
         **names,
     )
 
 
 def merge_adapters(lists: Iterable[Iterable[AdapterInfo]]) -> list[AdapterInfo]:
-    """One entry a name, in the order they first come: requests as sums, the best residency, the latest
-    version."""
+    """One entry a name, in the order they first come: requests and pages as sums, the best residency, the
+    latest version and use.
+    """
     merged: dict[str, AdapterInfo] = {}
     for info in chain.from_iterable(lists):
         other = merged.get(info.name)
@@ -58,7 +78,9 @@ def merge_adapters(lists: Iterable[Iterable[AdapterInfo]]) -> list[AdapterInfo]:
             newer = max(info, other, key=lambda one: one.version)
             info = replace(
                 newer,
-                residency="device" if "device" in (info.residency, other.residency) else "host",
+                residency=min(info.residency, other.residency, key=BEST_FIRST.index),
+                num_pages=info.num_pages + other.num_pages,
+                idle_s=min((s for s in (info.idle_s, other.idle_s) if s is not None), default=None),
                 num_running=info.num_running + other.num_running,
                 num_waiting=info.num_waiting + other.num_waiting,
             )

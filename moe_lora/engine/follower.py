@@ -48,32 +48,25 @@ def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner]:
     rank = Rank(setup.config, setup.dist_rank)
     _send(connection, Done())
     size: Allocate = _receive(connection)
-    rank.allocate(size.arena_bytes)
+    rank.allocate(size.num_pages, size.num_host_pages)
     _send(connection, Done())
     return rank, rank.runner(rank.join(setup.directory))
 
 
 def _obey(connection: Connection, rank: Rank, runner: ModelRunner, store_dir: Path) -> NoReturn:
-    """The follower's loop: steps, and slots to fill and to clear, in the order they come."""
+    """The follower's loop: steps and copies, one after the other in the order they come."""
     from moe_lora.adapters.host_store import HostStore
 
-    from .slot_writer import ClearSlot, WriteSlot
+    from .copies import RankOrder
 
-    store, slots = HostStore(store_dir), rank.own_slots()
+    store = HostStore(store_dir)
+    copier = rank.copier(lambda content_hash: store.get(content_hash, content_hash))
     while True:
         message = _receive(connection)
         if isinstance(message, StepBatch):
             runner.execute(message)
-        elif isinstance(message, WriteSlot):
-            try:
-                packed = store.get(message.content_hash, message.content_hash)
-                slots.write(message.slot, packed, message.layer_offsets_bytes)
-            except Exception as error:
-                _send(connection, Done(error))
-            else:
-                _send(connection, Done())
-        elif isinstance(message, ClearSlot):
-            slots.slots.clear(message.slot)
+        elif isinstance(message, RankOrder):
+            copier.begin(message)()
         else:
             assert isinstance(message, Report), message
             _send(connection, Done())

@@ -39,9 +39,10 @@ class SetUp:
 
 @dataclass(frozen=True)
 class Allocate:
-    """Take an arena of this size, join the others."""
+    """Take arenas of this size, join the others."""
 
-    arena_bytes: int
+    num_pages: int
+    num_host_pages: int
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,13 @@ class _Engine:
         """Refuse new requests for `name`, wait for its running ones, free its memory."""
         self.client.call("unload_adapter", name).result()
 
+    def pin_adapter(self, name: str, *, pinned: bool = True) -> AdapterInfo:
+        """Bring an adapter to the device and keep it there, or do so no longer.
+
+        Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
+        """
+        return self.client.call("pin_adapter", name, pinned).result()
+
     def list_adapters(self) -> list[AdapterInfo]:
         return self.client.call("list_adapters").result()
 

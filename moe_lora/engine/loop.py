@@ -38,6 +38,7 @@ class EngineLoop(threading.Thread):
             "load_adapter": self._load_adapter,
             "publish_adapter": lambda call: self._reply(call, self._publish, *call.args),
             "unload_adapter": self._unload_adapter,
+            "pin_adapter": lambda call: self._reply(call, self._core.pin_adapter, *call.args),
             "list_adapters": lambda call: self._reply(call, self._core.list_adapters),
             "stats": lambda call: self._reply(call, self._core.stats),
             "model_info": lambda call: self._reply(call, lambda: self._core.info),
@@ -50,6 +51,8 @@ class EngineLoop(threading.Thread):
                     outputs = self._core.step()
                     if outputs:
                         self._emit(Outputs(outputs))
+                else:
+                    self._core.tend()
                 self._settle_leaving()
         except Exception as error:
             logger.exception("the engine failed")
@@ -72,7 +75,10 @@ class EngineLoop(threading.Thread):
         """Handle what lies in the inbox, waiting for something if there is nothing to compute."""
         wait = not self._core.has_work or self._core.stalled
         while wait or not self.inbox.empty():
-            command = self.inbox.get()
+            try:
+                command = self.inbox.get(timeout=self._core.tend())
+            except queue.Empty:
+                continue
             wait = False
             if isinstance(command, Stop):
                 return False

@@ -145,6 +145,9 @@ class LoopClient:
     async def unload_adapter(self, name: str) -> None:
         await asyncio.wrap_future(self.call("unload_adapter", name))
 
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        return await asyncio.wrap_future(self.call("pin_adapter", name, pinned))
+
     async def list_adapters(self) -> list[AdapterInfo]:
         return await asyncio.wrap_future(self.call("list_adapters"))
 

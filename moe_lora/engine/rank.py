@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.shard import entries_of_experts
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.expert_parallel import experts_of_rank
+from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.execution.backend import LoraBackend, SplitBackend
@@ -21,12 +23,12 @@ from moe_lora.execution.local import LocalBackend
 from moe_lora.execution.paced import PacedBackend
 from moe_lora.kernels.huge_pages import advise_huge_pages
 from moe_lora.kernels.step import KvLayout, SlotTable
-from moe_lora.models.families import load_model, read_config
+from moe_lora.models.families import load_model
 
+from .copies import RankCopier
 from .followers import RENDEZVOUS
 from .runner import ModelRunner
 from .sizing import free_bytes
-from .slot_writer import RankSlots
 from .step_batch import StepBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,10 +37,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Rank:
     """One of the `expert_parallel` processes of an engine, its model loaded.
 
-    `allocate` comes next, then `join` where there are others, then `runner`.
+    `allocate` comes next, then `join` where there are others, then `runner`.  local_sites: those whose
+    deltas this engine computes itself.
     """
 
     arena: torch.Tensor
+    host_arena: torch.Tensor | None
     slots: SlotTable
 
     def __init__(self, config: EngineConfig, dist_rank: int = 0) -> None:
@@ -54,7 +58,12 @@ class Rank:
         self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts)
         self.shape = self.model.spec.shape
         self.layout = kv_layout(config, self.shape, self.dtype)
-        self.lora_server = self._join_lora_server()
+        self.lora_server = server = self._join_lora_server()
+        self.local_sites = [
+            site.name
+            for i, site in enumerate(self.shape.sites)
+            if server is None or not server.partition.serves(i)
+        ]
 
     def _join_lora_server(self) -> LoraServerClient | None:
         """This rank's connections to the LoRA Server, if there is one."""
@@ -75,21 +84,16 @@ class Rank:
         free = free_bytes(self.device)
         return free // self.config.expert_parallel if self.device.type == "cpu" else free
 
-    def allocate(self, arena_bytes: int) -> None:
-        """Take the arena and the slot table."""
-        self.arena, self.slots = allocate(self.config, arena_bytes, self.shape, self.device)
+    def allocate(self, num_pages: int, num_host_pages: int) -> None:
+        """Take the arenas and the slot table.  Raises ConfigError if the memory for them can't be had."""
+        page_bytes = self.layout.page_bytes
+        self.arena, self.slots = allocate(self.config, num_pages * page_bytes, self.shape, self.device)
+        self.host_arena = allocate_host(num_host_pages * page_bytes, self.device)
 
     def join(self, directory: Path) -> ExpertExchange:
         """Meet the other ranks; returns once all are there."""
         group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.expert_parallel, self.device)
         return choose_exchange(group, self.shape.num_experts, self.device)
-
-    @property
-    def local_sites(self) -> list[str]:
-        """Sites whose deltas this engine computes itself."""
-        server = self.lora_server
-        sites = enumerate(self.shape.sites)
-        return [site.name for i, site in sites if server is None or not server.partition.serves(i)]
 
     def kept_entries(self, dist_rank: int) -> np.ndarray:
         """[X] bool: the entries of adapters that a rank of this engine computes itself."""
@@ -100,9 +104,17 @@ class Rank:
                 kept[site.entry_base : site.entry_base + site.num_entries] = False
         return kept
 
-    def own_slots(self) -> RankSlots:
-        """What fills this rank's slots."""
-        return RankSlots(self.slots, self.arena, self.shape, self.kept_entries(self.dist_rank))
+    def copier(self, find: Callable[[str], PackedAdapter]) -> RankCopier:
+        """What copies in this rank's memory; `find` gives adapters by content hash."""
+        return RankCopier(
+            self.arena,
+            self.host_arena,
+            self.layout.page_bytes,
+            self.slots,
+            self.shape,
+            self.kept_entries(self.dist_rank),
+            find,
+        )
 
     def runner(
         self,
@@ -153,8 +165,25 @@ def allocate(
     except (RuntimeError, MemoryError, OverflowError) as error:
         raise ConfigError(
             f"no memory on {device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table of "
-            f"{config.max_loras:.3g} adapters; lower kv_cache_gb={config.kv_cache_gb}, "
-            f"lora_memory_gb={config.lora_memory_gb} or max_loras={config.max_loras}"
+            f"{config.max_loras:.3g} adapters; lower arena_mb={config.arena_mb}, "
+            f"kv_cache_gb={config.kv_cache_gb}, lora_memory_gb={config.lora_memory_gb} or "
+            f"max_loras={config.max_loras}"
+        ) from error
+
+
+def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor | None:
+    """The host arena, 1-D uint8, page-locked where the device copies from it; None for 0 bytes."""
+    if not num_bytes:
+        return None
+    try:
+        if device.type == "cuda":
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        arena = torch.empty(num_bytes, dtype=torch.uint8)
+        advise_huge_pages(arena)
+        return arena
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"no host memory for an arena of {num_bytes / 1e6:.6g} MB; lower host_arena_mb, or set it to 0"
         ) from error
 
 

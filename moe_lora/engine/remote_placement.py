@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.cache.orders import Readiness
 from moe_lora.core.errors import CapacityError
+from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.lora_server.attach import LoraServerClient
 
 from .adapter_version import AdapterVersion
-from .placement import LocalPlacement
+from .local_placement import LocalPlacement
 
 
 class RemotePlacement:
-    """`Placement` by leases of the LoRA Server, which decides for all instances.
+    """The part of a placement that is leases of the LoRA Server, which decides for all instances.
 
     A request whose adapter finds no room there waits; while the server is away requests start all the same,
     and their deltas are computed here.
@@ -31,14 +33,23 @@ class RemotePlacement:
         self._num_versions: Counter[str] = Counter()
         self._leases = server.leases(self._take)
 
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """Put the adapter into the host store, from whichever thread."""
+        self._store.put(packed)
+        return packed
+
     def admit(self, packed: PackedAdapter) -> PackedAdapter:
-        """In the host store, mapped: what was read into this process's memory may go."""
+        """In the host store, mapped: what was read into this process's memory may go.
+
+        Raises CapacityError if the server could never hold it.
+        """
         self._store.put(packed)
         self._leases.register(packed.content_hash)
         self._num_versions[packed.content_hash] += 1
         return self._store.get(packed.content_hash, packed.name)
 
     def hold(self, adapter: AdapterVersion) -> bool:
+        """Whether there is a lease, or none can come; if not, it is asked for, and may come later."""
         if adapter.uid in self._held:
             return True
         adapter_id = adapter.packed.content_hash
@@ -53,6 +64,7 @@ class RemotePlacement:
         return True
 
     def let_go(self, adapter: AdapterVersion) -> None:
+        """Give the lease back, or stop asking for it."""
         adapter_id = adapter.packed.content_hash
         with self._lock:
             self._held.pop(adapter.uid, None)
@@ -95,8 +107,12 @@ class RemotePlacement:
             self.on_change()
 
 
-class BothPlacements:
-    """Adapters computed partly on this device and partly by the LoRA Server: ready when both parts are."""
+class SharedPlacement:
+    """Adapters computed by the LoRA Server, and for the sites that it leaves out by this device: ready when
+    both parts are.  Where the server computes all, they have no pages here, and the arena is for KV.
+    """
+
+    waits_for_others = True
 
     def __init__(self, local: LocalPlacement, remote: RemotePlacement) -> None:
         self._local = local
@@ -110,31 +126,59 @@ class BothPlacements:
     def on_change(self, call: Callable[[], None] | None) -> None:
         self._remote.on_change = call
 
-    def admit(self, packed: PackedAdapter) -> PackedAdapter:
-        packed = self._remote.admit(packed)
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        return self._remote.prepare(packed)
+
+    def begin_round(self) -> None:
+        self._local.begin_round()
+
+    def admit(self, adapter: AdapterVersion) -> None:
+        adapter.packed = self._remote.admit(adapter.packed)
         try:
-            return self._local.admit(packed)
+            self._local.admit(adapter)
         except CapacityError:
-            self._remote.dismiss(packed)
+            self._remote.dismiss(adapter.packed)
             raise
 
-    def hold(self, adapter: AdapterVersion) -> bool:
+    def hold(self, adapter: AdapterVersion) -> Readiness:
         """The lease is asked for first: it takes longer."""
         leased = self._remote.hold(adapter)
-        return self._local.hold(adapter) and leased
+        self._local.note_remote(adapter, ready=leased)
+        return self._local.hold(adapter) if leased else Readiness.NO_ROOM
+
+    def readiness(self, adapter: AdapterVersion) -> Readiness:
+        return self._local.readiness(adapter)
 
     def let_go(self, adapter: AdapterVersion) -> None:
+        if not adapter.num_running:
+            self._remote.let_go(adapter)
+        self._local.let_go(adapter)
+
+    def stop_asking(self, adapter: AdapterVersion) -> None:
         self._remote.let_go(adapter)
 
     def drop(self, adapter: AdapterVersion) -> None:
         self._local.drop(adapter)
         self._remote.drop(adapter)
 
+    def pin(self, adapter: AdapterVersion) -> None:
+        """Its part on this device; the LoRA Server decides for itself."""
+        self._local.pin(adapter)
+
+    def unpin(self, adapter: AdapterVersion) -> None:
+        self._local.unpin(adapter)
+
+    def where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
+        place, num_pages = self._local.where(adapter)
+        if adapter.lease is not None:
+            return "remote", num_pages
+        return (place if num_pages else "disk"), num_pages
+
     def resident(self) -> Iterator[AdapterVersion]:
         return self._remote.resident()
 
     def counters(self) -> dict[str, int]:
-        return self._local.counters() | self._remote.counters()
+        return self._remote.counters()
 
     def close(self) -> None:
         self._remote.close()

@@ -6,27 +6,31 @@ import itertools
 from collections.abc import Iterator
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.cache.blocks import BlockManager
+from moe_lora.cache.orders import Readiness
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError
+from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
+from moe_lora.core.request import AdapterInfo
 
 from .adapter_version import AdapterVersion
 from .placement import Placement
 
 
 class Residency:
-    """Names, versions and pins of adapters; a `Placement` makes them ready for computing."""
+    """Names, versions and users of adapters; a `Placement` makes them ready for computing."""
 
-    def __init__(self, placement: Placement, blocks: BlockManager, clock: Clock) -> None:
+    def __init__(self, placement: Placement, clock: Clock) -> None:
         self.placement = placement
-        self._blocks = blocks
         self._clock = clock
         self._current: dict[str, AdapterVersion] = {}
         self._uids = itertools.count(1)
         self._versions: dict[str, int] = {}
 
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """What takes long of an `add` that is to come; may be called from another thread."""
+        return self.placement.prepare(packed)
+
     def add(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterVersion:
-        """Serve `packed` under its name from now on.
+        """Serve `packed` under its name from now on; a new version is pinned as the one before it was.
 
         Raises AdapterExistsError if the name is taken and not to be replaced, CapacityError if there could
         never be room for it.
@@ -36,15 +40,26 @@ class Residency:
             raise AdapterExistsError(
                 f"adapter {name!r} is already loaded; unload it first or load it in place"
             )
-        packed = self.placement.admit(packed)
         number = self._versions.get(name, 0) + 1
         adapter = AdapterVersion(next(self._uids), number, packed, path)
-        self._versions[name] = number
         previous = self._current.get(name)
+        self.placement.admit(adapter)
+        if previous is not None and previous.pinned:
+            self._hand_pin_over(previous, adapter)
+        self._versions[name] = number
         self._current[name] = adapter
         if previous is not None:
             self._retire(previous)
         return adapter
+
+    def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
+        self.placement.unpin(previous)
+        try:
+            self.placement.pin(adapter)
+        except CapacityError:
+            self.placement.drop(adapter)
+            self.placement.pin(previous)
+            raise
 
     def current(self, name: str) -> AdapterVersion:
         """The version that new requests for `name` use.  Raises AdapterNotFoundError."""
@@ -65,31 +80,56 @@ class Residency:
     def resident(self) -> Iterator[AdapterVersion]:
         return self.placement.resident()
 
-    def acquire(self, adapter: AdapterVersion) -> bool:
-        """Bring the adapter in if need be and pin it for one request; False if there is no place now."""
-        if not self.placement.hold(adapter):
-            return False
-        adapter.num_running += 1
-        adapter.last_used_s = self._clock.now_s()
-        return True
+    def info(self, adapter: AdapterVersion) -> AdapterInfo:
+        """What clients are told of an adapter."""
+        residency, num_pages = self.placement.where(adapter)
+        last_used_s = adapter.last_used_s
+        return AdapterInfo(
+            name=adapter.name,
+            version=adapter.version,
+            lora_rank=adapter.packed.max_lora_rank,
+            nbytes=adapter.packed.nbytes,
+            targets=adapter.packed.targets,
+            path=adapter.path,
+            residency=residency,
+            num_running=adapter.num_running,
+            num_waiting=adapter.num_waiting,
+            num_pages=num_pages,
+            pinned=adapter.pinned,
+            idle_s=None if last_used_s is None else self._clock.now_s() - last_used_s,
+        )
+
+    def acquire(self, adapter: AdapterVersion) -> Readiness:
+        """Hold the adapter for one request, its bytes on their way if they are not there.
+
+        NO_ROOM: it is not held, there is no place now.
+        """
+        readiness = self.placement.hold(adapter)
+        if readiness is not Readiness.NO_ROOM:
+            adapter.num_running += 1
+            adapter.last_used_s = self._clock.now_s()
+        return readiness
+
+    def readiness(self, adapter: AdapterVersion) -> Readiness:
+        """Of an adapter that was acquired: whether its bytes are there."""
+        return self.placement.readiness(adapter)
 
     def release(self, adapter: AdapterVersion) -> None:
-        """One request of the adapter stopped running."""
+        """One request of the adapter does not hold it any more."""
         adapter.num_running -= 1
         adapter.last_used_s = self._clock.now_s()
-        if adapter.num_running == 0:
-            self.placement.let_go(adapter)
+        self.placement.let_go(adapter)
         self.settle(adapter)
 
     def settle(self, adapter: AdapterVersion) -> None:
-        """Nobody runs the adapter any more, or waits for it: let it go; a retired one is freed."""
+        """If nobody holds the adapter any more, or waits for it: let it go; a retired one is freed."""
         if adapter.num_running or adapter.num_waiting:
             return
-        self.placement.let_go(adapter)
+        self.placement.stop_asking(adapter)
         if adapter.retired:
             self.placement.drop(adapter)
-            self._blocks.forget(adapter.uid)
 
     def _retire(self, adapter: AdapterVersion) -> None:
         adapter.retired = True
+        self.placement.unpin(adapter)
         self.settle(adapter)

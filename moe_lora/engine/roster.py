@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats
@@ -54,6 +54,7 @@ class ServedAdapter:
 
     path: str
     version: int
+    pinned: bool = False
 
 
 class Roster:
@@ -188,8 +189,15 @@ class Roster:
         with self._changed:
             version = max(info.version, self._versions.get(info.name, 0) + 1)
             self._versions[info.name] = version
-            self._adapters[info.name] = ServedAdapter(path, version)
+            before = self._adapters.get(info.name)
+            pinned = before is not None and before.pinned
+            self._adapters[info.name] = ServedAdapter(path, version, pinned)
             return self._adapters[info.name]
+
+    def pin(self, name: str, *, pinned: bool) -> None:
+        """From now on the adapter is pinned on all instances, or on none."""
+        with self._changed:
+            self._adapters[name] = replace(self._adapters[name], pinned=pinned)
 
     def forget(self, name: str) -> None:
         """From now on no instance serves this name."""

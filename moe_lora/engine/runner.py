@@ -133,7 +133,7 @@ class ModelRunner:
         query_start = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         seq_lens = np.zeros(len(counts), dtype=np.int32)
-        max_blocks = max((len(item.sequence.table.blocks) for item in plan), default=1)
+        max_blocks = max((len(item.sequence.table.pages) for item in plan), default=1)
         block_tables = np.zeros((len(counts), max_blocks), dtype=np.int32)
         has_adapters = False
         for index, item in enumerate(plan):

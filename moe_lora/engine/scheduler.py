@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
-from moe_lora.cache.blocks import BlockManager
+from moe_lora.cache.orders import Readiness
+from moe_lora.cache.tables import BlockTable
+from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.policies.admission import admissible, shortest_first
 
 from .residency import Residency
 from .sequence import Sequence
+
+LOOK_AHEAD = 16
+"""Queued requests that the cache is told of."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +34,14 @@ class Scheduled:
 class Scheduler:
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
+    running: sequences that compute.  loading: those whose adapter or history is on its way to the device;
+    they hold both, and wait alone.  waiting: those that hold nothing.
     shortest_first: newcomers by `policies.admission.shortest_first` instead of by arrival.
     """
 
     def __init__(
         self,
-        blocks: BlockManager,
+        cache: UnifiedCache,
         residency: Residency,
         clock: Clock,
         *,
@@ -43,15 +51,27 @@ class Scheduler:
         shortest_first: bool = False,
     ) -> None:
         self.running: list[Sequence] = []
+        self.loading: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
-        self.num_preemptions = 0
-        self._blocks = blocks
+        self._told: list[Sequence] = []
+        self.num_preemptions = self.num_adapter_hits = self.num_adapter_misses = 0
+        self._cache = cache
         self._residency = residency
         self._clock = clock
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._starvation_s = starvation_s
         self._shortest_first = shortest_first
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that don't compute yet."""
+        return len(self.waiting) + len(self.loading)
+
+    @property
+    def oldest_waiting(self) -> Sequence | None:
+        """The first that does not compute yet."""
+        return next(iter([*self.loading, *self.waiting]), None)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -66,21 +86,33 @@ class Scheduler:
             if budget and sequence in self.running:
                 budget -= self._continue(sequence, budget, plan)
         budget = self._max_num_batched_tokens - sum(plan.values())
+        for sequence in list(self.loading):
+            if budget and sequence in self.loading and self._is_loaded(sequence):
+                self._start(sequence, budget, plan)
+                budget -= plan.get(sequence, 0)
         self._admit(budget, plan)
+        self._tell_queue()
         return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence ended (or its client left), wherever it is."""
         if sequence in self.running:
-            self._stop_running(sequence)
+            self.running.remove(sequence)
+            self._give_back(sequence)
+        elif sequence in self.loading:
+            self.loading.remove(sequence)
+            self._give_back(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
             self._stop_waiting(sequence)
 
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
-        """Plan a running sequence's next tokens, preempting the youngest ones if pages run out."""
+        """Plan a running sequence's next tokens; if pages run out, the youngest give theirs back."""
         num_tokens = min(sequence.num_uncomputed, budget)
-        while not self._blocks.grow(sequence.table, sequence.num_computed + num_tokens):
+        while not self._grow(sequence.table, sequence.num_computed + num_tokens):
+            if self.loading:
+                self._put_back(self.loading.pop())
+                continue
             victim = self.running[-1]
             self._preempt(victim)
             plan.pop(victim, None)
@@ -90,61 +122,106 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, budget: int, plan: dict[Sequence, int]) -> None:
+        """Have waiting sequences start, or their bytes brought in, while there is room for them."""
         if not self.waiting or not self._has_room(budget):
             return
+        self._residency.placement.begin_round()
         queue = shortest_first(self.waiting) if self._shortest_first else list(self.waiting)
         for sequence in admissible(queue, self._acquire, self._clock.now_s(), self._starvation_s):
-            if not self._start(sequence, budget, plan):
-                if sequence.adapter is not None:
-                    self._residency.release(sequence.adapter)
-                return
-            budget -= plan[sequence]
+            self.waiting.remove(sequence)
+            self._stop_waiting(sequence)
+            self.loading.append(sequence)
+            sequence.loading_s = self._clock.now_s()
+            sequence.adapter_s = None
+            self._match(sequence)
+            if self._is_loaded(sequence):
+                if not self._start(sequence, budget, plan):
+                    self.loading.remove(sequence)
+                    self._put_back(sequence)
+                    return
+                budget -= plan[sequence]
             if not self._has_room(budget):
                 return
 
+    def _tell_queue(self) -> None:
+        """Tell the cache what the next requests need, if that has changed."""
+        queued = list(islice(self.waiting, LOOK_AHEAD))
+        if queued != self._told:
+            self._told = queued
+            self._cache.look_ahead([(sequence.adapter_uid, sequence.tokens) for sequence in queued])
+
     def _has_room(self, budget: int) -> bool:
-        return budget > 0 and len(self.running) < self._max_num_seqs
+        return budget > 0 and len(self.running) + len(self.loading) < self._max_num_seqs
 
     def _acquire(self, sequence: Sequence) -> bool:
         if sequence.adapter is None:
             return True
-        start_s = self._clock.now_s()
-        if not self._residency.acquire(sequence.adapter):
+        readiness = self._residency.acquire(sequence.adapter)
+        if sequence.admitted_s is None and readiness is Readiness.COMING:
+            sequence.adapter_hit = False
+        return readiness is not Readiness.NO_ROOM
+
+    def _match(self, sequence: Sequence) -> None:
+        now_s = self._clock.now_s()
+        again = sequence.matched
+        sequence.table = self._cache.match(sequence.adapter_uid, sequence.tokens, now_s, again=again)
+        sequence.matched = True
+
+    def _is_loaded(self, sequence: Sequence) -> bool:
+        """Whether the adapter and the history of a loading sequence have come."""
+        now_s = self._clock.now_s()
+        if sequence.adapter_s is None:
+            adapter = sequence.adapter
+            if adapter is not None and self._residency.readiness(adapter) is not Readiness.READY:
+                return False
+            sequence.adapter_s = now_s
+        if not sequence.table.ready:
             return False
-        if sequence.admitted_s is None:  # later loads, after a preemption, are no part of the first wait
-            sequence.adapter_load_s += self._clock.now_s() - start_s
+        sequence.loaded(now_s)
         return True
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
-        """Move a waiting sequence (whose adapter is pinned) to the running ones if its pages can be had."""
-        table = self._blocks.match(sequence.adapter_uid, sequence.tokens)
-        num_cached = len(table.blocks) * self._blocks.block_size
-        num_tokens = min(len(sequence.tokens) - num_cached, budget)
-        if not self._blocks.grow(table, num_cached + num_tokens):
-            self._blocks.release(table)
-            return False
-        self.waiting.remove(sequence)
-        self._stop_waiting(sequence)
+        """Move a loaded sequence to the running ones if its pages can be had, if need be from younger ones
+        that load.
+        """
+        table = sequence.table
+        num_tokens = min(len(sequence.tokens) - table.num_matched, budget)
+        while not self._grow(table, table.num_matched + num_tokens):
+            if self.loading[-1] is sequence:
+                return False
+            self._put_back(self.loading.pop())
+        self.loading.remove(sequence)
         self.running.append(sequence)
-        sequence.table, sequence.num_computed = table, num_cached
+        sequence.num_computed = table.num_matched
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock.now_s()
-            sequence.num_cached = num_cached
+            sequence.num_cached = table.num_matched
+            if sequence.adapter is not None:
+                self.num_adapter_hits += sequence.adapter_hit
+                self.num_adapter_misses += not sequence.adapter_hit
         plan[sequence] = num_tokens
         return True
 
+    def _grow(self, table: BlockTable, num_tokens: int) -> bool:
+        return self._cache.grow(table, num_tokens, self._clock.now_s())
+
     def _preempt(self, sequence: Sequence) -> None:
         """Free the sequence's pages; it starts over from its tokens when there is room again."""
+        self.running.remove(sequence)
+        self.num_preemptions += 1
+        self._put_back(sequence)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Wait again, before all others, holding nothing."""
         if sequence.adapter is not None:
             sequence.adapter.num_waiting += 1
-        self._stop_running(sequence)
+        self._give_back(sequence)
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)
-        self.num_preemptions += 1
 
-    def _stop_running(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._blocks.release(sequence.table)
+    def _give_back(self, sequence: Sequence) -> None:
+        """Pages first, then the adapter that they depend on."""
+        self._cache.release(sequence.table, self._clock.now_s())
         if sequence.adapter is not None:
             self._residency.release(sequence.adapter)
 

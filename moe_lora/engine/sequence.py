@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_lora.cache.blocks import BlockTable
+from moe_lora.cache.tables import BlockTable
 from moe_lora.core.request import FinishReason, GenerateRequest, RequestTiming
 
 from .adapter_version import AdapterVersion
@@ -17,7 +17,9 @@ class Sequence:
     """Prompt and generated tokens, what of them is computed, and the pages that hold it.
 
     tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
-    limit_tokens: total length at which it must end.
+    matched: its prompt was looked up in the cache.  adapter_hit: it never waited for its adapter to come.
+    limit_tokens: total length at which it must end.  loading_s, adapter_s: when it began to wait for bytes
+    on their way, and when those of its adapter were there; None: it does not wait, they are not.
     """
 
     request: GenerateRequest
@@ -29,9 +31,14 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     counted: bool = False
+    matched: bool = False
+    adapter_hit: bool = True
     table: BlockTable = field(init=False)
     admitted_s: float | None = None
+    loading_s: float | None = None
+    adapter_s: float | None = None
     adapter_load_s: float = 0.0
+    kv_load_s: float = 0.0
     first_token_s: float | None = None
     second_token_s: float | None = None
 
@@ -57,6 +64,13 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 
+    def loaded(self, now_s: float) -> None:
+        """Adapter and history are on the device; later loads, after a preemption, are no part of the wait."""
+        if self.admitted_s is None and self.loading_s is not None and self.adapter_s is not None:
+            self.adapter_load_s += self.adapter_s - self.loading_s
+            self.kv_load_s += now_s - self.adapter_s
+        self.loading_s = None
+
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Take the sampled token; says whether it ends the request."""
         self.tokens.append(token)
@@ -75,8 +89,9 @@ class Sequence:
         first = now_s if self.first_token_s is None else self.first_token_s
         second = first if self.second_token_s is None else self.second_token_s
         return RequestTiming(
-            queue_s=admitted - self.arrival_s - self.adapter_load_s,
+            queue_s=admitted - self.arrival_s - self.adapter_load_s - self.kv_load_s,
             adapter_load_s=self.adapter_load_s,
+            kv_load_s=self.kv_load_s,
             prefill_s=first - admitted,
             first_decode_s=second - first,
         )

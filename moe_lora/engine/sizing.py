@@ -18,20 +18,23 @@ from moe_lora.kernels.step import KvLayout
 FREE_SHARE = 0.25
 """Part of the free memory that an automatic size may take, for KV and for adapters each."""
 DEFAULT_LORA_RANK = 16
-GB = 1e9
+MB, GB = 1e6, 1e9
 MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
 class ArenaSize:
-    """Pages for KV and for adapters.  They share one arena."""
+    """Pages of the arenas, which KV and adapters share.
 
-    kv_pages: int
-    lora_pages: int
+    max_kv_pages: what KV may take of the device's.  request_pages: KV of one request of max_model_len.
+    adapter_pages: the largest adapter known at the start.
+    """
 
-    @property
-    def num_pages(self) -> int:
-        return self.kv_pages + self.lora_pages
+    num_pages: int
+    num_host_pages: int
+    max_kv_pages: int
+    request_pages: int
+    adapter_pages: int
 
 
 def free_bytes(device: torch.device) -> int:
@@ -61,44 +64,81 @@ def arena_size(
     config: EngineConfig,
     shape: ModelShape,
     layout: KvLayout,
-    adapter_bytes: Sequence[int],
+    adapter_pages: Sequence[int],
+    device: torch.device,
     free: int,
     local_sites: Sequence[str],
 ) -> ArenaSize:
-    """Resolve kv_cache_gb and lora_memory_gb.
+    """Resolve arena_mb, host_arena_mb, kv_cache_gb and lora_memory_gb.
 
-    adapter_bytes: what the adapters known at the start take on a rank.  free: bytes free on the device.
+    adapter_pages: what the adapters known at the start take on a rank.  free: bytes free on the device.
     local_sites: those whose deltas this engine computes; without any, adapters take no room.
-    Raises ConfigError, with the smallest size that works, if one request of max_model_len or the largest
+    Raises ConfigError, with the smallest size that works, if one request of max_model_len with the largest
     adapter does not fit.
     """
     free //= config.num_instances
-    blocks_per_request = -(-max_model_len(config, shape) // config.block_size)
-    wanted = config.max_num_seqs * blocks_per_request
-    kv_pages = _resolve(
-        "kv_cache_gb", config.kv_cache_gb, wanted, blocks_per_request, layout.page_bytes, free
+    page_bytes = layout.page_bytes
+    request_pages = -(-max_model_len(config, shape) // config.block_size)
+    largest = max(adapter_pages, default=0)
+    if config.arena_mb is None:
+        wanted = config.max_num_seqs * request_pages
+        kv_pages = _resolve("kv_cache_gb", config.kv_cache_gb, wanted, request_pages, page_bytes, free)
+        lora_pages = 0
+        if local_sites:
+            targets = [name for name in DEFAULT_TARGETS if name in local_sites]
+            usual = shape.adapter_bytes(DEFAULT_LORA_RANK, targets, expert_parallel=config.expert_parallel)
+            wanted = config.max_loras * max(-(-usual // page_bytes) + shape.num_layers, largest)
+            lora_pages = _resolve(
+                "lora_memory_gb", config.lora_memory_gb, wanted, largest + shape.num_layers, page_bytes, free
+            )
+        num_pages = kv_pages + lora_pages
+    else:
+        num_pages = int(config.arena_mb * MB) // page_bytes
+        least = request_pages + largest
+        if num_pages < least:
+            raise ConfigError(
+                f"arena_mb={config.arena_mb:g} is too small for one request of max_model_len="
+                f"{max_model_len(config, shape)} tokens with the largest adapter; this model needs at least "
+                f"{_rounded_up(least * page_bytes / MB)}"
+            )
+    return ArenaSize(
+        num_pages=num_pages,
+        num_host_pages=_host_pages(config, num_pages, page_bytes, device),
+        max_kv_pages=_bound("kv_cache_gb", config.kv_cache_gb, num_pages, request_pages, page_bytes),
+        request_pages=request_pages,
+        adapter_pages=largest,
     )
-    if not local_sites:
-        return ArenaSize(kv_pages, 0)
-    targets = [name for name in DEFAULT_TARGETS if name in local_sites]
-    usual = shape.adapter_bytes(DEFAULT_LORA_RANK, targets, expert_parallel=config.expert_parallel)
-    largest = max([usual, *adapter_bytes])
-    slack = shape.num_layers * layout.page_bytes
-    pages_each = -(-(largest + slack) // layout.page_bytes)
-    least = -(-(max(adapter_bytes, default=0) + slack) // layout.page_bytes)
-    lora_pages = _resolve(
-        "lora_memory_gb", config.lora_memory_gb, config.max_loras * pages_each, least, layout.page_bytes, free
-    )
-    return ArenaSize(kv_pages, lora_pages)
+
+
+def _host_pages(config: EngineConfig, num_pages: int, page_bytes: int, device: torch.device) -> int:
+    if config.host_arena_mb is not None:
+        return int(config.host_arena_mb * MB) // page_bytes
+    if device.type == "cpu":
+        return 0
+    share = free_bytes(torch.device("cpu")) * FREE_SHARE / config.num_instances / config.expert_parallel
+    return min(num_pages, int(share) // page_bytes)
+
+
+def _bound(setting: str, given_gb: float | None, num_pages: int, least_pages: int, page_bytes: int) -> int:
+    """Pages that a setting allows; all if it is not given."""
+    if given_gb is None:
+        return num_pages
+    pages = int(given_gb * GB) // page_bytes
+    if pages < least_pages:
+        least_gb = _rounded_up(least_pages * page_bytes / GB)
+        raise ConfigError(f"{setting}={given_gb} is too small; this model needs at least {least_gb}")
+    return min(pages, num_pages)
 
 
 def _resolve(
     setting: str, given_gb: float | None, wanted_pages: int, least_pages: int, page_bytes: int, free: int
 ) -> int:
+    """Pages that a setting asks for; if it is not given, those wanted, as far as memory is free."""
     if given_gb is None:
         return max(least_pages, min(wanted_pages, int(free * FREE_SHARE) // page_bytes))
-    pages = int(given_gb * GB) // page_bytes
-    if pages < least_pages:
-        least_gb = math.ceil(least_pages * page_bytes / GB * 1e6) / 1e6
-        raise ConfigError(f"{setting}={given_gb} is too small; this model needs at least {least_gb:.6f}")
-    return pages
+    huge = int(given_gb * GB) // page_bytes
+    return _bound(setting, given_gb, huge, least_pages, page_bytes)
+
+
+def _rounded_up(size: float) -> str:
+    return f"{math.ceil(size * 1e6) / 1e6:.6f}"

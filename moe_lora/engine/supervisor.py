@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import EngineDeadError
@@ -116,7 +116,7 @@ class Supervisor:
         served = self._roster.adapters
         # A directory that is gone would keep the whole engine from starting; loading it fails alone.
         have = {
-            name: served[name]
+            name: replace(served[name], pinned=False)
             for name in self._start_adapters
             if name in served and os.path.isdir(served[name].path)
         }

@@ -11,35 +11,37 @@ from moe_lora.adapters.shard import LayerShard
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 from moe_lora.kernels.step import SlotTable
 
+LayerPart = PackedLayer | LayerShard
+"""What of a layer lies in an arena: all of it, or some entries packed again without gaps."""
 
-def write_slot(
+
+def part_bytes(layer: PackedLayer, part: LayerPart) -> torch.Tensor:
+    """1-D uint8: the bytes of `part`, which is `layer` itself or cut from it; a copy if it was cut."""
+    data = layer.data
+    if isinstance(part, LayerShard):
+        data = layer.data.new_empty(part.num_elements)
+        part.copy(layer.data, data)
+    return data.view(torch.uint8)
+
+
+def point_slot(
     slots: SlotTable,
     slot: int,
-    arena: torch.Tensor,
     packed: PackedAdapter,
     layer_offsets_bytes: Sequence[int],
-    shards: Sequence[LayerShard] | None = None,
+    parts: Sequence[LayerPart] | None = None,
 ) -> None:
-    """Copy each layer's matrices into the arena and make `slot` mean this adapter.
+    """Make `slot` mean the adapter whose layers' bytes lie from these offsets on.
 
-    arena: 1-D uint8, on the table's device.  layer_offsets_bytes: per layer where its `nbytes` bytes begin,
-    multiples of 64; bytes in use by any other slot must not be among them.  shards: per layer the part to
-    take, None = all of it.
+    layer_offsets_bytes: multiples of 64.  parts: what of each layer lies there, None = all of it.  Other
+    slots may be read meanwhile.
     """
     slots.clear(slot)
-    parts: Sequence[PackedLayer | LayerShard] = shards or packed.layers
+    parts = parts or packed.layers
     for number, (layer, part, offset) in enumerate(
         zip(packed.layers, parts, layer_offsets_bytes, strict=True)
     ):
         assert offset % MATRIX_ALIGN_BYTES == 0
-        itemsize = layer.data.element_size()
-        num_elements = part.num_elements if isinstance(part, LayerShard) else layer.data.numel()
-        assert offset + num_elements * itemsize <= arena.numel()
-        place = arena[offset : offset + num_elements * itemsize].view(layer.data.dtype)
-        if isinstance(part, LayerShard):
-            part.copy(layer.data, place)
-        else:
-            place.copy_(layer.data)
-        slots.write_layer(slot, number, part.table, part.scale, itemsize, offset)
+        slots.write_layer(slot, number, part.table, part.scale, layer.data.element_size(), offset)
     ranks = torch.stack([part.table[:, 2] for part in parts])
     slots.max_lora_ranks[slot] = tuple(ranks.amax(0).tolist())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import FAMILIES
 from moe_lora.kernels.huge_pages import advise_huge_pages
 
@@ -32,17 +32,6 @@ def family_of(config: dict[str, Any]) -> Family:
     if name not in FAMILIES:
         raise ConfigError(f"model_type={name!r} is not supported; supported are {', '.join(FAMILIES)}")
     return importlib.import_module(f".{name}", __package__)
-
-
-def read_config(model_dir: Path) -> dict[str, Any]:
-    """The checkpoint's config.json.  Raises ConfigError if it is missing or not JSON."""
-    path = model_dir / "config.json"
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist; give the directory of a Hugging Face checkpoint")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
 def empty_model(

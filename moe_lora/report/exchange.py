@@ -91,6 +91,7 @@ def finished_record(planned: PlannedRequest, completion: StreamedCompletion, sta
         exact=None if planned.answer is None else text.strip() == planned.answer.strip(),
         queue_ms=_server_ms(usage, "queue_ms"),
         adapter_load_ms=_server_ms(usage, "adapter_load_ms"),
+        kv_load_ms=_server_ms(usage, "kv_load_ms"),
     )
 
 

@@ -13,7 +13,7 @@ class RequestRecord:
 
     adapter: None for the base model.  arrival_s: planned, sent_s: actual, both after the run's start.
     input_tokens: as the server counted them where it says so.  exact: whether the text is the known answer.
-    queue_ms, adapter_load_ms: the server's own account, where it gives one.
+    queue_ms, adapter_load_ms, kv_load_ms: the server's own account, where it gives one.
     """
 
     adapter: str | None
@@ -26,6 +26,7 @@ class RequestRecord:
     exact: bool | None = None
     queue_ms: float | None = None
     adapter_load_ms: float | None = None
+    kv_load_ms: float | None = None
 
     @property
     def interrupted(self) -> bool:

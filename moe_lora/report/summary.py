@@ -45,6 +45,7 @@ def summarize(records: Sequence[RequestRecord], duration_s: float, slo: SloTarge
     result["avg_latency_ms"] = avg_latency_ms(timings)
     result |= statistics("queue_ms", _present(record.queue_ms for record in done))
     result |= statistics("adapter_load_ms", _present(record.adapter_load_ms for record in done))
+    result |= statistics("kv_load_ms", _present(record.kv_load_ms for record in done))
     result["p99_send_delay_ms"] = _percentile([(r.sent_s - r.arrival_s) * 1e3 for r in judged], 99)
     return result | _attainment(judged, num_good, slo) | _answers(done)
 

@@ -1,16 +1,17 @@
-"""Loading and unloading adapters while serving, as vLLM's endpoints do."""
+"""Adapters while serving: loaded and unloaded as by vLLM's endpoints, listed, pinned."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from moe_lora.core.errors import AdapterExistsError
-from moe_lora.core.request import name_problem
+from moe_lora.core.request import AdapterInfo, name_problem
 
-from .errors import ApiError, bad_request, to_api_error
+from .errors import ApiError, JsonResponse, bad_request, to_api_error
 from .frontend import Frontend
 from .protocol import LoadAdapterRequest, UnloadAdapterRequest
 
@@ -64,4 +65,37 @@ def adapters_router(frontend: Frontend) -> APIRouter:
         await frontend.client.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    @router.get("/adapters", response_model=None)
+    async def list_adapters() -> Response:
+        """Every adapter: where it lies, what it takes, who uses it."""
+        cards = [_card(info) for info in await frontend.client.list_adapters()]
+        return JsonResponse({"object": "list", "data": cards})
+
+    @router.post("/adapters/{name:path}/pin", response_model=None)
+    async def pin(name: str) -> Response:
+        """Bring the adapter to the device of every instance and keep it there; 400 if that left no room."""
+        return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=True)))
+
+    @router.post("/adapters/{name:path}/unpin", response_model=None)
+    async def unpin(name: str) -> Response:
+        """Let the adapter leave the device again."""
+        return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=False)))
+
     return router
+
+
+def _card(info: AdapterInfo) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "adapter",
+        "version": info.version,
+        "lora_rank": info.lora_rank,
+        "bytes": info.nbytes,
+        "path": info.path,
+        "residency": info.residency,
+        "pages": info.num_pages,
+        "pinned": info.pinned,
+        "idle_s": None if info.idle_s is None else round(info.idle_s, 3),
+        "requests_running": info.num_running,
+        "requests_waiting": info.num_waiting,
+    }

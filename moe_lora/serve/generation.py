@@ -131,7 +131,7 @@ class Generation:
     def _delta(self, index: int, output: TokenOutput, text: TextStream | None) -> Delta:
         """Account for an output and turn it into text; a stop string ends the choice with "stop"."""
         if output.finish_reason == "error":
-            raise ApiError(500, f"the engine failed on this request: {output.error}")
+            raise ApiError(503, f"the engine can't run this request: {output.error}")
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
         piece = ""
         if text is not None:
@@ -165,7 +165,7 @@ class Generation:
         if self._timings:
             usage["timing"] = {
                 f"{name}_ms": round(1e3 * max(getattr(timing, f"{name}_s") for timing in self._timings), 3)
-                for name in ("queue", "adapter_load", "prefill", "decode_ttft")
+                for name in ("queue", "adapter_load", "kv_load", "prefill", "decode_ttft")
             }
         return usage
 

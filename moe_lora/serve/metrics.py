@@ -28,7 +28,10 @@ COUNTERS = (
     ("moe_lora:engine_steps", "Steps of the engine.", "num_steps"),
     ("moe_lora:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
     ("moe_lora:adapter_evictions", "Adapters that had to leave the device.", "adapter_evictions"),
-    ("moe_lora:adapter_load_bytes", "Bytes of adapters brought to the device.", "adapter_load_bytes"),
+    ("moe_lora:adapter_load_bytes", "Bytes of adapters read from their files.", "adapter_load_bytes"),
+    ("moe_lora:adapter_hits", "Requests that found their adapter on the device.", "adapter_hits"),
+    ("moe_lora:adapter_misses", "Requests that waited for their adapter to come.", "adapter_misses"),
+    ("moe_lora:kv_query_tokens", "Prompt tokens looked up in the history.", "kv_query_tokens"),
     ("moe_lora:lora_server_requests", "Messages answered by the LoRA Server.", "lora_server_requests"),
     (
         "moe_lora:lora_server_fallback_rows",
@@ -36,6 +39,22 @@ COUNTERS = (
         "lora_server_fallback_rows",
     ),
 )
+LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "moe_lora:kv_hit_tokens",
+        "Prompt tokens found in the history, by where they were.",
+        "tier",
+        (("device", "kv_device_hit_tokens"), ("host", "kv_host_hit_tokens")),
+    ),
+    (
+        "moe_lora:swapped_bytes",
+        "Bytes copied between the arenas, towards the device (in) and away from it (out).",
+        "direction",
+        (("in", "swapped_in_bytes"), ("out", "swapped_out_bytes")),
+    ),
+)
+"""Counters whose label takes these values, and the field of each."""
+TIERS = ("device", "host")
 INSTANCE_GAUGES = (
     ("moe_lora:instance_up", "1 while the instance answers.", "live"),
     ("moe_lora:instance_requests_running", "Requests being computed.", "num_running"),
@@ -71,8 +90,37 @@ class EngineCollector:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric(self._label, getattr(self.stats, field))
             yield counter
+        yield from self._cache(self.stats)
         yield from self._adapters(self.stats)
         yield from self._instances(self.stats.instances if isinstance(self.stats, FleetStats) else ())
+
+    def _cache(self, stats: EngineStats) -> Iterator[Metric]:
+        """What the arenas hold, and what was found in them."""
+        for name, text, label, fields in LABELLED:
+            counter = CounterMetricFamily(name, text, labels=["model_name", label])
+            for value, field in fields:
+                counter.add_metric([*self._label, value], getattr(stats, field))
+            yield counter
+        labels = ["model_name", "tier"]
+        size = GaugeMetricFamily("moe_lora:arena_bytes", "Size of each arena.", labels=labels)
+        used = GaugeMetricFamily(
+            "moe_lora:arena_used_bytes",
+            "Of these, those in use, by what they hold.",
+            labels=[*labels, "kind"],
+        )
+        for tier in TIERS:
+            size.add_metric([*self._label, tier], getattr(stats, f"{tier}_bytes"))
+            for kind in ("kv", "adapter"):
+                used.add_metric([*self._label, tier, kind], getattr(stats, f"{tier}_{kind}_bytes"))
+        yield size
+        yield used
+        invalid = GaugeMetricFamily(
+            "moe_lora:kv_invalid_share",
+            "Share of the device's KV whose adapter is not on the device, 0 to 1.",
+            labels=["model_name"],
+        )
+        invalid.add_metric(self._label, stats.device_kv_invalid_bytes / max(1, stats.device_kv_bytes))
+        yield invalid
 
     def _adapters(self, stats: EngineStats) -> Iterator[Metric]:
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
@@ -141,6 +189,11 @@ class Metrics:
         self.adapter_load = self._histogram(
             "moe_lora:adapter_load_time_seconds", "Wait for the adapter to come in.", WAIT_BUCKETS_S
         )
+        self.kv_load = self._histogram(
+            "moe_lora:kv_load_time_seconds",
+            "Wait for history to come in, beyond that for the adapter.",
+            WAIT_BUCKETS_S,
+        )
         self.decode_ttft = self._histogram(
             "moe_lora:decode_ttft_seconds",
             "Queueing, adapter load and first decode step; prefill excluded.",
@@ -200,4 +253,5 @@ class RequestWatch:
             metrics.queue.observe(timing.queue_s)
             metrics.prefill.observe(timing.prefill_s)
             metrics.adapter_load.observe(timing.adapter_load_s)
+            metrics.kv_load.observe(timing.kv_load_s)
             metrics.decode_ttft.observe(timing.decode_ttft_s)

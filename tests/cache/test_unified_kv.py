@@ -1,4 +1,4 @@
-"""KV of one device without a host: what `BlockManager` promised before."""
+"""KV of one device without a host."""
 
 from __future__ import annotations
 

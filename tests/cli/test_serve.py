@@ -90,6 +90,14 @@ def test_options_reach_the_engine(served, model_dir):
     assert (keywords["port"], keywords["served_model_name"]) == (0, "m")
 
 
+def test_arenas_and_their_policy(served, model_dir):
+    options = ["--arena-mb", "64", "--host-arena-mb", "128", "--cache-policy", "lru", "--kv-cache-gb", "0.05"]
+    assert run(model_dir, *options).exit_code == 0
+    [(config, _)] = served
+    assert (config.arena_mb, config.host_arena_mb, config.cache_policy) == (64, 128, "lru")
+    assert config.kv_cache_gb == 0.05
+
+
 def test_instances_and_their_routing(served, model_dir):
     assert run(model_dir, "--instances", "3", "--routing", "round_robin").exit_code == 0
     [(config, keywords)] = served
@@ -176,6 +184,10 @@ def test_adapters_by_name_and_by_folder(served, model_dir, tmp_path):
         (["--routing", "by_adapter"], "round_robin"),
         (["--max-loras", "9" * 20], "choose at most"),
         (["--kv-cache-gb", "-1"], "kv_cache_gb"),
+        (["--arena-mb", "0"], "arena_mb"),
+        (["--host-arena-mb", "-1"], "host_arena_mb"),
+        (["--arena-mb", "9", "--lora-memory-gb", "1"], "leave one of them out"),
+        (["--cache-policy", "mru"], "fastlibra"),
         (["--dtype", "int8"], "int8"),
     ],
 )

@@ -16,8 +16,8 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.client import RemoteBackend
 from moe_lora.execution.local import LocalBackend
-from moe_lora.execution.slots import write_slot
 from moe_lora.kernels.step import LeasedRows, SlotTable, StepTables
+from tests.slots import write_slot
 
 _BITS = {4: torch.int32, 2: torch.int16}
 

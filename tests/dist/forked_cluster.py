@@ -81,10 +81,10 @@ def local_tokens(model: ServedModel, dtype: str) -> Tokens:
         engine.close()
 
 
-def served_tokens(model: ServedModel, row: Row, *, eager: bool = True) -> Outcome:
+def served_tokens(model: ServedModel, row: Row, *, eager: bool = True, **changes: Any) -> Outcome:
     """The same from an instance of a LoRA Server.
 
-    row: a value of each of `combinations.FACTORS`.  eager: without compiled layers.
+    row: a value of each of `combinations.FACTORS`.  eager: without compiled layers.  changes: of `settings`.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="moe_lora-"))
@@ -100,31 +100,30 @@ def served_tokens(model: ServedModel, row: Row, *, eager: bool = True) -> Outcom
         )
         expert_parallel = int(row["expert_parallel"])
         config = settings(
-            model, row["dtype"], lora_server=server, expert_parallel=expert_parallel, eager=eager
+            *(model, row["dtype"]),
+            **{"lora_server": server, "expert_parallel": expert_parallel, "eager": eager, **changes},
         )
         stack.enter_context(server_processes(config, Layout.parse(server.layout).num_ranks))
         engine = stack.enter_context(instance(config))
         tokens = answers(engine, requests_to(model))
-        placement = engine._residency.placement
-        stats = getattr(placement, "_remote", placement)._leases.stats()
+        stats = engine._residency.placement._remote._leases.stats()
         assert stats is not None, "the leader does not answer"
         tallies = [read_tally(server.store_dir, rank) for rank in range(expert_parallel)]
     return Outcome(tokens, tallies, stats["num_evictions"])
 
 
-def settings(model: ServedModel, dtype: str, *, eager: bool = True, **changes: Any) -> EngineConfig:
+def settings(model: ServedModel, dtype: str, **changes: Any) -> EngineConfig:
+    common: dict[str, Any] = {
+        "device": "cpu",
+        "eager": True,
+        "num_threads": 1,
+        "max_loras": CAPACITY,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+        "kv_cache_gb": 0.01,
+    }
     return EngineConfig(
-        model_dir=str(model.model_dir),
-        adapters=model.adapters,
-        dtype=dtype,
-        device="cpu",
-        eager=eager,
-        num_threads=1,
-        max_loras=CAPACITY,
-        max_num_seqs=8,
-        max_num_batched_tokens=16,
-        kv_cache_gb=0.01,
-        **changes,
+        model_dir=str(model.model_dir), adapters=model.adapters, dtype=dtype, **{**common, **changes}
     )
 
 

@@ -41,6 +41,17 @@ def test_bits_and_tokens_are_those_of_the_local_backend(row: Row, expected: Expe
     assert not complaints, f"{title(row)}: {'; '.join(complaints)}"
 
 
+@pytest.mark.parametrize("sites", ["all", "experts"])
+def test_small_arena_beside_a_server_changes_no_token(sites: str, expected: Expected) -> None:
+    """All its pages are for KV, or for KV and the dense part of adapters."""
+    model, tokens = expected("mixtral", "float32")
+    row = {name: values[0] for name, values in FACTORS.items()} | {"family": "mixtral", "sites": sites}
+    small = {"kv_cache_gb": None, "max_model_len": 96, "swap_interval_s": 0.005}
+    arena_mb = 0.06 if sites == "all" else 0.16
+    outcome = served_tokens(model, row, arena_mb=arena_mb, host_arena_mb=0.5, **small)
+    assert not outcome.complaints(tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_compiled_layers_add_the_same_bits(family: str, expected: Expected) -> None:

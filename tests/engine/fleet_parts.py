@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
 
 INFO = ModelInfo(
@@ -25,7 +25,7 @@ INFO = ModelInfo(
 class CountingEngine:
     """`EngineClient` that ends when the sequence of a request has `dies_at` tokens.  adapters: name -> path.
 
-    refuse: paths that can't be loaded.
+    refuse: paths that can't be loaded, names that can't be pinned.
     """
 
     dies_at: int | None = None
@@ -90,6 +90,14 @@ class CountingEngine:
         self.calls.append(("unload", name))
         if self.adapters.pop(name, None) is None:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
+
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        await asyncio.sleep(0)
+        self.check()
+        self.calls.append(("pin" if pinned else "unpin", name))
+        if pinned and name in self.refuse:
+            raise CapacityError(f"adapter {name!r} can't be pinned")
+        return self._info(name)
 
     async def list_adapters(self) -> list[AdapterInfo]:
         self.check()

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer
-from moe_lora.cache.blocks import BlockManager
-from moe_lora.cache.pages import PageAllocator
+from moe_lora.cache.orders import Readiness
+from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import VirtualClock
+from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine.adapter_room import AdapterRoom
 from moe_lora.engine.adapter_version import AdapterVersion
-from moe_lora.engine.placement import LocalPlacement
+from moe_lora.engine.build_cache import caching_policy
+from moe_lora.engine.copies import RankCopier
+from moe_lora.engine.kept_adapters import KeptAdapters, ShardSizes
+from moe_lora.engine.local_placement import LocalPlacement
 from moe_lora.engine.residency import Residency
 from moe_lora.engine.scheduler import Scheduler
 from moe_lora.engine.sequence import Sequence
-from moe_lora.engine.slot_writer import LocalSlotWriter
+from moe_lora.engine.sizing import ArenaSize
+from moe_lora.engine.transfers import Ranks, Transfers
 from moe_lora.kernels.step import SlotTable
 
 PAGE_BYTES = 64
@@ -27,50 +38,122 @@ def packed(name: str, num_pages: int = 1, value: float = 1.0) -> PackedAdapter:
     table = torch.tensor([[0, 4, 1]])
     layer = PackedLayer(data=data, table=table, scale=torch.ones(1))
     return PackedAdapter(
-        name=name, layers=(layer,), max_lora_rank=1, nbytes=layer.nbytes, content_hash=name, targets=("o",)
+        name=name,
+        layers=(layer,),
+        max_lora_rank=1,
+        nbytes=layer.nbytes,
+        content_hash=f"{name} {num_pages} {value}",
+        targets=("o",),
     )
 
 
-class CountingSlotWriter(LocalSlotWriter):
-    """Counts adapters that are kept and not forgotten."""
+class HeldMover:
+    """A `Mover` without a thread: copies are done when the test says so."""
 
-    def __init__(self, slots: SlotTable, arena: torch.Tensor) -> None:
-        super().__init__(slots, arena)
-        self.num_kept = 0
+    def __init__(self, on_done: Callable[[], None]) -> None:
+        self._orders: deque[tuple[int, Callable[[], None]]] = deque()
+        self._done: list[int] = []
+        self._on_done = on_done
 
-    def keep(self, packed: PackedAdapter) -> PackedAdapter:
-        self.num_kept += 1
-        return super().keep(packed)
+    def submit(self, number: int, num_bytes: int, copy: Callable[[], None]) -> None:
+        self._orders.append((number, copy))
 
-    def forget(self, packed: PackedAdapter) -> None:
-        self.num_kept -= 1
+    def work(self, num_orders: int = 1_000_000) -> None:
+        """Do this many of the copies."""
+        for _ in range(min(num_orders, len(self._orders))):
+            number, copy = self._orders.popleft()
+            copy()
+            self._done.append(number)
+            self._on_done()
+
+    def finished(self) -> list[int]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        self._orders.clear()
+
+
+class PromptPlacement(LocalPlacement):
+    """Adapters are there as soon as they are asked for."""
+
+    bring_now: Callable[[], None]
+
+    def hold(self, adapter: AdapterVersion) -> Readiness:
+        readiness = super().hold(adapter)
+        self.bring_now()
+        return readiness if readiness is Readiness.NO_ROOM else self.readiness(adapter)
 
 
 class Parts:
-    """Everything below an `EngineCore`, wired as `build_engine` does."""
+    """Everything below an `EngineCore`, wired as `build_engine` does.
+
+    room_pages: what adapters may take beside one request; None: all but a page.  prompt: adapters are there
+    as soon as they are asked for; else copies are done when `mover.work` is called.
+    """
 
     def __init__(
         self,
         *,
-        kv_pages: int = 16,
-        lora_pages: int = 4,
+        num_pages: int = 20,
+        num_host_pages: int = 0,
+        kv_pages: int | None = None,
+        room_pages: int | None = None,
         max_loras: int = 2,
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 16,
         starvation_s: float = 5.0,
         shortest_first: bool = False,
+        policy: str = "fastlibra",
+        prompt: bool = True,
     ) -> None:
-        num_pages = kv_pages + lora_pages
         self.clock = VirtualClock()
-        self.pages = PageAllocator(num_pages)
-        self.blocks = BlockManager(self.pages, BLOCK_SIZE, kv_pages, prefix_caching=True)
+        room_pages = num_pages - 1 if room_pages is None else room_pages
+        size = ArenaSize(
+            num_pages=num_pages,
+            num_host_pages=num_host_pages,
+            max_kv_pages=kv_pages or num_pages,
+            request_pages=num_pages - room_pages,
+            adapter_pages=min(3, room_pages),
+        )
+        config = EngineConfig(model_dir="", cache_policy=policy, kv_cache_gb=kv_pages)
+        self.cache = UnifiedCache(
+            num_device_pages=num_pages,
+            num_host_pages=num_host_pages,
+            block_size=BLOCK_SIZE,
+            policy=caching_policy(config, size, PAGE_BYTES),
+            max_kv_pages=kv_pages,
+            max_adapters=max_loras,
+        )
         self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
+        self.host_arena = torch.zeros(num_host_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(max_loras, 1, 1, torch.device("cpu"))
-        self.writer = CountingSlotWriter(self.slots, self.arena)
-        self.placement = LocalPlacement(self.pages, PAGE_BYTES, self.writer, self.blocks)
-        self.residency = Residency(self.placement, self.blocks, self.clock)
+        self.kept = KeptAdapters()
+        whole = np.ones(1, dtype=bool)
+        shape = SimpleNamespace()
+        arenas = (self.arena, self.host_arena, PAGE_BYTES)
+        ranks = Ranks(RankCopier(*arenas, self.slots, shape, whole, self.kept.find), PAGE_BYTES)
+        self.placement = (PromptPlacement if prompt else LocalPlacement)(
+            self.cache,
+            self.kept,
+            ShardSizes(shape, PAGE_BYTES, [whole]),
+            self.clock,
+            room=AdapterRoom(num_slots=max_loras, num_pages=room_pages, page_bytes=PAGE_BYTES),
+            clear=lambda order: ranks.begin(order)(),
+        )
+        self.transfers = Transfers(
+            self.cache,
+            ranks,
+            self.clock,
+            translate=self.placement.translate,
+            on_done=self.placement.arrived,
+            make_mover=self._make_mover,
+            interval_s=0.1,
+        )
+        self.placement.bring_now = self.move
+        self.residency = Residency(self.placement, self.clock)
         self.scheduler = Scheduler(
-            self.blocks,
+            self.cache,
             self.residency,
             self.clock,
             max_num_seqs=max_num_seqs,
@@ -78,6 +161,25 @@ class Parts:
             starvation_s=starvation_s,
             shortest_first=shortest_first,
         )
+
+    def _make_mover(self, on_done: Callable[[], None]) -> HeldMover:
+        self.mover = HeldMover(on_done)
+        return self.mover
+
+    def move(self) -> None:
+        """Do all copies that were ordered."""
+        self.transfers.send()
+        self.mover.work()
+        self.transfers.settle()
+
+    @property
+    def num_free(self) -> int:
+        return self.cache.usage()["device_free"]
+
+    def acquire(self, adapter: AdapterVersion) -> bool:
+        """Whether the adapter is there for a request now."""
+        self.placement.begin_round()
+        return self.residency.acquire(adapter) is Readiness.READY
 
     def add(self, name: str, prompt: range, adapter: AdapterVersion | None = None) -> Sequence:
         request = GenerateRequest(
@@ -87,13 +189,45 @@ class Parts:
         self.scheduler.add(sequence)
         return sequence
 
+    def _check_adapter(self, sequence: Sequence) -> None:
+        """The slot of a sequence that computes leads to its adapter's bytes."""
+        adapter = sequence.adapter
+        if adapter is None:
+            return
+        assert adapter.slot is not None
+        assert self.slots.lora_rank[adapter.slot, 0, 0] == 1
+        data, start = adapter.packed.layers[0].data, int(self.slots.a_offset[adapter.slot, 0, 0])
+        place = self.arena[start : start + data.nbytes]
+        assert place.view(torch.float32).equal(data), "another adapter's bytes, or none"
+
+    def _compute(self, sequence: Sequence, num_tokens: int) -> None:
+        """Stand-in for KV: 16 bytes a token that tell its namespace and all tokens before it.  What the
+        sequence builds on must be there.
+        """
+        cells = self.arena.view(torch.int64).view(-1, BLOCK_SIZE, PAGE_BYTES // BLOCK_SIZE // 8)
+        uid = -1 if sequence.adapter_uid is None else sequence.adapter_uid
+        for position in range(sequence.num_computed + num_tokens):
+            cell = cells[sequence.table.pages[position // BLOCK_SIZE], position % BLOCK_SIZE]
+            kv = torch.tensor([uid, hash(tuple(sequence.tokens[: position + 1]))])
+            if position < sequence.num_computed:
+                assert cell.equal(kv), f"KV of position {position} is not that of {sequence.tokens}"
+            else:
+                cell.copy_(kv)
+
     def step(self, token: int = 7) -> dict[str, int]:
         """Schedule and pretend to compute: request id -> tokens computed."""
+        self.transfers.settle()
+        self.transfers.tick(len(self.scheduler.running))
         plan = self.scheduler.schedule()
+        self.transfers.send()
         sampling = [item.sequence for item in plan if item.samples]
+        now_s = self.clock.now_s()
         for item in plan:
-            item.sequence.num_computed += item.num_tokens
-            self.blocks.publish(item.sequence.table, item.sequence.tokens, item.sequence.num_computed)
+            sequence = item.sequence
+            self._check_adapter(sequence)
+            self._compute(sequence, item.num_tokens)
+            sequence.num_computed += item.num_tokens
+            self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
         for sequence in sampling:
-            sequence.append(token, self.clock.now_s(), ())
+            sequence.append(token, now_s, ())
         return {item.sequence.request.request_id: item.num_tokens for item in plan}

@@ -5,7 +5,13 @@ import asyncio
 import pytest
 
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, EngineDeadError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CapacityError,
+    EngineDeadError,
+)
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
 from moe_lora.engine.failover import MAX_RESENDS
 from moe_lora.engine.fleet import FleetClient
@@ -179,6 +185,21 @@ def test_adapters_are_loaded_and_unloaded_everywhere():
             await fleet.unload_adapter("a")
 
     asyncio.run(run())
+
+
+def test_adapters_are_pinned_everywhere_or_nowhere():
+    first, second = (CountingEngine(adapters={"a": "x", "b": "y"}) for _ in range(2))
+    second.refuse = frozenset({"b"})
+    fleet = fleet_of(first, second)
+    asyncio.run(fleet.pin_adapter("a", pinned=True))
+    assert first.calls == second.calls == [("pin", "a")]
+    with pytest.raises(CapacityError, match="'b' can't be pinned"):
+        asyncio.run(fleet.pin_adapter("b", pinned=True))
+    assert first.calls[1:] == [("pin", "b"), ("unpin", "b")]
+    served = fleet._roster.adapters
+    assert (served["a"].pinned, served["b"].pinned) == (True, False)
+    with pytest.raises(AdapterNotFoundError, match="'c' is not loaded"):
+        asyncio.run(fleet.pin_adapter("c", pinned=True))
 
 
 def test_load_that_one_instance_refuses_is_taken_back_by_the_others():

@@ -51,8 +51,9 @@ def test_mixed_batch_continues_as_peft_does(family, way, served):  # noqa: F811
                 expected.check_margins()
                 assert completion.token_ids == expected.tokens[0], (names[i], len(prompts[i]))
         stats = llm.stats()
-    assert stats.prefix_hit_tokens > 0
-    if way == "one_adapter_resident":
+    if way == "one_adapter_resident":  # and history leaves with its adapter
         assert stats.adapter_evictions > 0
+    else:
+        assert stats.prefix_hit_tokens > 0
     if way == "few_pages":
         assert stats.num_preemptions > 0

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_lora.cache.blocks import BlockTable
+from moe_lora.cache.orders import Readiness
+from moe_lora.cache.tables import BlockTable
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 
 from .parts import PAGE_BYTES, Parts, packed
@@ -12,90 +13,125 @@ from .parts import PAGE_BYTES, Parts, packed
 def test_adapter_lies_in_the_arena_where_its_slot_says():
     parts = Parts()
     adapter = parts.residency.add(packed("a", num_pages=2, value=3.0), None)
-    assert parts.residency.acquire(adapter)
+    assert parts.acquire(adapter)
     offset = int(parts.slots.a_offset[adapter.slot, 0, 0])
     assert parts.arena[offset : offset + 2 * PAGE_BYTES].view(torch.float32).eq(3.0).all()
     assert parts.slots.lora_rank[adapter.slot, 0, 0] == 1
-    assert adapter.info().residency == "device"
+    info = parts.residency.info(adapter)
+    assert (info.residency, info.num_pages, info.pinned, info.idle_s) == ("device", 2, False, 0.0)
 
 
 def test_idle_adapter_makes_room_and_running_one_does_not():
     parts = Parts(max_loras=1)
     a, b = (parts.residency.add(packed(name), None) for name in "ab")
-    assert parts.residency.acquire(a)
-    assert not parts.residency.acquire(b)
+    assert parts.acquire(a)
+    assert not parts.acquire(b)
     parts.residency.release(a)
-    assert parts.residency.acquire(b)
+    assert parts.acquire(b)
     assert a.slot is None
-    assert parts.placement.num_evictions == 1
+    assert parts.cache.counters.adapter_evictions == 1
 
 
 def test_several_idle_adapters_leave_for_a_large_one():
-    parts = Parts(kv_pages=1, lora_pages=3, max_loras=4)
+    parts = Parts(num_pages=4, max_loras=4)
     small = [parts.residency.add(packed(name), None) for name in "abc"]
     for adapter in small:
-        parts.residency.acquire(adapter)
+        parts.acquire(adapter)
         parts.residency.release(adapter)
     large = parts.residency.add(packed("large", num_pages=3), None)
-    assert parts.residency.acquire(large)
-    assert [adapter.slot for adapter in small] == [None, None, None]
+    assert parts.acquire(large)
+    assert sum(adapter.slot is None for adapter in small) >= 2
 
 
-def test_idle_adapters_leave_kv_the_pages_it_was_promised():
-    parts = Parts(kv_pages=4, lora_pages=2, max_loras=4)
+def test_idle_adapters_make_room_for_kv():
+    parts = Parts(num_pages=6, max_loras=4)
     for name in "abc":
         adapter = parts.residency.add(packed(name, num_pages=2), None)
-        assert parts.residency.acquire(adapter)
+        assert parts.acquire(adapter)
         parts.residency.release(adapter)
+    assert parts.num_free == 0
     parts.add("base", range(14))
     assert parts.step() == {"base": 14}
 
 
 def test_adapter_that_running_ones_leave_no_room_for_drives_nobody_out():
-    parts = Parts(kv_pages=4, lora_pages=4, max_loras=4)
-    idle, pinned, large = (
+    parts = Parts(num_pages=5, max_loras=4)
+    idle, held, large = (
         parts.residency.add(packed(name, num_pages), None)
-        for name, num_pages in (("idle", 1), ("pinned", 2), ("large", 3))
+        for name, num_pages in (("idle", 1), ("held", 2), ("large", 4))
     )
-    for adapter in (idle, pinned):
-        assert parts.residency.acquire(adapter)
+    for adapter in (idle, held):
+        assert parts.acquire(adapter)
     parts.residency.release(idle)
-    assert not parts.residency.acquire(large)
+    assert not parts.acquire(large)
     assert idle.slot is not None
 
 
 def test_adapter_waits_for_a_run_of_pages_where_kv_and_running_ones_leave_gaps():
-    parts = Parts(kv_pages=4, lora_pages=4, max_loras=4)
-    table = BlockTable(0)
-    assert parts.blocks.grow(table, 16)
+    parts = Parts(num_pages=6, max_loras=4)
+    table = BlockTable(None)
+    assert parts.cache.grow(table, 12, 0.0)
     first, gap, last = (parts.residency.add(packed(name), None) for name in ("first", "gap", "last"))
     for adapter in (first, gap, last):
-        assert parts.residency.acquire(adapter)
+        assert parts.acquire(adapter)
     parts.residency.release(gap)
     parts.residency.remove("gap")
     wide = parts.residency.add(packed("wide", num_pages=2), None)
-    assert not parts.residency.acquire(wide)
-    assert parts.pages.num_free == 2
-    parts.blocks.release(table)
-    assert parts.residency.acquire(wide)
+    assert not parts.acquire(wide)
+    assert parts.num_free == 1
+    parts.cache.release(table, 0.0)
+    assert parts.acquire(wide)
 
 
 def test_failed_attempt_leaves_no_page_taken():
-    parts = Parts(kv_pages=1, lora_pages=3, max_loras=4)
-    assert parts.blocks.grow(BlockTable(0), 1)
-    pinned = parts.residency.add(packed("pinned"), None)
-    parts.residency.acquire(pinned)
+    parts = Parts(num_pages=4, max_loras=4)
+    assert parts.cache.grow(BlockTable(None), 1, 0.0)
+    held = parts.residency.add(packed("held"), None)
+    parts.acquire(held)
     large = parts.residency.add(packed("large", num_pages=3), None)
-    assert parts.pages.num_free == 2
-    assert not parts.residency.acquire(large)
-    assert parts.pages.num_free == 2
+    assert parts.num_free == 2
+    assert not parts.acquire(large)
+    assert parts.num_free == 2
     assert large.slot is None
+
+
+def test_adapter_is_ready_when_its_copy_is_done_and_not_before():
+    parts = Parts(prompt=False)
+    adapter = parts.residency.add(packed("a", value=3.0), None)
+    assert parts.residency.acquire(adapter) is Readiness.COMING
+    parts.transfers.send()
+    assert (adapter.slot, parts.transfers.busy) == (None, True)
+    assert not parts.slots.lora_rank.any()
+    told = []
+    parts.transfers.on_change = lambda: told.append(True)
+    parts.mover.work()
+    parts.transfers.settle()
+    assert (told, parts.transfers.busy) == ([True], False)
+    assert parts.residency.readiness(adapter) is Readiness.READY
+    assert adapter.slot is not None
+
+
+def test_adapter_removed_while_it_comes_leaves_nothing_behind():
+    parts = Parts(prompt=False)
+    adapter = parts.residency.add(packed("a", num_pages=2), None)
+    num_free = parts.num_free
+    parts.residency.acquire(adapter)
+    parts.transfers.send()
+    parts.residency.release(adapter)
+    parts.residency.remove("a")
+    assert len(parts.kept) == 0
+    parts.mover.work()
+    parts.transfers.settle()
+    assert (parts.num_free, adapter.slot) == (num_free, None)
+    assert not parts.slots.lora_rank.any()
+    again = parts.residency.add(packed("b"), None)
+    assert parts.residency.acquire(again) is Readiness.COMING
 
 
 def test_new_version_serves_new_requests_while_the_old_one_finishes():
     parts = Parts()
     old = parts.residency.add(packed("a", value=1.0), None)
-    parts.residency.acquire(old)
+    parts.acquire(old)
     new = parts.residency.add(packed("a", value=2.0), None, replace=True)
     assert parts.residency.current("a") is new
     assert new.version == 2
@@ -107,19 +143,68 @@ def test_new_version_serves_new_requests_while_the_old_one_finishes():
 def test_removed_adapter_is_unknown_and_its_pages_are_free():
     parts = Parts()
     adapter = parts.residency.add(packed("a", num_pages=2), None)
-    free = parts.pages.num_free
-    parts.residency.acquire(adapter)
+    free = parts.num_free
+    parts.acquire(adapter)
     parts.residency.release(adapter)
     parts.residency.remove("a")
-    assert parts.pages.num_free == free
+    assert parts.num_free == free
     with pytest.raises(AdapterNotFoundError, match="'a' is not loaded"):
         parts.residency.current("a")
 
 
 def test_taken_name_and_impossible_size_are_refused():
-    parts = Parts(lora_pages=4)
+    parts = Parts(room_pages=4)
     parts.residency.add(packed("a"), None)
     with pytest.raises(AdapterExistsError, match="'a' is already loaded"):
         parts.residency.add(packed("a"), None)
-    with pytest.raises(CapacityError, match="raise lora_memory_gb"):
+    with pytest.raises(CapacityError, match="raise arena_mb"):
         parts.residency.add(packed("huge", num_pages=5), None)
+    assert len(parts.kept) == 1
+
+
+def test_pinned_adapter_is_brought_in_and_stays_whoever_needs_room():
+    parts = Parts(num_pages=5, room_pages=4, max_loras=3)
+    pinned, *others = (parts.residency.add(packed(name, num_pages=2), None) for name in "abc")
+    parts.placement.pin(pinned)
+    for other in others * 2:
+        assert parts.acquire(other)
+        parts.residency.release(other)
+    assert pinned.slot is not None
+    assert parts.residency.info(pinned).pinned
+    parts.placement.unpin(pinned)
+    table = BlockTable(None)
+    assert parts.cache.grow(table, 5 * 4, 0.0)
+    assert pinned.slot is None
+
+
+def test_pins_that_leave_no_room_for_a_request_are_refused():
+    parts = Parts(num_pages=6, room_pages=5, max_loras=4)
+    first, second, _ = (parts.residency.add(packed(name, num_pages=2), None) for name in "abc")
+    parts.placement.pin(first)
+    with pytest.raises(CapacityError, match=r"'b' of 0\.000 MB can't be pinned.*raise arena_mb"):
+        parts.placement.pin(second)
+    with pytest.raises(CapacityError, match="pinned; raise arena_mb or unpin"):
+        parts.residency.add(packed("large", num_pages=4), None)
+    parts.placement.unpin(first)
+    parts.placement.pin(second)
+
+
+def test_pins_leave_a_slot_for_others_as_long_as_there_are_others():
+    parts = Parts(max_loras=1)
+    first, _ = (parts.residency.add(packed(name), None) for name in "ab")
+    with pytest.raises(CapacityError, match="must stay free for others; unpin another adapter or raise"):
+        parts.placement.pin(first)
+    parts.residency.remove("b")
+    parts.placement.pin(first)
+    with pytest.raises(CapacityError, match=r"'c' finds no slot.*raise max_loras"):
+        parts.residency.add(packed("c"), None)
+
+
+def test_new_version_of_a_pinned_adapter_is_pinned():
+    parts = Parts()
+    old = parts.residency.add(packed("a"), None)
+    parts.placement.pin(old)
+    new = parts.residency.add(packed("a", value=2.0), None, replace=True)
+    assert (old.pinned, new.pinned) == (False, True)
+    parts.residency.remove("a")
+    assert parts.num_free == parts.cache.usage()["device_free"] == 20

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from moe_lora.cache.tables import BlockTable
+
 from .parts import Parts, packed
 
 
@@ -31,7 +33,7 @@ def test_no_more_sequences_run_than_allowed():
 
 
 def test_youngest_gives_way_when_pages_run_out_and_comes_back():
-    parts = Parts(kv_pages=4, max_num_batched_tokens=32)
+    parts = Parts(num_pages=6, kv_pages=4, max_num_batched_tokens=32)
     old = parts.add("old", range(8))
     young = parts.add("young", range(50, 58))
     assert set(parts.step()) == {"old", "young"}
@@ -94,16 +96,88 @@ def test_waiting_request_that_leaves_frees_its_retired_adapter():
     assert list(parts.residency.resident()) == []
 
 
-def test_adapter_load_after_a_preemption_is_no_part_of_the_first_wait(monkeypatch):
-    parts = Parts(kv_pages=4, max_num_batched_tokens=32)
+def test_request_whose_adapter_is_on_its_way_waits_alone():
+    parts = Parts(prompt=False)
     adapter = parts.residency.add(packed("a"), None)
-    acquire = parts.residency.acquire
+    parts.add("base", range(3))
+    parts.step()
+    waiting = parts.add("one", range(10, 13), adapter)
+    for _ in range(3):
+        parts.clock.advance(0.5)
+        assert set(parts.step()) == {"base"}
+    assert parts.scheduler.loading == [waiting]
+    parts.mover.work()
+    assert set(parts.step()) == {"base", "one"}
+    timing = waiting.timing(parts.clock.now_s())
+    assert (timing.queue_s, timing.adapter_load_s, timing.kv_load_s) == (0.5, 1.0, 0.0)
+    assert parts.scheduler.num_adapter_misses == 1
 
-    def slow_acquire(wanted):
+
+def test_history_on_the_host_comes_back_while_others_run():
+    parts = Parts(num_pages=6, num_host_pages=8, prompt=False, policy="lru", max_num_batched_tokens=32)
+    prompt = range(13)
+    first = parts.add("first", prompt)
+    parts.step()
+    parts.scheduler.finish(first)
+    parts.clock.advance(1.0)
+    table = BlockTable(None)
+    assert parts.cache.grow(table, 12, parts.clock.now_s())
+    parts.step()
+    parts.mover.work()
+    parts.transfers.settle()
+    assert parts.cache.grow(table, 24, parts.clock.now_s())
+    parts.cache.release(table, parts.clock.now_s())
+    assert parts.cache.usage()["host_kv"] == 3
+    parts.add("other", range(50, 52))
+    parts.step()
+    again = parts.add("again", prompt)
+    parts.clock.advance(0.25)
+    assert set(parts.step()) == {"other"}
+    parts.clock.advance(0.5)
+    assert set(parts.step()) == {"other"}
+    parts.mover.work()
+    assert parts.step() == {"other": 1, "again": 1}
+    timing = again.timing(parts.clock.now_s())
+    assert (timing.queue_s, timing.adapter_load_s, timing.kv_load_s) == (0.25, 0.0, 0.5)
+
+
+def test_client_that_leaves_while_its_adapter_comes_gives_all_back():
+    parts = Parts(prompt=False)
+    adapter = parts.residency.add(packed("a"), None)
+    waiting = parts.add("one", range(3), adapter)
+    parts.step()
+    parts.scheduler.finish(waiting)
+    assert (adapter.num_running, adapter.num_waiting, parts.scheduler.num_waiting) == (0, 0, 0)
+    parts.mover.work()
+    assert parts.step() == {}
+    assert adapter.slot is not None, "it is there for the next one"
+
+
+def test_younger_loading_request_gives_its_room_to_an_older_one():
+    parts = Parts(num_pages=7, room_pages=4, prompt=False, max_num_batched_tokens=32)
+    old, young = (parts.residency.add(packed(name, num_pages=2), None) for name in ("old", "young"))
+    first = parts.add("first", range(16), old)
+    second = parts.add("second", range(50, 54), young)
+    parts.step()
+    assert parts.scheduler.loading == [first, second]
+    parts.mover.work(1)
+    assert parts.step() == {}
+    parts.mover.work()
+    assert parts.step() == {"first": 16}
+    assert list(parts.scheduler.waiting) == [second]
+    assert young.slot is None
+
+
+def test_adapter_load_after_a_preemption_is_no_part_of_the_first_wait(monkeypatch):
+    parts = Parts(num_pages=6, kv_pages=4, max_num_batched_tokens=32)
+    adapter = parts.residency.add(packed("a"), None)
+    bring_now = parts.placement.bring_now
+
+    def slowly():
         parts.clock.advance(2.0)
-        return acquire(wanted)
+        bring_now()
 
-    monkeypatch.setattr(parts.residency, "acquire", slow_acquire)
+    parts.placement.bring_now = slowly
     old = parts.add("old", range(8))
     young = parts.add("young", range(50, 58), adapter)
     parts.step()
@@ -112,7 +186,7 @@ def test_adapter_load_after_a_preemption_is_no_part_of_the_first_wait(monkeypatc
     parts.scheduler.finish(old)
     parts.step()
     timing = young.timing(parts.clock.now_s())
-    assert (timing.adapter_load_s, timing.queue_s) == (2.0, 0.0)
+    assert (timing.adapter_load_s, timing.queue_s) == (0.0, 2.0)
 
 
 def test_oracle_queue_admits_the_request_with_least_to_generate_first():

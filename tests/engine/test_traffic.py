@@ -6,17 +6,23 @@ import random
 
 import pytest
 
+from moe_lora.cache.tables import BlockTable
+from moe_lora.core.config import CACHE_POLICIES
+from moe_lora.engine.core import NUM_TRIES
 from moe_lora.engine.sequence import Sequence
 
-from .parts import Parts, packed
+from .parts import BLOCK_SIZE, Parts, packed
 
 ANSWER_TOKENS = 12
 
 
 def parts_for(rng: random.Random) -> Parts:
     return Parts(
-        kv_pages=rng.choice([8, 12]),
-        lora_pages=rng.choice([3, 5]),
+        num_pages=rng.choice([11, 15]),
+        num_host_pages=rng.choice([0, 6]),
+        room_pages=4,
+        policy=rng.choice(CACHE_POLICIES),
+        prompt=rng.random() < 0.5,
         max_loras=rng.choice([1, 2, 4]),
         max_num_seqs=rng.choice([2, 4]),
         max_num_batched_tokens=rng.choice([4, 16]),
@@ -29,7 +35,7 @@ def change_something(rng: random.Random, parts: Parts, live: list[Sequence], num
     known = parts.residency.known()
     if rng.random() < 0.15 or not known:
         name, num_pages = rng.choice("abcd"), rng.randint(1, 3)
-        parts.residency.add(packed(name, num_pages), None, replace=True)
+        parts.residency.add(packed(name, num_pages, value=rng.random()), None, replace=True)
     elif rng.random() < 0.1:
         parts.residency.remove(rng.choice(known).name)
     elif rng.random() < 0.1 and live:
@@ -44,23 +50,30 @@ def change_something(rng: random.Random, parts: Parts, live: list[Sequence], num
 def test_random_traffic_gets_done_and_leaves_nothing_taken(seed):
     rng = random.Random(seed)
     parts, live = parts_for(rng), []
-    num_free = parts.pages.num_free
+    num_free, num_empty = parts.num_free, 0
     for number in range(3000):
         if number < 120:
             change_something(rng, parts, live, number)
         elif not live:
             break
         parts.clock.advance(0.1)
-        assert parts.step() or not live, "requests wait and nothing is computed"
-        assert parts.writer.num_kept >= len(parts.residency.known())
+        idle = not parts.step()
+        num_empty = num_empty + 1 if idle and live and not parts.transfers.busy else 0
+        assert num_empty < NUM_TRIES, "requests wait and nothing is computed"
+        if rng.random() < 0.5 or idle:
+            parts.mover.work(rng.randint(1, 3))
+        assert len(parts.kept) >= len(parts.residency.known())
         for sequence in [s for s in live if s.num_generated >= ANSWER_TOKENS]:
             parts.scheduler.finish(sequence)
             live.remove(sequence)
     assert not live
     for adapter in parts.residency.known():
         parts.residency.remove(adapter.name)
-    while parts.blocks.evict_one():
-        pass
+    parts.move()
     assert list(parts.residency.resident()) == []
-    assert parts.writer.num_kept == 0
-    assert (parts.blocks.num_used, parts.pages.num_free) == (0, num_free)
+    assert len(parts.kept) == 0
+    usage = parts.cache.usage()
+    assert (usage["device_kv_used"], usage["device_adapters"]) == (0, 0)
+    for_kv = parts.cache._room.limits.kv_pages
+    assert parts.cache.grow(BlockTable(None), for_kv * BLOCK_SIZE, parts.clock.now_s())
+    assert parts.num_free == num_free - for_kv

@@ -7,10 +7,10 @@ import torch
 
 from moe_lora.adapters import read_adapter
 from moe_lora.core.shape import ModelShape
-from moe_lora.execution.slots import write_slot
 from moe_lora.kernels.reference import arena_rows, lora_delta
 from moe_lora.kernels.step import SlotTable
 from tests.families import make_adapter, make_checkpoint
+from tests.slots import write_slot
 
 CPU = torch.device("cpu")
 

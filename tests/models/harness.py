@@ -11,10 +11,10 @@ import torch
 from moe_lora.adapters import read_adapter
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.local import LocalBackend
-from moe_lora.execution.slots import write_slot
 from moe_lora.kernels.step import KvLayout, SlotTable, StepTables
 from moe_lora.models.families import load_model
 from moe_lora.models.layers import DecoderLayer
+from tests.slots import write_slot
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 160

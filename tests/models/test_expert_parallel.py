@@ -14,7 +14,8 @@ from moe_lora.adapters import read_adapter
 from moe_lora.adapters.shard import entries_of_experts
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.expert_parallel import experts_of_rank
-from moe_lora.engine.slot_writer import RankSlots, ShardSizes
+from moe_lora.engine.copies import BringAdapter, RankCopier
+from moe_lora.engine.kept_adapters import ShardSizes
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.exchange import RowExchange, open_group
 from moe_lora.execution.local import LocalBackend
@@ -26,6 +27,7 @@ from tests.models.generated_code import operations
 CPU = torch.device("cpu")
 NUM_ROWS = 21
 SLOTS = torch.tensor([(-1, 0, 1, 2, 3)[i % 5] for i in range(NUM_ROWS)], dtype=torch.int32)
+PAGE_BYTES = 1024
 
 
 class RankOfLayers:
@@ -38,16 +40,20 @@ class RankOfLayers:
         packed = [read_adapter(path, shape, dtype) for path in served.adapters]
         by_rank = [experts_of_rank(NUM_EXPERTS, size, other) for other in range(size)]
         kept = [entries_of_experts(shape, held) for held in by_rank]
-        sizes = ShardSizes(shape, kept)
-        self.arena = torch.zeros(sum(sum(sizes.layer_bytes(p)) for p in packed), dtype=torch.uint8)
+        sizes = ShardSizes(shape, PAGE_BYTES, kept)
+        num_pages = sum(sum(sizes.layer_pages(p)) for p in packed)
+        self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(len(packed), shape.num_layers, shape.num_entries, CPU)
-        writer, offset = RankSlots(self.slots, self.arena, shape, entries_of_experts(shape, experts)), 0
+        by_hash = {p.content_hash: p for p in packed}
+        mine = entries_of_experts(shape, experts)
+        copier = RankCopier(self.arena, None, PAGE_BYTES, self.slots, shape, mine, by_hash.__getitem__)
+        page = 0
         for slot, adapter in enumerate(packed):
-            offsets = []
-            for num_bytes in sizes.layer_bytes(adapter):
-                offsets.append(offset)
-                offset += num_bytes
-            writer.write(slot, adapter, offsets)
+            firsts = []
+            for length in sizes.layer_pages(adapter):
+                firsts.append(page)
+                page += length
+            copier.begin(BringAdapter(slot, adapter.content_hash, tuple(firsts), None))()
         layout = KvLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
         backend = LocalBackend(shape, self.arena, self.slots)
         self.context = ExecutionContext(self.arena, layout, backend, exchange)

@@ -11,7 +11,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.models.causal_lm import CausalLM
-from moe_lora.models.families import family_of, read_config
+from moe_lora.models.families import family_of
 from tests.families import FAMILIES, make_checkpoint, tiny_config
 from tests.models.harness import Harness
 from tests.oracle import reference_logits
@@ -96,14 +96,6 @@ def test_option_that_is_not_supported_is_refused_by_name(family, changes, messag
 def test_unknown_model_type_names_the_supported_ones():
     with pytest.raises(ConfigError, match=r"'gpt2'.*llama, mixtral, qwen3_moe, gpt_oss, dbrx"):
         family_of({"model_type": "gpt2"})
-
-
-@pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("{", "not valid JSON")])
-def test_config_that_cannot_be_read_is_refused(tmp_path, text, message):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_config(tmp_path)
 
 
 def test_rope_in_the_old_spelling_is_read_alike():

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, EngineDeadError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CapacityError,
+    EngineDeadError,
+)
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -17,7 +23,9 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 
-TIMING = RequestTiming(queue_s=0.001, adapter_load_s=0.002, prefill_s=0.003, first_decode_s=0.004)
+TIMING = RequestTiming(
+    queue_s=0.001, adapter_load_s=0.002, kv_load_s=0.005, prefill_s=0.003, first_decode_s=0.004
+)
 EOS = 2
 
 
@@ -146,6 +154,17 @@ class ScriptedEngine:
             raise AdapterNotFoundError(f"no adapter is named {name!r}")
         del self.adapters[name]
 
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        self._check_alive()
+        if name not in self.adapters:
+            raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
+        if pinned and sum(info.pinned for info in self.adapters.values()) >= 1:
+            raise CapacityError(f"adapter {name!r} can't be pinned; raise arena_mb")
+        self.adapters[name] = replace(
+            self.adapters[name], pinned=pinned, residency="device", num_pages=7, idle_s=0.25
+        )
+        return self.adapters[name]
+
     async def list_adapters(self) -> list[AdapterInfo]:
         self._check_alive()
         return list(self.adapters.values())
@@ -162,6 +181,13 @@ class ScriptedEngine:
             generation_tokens=self.num_tokens,
             adapter_loads=3,
             adapter_load_bytes=4096,
+            adapter_hits=5,
+            kv_host_hit_tokens=6,
+            swapped_out_bytes=7,
+            device_bytes=1000,
+            device_kv_bytes=400,
+            device_kv_invalid_bytes=100,
+            host_adapter_bytes=8,
         )
 
     async def is_alive(self) -> bool:

@@ -88,3 +88,25 @@ def test_unloading_what_is_not_there_is_404(server):
     assert "nobody" in error_of(server.post(UNLOAD, {"lora_name": "nobody"}), 404)
     error_of(server.post(UNLOAD, {"lora_name": "base"}), 404)
     error_of(server.post(UNLOAD, {"lora_name": ""}), 400)
+
+
+def test_adapters_are_listed_with_what_they_take_and_pinned_by_name(server, engine):
+    [card] = server.get("/v1/adapters").json()["data"]
+    assert (card["id"], card["residency"], card["pages"], card["pinned"]) == ("shout", "host", 0, False)
+    assert card["idle_s"] is None
+    pinned = server.post("/v1/adapters/shout/pin", {}).json()
+    assert (pinned["pinned"], pinned["residency"], pinned["pages"], pinned["idle_s"]) == (
+        True,
+        "device",
+        7,
+        0.25,
+    )
+    assert server.get("/v1/adapters").json()["data"] == [pinned]
+    assert server.post("/v1/adapters/shout/unpin", {}).json()["pinned"] is False
+
+
+def test_pins_that_leave_no_room_and_unknown_names_are_refused(server, adapter_dir):
+    assert "not loaded" in error_of(server.post("/v1/adapters/nobody/pin", {}), 404)
+    assert server.post(LOAD, {"lora_name": "a/b", "lora_path": adapter_dir}).status_code == 200
+    assert server.post("/v1/adapters/a/b/pin", {}).status_code == 200
+    assert "raise arena_mb" in error_of(server.post("/v1/adapters/shout/pin", {}), 400)

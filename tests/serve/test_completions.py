@@ -73,7 +73,13 @@ def test_a_stop_string_leaves_the_timing_in(server):
 
 def test_timing_follows_the_definitions(server):
     timing = server.post("/v1/completions", {"prompt": "hello"}).json()["usage"]["timing"]
-    assert timing == {"queue_ms": 1.0, "adapter_load_ms": 2.0, "prefill_ms": 3.0, "decode_ttft_ms": 7.0}
+    assert timing == {
+        "queue_ms": 1.0,
+        "adapter_load_ms": 2.0,
+        "kv_load_ms": 5.0,
+        "prefill_ms": 3.0,
+        "decode_ttft_ms": 12.0,
+    }
 
 
 def test_cached_tokens_are_counted_once_per_prompt(server):

@@ -217,3 +217,27 @@ def test_end_of_the_front_end_ends_all_instances_also_one_that_is_starting(tmp_p
         if number == signal.SIGINT:
             assert server.stop(number) == 0
         until(lambda: all(gone(pid) for pid in pids))
+
+
+def test_pinned_adapter_is_pinned_on_the_instance_that_comes_back(pair):
+    until_both_up(pair)
+    name = MODELS[0]
+
+    def pages_and_pin() -> tuple[int, bool]:
+        adapters = httpx.get(f"{pair.url}/v1/adapters", trust_env=False).json()["data"]
+        [card] = [card for card in adapters if card["id"] == name]
+        return card["pages"], card["pinned"]
+
+    def change(what: str) -> None:
+        answer = httpx.post(f"{pair.url}/v1/adapters/{name}/{what}", trust_env=False, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+    change("pin")
+    until(lambda: pages_and_pin()[0] > 0)
+    pages = max(pages_and_pin()[0] for _ in range(5))
+    os.kill(pair.engine_pids()[0], signal.SIGKILL)
+    until(lambda: instance_values(pair, "up") != [1.0, 1.0])
+    until_both_up(pair)
+    until(lambda: pages_and_pin() == (pages, True))
+    change("unpin")
+    assert pages_and_pin()[1] is False

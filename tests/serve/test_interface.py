@@ -78,7 +78,13 @@ def test_token_ids_in_and_out_with_a_forced_length(any_server):
 
 def test_usage_tells_where_the_time_went(any_server):
     usage = any_server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3}).json()["usage"]
-    assert set(usage["timing"]) == {"queue_ms", "adapter_load_ms", "prefill_ms", "decode_ttft_ms"}
+    assert set(usage["timing"]) == {
+        "queue_ms",
+        "adapter_load_ms",
+        "kv_load_ms",
+        "prefill_ms",
+        "decode_ttft_ms",
+    }
     assert all(value >= 0 for value in usage["timing"].values())
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
 

@@ -38,7 +38,7 @@ def test_requests_are_counted_and_timed(server):
     assert value(found, "vllm:time_per_output_token_seconds_count") == gaps
     assert value(found, "vllm:request_time_per_output_token_seconds_count") == 2
     assert value(found, "vllm:request_queue_time_seconds_count") == 2
-    assert abs(value(found, "moe_lora:decode_ttft_seconds_sum") - 2 * 0.007) < 1e-9
+    assert abs(value(found, "moe_lora:decode_ttft_seconds_sum") - 2 * 0.012) < 1e-9
 
 
 def test_refused_requests_are_not_counted_as_finished(server):
@@ -61,6 +61,18 @@ def test_the_engines_numbers_are_shown_under_vllms_names(server):
     assert value(found, "moe_lora:adapter_loads_total") == 3
     assert value(found, "moe_lora:adapter_evictions_total") == 0
     assert value(found, "moe_lora:adapter_load_bytes_total") == 4096
+
+
+def test_what_the_arenas_hold_and_what_was_found_there_is_shown(server):
+    found = samples(server)
+    assert value(found, "moe_lora:adapter_hits_total") == 5
+    assert value(found, "moe_lora:kv_hit_tokens_total", tier="host") == 6
+    assert value(found, "moe_lora:swapped_bytes_total", direction="out") == 7
+    assert value(found, "moe_lora:swapped_bytes_total", direction="in") == 0
+    assert value(found, "moe_lora:arena_bytes", tier="device") == 1000
+    assert value(found, "moe_lora:arena_used_bytes", tier="device", kind="kv") == 400
+    assert value(found, "moe_lora:arena_used_bytes", tier="host", kind="adapter") == 8
+    assert value(found, "moe_lora:kv_invalid_share") == 0.25
 
 
 def test_routers_can_read_which_adapters_run_and_wait(server):

@@ -12,8 +12,8 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.execution.local import LocalBackend
-from moe_lora.execution.slots import write_slot
 from moe_lora.kernels.step import Lease, LeasedAdapter, LeasedRows, SlotTable, StepTables
+from tests.slots import write_slot
 
 from .cluster import CPU, Cluster, random_adapter, until
 from .shapes import model_shape

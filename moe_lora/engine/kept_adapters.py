@@ -1,0 +1,123 @@
+"""Adapters that are not in an arena: their packed bytes, and how much room they will take there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from safetensors import SafetensorError
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.shard import shard_layer
+from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.core.shape import ModelShape
+
+
+class KeptAdapters:
+    """Packed adapters by content hash: as mapped files, or in this process's memory.
+
+    in_files: as files, which this process alone can read.  store: as files in this store, which others read
+    too.  before_removal: called before such a file goes, returns when none of them will open it any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_files: bool = False,
+        store: HostStore | None = None,
+        before_removal: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.in_files = in_files or store is not None
+        self._store = store
+        self._before_removal = before_removal
+        self._kept: dict[str, PackedAdapter] = {}
+        self._prepared: dict[str, PackedAdapter] = {}
+        self._num_kept: Counter[str] = Counter()
+
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """What takes long of a `keep` that is to come; for another thread.  Raises CapacityError likewise."""
+        if self._store is not None:
+            return _stored(packed, self._store)
+        if self.in_files:
+            packed = self._prepared[packed.content_hash] = _nameless(packed)
+        return packed
+
+    def keep(self, packed: PackedAdapter) -> PackedAdapter:
+        """Take on an adapter, once for each time that `forget` will end it; returns what to keep of it.
+
+        Raises CapacityError if there is no room for that.
+        """
+        if self._store is not None:
+            packed = _stored(packed, self._store)
+        elif self.in_files:
+            known = packed.content_hash in self._prepared
+            packed = self._prepared.pop(packed.content_hash) if known else _nameless(packed)
+        self._kept.setdefault(packed.content_hash, packed)
+        self._num_kept[packed.content_hash] += 1
+        return packed
+
+    def find(self, content_hash: str) -> PackedAdapter:
+        """A kept adapter."""
+        return self._kept[content_hash]
+
+    def forget(self, packed: PackedAdapter) -> None:
+        """End what `keep` began."""
+        content_hash = packed.content_hash
+        self._num_kept[content_hash] -= 1
+        if self._num_kept[content_hash]:
+            return
+        del self._num_kept[content_hash]
+        del self._kept[content_hash]
+        if self._store is not None:
+            self._before_removal()
+            self._store.remove(content_hash)
+
+    def __len__(self) -> int:
+        """Adapters kept, each as often as it was."""
+        return self._num_kept.total()
+
+
+def _nameless(packed: PackedAdapter) -> PackedAdapter:
+    """As a mapped file without a name: whatever ends this process, nothing is left behind."""
+    with TemporaryDirectory(prefix="moe_lora-") as directory:
+        return _stored(packed, HostStore(directory))
+
+
+def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
+    """As a mapped file: what was read into this process's memory may go."""
+    try:
+        store.put(packed)
+        return store.get(packed.content_hash, packed.name)
+    except (OSError, SafetensorError, AdapterError) as error:
+        raise CapacityError(
+            f"adapter {packed.name!r} of {packed.nbytes / 1e9:.3f} GB can't be kept in "
+            f"{store.directory} ({error}); free room there or let TMPDIR name another place"
+        ) from error
+
+
+class ShardSizes:
+    """Pages that the layers of adapters take on the rank that holds most of them.
+
+    kept: per rank the entries ([X] bool) that it keeps.
+    """
+
+    def __init__(self, shape: ModelShape, page_bytes: int, kept: Sequence[np.ndarray]) -> None:
+        self._shape = shape
+        self.page_bytes = page_bytes
+        self._kept = kept
+        self._all_kept = all(entries.all() for entries in kept)
+
+    def layer_pages(self, packed: PackedAdapter) -> list[int]:
+        return [-(-num_bytes // self.page_bytes) for num_bytes in self._layer_bytes(packed)]
+
+    def _layer_bytes(self, packed: PackedAdapter) -> list[int]:
+        if self._all_kept:
+            return [layer.nbytes for layer in packed.layers]
+        return [
+            max(shard_layer(layer, self._shape, kept).num_elements for kept in self._kept)
+            * layer.data.element_size()
+            for layer in packed.layers
+        ]

@@ -1,0 +1,176 @@
+"""Adapters in this device's arena, where the cache puts them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.cache.orders import Copy, LoadAdapter, Namespace, Order, Readiness
+from moe_lora.cache.unified import UnifiedCache
+from moe_lora.core.clock import Clock
+from moe_lora.core.errors import CapacityError
+from moe_lora.core.request import AdapterResidency
+
+from .adapter_room import AdapterRoom
+from .adapter_version import AdapterVersion
+from .copies import BringAdapter, ClearSlot, CopyPages, RankOrder
+from .kept_adapters import KeptAdapters, ShardSizes
+
+
+class LocalPlacement:
+    """`Placement` in this device's arena: the cache says which adapters, this gives them slots.
+
+    room: what they may take in all.  clear: has all ranks clear a slot.
+    """
+
+    on_change: Callable[[], None] | None = None
+    waits_for_others = False
+
+    def __init__(
+        self,
+        cache: UnifiedCache,
+        kept: KeptAdapters,
+        sizes: ShardSizes,
+        clock: Clock,
+        *,
+        room: AdapterRoom,
+        clear: Callable[[ClearSlot], None],
+    ) -> None:
+        self._cache = cache
+        self._kept = kept
+        self._sizes = sizes
+        self._clock = clock
+        self._room = room
+        self._clear = clear
+        self._known: dict[Namespace, AdapterVersion] = {}
+        self._num_pages: dict[Namespace, int] = {}
+        self._slots: dict[Namespace, int] = {}
+        self._free_slots = list(range(room.num_slots - 1, -1, -1))
+        self._refused_pages = sys.maxsize
+        cache.on_departure = self._depart
+
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        return self._kept.prepare(packed)
+
+    def admit(self, adapter: AdapterVersion) -> None:
+        layer_pages = self._sizes.layer_pages(adapter.packed)
+        num_pages = sum(layer_pages)
+        self._room.check_fits(adapter.name, num_pages, self._pages(pinned=True))
+        adapter.packed = self._kept.keep(adapter.packed)
+        try:
+            self._cache.add_adapter(adapter.uid, layer_pages, self._clock.now_s())
+        except CapacityError:
+            self._kept.forget(adapter.packed)
+            raise
+        self._known[adapter.uid] = adapter
+        self._num_pages[adapter.uid] = num_pages
+
+    def begin_round(self) -> None:
+        self._refused_pages = sys.maxsize
+
+    def hold(self, adapter: AdapterVersion) -> Readiness:
+        """Within a round, what found no room for few pages is not searched for more."""
+        num_pages = self._num_pages[adapter.uid]
+        if num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
+            return Readiness.NO_ROOM
+        readiness = self._cache.hold(adapter.uid, self._clock.now_s())
+        if readiness is Readiness.NO_ROOM:
+            self._refused_pages = num_pages
+        return readiness
+
+    def readiness(self, adapter: AdapterVersion) -> Readiness:
+        return self._cache.readiness(adapter.uid)
+
+    def let_go(self, adapter: AdapterVersion) -> None:
+        self._cache.let_go(adapter.uid, self._clock.now_s())
+
+    def stop_asking(self, adapter: AdapterVersion) -> None:
+        """Nothing to do: the cache remembers no questions."""
+
+    def drop(self, adapter: AdapterVersion) -> None:
+        self.unpin(adapter)
+        self._cache.forget(adapter.uid)
+        self._kept.forget(adapter.packed)
+        del self._known[adapter.uid], self._num_pages[adapter.uid]
+
+    def pin(self, adapter: AdapterVersion) -> None:
+        if adapter.pinned:
+            return
+        self._check_pin(adapter)
+        adapter.pinned = True
+        self._cache.pin(adapter.uid)
+        self.begin_round()
+        if self.hold(adapter) is not Readiness.NO_ROOM:
+            self.let_go(adapter)
+
+    def unpin(self, adapter: AdapterVersion) -> None:
+        if adapter.pinned:
+            adapter.pinned = False
+            self._cache.unpin(adapter.uid)
+
+    def where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
+        place = self._cache.place(adapter.uid)
+        if place == "device":
+            return "device", self._num_pages[adapter.uid]
+        return ("disk" if place == "disk" and self._kept.in_files else "host"), 0
+
+    def resident(self) -> Iterator[AdapterVersion]:
+        return (adapter for adapter in self._known.values() if adapter.slot is not None)
+
+    def note_remote(self, adapter: AdapterVersion, *, ready: bool) -> None:
+        """Whether the LoRA Server holds the adapter; of interest where nothing of it is computed here."""
+        if not self._num_pages[adapter.uid]:
+            self._cache.note_remote(adapter.uid, ready)
+
+    def counters(self) -> dict[str, int]:
+        """None of its own: see `EngineCore.stats` for the cache's."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to do: the arena goes with the engine."""
+
+    def translate(self, order: Order) -> tuple[RankOrder, int]:
+        """The order as ranks understand it, and how many pages it moves."""
+        if isinstance(order, LoadAdapter):
+            return self._bring(order.namespace, order.layer_first_pages, None)
+        pages = CopyPages(order.device_pages, order.host_pages, order.to_device)
+        if order.is_adapter and order.to_device:
+            return self._bring(order.namespace, self._cache.layer_first_pages(order.namespace), pages)
+        return pages, len(pages.device_pages)
+
+    def arrived(self, order: Order) -> None:
+        """An order is done: an adapter that it brought is ready."""
+        if isinstance(order, Copy) and not (order.is_adapter and order.to_device):
+            return
+        slot, adapter = self._slots.get(order.namespace), self._known.get(order.namespace)
+        if adapter is not None:
+            adapter.slot = slot
+
+    def _bring(
+        self, namespace: Namespace, first_pages: tuple[int, ...], pages: CopyPages | None
+    ) -> tuple[RankOrder, int]:
+        slot = self._slots[namespace] = self._free_slots.pop()
+        adapter = self._known[namespace]
+        order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages)
+        return order, self._num_pages[namespace]
+
+    def _depart(self, namespace: Namespace) -> None:
+        slot = self._slots.pop(namespace, None)
+        if slot is None:
+            return
+        self._clear(ClearSlot(slot))
+        self._free_slots.append(slot)
+        adapter = self._known.get(namespace)
+        if adapter is not None:
+            adapter.slot = None
+
+    def _check_pin(self, adapter: AdapterVersion) -> None:
+        pinned, others = self._pages(pinned=True), self._pages(pinned=False)
+        num_pages = self._num_pages[adapter.uid]
+        others.remove(num_pages)
+        self._room.check_pin(adapter.name, num_pages, pinned, others)
+
+    def _pages(self, *, pinned: bool) -> list[int]:
+        """Pages of each adapter that is pinned, or is not."""
+        return [self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned == pinned]

@@ -1,0 +1,112 @@
+"""The cache's orders on their way: sent to all ranks between steps, confirmed when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe_lora.cache.orders import Order
+from moe_lora.cache.unified import UnifiedCache
+from moe_lora.core.clock import Clock
+
+from .copies import RankCopier, RankOrder
+from .followers import Followers
+from .mover import Mover
+
+
+class Ranks:
+    """The memory of all ranks of an instance.
+
+    Followers carry out what they are told in the order they are told it, steps included, before they hear of
+    anything later.  That is safe though rank 0 copies beside its steps: it announces no step that needs a
+    copy, nor reuses its pages, before its own copy is done, and by then the followers were told of it.
+    """
+
+    def __init__(self, own: RankCopier, page_bytes: int, followers: Followers | None = None) -> None:
+        self._own = own
+        self._followers = followers
+        self.page_bytes = page_bytes
+
+    def begin(self, order: RankOrder) -> Callable[[], None]:
+        """Tell the followers; what remains to be done on this rank."""
+        if self._followers is not None:
+            self._followers.tell(order)
+        return self._own.begin(order)
+
+
+class Transfers:
+    """Takes orders of the cache, has them carried out beside the steps, confirms them.
+
+    translate: an order as ranks understand it.  on_done: told of each order that was confirmed.  interval_s:
+    time between two looks of the cache at what to move ahead of need.  Called by the engine's own thread.
+    """
+
+    on_change: Callable[[], None] | None = None
+    """Called from another thread when a copy is done."""
+
+    def __init__(
+        self,
+        cache: UnifiedCache,
+        ranks: Ranks,
+        clock: Clock,
+        *,
+        translate: Callable[[Order], tuple[RankOrder, int]],
+        on_done: Callable[[Order], None],
+        make_mover: Callable[[Callable[[], None]], Mover],
+        interval_s: float,
+    ) -> None:
+        self._cache = cache
+        self._ranks = ranks
+        self._clock = clock
+        self._translate = translate
+        self._on_done = on_done
+        self._mover = make_mover(self._tell)
+        self._interval_s = interval_s
+        self._balanced = False
+        self._next_tick_s = clock.now_s()
+        self._under_way: dict[int, Order] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return bool(self._under_way)
+
+    def settle(self) -> None:
+        """Confirm what is done.  Raises what kept a copy from being done."""
+        for number in self._mover.finished():
+            order = self._under_way.pop(number)
+            self._cache.copied(number)
+            self._on_done(order)
+
+    def tick(self, batch_size: int) -> float | None:
+        """Let the cache move pages ahead of need, if it is time.
+
+        batch_size: requests running.  Returns in how many seconds it is time again; None if that can wait
+        until something happens: an idle engine goes on until nothing is left to move, then sleeps.
+        """
+        now_s = self._clock.now_s()
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + self._interval_s
+            self._cache.tick(now_s, batch_size)
+            self._balanced = not self._send()
+        return None if self._balanced else self._next_tick_s - now_s
+
+    def send(self) -> None:
+        """Have what the cache ordered carried out."""
+        self._balanced = False
+        self._send()
+
+    def _send(self) -> bool:
+        orders = self._cache.take_orders()
+        for order in orders:
+            self._under_way[order.copy_id] = order
+            rank_order, num_pages = self._translate(order)
+            num_bytes = num_pages * self._ranks.page_bytes
+            self._mover.submit(order.copy_id, num_bytes, self._ranks.begin(rank_order))
+        return bool(orders)
+
+    def close(self) -> None:
+        self._mover.close()
+
+    def _tell(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
