@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
 from moe_lora.report.environment import environment
-from moe_lora.report.results import append_result
+from moe_lora.report.results import append_result, read_results
 from moe_lora.workload.traces import read_trace
 
 from .cache_plan import (
     APPLICATIONS,
     LARGE_POPULARITIES,
+    OURS,
+    POLICIES,
     Application,
     MooncakeChats,
     config_of,
     popularity_of,
 )
-from .cache_report import cell_table, comparison
+from .cache_plot import write_plot
+from .cache_report import cell_table, comparison, measured_comparison, measured_table
 from .cache_simulated import Cell, run_cell
 
 FIRST_RATES = {"chatbots": 4.0, "translations": 100.0, "agents": 8.0, "chatbots (Mooncake)": 3.0}
@@ -80,17 +84,40 @@ def simulate(trace: str | None, out: Path | None, *, quick: bool, only: str | No
     click.echo(comparison(records))
 
 
+def measure(out: Path | None, *, quick: bool) -> None:
+    from .cache_measured import FULL_PLAN, TINY_PLAN, run_measured  # torch, for this part only
+
+    records, env = [], environment()
+    plan, policies = (TINY_PLAN, ("lru", OURS)) if quick else (FULL_PLAN, POLICIES)
+    with TemporaryDirectory() as folder:
+        for config, result in run_measured(plan, policies, Path(folder)):
+            records.append({"kind": "measured", "config": config, "result": result})
+            if out is not None:
+                append_result(out, config=config, result=result, env=env, kind="measured")
+            if config["policy"] == policies[-1]:
+                click.echo(measured_table(records[-len(policies) :]))
+    click.echo(measured_comparison(records))
+
+
 @click.command()
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines file.")
-@click.option("--part", type=click.Choice(("simulated",)), default="simulated")
+@click.option("--part", type=click.Choice(("simulated", "measured")), default="simulated")
 @click.option(
     "--trace", type=click.Path(dir_okay=False), help="Mooncake's trace, JSON lines; adds a chatbot."
 )
 @click.option("--quick", is_flag=True, help="One small cell.")
-@click.option("--only", help="Cells whose name has this in it.")
-def main(out: Path | None, part: str, trace: str | None, quick: bool, only: str | None) -> None:
+@click.option("--only", help="Simulated cells whose name has this in it.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of all records in --out.")
+def main(
+    out: Path | None, part: str, trace: str | None, quick: bool, only: str | None, plot: Path | None
+) -> None:
     """Compare the policies of the cache."""
-    simulate(trace, out, quick=quick, only=only)
+    if part == "measured":
+        measure(out, quick=quick)
+    else:
+        simulate(trace, out, quick=quick, only=only)
+    if plot is not None and out is not None:
+        write_plot(read_results(out), plot)
 
 
 if __name__ == "__main__":

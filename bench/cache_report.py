@@ -12,6 +12,8 @@ from .disagg_report import table
 
 Record = dict[str, Any]
 
+CELL_NAMES = ("model", "num_adapters", "application", "popularity", "share_of_capacity")
+
 SHOWN = (
     ("ttft_ms", "TTFT ms", ".0f"),
     ("queue_ms", "queue", ".0f"),
@@ -49,6 +51,36 @@ def cell_table(records: Sequence[Record]) -> str:
     return table(rows, title)
 
 
+def measured_table(records: Sequence[Record]) -> str:
+    """A line per policy of one application and rate."""
+    config = records[0]["config"]
+    title = "\n{application}, {rate_per_s:.1f} requests/s ({share_of_capacity:g} of the capacity)".format(
+        **config
+    )
+    shown = [column for column in SHOWN if column[0] != "peak_per_s"] + [
+        ("requests_per_s", "requests/s", ".2f"),
+        ("same_answers", "same answers", ".3f"),
+    ]
+    rows = [
+        {"policy": record["config"]["policy"], "setting": record["config"]["setting"]}
+        | {column: format(record["result"][key], form) for key, column, form in shown}
+        for record in records
+    ]
+    return table(rows, title)
+
+
+def measured_comparison(records: Sequence[Record]) -> str:
+    """Ours by each other policy: geometric means over the cells."""
+    rows = []
+    for baseline in dict.fromkeys(record["config"]["policy"] for record in records):
+        if baseline != OURS:
+            row = {"of": OURS, "by": baseline}
+            for key, column in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("requests_per_s", "requests/s")):
+                row[column] = f"{ratio(records, OURS, baseline, key):.3f}"
+            rows.append(row)
+    return table(rows, "\nRatios, geometric means over all cells (measured)")
+
+
 def comparison(records: Sequence[Record]) -> str:
     """FastLibra, and ours, by each baseline: geometric means over the cells, beside the paper's."""
     rows = []
@@ -72,7 +104,7 @@ def ratio(records: Sequence[Record], contestant: str, baseline: str, key: str) -
     values: dict[str, dict[str, float]] = {}
     for record in records:
         config = record["config"]
-        cell = " ".join(str(config[name]) for name in ("model", "num_adapters", "application", "popularity"))
+        cell = " ".join(str(config.get(name)) for name in CELL_NAMES)
         values.setdefault(config["policy"], {})[cell] = record["result"][key]
     ours, theirs = values[contestant], values[baseline]
     return float(np.exp(np.mean([np.log(ours[cell] / theirs[cell]) for cell in ours if cell in theirs])))
