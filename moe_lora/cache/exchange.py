@@ -17,7 +17,8 @@ MAX_ENTERING = 8
 class Exchange:
     """Only nodes that the host has too give way, so that nothing is lost and nothing is copied out.
 
-    upper: share of the device in use at most.  max_pages: that one tick brings in.
+    upper: share of the device in use at most.  max_pages: on their way to the device at most: pages that
+    are, can't give way to a request.
     """
 
     def __init__(self, room: Room, *, upper: float, max_pages: int) -> None:
@@ -30,7 +31,9 @@ class Exchange:
 
     def tick(self, now_s: float) -> None:
         """One decision: the most valued first, each for the least valued that make its room."""
-        left = self._max_pages
+        left = self._max_pages - sum(
+            node.num_pages for node in self._residence.moving.values() if node.moving_in
+        )
         for _ in range(MAX_ENTERING):
             rows = self._columns.where(CAN_ENTER)
             rows = rows[self._columns.pages[rows] <= left]

@@ -56,7 +56,7 @@ class Swapper:
         if self._wanted:
             self._swap_in(self._upper, now_s, only_wanted=True)
         if self._traits.swaps_in:
-            self._swap_in(self._upper if self._traits.exchanges else self._lower, now_s)
+            self._swap_in(self._lower, now_s)
         if self._traits.exchanges:
             self._exchange.tick(now_s)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from moe_lora.cache.orders import Namespace
 from moe_lora.cache.unified import UnifiedCache
+from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
 from moe_lora.workload.conversations import TurnRequest
 
@@ -17,6 +18,8 @@ from .copy_links import CopyLinks
 from .events import EventQueue
 from .transformer_time import TransformerTime
 
+STUCK_S = 60.0
+"""Time after which a request that nothing else is in the way of will never have room."""
 SAMPLE_S = 1.0
 """Time between two looks at what the arenas hold."""
 
@@ -61,6 +64,7 @@ class _State:
     done: list[CachedRequest] = field(default_factory=list)
     samples: list[Mapping[str, int]] = field(default_factory=list)
     num_steps: int = 0
+    last_step_s: float = 0.0
     computing: bool = False
     aborted: bool = False
 
@@ -123,6 +127,10 @@ class CachedInstance:
         if self._over:
             return
         now_s = self.events.now_s()
+        stuck = [*self.scheduler.loading, *self.scheduler.waiting]
+        if stuck and now_s - STUCK_S > max(self.state.last_step_s, stuck[0].arrival_s):
+            index = stuck[0].planned.index
+            raise CapacityError(f"request {index} alone has no room; raise num_device_pages or shorten it")
         if now_s >= len(self.state.samples) * SAMPLE_S:
             self.state.samples.append(self.cache.usage())
         self.cache.tick(now_s, len(self.scheduler.running))
@@ -158,7 +166,7 @@ class CachedInstance:
 
     def _end(self, plan: Plan) -> None:
         now_s = self.events.now_s()
-        self.state.computing = False
+        self.state.computing, self.state.last_step_s = False, now_s
         for request, num_tokens in plan.items():
             request.num_computed += num_tokens
             if request.num_uncomputed:
@@ -179,7 +187,7 @@ def simulate_cached(
 ) -> CachedResult:
     """Every request to its last token.  Nothing is drawn: equal arguments, equal results.
 
-    requests: by arrival; each answer has a token at least.  max_waiting: stop when more wait for room than
+    Raises CapacityError for a request that never finds room.  requests: by arrival; each answer has a token at least.  max_waiting: stop when more wait for room than
     that (far above saturation the rest tells nothing).
     """
     instance = CachedInstance(config, policy, requests, max_waiting)

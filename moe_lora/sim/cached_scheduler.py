@@ -8,7 +8,6 @@ from itertools import islice
 
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.core.errors import CapacityError
 from moe_lora.policies.admission import admissible
 
 from .cached_requests import CachedRequest
@@ -49,10 +48,7 @@ class CachedScheduler:
         self._starvation_s = starvation_s
 
     def schedule(self) -> Plan:
-        """The next step's work; its pages are reserved.  Empty if nothing can run.
-
-        Raises CapacityError if nothing ever will.
-        """
+        """The next step's work; its pages are reserved.  Empty if nothing can run."""
         plan: Plan = {}
         budget = self._budget
         for request in sorted(self.running, key=lambda r: r.num_uncomputed > 1):
@@ -61,9 +57,11 @@ class CachedScheduler:
         budget = self._budget - sum(plan.values())
         for request in list(self.loading):
             if budget and request in self.loading and self._is_loaded(request):
-                self._start(request, budget, plan)
-                budget -= plan.get(request, 0)
-        self._admit(budget, plan)
+                if not self._start(request, budget, plan):
+                    break
+                budget -= plan[request]
+        else:  # younger ones, once admitted, would take the room that one waits for
+            self._admit(budget, plan)
         queued = islice(self.waiting, LOOK_AHEAD)
         self._cache.look_ahead([(request.adapter_uid, request.planned.prompt) for request in queued])
         return plan
@@ -140,8 +138,6 @@ class CachedScheduler:
         num_tokens = min(request.num_total - table.num_matched, budget)
         while not self._grow(request, table.num_matched + num_tokens):
             if self.loading[-1] is request:
-                if not self.running and len(self.loading) == 1:
-                    raise CapacityError(f"request {request.planned.index} alone has no room on the device")
                 return False
             self._put_back(self.loading.pop())
         self.loading.remove(request)

@@ -12,7 +12,8 @@ from .popularity import Popularity, from_weights
 
 @dataclass(frozen=True, slots=True)
 class Drifting:
-    """The k-th adapter at time share t is as popular as the (k - m)-th of `base` was, m = int(t · num_moves).
+    """The k-th of N adapters at time share t is as popular as the (k + m) mod N-th of `base`, with
+    m = int(t · num_moves).
 
     Every 1 / num_moves of the time the least popular adapter becomes the most popular one, as when a new
     function is rolled out, and all others lose a place (base: by falling popularity).
