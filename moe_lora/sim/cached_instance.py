@@ -187,8 +187,9 @@ def simulate_cached(
 ) -> CachedResult:
     """Every request to its last token.  Nothing is drawn: equal arguments, equal results.
 
-    Raises CapacityError for a request that never finds room.  requests: by arrival; each answer has a token at least.  max_waiting: stop when more wait for room than
-    that (far above saturation the rest tells nothing).
+    requests: by arrival; each answer has a token at least.  max_waiting: stop when more wait for room than
+    that (far above saturation the rest tells nothing).  Raises CapacityError for a request that never finds
+    room.
     """
     instance = CachedInstance(config, policy, requests, max_waiting)
     instance.events.run()
