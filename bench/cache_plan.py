@@ -179,8 +179,8 @@ OURS = POLICIES[-1]
 SETTINGS: dict[str, tuple[float, ...]] = {
     "static": (0.05, 0.1, 0.2, 0.3),  # adapter_share
     "fastlibra": (60.0, 5.0, 600.0),  # time_unit_s
-    "fastlibra-wom": (60.0,),
-    "fastlibra-wol": (60.0,),
+    "fastlibra-wom": (60.0, 5.0, 600.0),
+    "fastlibra-wol": (60.0, 5.0, 600.0),
 }
 """Of policies with a setting: the values among which the best is looked for, the default first."""
 
