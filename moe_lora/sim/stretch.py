@@ -39,6 +39,8 @@ class Stretch:
             return False
         over_s = now_s - self.start_s - self.first_s
         begun = 1 + max(0, math.ceil(over_s / self.step_s))
+        if self.start_s + self.first_s + (begun - 1) * self.step_s < now_s:  # by rounding
+            begun += 1
         if begun >= self.num_steps:
             return False
         self.num_steps = begun

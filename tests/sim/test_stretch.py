@@ -1,6 +1,8 @@
 """Equal steps as one event."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_lora.sim.stretch import Stretch
 
@@ -31,3 +33,11 @@ def test_the_last_step_is_not_cut():
     assert not stretch.cut(17.5)
     assert not Stretch(10.0, 3.0, 2.0, 1).cut(11.0)
     assert stretch.end_s == 19.0
+
+
+@given(st.floats(0, 100), st.floats(1e-3, 10), st.floats(1e-3, 10), st.integers(2, 1000), st.floats(0, 1))
+def test_a_cut_never_ends_in_the_past(start_s, first_s, step_s, num_steps, share):
+    stretch = Stretch(start_s, first_s, step_s, num_steps)
+    now_s = min(stretch.end_s, start_s + share * (stretch.end_s - start_s))
+    stretch.cut(now_s)
+    assert stretch.end_s >= now_s
