@@ -12,11 +12,14 @@ from click.testing import CliRunner
 
 from moe_lora.cli.main import main
 from moe_lora.provision import replayed
+from moe_lora.provision.memory import AdapterMix
 from moe_lora.provision.plan import make_plan
 from moe_lora.provision.replayed import planned_requests, verify
 from moe_lora.workload.plan import PlannedRequest
 from moe_lora.workload.traces import read_trace
 from tests.provision.plans import inputs, zipf
+
+SMALL = AdapterMix(ranks=((1, 1.0),))  # loads in no time, as the models of admission assume
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,9 @@ def rates(requests: Mapping[str, Sequence[PlannedRequest]]) -> dict[str, float]:
 
 
 def test_replays_surround_the_planned_capacity_at_both_speeds(trace: Path) -> None:
-    given = inputs(output_tokens=20.0, rate_per_s=60.0, context_tokens=320.0, probabilities=zipf(128))
+    given = inputs(
+        output_tokens=20.0, rate_per_s=60.0, context_tokens=320.0, probabilities=zipf(128), mix=SMALL
+    )
     plan = make_plan(given)
     found = verify(given, plan, trace)
     capacities = [one.replay.capacity for one in found if (one.speed, one.arrivals) == ("sized", "poisson")]
@@ -92,6 +97,7 @@ def test_trace_that_comes_in_bursts_waits_where_its_poisson_twin_does_not(tmp_pa
         trace_rate_per_s=20.0,
         adapters_are_traces=True,
         instances=1,
+        mix=SMALL,
     )
     plan = make_plan(given)
     found = {
