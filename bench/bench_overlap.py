@@ -91,7 +91,8 @@ def session_of(core: EngineCore) -> ClientSession:
 @contextmanager
 def observed(core: EngineCore) -> Iterator[list[Exchange]]:
     session = session_of(core)
-    session.observed = exchanges = []
+    exchanges: list[Exchange] = []
+    session.observed = exchanges
     yield exchanges
     session.observed = None
 

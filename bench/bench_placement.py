@@ -79,7 +79,8 @@ def quality(popularity: str, size: tuple[int, int], points: dict[int, float], *,
     adapters, steps = demands(popularity, size[0])
     servers = list(range(size[1]))
     for name, place in methods(adapters).items():
-        history, table, rows = DemandHistory(), None, []
+        history, rows = DemandHistory(), []
+        table: Table | None = None
         for tokens in steps:
             demand = {adapter: number / STEP_S for adapter, number in tokens.items()}
             known = history.forecast() or demand if forecast else demand

@@ -46,45 +46,14 @@ class Case:
 
 
 def cases(num_requests: int) -> list[Case]:
-    common: dict[str, Any] = {"num_requests": num_requests}
+    system: dict[str, Any] = {"num_instances": 12, "num_adapters": 512, "num_requests": num_requests}
+    many = system | {"num_instances": 60, "num_adapters": 40_000}
     return [
-        Case(
-            name="server",
-            num_instances=12,
-            num_adapters=512,
-            slots=256,
-            rate_per_s=600.0,
-            server_stages=8,
-            **common,
-        ),
-        Case(
-            name="server, too small",
-            num_instances=12,
-            num_adapters=512,
-            slots=80,
-            rate_per_s=600.0,
-            server_stages=8,
-            **common,
-        ),
-        Case(
-            name="server, low load",
-            num_instances=12,
-            num_adapters=512,
-            slots=256,
-            rate_per_s=20.0,
-            server_stages=8,
-            **common,
-        ),
-        Case(name="coupled", num_instances=12, num_adapters=512, slots=25, rate_per_s=150.0, **common),
-        Case(
-            name="many",
-            num_instances=60,
-            num_adapters=40_000,
-            slots=2000,
-            rate_per_s=3000.0,
-            server_stages=40,
-            **common,
-        ),
+        Case(name="server", slots=256, rate_per_s=600.0, server_stages=8, **system),
+        Case(name="server, too small", slots=80, rate_per_s=600.0, server_stages=8, **system),
+        Case(name="server, low load", slots=256, rate_per_s=20.0, server_stages=8, **system),
+        Case(name="coupled", slots=25, rate_per_s=150.0, **system),
+        Case(name="many", slots=2000, rate_per_s=3000.0, server_stages=40, **many),
     ]
 
 

@@ -171,7 +171,8 @@ def measure_size(
             stream = timed(lambda e=end: e.stream(num_bytes), trips)  # type: ignore[misc]
             put[kind].append(statistics.median(stream) / STREAM_PUTS)
         if turn == 0:  # warm-up
-            for values in (memcpy, *one_way.values(), *put.values()):
+            kept: tuple[list[Any], ...] = (memcpy, *one_way.values(), *put.values())
+            for values in kept:
                 values.clear()
     return {"one_way": one_way, "put": put, "memcpy": memcpy}
 

@@ -135,7 +135,7 @@ def _copies(num_bytes: int, rows: int) -> int:
     return 2 if rows >= 512 else max(2, COLD_BYTES // num_bytes)
 
 
-def _mm_loop(x, ids, site, row_slot, slots, arena, y, lora_ranks):  # type: ignore[no-untyped-def]
+def _mm_loop(x, ids, site, row_slot, slots, arena, y, lora_ranks):
     """The LoRA of a step by torch: rows of each (adapter, expert) gathered, mm, mm, scattered."""
     flat = torch.zeros(len(row_slot), dtype=torch.int32) if ids is None else ids.flatten()
     slot_of = row_slot if ids is None else row_slot.repeat_interleave(ids.shape[1])

@@ -221,7 +221,7 @@ class Case:
             for copy in range(self.num_copies)
         ]
 
-    def _pad(self, matrix, copy: int, module: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def _pad(self, matrix, copy: int, module: int) -> torch.Tensor:
         width = matrix(copy, 0, module).shape[1]
         out = torch.zeros(
             len(self.pairs), self.max_lora_rank, width, dtype=self.spec.dtype, device=self.device

@@ -70,7 +70,11 @@ _GOALS = (
 )
 _RESULT = (
     click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON."),
-    click.option("--verify", is_flag=True, help="Replay the load in the simulator at M* and 10 % around it."),
+    click.option(
+        "--verify",
+        is_flag=True,
+        help="Simulate M* and 10 % around it, trace's and Poisson arrivals; judge the targets.",
+    ),
     click.option("--report", type=_OUT, help="Write an HTML page with plots."),
     click.option("--out", type=_OUT, help="Write cluster.yaml for `moe-lora serve --config`."),
 )
@@ -89,20 +93,20 @@ def provision(**options: Any) -> None:
     """The smallest cluster that holds a trace's load within two SLOs (InfiniLoRA section 4.2)."""
     from moe_lora.provision.plan import make_plan
     from moe_lora.provision.plan_text import plan_lines
+    from moe_lora.report.results import check_targets
 
     from .provision_inputs import model_dir_of, plan_inputs
 
+    check_targets(out=options["out"], report=options["report"])
     inputs = plan_inputs(options)
     plan = make_plan(inputs)
     content, lines = plan.to_json(), plan_lines(plan)
     if options["verify"]:
-        from moe_lora.provision.replayed import verify
+        from .provision_verify import verified
 
-        from .provision_verify import verified_json, verified_lines
-
-        found = verify(inputs, plan, options["trace"], options["format"])
-        content["verified"] = verified_json(found)
-        lines += verified_lines(found)
+        found, shown = verified(inputs, plan, options["trace"], options["format"])
+        content |= found
+        lines += shown
     click.echo(json.dumps(content, indent=1) if options["as_json"] else "\n".join(lines))
     if options["out"] is not None:
         _write_yaml(options, plan, model_dir_of(options["model"]))

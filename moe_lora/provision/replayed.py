@@ -1,15 +1,17 @@
 """A plan as the simulator runs it, and its load as requests: what `moe-lora provision --verify` compares.
 
-Two speeds.  "slo": every step takes the TPOT SLO, so that as many requests run at once as the plan was sized
-for.  "predicted": steps take what the plan predicts, so that fewer run at once.
+Two speeds.  "sized": every step takes as long as keeps the plan's global batch running at its rate
+(Little's law), so that as many requests run at once as the plan was sized for, however many do at a moment.
+"predicted": steps take what the plan predicts of the requests that run, so a crowd slows itself down.
 
-Two kinds of arrivals, where the plan is for the trace's mean or peak rate: the trace's, and a Poisson process
-of the plan's rate, which is what the models of admission assume; at the mean rate the difference is the
-trace's burstiness.
+Up to three kinds of arrivals: the trace's, where the plan is for its mean or peak rate; the trace's, scaled
+to the plan's rate, where that is another; and a Poisson process of the plan's rate, which is what the models
+of admission assume.  Between the last two the difference is the trace's burstiness.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,55 +36,80 @@ WARM_UP_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """A replay at one of the two speeds.  arrivals: "trace" or "poisson"."""
+    """A replay.  speed: "sized" or "predicted".  arrivals: "trace", "scaled" or "poisson".
+
+    step_s: what a step takes at the batch of the plan.
+    """
 
     speed: str
     arrivals: str
+    step_s: float
     replay: CapacityReplay
 
 
 def verify(inputs: PlanInputs, plan: Plan, trace: str | Path, format: str | None = None) -> list[Verified]:
-    """Replays at M* - 10 %, M* and M* + 10 %, at both speeds, of up to NUM_REQUESTS requests.
+    """Replays at M* - 10 %, M* and M* + 10 %, at each speed, of up to NUM_REQUESTS requests.
 
     Arrivals: see `planned_requests`; the first fifth of the time is not judged.
     """
     read = read_trace(trace, format, limit=NUM_REQUESTS)
     found = []
-    for arrivals, requests in planned_requests(inputs, read).items():
+    for arrivals, requests in planned_requests(inputs, plan, read).items():
         since_s = WARM_UP_SHARE * requests[-1].arrival_s
-        for speed in ("slo", "predicted"):
+        for speed, step_s in speeds(inputs, plan).items():
             replays = replay_capacity(
                 system_of(inputs, plan, speed), requests, plan.capacity, since_s=since_s
             )
-            found += [Verified(speed=speed, arrivals=arrivals, replay=replay) for replay in replays]
+            found += [
+                Verified(speed=speed, arrivals=arrivals, step_s=step_s, replay=replay) for replay in replays
+            ]
     return found
 
 
-def planned_requests(inputs: PlanInputs, trace: Trace) -> dict[str, Sequence[PlannedRequest]]:
-    """The trace's requests, by kind of arrivals.
+def speeds(inputs: PlanInputs, plan: Plan) -> dict[str, float]:
+    """Seconds of a step by speed: global batch / (rate * output tokens), and the predicted TPOT."""
+    sized_s = plan.global_batch / (planned_rate(inputs, plan) * inputs.output_tokens)
+    return {"sized": sized_s, "predicted": plan.tpot_s}
 
-    "trace": its own, where the plan is for the trace's mean or peak rate.  "poisson": at the plan's rate,
-    that which keeps its global batch busy at the TPOT SLO, lengths in the trace's order.  Adapters are the
-    trace's where their popularity is, else drawn from the plan's.
+
+def planned_rate(inputs: PlanInputs, plan: Plan) -> float:
+    """Requests per second: the given ones, or those that keep a given global batch running as predicted."""
+    if inputs.global_batch is not None:
+        return plan.global_batch / (inputs.output_tokens * plan.tpot_s)
+    assert inputs.rate_per_s is not None  # PlanInputs has one of the two
+    return inputs.rate_per_s
+
+
+def planned_requests(inputs: PlanInputs, plan: Plan, trace: Trace) -> dict[str, Sequence[PlannedRequest]]:
+    """The trace's requests, by kind of arrivals, of those that apply; lengths in the trace's order.
+
+    Adapters are the trace's where their popularity is, else drawn from the plan's.
     """
-    rate, popularity = inputs.rate_of(inputs.load), None
+    rate, popularity = planned_rate(inputs, plan), None
     if not inputs.adapters_are_traces:
         names = tuple(str(index) for index in range(len(inputs.probabilities)))
         popularity = Popularity(names, tuple(inputs.probabilities.tolist()))
         trace = replace(trace, requests=tuple(replace(one, adapter=None) for one in trace.requests))
-    kinds = {"poisson": WorkloadOptions(arrivals="gamma", request_rate_per_s=rate, num_requests=NUM_REQUESTS)}
-    if trace.has_arrival_times and inputs.trace_rate_per_s is not None:
-        kinds = {"trace": WorkloadOptions(request_rate_per_s=inputs.trace_rate_per_s), **kinds}
+    kinds = {}
+    if trace.has_arrival_times and trace.requests[-1].arrival_s > trace.requests[0].arrival_s:
+        own = inputs.trace_rate_per_s
+        if own is not None:
+            kinds["trace"] = WorkloadOptions(request_rate_per_s=own)
+        if own is None or not math.isclose(own, rate):
+            kinds["scaled"] = WorkloadOptions(request_rate_per_s=rate)
+    kinds["poisson"] = WorkloadOptions(arrivals="gamma", request_rate_per_s=rate, num_requests=NUM_REQUESTS)
     return {kind: make_plan(trace, options, popularity) for kind, options in kinds.items()}
 
 
 def system_of(inputs: PlanInputs, plan: Plan, speed: str) -> SystemConfig:
     """The plan's instances and LoRA Server, its capacity M*."""
     cluster, layout = cluster_of(inputs), Layout.parse(plan.layout)
-    profile = StepProfile(attention=StageTime(fixed_s=cluster.layer_budget_s))
     if speed == "predicted":
-        batch = plan.batch_per_instance * plan.tpot_s / inputs.slo_tpot_s  # what keeps running
-        profile = step_profile(cluster, layout, batch)
+        running = planned_rate(inputs, plan) * inputs.output_tokens * plan.tpot_s
+        profile = step_profile(cluster, layout, running / plan.instances)
+    else:
+        layer_s = speeds(inputs, plan)[speed] / inputs.shape.num_layers
+        profile = StepProfile(attention=StageTime(fixed_s=layer_s))
     kv_tokens = kv_requests(cluster.gpu, inputs.shape, inputs.instance_gpus, 1.0)
     return SystemConfig(
         num_instances=plan.instances,

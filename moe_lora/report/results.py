@@ -29,9 +29,37 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path}: not JSON ({error})") from None
 
 
+def check_targets(**paths: str | Path | None) -> None:
+    """Raise ValueError, naming the option, if these can't all be written: before work is put into them.
+
+    Each in a folder that exists, none a folder, and no two the same file.  None: not asked for.
+    """
+    names: dict[Path, str] = {}
+    for name, given in paths.items():
+        if given is None:
+            continue
+        path = Path(given).resolve()
+        if path.is_dir():
+            raise ValueError(f"--{name}={given} is a folder; give a file")
+        if not path.parent.is_dir():
+            raise ValueError(
+                f"--{name}={given}: there is no folder {path.parent}; make it, or write elsewhere"
+            )
+        if path in names:
+            raise ValueError(f"--{names[path]} and --{name} are the same file, {given}; give two")
+        names[path] = name
+
+
 def write_text(path: str | Path, text: str) -> None:
-    """Write the file whole or leave it as it was; missing folders are made."""
+    """Write the file whole or leave it as it was; missing folders are made.
+
+    Through a link the file that it names is replaced; a device or pipe is written to.
+    """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -239,3 +239,16 @@ def test_the_readmes_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 0, result.output
     assert read_cluster("plan.yaml").lora_server is not None
     assert (tmp_path / "plan.html").is_file()
+
+
+def test_files_that_cant_be_written_are_refused_before_planning(trace: Path, tmp_path: Path) -> None:
+    missing, same = tmp_path / "none" / "plan.yaml", tmp_path / "plan"
+    for options, words in (
+        (("--out", str(missing)), "there is no folder"),
+        (("--out", str(same), "--report", str(same)), "--out and --report are the same file"),
+    ):
+        result = run(trace, "--adapters", "64", *options)
+        assert result.exit_code == 2
+        assert words in result.output
+    assert not missing.parent.exists()
+    assert not same.exists()

@@ -27,6 +27,7 @@ from moe_lora.engine import build
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.follower import follow
 from moe_lora.engine.followers import Followers, instance_directory
+from moe_lora.engine.remote_placement import SharedPlacement
 
 from .compared_backend import ComparedBackend, Tally, read_tally
 from .covering import Row
@@ -106,7 +107,9 @@ def served_tokens(model: ServedModel, row: Row, *, eager: bool = True, **changes
         stack.enter_context(server_processes(config, Layout.parse(server.layout).num_ranks))
         engine = stack.enter_context(instance(config))
         tokens = answers(engine, requests_to(model))
-        stats = engine._residency.placement._remote._leases.stats()
+        placement = engine._residency.placement
+        assert isinstance(placement, SharedPlacement)
+        stats = placement._remote._leases.stats()
         assert stats is not None, "the leader does not answer"
         tallies = [read_tally(server.store_dir, rank) for rank in range(expert_parallel)]
     return Outcome(tokens, tallies, stats["num_evictions"])

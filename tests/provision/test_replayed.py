@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,20 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
+from moe_lora.provision import replayed
+from moe_lora.provision.memory import AdapterMix
 from moe_lora.provision.plan import make_plan
 from moe_lora.provision.replayed import planned_requests, verify
+from moe_lora.workload.plan import PlannedRequest
 from moe_lora.workload.traces import read_trace
 from tests.provision.plans import inputs, zipf
+
+SMALL = AdapterMix(ranks=((1, 1.0),))  # loads in no time, as the models of admission assume
+
+
+@pytest.fixture(autouse=True)
+def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayed, "NUM_REQUESTS", 5000)
 
 
 @pytest.fixture
@@ -24,25 +35,50 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
+def rates(requests: Mapping[str, Sequence[PlannedRequest]]) -> dict[str, float]:
+    return {kind: len(planned) / planned[-1].arrival_s for kind, planned in requests.items()}
+
+
 def test_replays_surround_the_planned_capacity_at_both_speeds(trace: Path) -> None:
-    given = inputs(output_tokens=20.0, rate_per_s=60.0, context_tokens=320.0, probabilities=zipf(128))
+    given = inputs(
+        output_tokens=20.0, rate_per_s=60.0, context_tokens=320.0, probabilities=zipf(128), mix=SMALL
+    )
     plan = make_plan(given)
     found = verify(given, plan, trace)
-    capacities = [one.replay.capacity for one in found if one.speed == "slo"]
+    capacities = [one.replay.capacity for one in found if (one.speed, one.arrivals) == ("sized", "poisson")]
     assert capacities == sorted(set(capacities))
     assert plan.capacity in capacities
-    at_slo = next(one.replay for one in found if one.speed == "slo" and one.replay.capacity == plan.capacity)
-    assert at_slo.mean_tpot_s == pytest.approx(0.1, rel=0.01)
-    assert at_slo.admitted_at_once == pytest.approx(plan.iar_corrected, abs=0.06)
+    sized = next(
+        one.replay
+        for one in found
+        if (one.speed, one.arrivals) == ("sized", "poisson") and one.replay.capacity == plan.capacity
+    )
+    sized_s = plan.global_batch / (60.0 * 20.0)
+    assert sized.mean_tpot_s == pytest.approx(sized_s, rel=0.01)
+    assert sized.admitted_at_once == pytest.approx(plan.iar_corrected, abs=0.06)
     predicted = [one.replay for one in found if one.speed == "predicted"]
-    assert all(replay.mean_tpot_s is not None and replay.mean_tpot_s <= 0.1 for replay in predicted)
-    assert predicted[0].admitted_at_once is not None
-    assert predicted[0].admitted_at_once > at_slo.admitted_at_once  # fewer run at once
+    for replay in predicted:
+        assert replay.mean_tpot_s is not None
+        assert replay.mean_tpot_s <= 0.1
 
 
 def test_requests_come_at_the_planned_rate(trace: Path) -> None:
-    (requests,) = planned_requests(inputs(output_tokens=20.0, rate_per_s=60.0), read_trace(trace)).values()
-    assert len(requests) / requests[-1].arrival_s == pytest.approx(60, rel=0.05)
+    given = inputs(output_tokens=20.0, rate_per_s=60.0)
+    assert rates(planned_requests(given, make_plan(given), read_trace(trace))) == pytest.approx(
+        {"scaled": 60.0, "poisson": 60.0}, rel=0.05
+    )
+
+
+def test_given_global_batch_runs_at_once_whatever_the_rate(trace: Path) -> None:
+    given = inputs(output_tokens=20.0, global_batch=50.0, context_tokens=320.0, probabilities=zipf(8))
+    plan = make_plan(given)
+    expected = 50.0 / (20.0 * plan.tpot_s)
+    assert rates(planned_requests(given, plan, read_trace(trace))) == pytest.approx(
+        {"scaled": expected, "poisson": expected}, rel=0.05
+    )
+    found = [one for one in verify(given, plan, trace) if one.arrivals == "scaled"]
+    tpots = {one.speed: one.replay.mean_tpot_s for one in found}  # of the most slots
+    assert tpots == pytest.approx({"sized": plan.tpot_s, "predicted": plan.tpot_s}, rel=0.1)
 
 
 def test_trace_that_comes_in_bursts_waits_where_its_poisson_twin_does_not(tmp_path: Path) -> None:
@@ -61,12 +97,13 @@ def test_trace_that_comes_in_bursts_waits_where_its_poisson_twin_does_not(tmp_pa
         trace_rate_per_s=20.0,
         adapters_are_traces=True,
         instances=1,
+        mix=SMALL,
     )
     plan = make_plan(given)
     found = {
         one.arrivals: one.replay
         for one in verify(given, plan, path)
-        if one.speed == "slo" and one.replay.capacity == plan.capacity
+        if one.speed == "sized" and one.replay.capacity == plan.capacity
     }
     for replay in found.values():
         shares = replay.admitted_at_once, replay.waited_for_adapter, replay.waited_for_room
@@ -78,9 +115,8 @@ def test_trace_that_comes_in_bursts_waits_where_its_poisson_twin_does_not(tmp_pa
 
 def test_plan_for_the_peak_is_checked_by_the_traces_own_arrivals_too(trace: Path) -> None:
     given = inputs(output_tokens=20.0, rate_per_s=60.0, trace_rate_per_s=20.0)
-    requests = planned_requests(given, read_trace(trace))
-    rates = {kind: len(planned) / planned[-1].arrival_s for kind, planned in requests.items()}
-    assert rates == pytest.approx({"trace": 20.0, "poisson": 60.0}, rel=0.05)
+    requests = planned_requests(given, make_plan(given), read_trace(trace))
+    assert rates(requests) == pytest.approx({"trace": 20.0, "scaled": 60.0, "poisson": 60.0}, rel=0.05)
 
 
 def test_adapters_are_drawn_unless_the_plan_is_for_the_traces(tmp_path: Path) -> None:
@@ -89,8 +125,8 @@ def test_adapters_are_drawn_unless_the_plan_is_for_the_traces(tmp_path: Path) ->
     path.write_text("\n".join(json.dumps(row | {"arrival_s": float(i)}) for i in range(50)))
     for traces, names in ((True, {"named"}), (False, {"0", "1"})):
         given = inputs(probabilities=np.array([0.5, 0.5]), adapters_are_traces=traces)
-        (requests,) = planned_requests(given, read_trace(path)).values()
-        assert {request.adapter for request in requests} == names
+        for requests in planned_requests(given, make_plan(given), read_trace(path)).values():
+            assert {request.adapter for request in requests} == names
 
 
 def test_command_shows_replays(trace: Path) -> None:
@@ -99,6 +135,15 @@ def test_command_shows_replays(trace: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "Simulated, the trace's own arrivals, steps as predicted" in shown.output
     assert "waited for KV or batch" in shown.output
+    last = shown.output.split("Targets at M* = ")[1]
+    for target in (
+        "At once, at least 95.00%: ",
+        "P95 TTFT, at most 0.250 s: ",
+        "Mean TPOT, at most 0.1000 s: ",
+    ):
+        assert target in last
     content = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
-    for name, kinds in (("speed", {"slo", "predicted"}), ("arrivals", {"trace", "poisson"})):
+    for name, kinds in (("speed", {"sized", "predicted"}), ("arrivals", {"trace", "poisson"})):
         assert {one[name] for one in content["verified"]} == kinds
+        assert {one[name] for one in content["verdicts"]} == kinds
+    assert {one["target"] for one in content["verdicts"]} == {"target_iar", "slo_ttft_s", "slo_tpot_s"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from moe_lora.report import append_result, environment, read_results, write_json
 from moe_lora.report.environment import git_state
+from moe_lora.report.results import check_targets, write_text
 
 
 def append(path: Path, number: int) -> None:
@@ -45,6 +47,33 @@ def test_file_stays_as_it_was_if_writing_fails(tmp_path: Path) -> None:
         write_json(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_pipe_is_written_to_and_a_link_keeps_pointing(tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert pipe.is_fifo()
+    target.write_text("before")
+    link.symlink_to(target)
+    write_text(link, "after")
+    assert link.is_symlink()
+    assert target.read_text() == "after"
+
+
+def test_targets_that_cant_be_written_are_refused_by_option(tmp_path: Path) -> None:
+    for given, words in (
+        ({"out": tmp_path}, "--out=.* is a folder"),
+        ({"report": tmp_path / "none" / "x"}, "--report=.*no folder"),
+        ({"out": tmp_path / "x", "report": f"{tmp_path}/../{tmp_path.name}/x"}, "--out and --report"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_targets(**given)
+    check_targets(out=tmp_path / "x", report=None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_kind_must_say_how_the_numbers_came_about(tmp_path: Path) -> None:
