@@ -165,7 +165,7 @@ def record_models(recorder: Recorder, content: dict[str, Any]) -> None:
 
 def record_mixing(recorder: Recorder, found: Mapping[str, dict[str, Any]], threads: int) -> None:
     """One record per kernel; there are twice as many rounds and one more than for the models."""
-    ranks = {"low_rank": LOW, "high_rank": HIGH, "num_requests": NUM_REQUESTS}
+    ranks: dict[str, Any] = {"low_rank": LOW, "high_rank": HIGH, "num_requests": NUM_REQUESTS}
     for kernel, mixes in found.items():
         recorder.add("mixing", mixes, kernel=kernel, processor_time=threads == 1, **ranks)
         shown = ", ".join(f"{mix} {one['of_low_alone']['median']:.2f}" for mix, one in mixes.items())
