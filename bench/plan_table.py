@@ -62,9 +62,13 @@ def _cell(plan: dict[str, Any]) -> str:
         return "does not fit"
     return (
         f"M* {plan['capacity']} ({plan['iar']:.1%} / {plan['iar_corrected']:.1%}): "
-        f"{plan['lora_server_gpus']} GPUs, {plan['layout']}, holds {plan['slots']}; "
-        f"{plan['instances']} instances"
+        f"{_counted(plan['lora_server_gpus'], 'GPU')}, {plan['layout']}, holds {plan['slots']}; "
+        f"{_counted(plan['instances'], 'instance')}"
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @click.command()

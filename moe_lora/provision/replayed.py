@@ -1,6 +1,6 @@
 """A plan as the simulator runs it, and its load as requests: what `moe-lora provision --verify` compares.
 
-Two speeds.  "slo": every step takes the TPOT SLO, so that as many requests run at once as the plan was sized
+Two speeds.  "slo": every step takes so long that as many requests run at once as the plan was sized
 for.  "predicted": steps take what the plan predicts, so that fewer run at once.
 
 Two kinds of arrivals, where the plan is for the trace's mean or peak rate: the trace's, and a Poisson process
@@ -48,7 +48,7 @@ def verify(inputs: PlanInputs, plan: Plan, trace: str | Path, format: str | None
     """
     read = read_trace(trace, format, limit=NUM_REQUESTS)
     found = []
-    for arrivals, requests in planned_requests(inputs, read).items():
+    for arrivals, requests in planned_requests(inputs, plan, read).items():
         since_s = WARM_UP_SHARE * requests[-1].arrival_s
         for speed in ("slo", "predicted"):
             replays = replay_capacity(
@@ -58,14 +58,14 @@ def verify(inputs: PlanInputs, plan: Plan, trace: str | Path, format: str | None
     return found
 
 
-def planned_requests(inputs: PlanInputs, trace: Trace) -> dict[str, Sequence[PlannedRequest]]:
+def planned_requests(inputs: PlanInputs, plan: Plan, trace: Trace) -> dict[str, Sequence[PlannedRequest]]:
     """The trace's requests, by kind of arrivals.
 
     "trace": its own, where the plan is for the trace's mean or peak rate.  "poisson": at the plan's rate,
-    that which keeps its global batch busy at the TPOT SLO, lengths in the trace's order.  Adapters are the
+    lengths in the trace's order.  Adapters are the
     trace's where their popularity is, else drawn from the plan's.
     """
-    rate, popularity = inputs.rate_of(inputs.load), None
+    rate, popularity = plan.rate_per_s, None
     if not inputs.adapters_are_traces:
         names = tuple(str(index) for index in range(len(inputs.probabilities)))
         popularity = Popularity(names, tuple(inputs.probabilities.tolist()))
@@ -79,10 +79,10 @@ def planned_requests(inputs: PlanInputs, trace: Trace) -> dict[str, Sequence[Pla
 def system_of(inputs: PlanInputs, plan: Plan, speed: str) -> SystemConfig:
     """The plan's instances and LoRA Server, its capacity M*."""
     cluster, layout = cluster_of(inputs), Layout.parse(plan.layout)
-    profile = StepProfile(attention=StageTime(fixed_s=cluster.layer_budget_s))
+    layer_s = plan.global_batch / (plan.rate_per_s * inputs.output_tokens * inputs.shape.num_layers)
+    profile = StepProfile(attention=StageTime(fixed_s=layer_s))
     if speed == "predicted":
-        batch = plan.batch_per_instance * plan.tpot_s / inputs.slo_tpot_s  # what keeps running
-        profile = step_profile(cluster, layout, batch)
+        profile = step_profile(cluster, layout, plan.running_per_instance)
     kv_tokens = kv_requests(cluster.gpu, inputs.shape, inputs.instance_gpus, 1.0)
     return SystemConfig(
         num_instances=plan.instances,
