@@ -112,7 +112,7 @@ def test_popularity_has_the_names_of_replay(trace: Path, popularity: str, same_a
 def test_ranks_of_the_popularity_are_the_adapters_unless_given(trace: Path) -> None:
     words = ("--adapters", "50", "--popularity", "loraserve:uniform")
     mixed = planned(trace, *words)["inputs"]["lora_ranks"]
-    assert mixed == [[rank, 0.2] for rank in (8, 16, 32, 64, 128)]
+    assert mixed == [[rank, pytest.approx(0.2)] for rank in (8, 16, 32, 64, 128)]
     assert planned(trace, *words, "--lora-rank", "8")["inputs"]["lora_ranks"] == [[8, 1.0]]
 
 

@@ -198,7 +198,7 @@ def test_no_tail_is_promised_where_requests_queue() -> None:
     # 95 % start at once by the paper's model only, on a server that is full.
     plan = make_plan(inputs(target_iar=0.9))
     assert (plan.p95_ttft_s is None) == (plan.slots_iar_corrected < 0.95)
-    full = inputs(probabilities=zipf(230, 0.2), target_iar=0.5, rate_per_s=40.0)
+    full = inputs(probabilities=zipf(150, 0.2), target_iar=0.5, global_batch=400)
     plan = make_plan(full)
     assert plan.slots_iar_corrected < 0.95
     assert plan.p95_ttft_s is None
@@ -237,7 +237,9 @@ def test_plan_with_fewer_slots_than_active_adapters_says_how_long_the_others_wai
 def test_memory_of_the_written_file_holds_the_planned_adapters(tmp_path: Path) -> None:
     plan = make_plan(inputs(rate_per_s=60.0))
     (tmp_path / "plan.yaml").write_text(plan_yaml(plan, None))
-    server = LoraServerConfig(**read_cluster(tmp_path / "plan.yaml").lora_server)
+    written = read_cluster(tmp_path / "plan.yaml").lora_server
+    assert written is not None
+    server = LoraServerConfig(address="server", key="k", store_dir=str(tmp_path), **written)
     shape, layout = known_model("Mixtral-8x7B").shape, Layout.parse(plan.layout)
     memory = plan_memory(server, Partition(shape, layout, 2, sites="auto"), torch.bfloat16, [])
     on_rank = AdapterMix(ranks=((64, 1.0),)).bytes_on_rank(shape, layout)

@@ -143,7 +143,7 @@ def test_bisection_finds_the_last_that_holds(most: int, last: int) -> None:
 
 @pytest.mark.parametrize("model", ["Mixtral-8x7B", "DBRX", "Qwen3-30B-A3B"])
 def test_split_of_a_budget_beats_every_other_number_of_server_ranks(model: str) -> None:
-    given_inputs, admitted = inputs(model), ADMITTED["paper"]
+    given_inputs, admitted = inputs(model, global_batch=100), ADMITTED["paper"]
     cluster, probabilities = cluster_of(given_inputs), zipf()
     best = best_split(cluster, probabilities, 0.95, 16, admitted)
     assert best.num_instances == (16 - best.layout.num_ranks) // given_inputs.instance_gpus
