@@ -62,9 +62,13 @@ def _cell(plan: dict[str, Any]) -> str:
         return "does not fit"
     return (
         f"M* {plan['capacity']} ({plan['iar']:.1%} / {plan['iar_corrected']:.1%}): "
-        f"{plan['lora_server_gpus']} GPUs, {plan['layout']}, holds {plan['slots']}; "
-        f"{plan['instances']} instances"
+        f"{_counted(plan['lora_server_gpus'], 'GPU')}, {plan['layout']}, holds {plan['slots']}; "
+        f"{_counted(plan['instances'], 'instance')}"
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @click.command()
@@ -72,8 +76,8 @@ def _cell(plan: dict[str, Any]) -> str:
 @click.option("--markdown", is_flag=True, help="Print the table of docs/provisioning.md.")
 def main(out: str, markdown: bool) -> None:
     """Plan every case."""
+    env = environment()  # before the old table goes, which would make the tree a changed one
     Path(out).unlink(missing_ok=True)
-    env = environment()
     for case in CASES:
         plans = {name: planned(case, name) for name in ("paper", "corrected")}
         assumed = {"output_tokens": OUTPUT_TOKENS, "context_tokens": CONTEXT_TOKENS}

@@ -21,7 +21,13 @@ _LOAD = (
     click.option(
         "--global-batch",
         type=float,
-        help="Requests decoding at once.  [default: rate * mean output tokens * TPOT SLO]",
+        help="Requests decoding at once.  [default: rate * mean output tokens * predicted TPOT + margin]",
+    ),
+    click.option(
+        "--load-margin",
+        default=0.2,
+        show_default=True,
+        help="Size for so much more than the predicted TPOT keeps running; not with --global-batch.",
     ),
 )
 _ADAPTERS = (
@@ -114,7 +120,9 @@ def provision(**options: Any) -> None:
         from moe_lora.provision.curve import iar_curves
         from moe_lora.report.plan_page import write_plan_report
 
-        write_plan_report(options["report"], content, lines, iar_curves(inputs, 2 * plan.slots))
+        write_plan_report(
+            options["report"], content, lines, iar_curves(inputs, plan.global_batch, 2 * plan.slots)
+        )
         click.echo(f"report: {options['report']}", err=options["as_json"])
 
 

@@ -28,11 +28,13 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
     model, shape, known = _model(options["model"])
     load = trace_statistics(options["trace"], options["format"])
     popularity, source = _popularity(options, load)
-    instance_gpus = options["instance_gpus"] or (known.instance_gpus if known else 1)
+    instance_gpus = options["instance_gpus"]
+    if instance_gpus is None:
+        instance_gpus = known.instance_gpus if known else 1
     return PlanInputs(
         model=model,
         shape=shape,
-        mix=AdapterMix(ranks=_ranks(options["lora_rank"], popularity, known), form=options["adapter_form"]),
+        mix=_mix(options, popularity, known),
         profile=read_profile(options["hardware"]),
         instance_gpus=instance_gpus,
         probabilities=np.asarray(popularity.probabilities),
@@ -44,7 +46,7 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
         **{
             name: options[name]
             for name in (
-                *("global_batch", "slo_ttft_s", "slo_tpot_s", "target_iar"),
+                *("global_batch", "load_margin", "slo_ttft_s", "slo_tpot_s", "target_iar"),
                 *("gpus", "instances", "estimator"),
             )
         },
@@ -70,17 +72,24 @@ def _model(model: str) -> tuple[str, ModelShape, KnownModel | None]:
     return model, ModelShape.from_hf_config(config), None
 
 
-def _ranks(
-    given: tuple[str, ...], popularity: Popularity, known: KnownModel | None
-) -> tuple[tuple[int, float], ...]:
+def _mix(options: dict[str, Any], popularity: Popularity, known: KnownModel | None) -> AdapterMix:
     """--lora-rank, else the ranks that the popularity gives its adapters, else the model's usual one."""
-    if not given:
-        if popularity.lora_ranks:
-            counts = Counter(popularity.lora_ranks)
-            return tuple((rank, count / counts.total()) for rank, count in counts.items())
-        if known is None:
-            raise click.UsageError("give --lora-rank: only named models have a usual rank")
-        return ((known.lora_rank, 1.0),)
+    form, given = options["adapter_form"], options["lora_rank"]
+    if given:
+        return AdapterMix(ranks=_given_ranks(given), form=form)
+    if popularity.lora_ranks:
+        counts, requests = Counter(popularity.lora_ranks), dict.fromkeys(popularity.lora_ranks, 0.0)
+        for rank, share in zip(popularity.lora_ranks, popularity.probabilities, strict=True):
+            requests[rank] += share
+        of_adapters = tuple((rank, count / counts.total()) for rank, count in counts.items())
+        return AdapterMix(ranks=tuple(requests.items()), adapter_ranks=of_adapters, form=form)
+    if known is None:
+        raise click.UsageError("give --lora-rank: only named models have a usual rank")
+    return AdapterMix(ranks=((known.lora_rank, 1.0),), form=form)
+
+
+def _given_ranks(given: tuple[str, ...]) -> tuple[tuple[int, float], ...]:
+    """R or R=SHARE; shares of requests and of adapters alike."""
     found = []
     for text in given:
         rank, separator, share = text.partition("=")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_lora.core.known_models import KNOWN_MODELS
 
 from .inputs import PlanInputs
@@ -13,34 +15,38 @@ _FORMS = {
 }
 
 
-def assumptions(inputs: PlanInputs) -> tuple[str, ...]:
+def assumptions(inputs: PlanInputs, global_batch: float) -> tuple[str, ...]:
     """One sentence each: adapter form, load, popularity, hardware, model."""
     shape, mix = inputs.shape, inputs.mix
     other = "shared" if mix.form == "separate" else "separate"
-    other_bytes = type(mix)(ranks=mix.ranks, form=other).adapter_bytes(shape)
+    other_bytes = replace(mix, form=other).adapter_bytes(shape)
     sites = "adapters on every expert, none on attention" if shape.num_experts else "adapters on all sites"
     said = [
         f"{sites}; {_FORMS[mix.form]}: {bytes_text(mix.adapter_bytes(shape))} each "
         f"({other}: {bytes_text(other_bytes)})",
-        _load(inputs),
+        _load(inputs, global_batch),
         "requests arrive independently of each other; service times do not depend on the adapter",
         f"times and memory by profile {inputs.profile.name}; deltas are computed beside the base GEMMs; "
-        "experts are chosen evenly; waiting at the server for other instances is not in the predicted TPOT",
+        "experts are chosen evenly; waiting at the server for other instances is not in the predicted TPOT; "
+        "instances are at layers of all stages evenly (equation 6)",
     ]
     if inputs.adapter_share < 1:
         said.append(f"{1 - inputs.adapter_share:.1%} of the requests ask for the base model and take no slot")
     if len(mix.ranks) > 1:
-        said.append("adapters of mean size stand for the mix of ranks")
+        said.append(
+            "adapters of mean size stand for the mix of ranks: in memory the mean over requests or over "
+            "adapters, whichever is larger; in computation the one over requests"
+        )
     notes = {model.name: model.note for model in KNOWN_MODELS}
     if notes.get(inputs.model):
         said.append(f"{inputs.model}: {notes[inputs.model]}")
     return tuple(said)
 
 
-def _load(inputs: PlanInputs) -> str:
+def _load(inputs: PlanInputs, global_batch: float) -> str:
     if inputs.global_batch is not None:
-        return f"global batch {inputs.load:g} as given"
+        return f"global batch {global_batch:g} as given"
     return (
-        f"global batch {inputs.load:.1f} = {inputs.rate_per_s:.4g} requests/s x {inputs.output_tokens:.4g} "
-        f"output tokens x {inputs.slo_tpot_s:g} s (Little's law, every request as slow as the TPOT SLO)"
+        f"global batch {global_batch:.1f} = {inputs.rate_per_s:.4g} requests/s x {inputs.output_tokens:.4g} "
+        f"output tokens x the predicted TPOT (Little's law), and {inputs.load_margin:.0%} more"
     )

@@ -1,4 +1,4 @@
-"""What is sized, and how one layout of its LoRA Server fares under a load (InfiniLoRA section 4.2.2).
+"""What is sized, and what keeps running on it (InfiniLoRA section 4.2.2).
 
 Legend: B rows per instance, L instances, x * y ranks of EPx-PPy, M adapters resident at once.
 
@@ -13,7 +13,7 @@ y groups of ranks, each of which serves one request at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,13 +23,12 @@ from moe_lora.dist.lora_server.partition import Layout, Partition
 
 from .memory import AdapterMix, kv_requests, server_slots
 from .profile import Gpu
-from .stages import ServerRound, StageTimes
+from .stages import StageTimes
 
 MEMORY, FIRST_TOKEN = "ttft: cache capacity", "ttft: first token"
 EQ5, EQ6 = "tpot: eq5", "tpot: eq6"
 CONSTRAINTS = (MEMORY, FIRST_TOKEN, EQ5, EQ6)
 STEPS_TO_FIRST_TOKEN = 2.95
-MOST_ROWS = 1024
 MS = 1e3
 _PRECISION = 1e-6
 
@@ -38,8 +37,8 @@ _PRECISION = 1e-6
 class Cluster:
     """What is sized: a model on a device, with its SLOs.  instance_gpus: of one LLM instance.
 
-    fixed_batch: the global batch is a given; False: it is what keeps running at the TPOT SLO, fewer requests
-    where steps are faster.
+    The load is global_batch requests that decode at once, or tokens_per_s output tokens (rate times length):
+    then what keeps running follows from the layout's own TPOT, and a plan is made for load_margin more.
     """
 
     shape: ModelShape
@@ -50,7 +49,9 @@ class Cluster:
     slo_ttft_s: float
     slo_tpot_s: float
     context_tokens: float
-    fixed_batch: bool = False
+    tokens_per_s: float | None = None
+    global_batch: float | None = None
+    load_margin: float = 0.0
 
     @property
     def layer_budget_s(self) -> float:
@@ -74,6 +75,7 @@ class Cluster:
         """Adapters that a server of this layout holds."""
         return server_slots(self.gpu, self.shape, self.mix, layout)
 
+    @cached_property
     def max_batch(self) -> tuple[int, str]:
         """Most rows an instance can decode on average without LoRA, and what limits them: "tpot" or "kv".
 
@@ -97,20 +99,40 @@ class Cluster:
         batch = largest(self.base_holds, kv)
         return batch, "kv" if batch == kv else "tpot"
 
-    def steady_tpot_s(self, layout: Layout, batch: float) -> float:
-        """TPOT at the batch that this TPOT keeps running: t = layers * layer(batch * t / SLO).
+    def steady_rows(self, ep: int, num_instances: int) -> float:
+        """Rows B of an instance that its own TPOT keeps running: B = tokens per second * tpot_s(B) / L.
 
-        batch: rows per instance at the SLO.  Found from the SLO downwards, so it is the largest solution.
+        Little's law.  The smallest solution, approached from an idle cluster, so it does not depend on the
+        SLOs; or the first B on that way that is over a limit, where there is none within.
         """
-        tpot_s, num_layers = self.slo_tpot_s, self.shape.num_layers
-        while True:
-            rows = batch if self.fixed_batch else batch * tpot_s / self.slo_tpot_s
-            found_s = num_layers * self.stages.layer_s(layout.ep, rows)
-            if self.fixed_batch or found_s >= tpot_s * (1 - _PRECISION):
-                return found_s
-            tpot_s = found_s
+        if self.global_batch is not None:
+            return self.global_batch / num_instances
+        assert self.tokens_per_s is not None, "a cluster has one of the two"
+        per_instance, most = self.tokens_per_s / num_instances, self.max_batch[0] / (1 + self.load_margin)
+        tpot_s, rows = self.tpot_s(ep, 1.0), 0.0
+        while tpot_s * per_instance > rows * (1 + _PRECISION):
+            rows = tpot_s * per_instance
+            if rows > most or tpot_s > self.slo_tpot_s:
+                break
+            tpot_s = self.tpot_s(ep, rows)
+        return rows
 
-    def first_token_s(self, layout: Layout, batch: float) -> tuple[float, float]:
+    def batch(self, ep: int, num_instances: int) -> float:
+        """Rows of an instance that a plan is made for: those that keep running, and the margin."""
+        margin = self.load_margin if self.global_batch is None else 0.0
+        return self.steady_rows(ep, num_instances) * (1 + margin)
+
+    def tokens_at(self, ep: int, num_instances: int, global_batch: float) -> float:
+        """Output tokens per second of the load that a plan for this global batch is made for."""
+        margin = self.load_margin if self.global_batch is None else 0.0
+        running = global_batch / (1 + margin)
+        return running / self.tpot_s(ep, running / num_instances)
+
+    def tpot_s(self, ep: int, batch: float) -> float:
+        """layers * (attention + max(experts, LoRA round)) of a step, which has one row at least."""
+        return self.shape.num_layers * self.stages.layer_s(ep, max(1.0, batch))
+
+    def first_token_s(self, layout: Layout, tpot_s: float) -> tuple[float, float]:
         """(load, steps): P95 decode TTFT of requests that start at once is their sum.
 
         load: the first layer of an adapter of the largest rank, each of the x ranks of a stage loading its
@@ -119,7 +141,7 @@ class Cluster:
         """
         largest = self.mix.largest().bytes_on_rank(self.shape, Layout(ep=layout.ep))
         load_s = largest / self.shape.num_layers / self.gpu.load_bytes_per_s
-        return load_s, STEPS_TO_FIRST_TOKEN * self.steady_tpot_s(layout, batch)
+        return load_s, STEPS_TO_FIRST_TOKEN * tpot_s
 
     def base_holds(self, batch: float) -> bool:
         """Whether the base model alone decodes so many rows within the TPOT SLO."""
@@ -135,55 +157,6 @@ class Cluster:
                 except ConfigError:
                     break  # what is wrong is x, whatever y
                 yield layout
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One layout under one load: what fits, how long a round takes, and which constraints it meets."""
-
-    layout: Layout
-    slots: int
-    round: ServerRound
-    met: Mapping[str, bool]
-
-    @property
-    def feasible(self) -> bool:
-        return all(self.met.values())
-
-
-def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: int, batch: float) -> Candidate:
-    """How this layout fares with M = capacity and L = num_instances of `batch` rows each."""
-    served = cluster.stages.server(layout.ep, batch)
-    slots = cluster.slots(layout)
-    waiting = math.ceil(num_instances / layout.pp)
-    return Candidate(
-        layout=layout,
-        slots=slots,
-        round=served,
-        met={
-            MEMORY: slots >= capacity,
-            FIRST_TOKEN: sum(cluster.first_token_s(layout, batch)) <= cluster.slo_ttft_s,
-            EQ5: served.total_s <= cluster.ffn_budget_s(batch),
-            EQ6: served.longest[1] * waiting <= cluster.layer_budget_s,
-        },
-    )
-
-
-def most_rows(cluster: Cluster, layout: Layout, num_instances: int, batch: float) -> int:
-    """Most requests that an instance may decode at once: within the TPOT SLO, (5), (6) and its KV.
-
-    MOST_ROWS at most, as an engine keeps tables of that many, but always the mean batch and four standard
-    deviations of a Poisson count.
-    """
-
-    def in_time(rows: int) -> bool:
-        met = candidate(cluster, layout, 1, num_instances, rows).met
-        return cluster.base_holds(rows) and met[EQ5] and met[EQ6]
-
-    least = math.ceil(batch + 4 * math.sqrt(batch))
-    room = int(kv_requests(cluster.gpu, cluster.shape, cluster.instance_gpus, cluster.context_tokens))
-    most = min(MOST_ROWS, room)
-    return max(least, largest(in_time, most, least)) if most > least else least
 
 
 def largest(holds: Callable[[int], bool], most: int, least: int = 1) -> int:

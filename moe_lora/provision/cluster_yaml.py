@@ -25,7 +25,11 @@ def plan_yaml(plan: Plan, model_dir: str | None, adapters: Sequence[tuple[str, s
             "expert_parallel": plan.instance_gpus,
             "num_instances": plan.instances,
         },
-        "lora_server": {"layout": plan.layout, "capacity": plan.slots},
+        "lora_server": {
+            "layout": plan.layout,
+            "capacity": plan.slots,
+            "memory_gb": plan.memory_gb_per_rank,
+        },
     }
     lines = [
         f"# {plan.inputs['model']}: {plan.instances} instances of {plan.instance_gpus} GPUs, LoRA Server of "

@@ -31,6 +31,7 @@ from moe_lora.workload.probabilities import (
     checked_probabilities,
 )
 
+from .admissibility import BELOW_ONE
 from .slot_demand import SlotDemand
 
 GRID_RATIO = 1.3  # between distances from M at which the chain's rates are computed
@@ -41,25 +42,43 @@ def corrected_admissibility_rate(popularity: Probabilities, global_batch: float,
 
     popularity: [N] probability of each adapter, sum 1 (up to a millionth, then scaled to 1).
     global_batch: mean number of requests in service, > 0.  capacity: adapters that fit, >= 1.
-    1.0 if capacity covers every adapter of popularity > 0.  Arrivals are Poisson, services exponential with
-    mean 1: the process of `moe_lora.sim.admission`, which this agrees with (docs/provisioning.md).
+    1.0 exactly if and only if capacity covers every adapter of popularity > 0.  Arrivals are Poisson,
+    services exponential with mean 1: the process of `moe_lora.sim.admission`, which this agrees with
+    (docs/provisioning.md).
     Raises ValueError for anything else, saying what was given.
     """
+    demand = _demand(popularity, global_batch, capacity)
+    return 1.0 if demand is None else min(1.0 - _refused(demand)[0], BELOW_ONE)
+
+
+def corrected_wait(popularity: Probabilities, global_batch: float, capacity: int) -> float:
+    """Mean wait of the requests that don't start at once, in mean service times; 0.0 where all do.
+
+    Little's law: requests that wait, over the rate of those that have to.  Arguments, process and errors as
+    in `corrected_admissibility_rate`.
+    """
+    demand = _demand(popularity, global_batch, capacity)
+    if demand is None:
+        return 0.0
+    turned_away, num_waiting = _refused(demand)
+    return num_waiting / (turned_away * global_batch) if turned_away > 1 - BELOW_ONE else 0.0
+
+
+def _demand(popularity: Probabilities, global_batch: float, capacity: int) -> SlotDemand | None:
+    """None if there is a slot for each adapter that is used."""
     probabilities = checked_probabilities(popularity)
     batch, slots = checked_global_batch(global_batch), checked_capacity(capacity)
     used = probabilities[probabilities > 0]
-    if slots >= len(used):
-        return 1.0
-    return 1.0 - _turned_away(SlotDemand(used, batch, slots))
+    return None if slots >= len(used) else SlotDemand(used, batch, slots)
 
 
-def _turned_away(demand: SlotDemand) -> float:
-    """sum_{n >= M} Pr[n] P(adapter of a request not active | n)."""
+def _refused(demand: SlotDemand) -> tuple[float, float]:
+    """sum_{n >= M} Pr[n] P(adapter of a request not active | n), and the mean number of waiting requests."""
     capacity, num_adapters = demand.capacity, demand.num_adapters
     below = capacity - _distances(capacity)[::-1]
     above = capacity + _distances(num_adapters - capacity)
-    up_below, down_below, _ = _columns(demand, below)
-    up_above, down_above, not_active = _columns(demand, above)
+    up_below, down_below, _, _ = _columns(demand, below)
+    up_above, down_above, not_active, num_waiting = _columns(demand, above)
     idle_below, idle_above = num_adapters - below, num_adapters - above
     log_steps = [
         _log_rates(below, up_below, idle_below)[:-1] - _log_rates(below[1:], down_below[1:], below[1:]),
@@ -67,8 +86,11 @@ def _turned_away(demand: SlotDemand) -> float:
     ]
     log_weights = np.concatenate([[0.0], np.cumsum(np.concatenate(log_steps))])
     weights = np.exp(log_weights - log_weights.max())
-    refused = PchipInterpolator(above, not_active)(np.arange(capacity, num_adapters + 1))
-    return float(min(max(weights[capacity:] @ refused / weights.sum(), 0.0), 1.0))
+    weights /= weights.sum()
+    whole = np.arange(capacity, num_adapters + 1)
+    refused = float(weights[capacity:] @ PchipInterpolator(above, not_active)(whole))
+    waiting = float(weights[capacity:] @ PchipInterpolator(above, num_waiting)(whole))
+    return min(max(refused, 0.0), 1.0), max(waiting, 0.0)
 
 
 def _distances(last: int) -> np.ndarray:
@@ -79,9 +101,9 @@ def _distances(last: int) -> np.ndarray:
     return np.unique([*distances, last - 1])
 
 
-def _columns(demand: SlotDemand, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    up, down, not_active = zip(*(demand.at(int(n)) for n in grid), strict=True)
-    return np.array(up), np.array(down), np.array(not_active)
+def _columns(demand: SlotDemand, grid: np.ndarray) -> list[np.ndarray]:
+    """Each field of the states, over the grid."""
+    return [np.array(column) for column in zip(*(demand.at(int(n)) for n in grid), strict=True)]
 
 
 def _log_rates(grid: np.ndarray, rates: np.ndarray, num_sources: np.ndarray) -> np.ndarray:

@@ -24,7 +24,8 @@ class PlanInputs:
 
     model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
     rate_per_s, output_tokens, context_tokens: of the load, means.  global_batch: requests decoding at
-    once over all instances; None: rate * output tokens * TPOT SLO (Little's law).  gpus: the whole budget;
+    once over all instances; None: rate * output tokens * the plan's own TPOT (Little's law), and load_margin
+    more.  gpus: the whole budget;
     None: as few as it takes.  instances: so many; None: chosen.  estimator: of the IAR that M* must reach.
     trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
     adapters_are_traces: probabilities are those of the adapters that the trace names.  adapter_share: of the
@@ -42,6 +43,7 @@ class PlanInputs:
     context_tokens: float
     rate_per_s: float | None = None
     global_batch: float | None = None
+    load_margin: float = 0.2
     slo_ttft_s: float = 0.25
     slo_tpot_s: float = 0.1
     target_iar: float = 0.95
@@ -59,7 +61,11 @@ class PlanInputs:
         for name in ("rate_per_s", "global_batch", "gpus", "instances", "instance_gpus"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        if not 0 < self.target_iar <= 1:
+        if not (math.isfinite(self.load_margin) and self.load_margin >= 0):
+            raise ConfigError(
+                f"load_margin={self.load_margin} must be a finite number, 0 or more (0.2 usual)"
+            )
+        if isinstance(self.target_iar, bool) or not 0 < self.target_iar <= 1:
             raise ConfigError(f"target_iar={self.target_iar} must be above 0 and at most 1 (0.95 usual)")
         if not 0 < self.adapter_share <= 1:
             raise ConfigError(f"adapter_share={self.adapter_share} must be above 0 and at most 1")
@@ -76,26 +82,18 @@ class PlanInputs:
             )
 
     @property
-    def load(self) -> float:
-        """Requests that decode at once, over all instances: LB of InfiniLoRA's table 2."""
+    def tokens_per_s(self) -> float | None:
+        """Output tokens per second that the load asks for; None where its global batch is given."""
         if self.global_batch is not None:
-            return float(self.global_batch)
+            return None
         assert self.rate_per_s is not None  # checked above
-        return self.rate_per_s * self.output_tokens * self.slo_tpot_s
-
-    @property
-    def adapter_load(self) -> float:
-        """Of `load`, the requests with an adapter: the global batch of the models of admission."""
-        return self.load * self.adapter_share
-
-    def rate_of(self, global_batch: float) -> float:
-        """Requests per second that keep this many decoding at the TPOT SLO."""
-        return global_batch / (self.output_tokens * self.slo_tpot_s)
+        return self.rate_per_s * self.output_tokens
 
     def to_json(self) -> dict[str, Any]:
         """All that is not an array, as JSON holds it."""
         names = (
             *("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens", "global_batch"),
+            "load_margin",
             *("slo_ttft_s", "slo_tpot_s", "target_iar", "gpus", "instances", "estimator"),
             *("popularity_source", "adapter_share"),
         )

@@ -21,6 +21,10 @@ _EXPERT_TARGETS = ("gate_up", "down")
 class AdapterMix:
     """The adapters of a workload: (LoRA rank, share of requests) pairs, and their form.
 
+    adapter_ranks: (LoRA rank, share of adapters) pairs, where they are not the same.  Which adapters are
+    resident lies between the two: nearly those of the last requests while few fit, all of them in the end.
+    So memory counts the larger mean of the two, computation the mean over requests.
+
     form: "separate": gate and up of an expert have an A each; "shared": one A for both (PEFT's fused form).
     On a model with experts an adapter has gate_up and down of every expert, else all of a layer's matrices:
     what a LoRA Server holds by default.  Raises ConfigError for shares that do not sum to 1.
@@ -28,20 +32,17 @@ class AdapterMix:
 
     ranks: tuple[tuple[int, float], ...]
     form: str = "separate"
+    adapter_ranks: tuple[tuple[int, float], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ConfigError(f"adapter form={self.form!r} is unknown; choose one of {', '.join(FORMS)}")
-        for lora_rank, share in self.ranks:
-            if not 1 <= lora_rank <= MAX_LORA_RANK:
-                raise ConfigError(f"lora_rank={lora_rank} must be between 1 and {MAX_LORA_RANK}")
-            if not 0 <= share <= 1:
-                raise ConfigError(f"share {share} of rank {lora_rank} must be between 0 and 1")
-        if not self.ranks or not math.isclose(sum(share for _, share in self.ranks), 1.0, rel_tol=1e-6):
-            raise ConfigError(f"shares of the ranks {list(self.ranks)} must sum to 1")
+        for shares in (self.ranks, self.adapter_ranks or self.ranks):
+            _check_shares(shares)
 
     @property
     def mean_rank(self) -> float:
+        """Over requests."""
         return sum(lora_rank * share for lora_rank, share in self.ranks)
 
     def largest(self) -> AdapterMix:
@@ -49,7 +50,7 @@ class AdapterMix:
         return AdapterMix(ranks=((max(rank for rank, share in self.ranks if share), 1.0),), form=self.form)
 
     def adapter_bytes(self, shape: ModelShape) -> float:
-        """Mean bytes of a packed adapter."""
+        """Mean bytes of a packed adapter, over requests or over adapters, whichever is more."""
         targets = _EXPERT_TARGETS if shape.num_experts else DEFAULT_TARGETS
         return self._mean(shape, targets, 1)
 
@@ -69,7 +70,20 @@ class AdapterMix:
 
     def _mean(self, shape: ModelShape, targets: Sequence[str], ep: int) -> float:
         shared = self.form == "shared"
-        return sum(share * shape.adapter_bytes(rank, targets, shared, ep) for rank, share in self.ranks)
+        return max(
+            sum(share * shape.adapter_bytes(rank, targets, shared, ep) for rank, share in shares)
+            for shares in (self.ranks, self.adapter_ranks or self.ranks)
+        )
+
+
+def _check_shares(shares: tuple[tuple[int, float], ...]) -> None:
+    for lora_rank, share in shares:
+        if not 1 <= lora_rank <= MAX_LORA_RANK:
+            raise ConfigError(f"lora_rank={lora_rank} must be between 1 and {MAX_LORA_RANK}")
+        if not 0 <= share <= 1:
+            raise ConfigError(f"share {share} of rank {lora_rank} must be between 0 and 1")
+    if not shares or not math.isclose(sum(share for _, share in shares), 1.0, rel_tol=1e-6):
+        raise ConfigError(f"shares of the ranks {list(shares)} must sum to 1")
 
 
 def bytes_text(num_bytes: float) -> str:

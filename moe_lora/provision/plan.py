@@ -6,20 +6,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_lora.dist.lora_server.communication import communication_metrics, uniform_routing
-from moe_lora.dist.lora_server.partition import Layout, Partition
+from moe_lora.workload.probabilities import checked_probabilities
 
-from .admitted import ADMITTED, Admitted, rates_at, smallest_capacity_of
+from .admitted import ADMITTED, Admitted, rates_at
 from .assumptions import assumptions
 from .budget import check_budget, check_instances
-from .cluster import MS, Candidate, Cluster, most_rows
+from .candidate import Candidate, candidates, most_rows
+from .cluster import Cluster
+from .corrected import corrected_wait
 from .iar import expected_active
 from .inputs import ESTIMATORS, PlanInputs
-from .sizing import ServerSize, fewest_instances, minimum_server
+from .layer_figures import layer_ms, table_1_metrics
+from .load_range import NeededCapacity
+from .sizing import ServerSize, smallest_cluster, smallest_server
 from .split import Split, best_split
 from .stages import StageTimes
 
 TAIL = 0.95
+BUDGET = "budget: highest rate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +31,15 @@ class Plan:
     """A cluster, and the numbers that led to it.
 
     capacity: M*, adapters that must be resident at once, by the estimator of the inputs; capacity_paper,
-    capacity_corrected: by each.  iar, iar_corrected: admitted at once with M*, by the paper's model and the
-    corrected one.  slots: adapters that the server's GPUs hold (>= M*), with
-    slots_iar and slots_iar_corrected.  max_num_seqs: all that an instance can run within
-    the TPOT SLO, so that bursts need not wait.  binding_constraint: what asked for the number of server GPUs,
-    of gpus_by_constraint.  p95_ttft_s: decode TTFT; None where requests would
-    queue.  tpot_s: at the batch that it keeps running; tpot_at_load_s, layer_ms, metrics: at the global batch
-    that was sized for.
-    serviceable_rate_per_s: the highest rate that the budget holds; None without one.  metrics: table 1's.
+    capacity_corrected: by each; for the global batch and all smaller ones.  iar, iar_corrected: admitted at
+    once with M*, by the paper's model and the corrected one.  slots: adapters that the server's GPUs hold
+    (>= M*), with slots_iar and slots_iar_corrected.  mean_wait_s: of the requests that don't start at once,
+    with M*.  max_num_seqs: all that an instance can run within the TPOT SLO, so that bursts need not wait.
+    binding_constraint: what asked for the number of server GPUs, of gpus_by_constraint, or the budget;
+    rate_limited_by: what stops a budget's rate.  p95_ttft_s: decode TTFT; None where requests would queue.
+    rate_per_s: requests.  running_per_instance, tpot_s: what keeps running at that rate, and its TPOT.
+    global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
+    serviceable_rate_per_s: the highest rate that the budget holds; None without one.
     """
 
     capacity: int
@@ -43,19 +48,24 @@ class Plan:
     iar: float
     iar_corrected: float
     expected_active: float
+    mean_wait_s: float
     lora_server_gpus: int
     layout: str
     instances: int
     bytes_per_adapter: float
+    memory_gb_per_rank: float
     binding_constraint: str
+    rate_limited_by: str | None
     gpus_by_constraint: Mapping[str, int]
     slots: int
     slots_iar: float
     slots_iar_corrected: float
     total_gpus: int
     instance_gpus: int
+    rate_per_s: float
     global_batch: float
     batch_per_instance: float
+    running_per_instance: float
     max_num_seqs: int
     p95_ttft_s: float | None
     tpot_s: float
@@ -78,24 +88,21 @@ def make_plan(inputs: PlanInputs) -> Plan:
     that is none.
     """
     cluster = cluster_of(inputs)
-    capacity = smallest_capacity_of(
-        inputs.estimator, inputs.probabilities, inputs.adapter_load, inputs.target_iar
-    )
-    split = None
+    checked_probabilities(inputs.probabilities)
+    capacity_of, split = _needed(inputs, inputs.estimator), None
     if inputs.gpus is not None:
         split = best_split(cluster, inputs.probabilities, inputs.target_iar, inputs.gpus, _admitted(inputs))
         check_budget(inputs, split)
-        num_instances = split.num_instances
-        server = minimum_server(
-            cluster, capacity, num_instances, inputs.load / num_instances, split.layout.num_ranks
-        )
+        num_instances, num_ranks = split.num_instances, split.layout.num_ranks
+        found = candidates(cluster, capacity_of, num_instances)
+        server = smallest_server(cluster, found, num_instances, num_ranks)
     elif inputs.instances is not None:
         num_instances = inputs.instances
         check_instances(inputs, cluster)
-        server = minimum_server(cluster, capacity, num_instances, inputs.load / num_instances)
+        server = smallest_server(cluster, candidates(cluster, capacity_of, num_instances), num_instances)
     else:
-        num_instances, server = fewest_instances(cluster, capacity, inputs.load)
-    return _plan(inputs, cluster, capacity, num_instances, server, split)
+        num_instances, server = smallest_cluster(cluster, capacity_of)
+    return _plan(inputs, cluster, num_instances, server, split)
 
 
 def cluster_of(inputs: PlanInputs) -> Cluster:
@@ -116,9 +123,15 @@ def cluster_of(inputs: PlanInputs) -> Cluster:
         instance_gpus=inputs.instance_gpus,
         slo_ttft_s=inputs.slo_ttft_s,
         slo_tpot_s=inputs.slo_tpot_s,
-        fixed_batch=inputs.global_batch is not None,
         context_tokens=inputs.context_tokens,
+        tokens_per_s=inputs.tokens_per_s,
+        global_batch=inputs.global_batch,
+        load_margin=inputs.load_margin,
     )
+
+
+def _needed(inputs: PlanInputs, estimator: str) -> NeededCapacity:
+    return NeededCapacity(estimator, inputs.probabilities, inputs.target_iar, inputs.adapter_share)
 
 
 def _admitted(inputs: PlanInputs) -> Admitted:
@@ -128,75 +141,58 @@ def _admitted(inputs: PlanInputs) -> Admitted:
 
 
 def _plan(
-    inputs: PlanInputs,
-    cluster: Cluster,
-    capacity: int,
-    num_instances: int,
-    server: ServerSize,
-    split: Split | None,
+    inputs: PlanInputs, cluster: Cluster, num_instances: int, server: ServerSize, split: Split | None
 ) -> Plan:
-    chosen, load = server.chosen, inputs.load
-    batch, layout = load / num_instances, chosen.layout
-    slots = min(chosen.slots, len(inputs.probabilities))
-    at_capacity, at_slots = (
-        rates_at(inputs.probabilities, inputs.adapter_load, size) for size in (capacity, slots)
-    )
-    needed = {
-        name: smallest_capacity_of(name, inputs.probabilities, inputs.adapter_load, inputs.target_iar)
-        for name in ESTIMATORS
-    }
+    chosen, layout = server.chosen, server.chosen.layout
+    load = chosen.batch * num_instances
+    running = cluster.steady_rows(layout.ep, num_instances)
+    tpot_s = cluster.tpot_s(layout.ep, running)
     return Plan(
-        capacity=capacity,
-        capacity_paper=needed["paper"],
-        capacity_corrected=needed["corrected"],
-        iar=at_capacity["paper"],
-        iar_corrected=at_capacity["corrected"],
-        expected_active=expected_active(inputs.probabilities, inputs.adapter_load),
+        **_admission(inputs, cluster, chosen, load, tpot_s),
         lora_server_gpus=layout.num_ranks,
         layout=str(layout),
         instances=num_instances,
         bytes_per_adapter=inputs.mix.adapter_bytes(inputs.shape),
-        binding_constraint=server.binding,
+        memory_gb_per_rank=cluster.gpu.memory_bytes * cluster.gpu.server_memory_share / 1e9,
+        binding_constraint=server.binding if split is None else BUDGET,
+        rate_limited_by=None if split is None else split.binding,
         gpus_by_constraint=server.gpus_by_constraint,
-        slots=slots,
-        slots_iar=at_slots["paper"],
-        slots_iar_corrected=at_slots["corrected"],
         total_gpus=layout.num_ranks + num_instances * inputs.instance_gpus,
         instance_gpus=inputs.instance_gpus,
+        rate_per_s=running * num_instances / (inputs.output_tokens * tpot_s),
         global_batch=load,
-        batch_per_instance=batch,
-        max_num_seqs=most_rows(cluster, layout, num_instances, batch),
-        p95_ttft_s=sum(cluster.first_token_s(layout, batch)) if at_slots["corrected"] >= TAIL else None,
-        tpot_s=cluster.steady_tpot_s(layout, batch),
-        tpot_at_load_s=cluster.shape.num_layers * cluster.stages.layer_s(layout.ep, batch),
-        serviceable_rate_per_s=None if split is None else inputs.rate_of(split.global_batch),
-        layer_ms=_layer_ms(cluster, chosen, batch),
-        metrics=_metrics(inputs, layout, batch),
-        assumptions=assumptions(inputs),
+        batch_per_instance=chosen.batch,
+        running_per_instance=running,
+        max_num_seqs=most_rows(cluster, layout, num_instances, chosen.batch),
+        tpot_s=tpot_s,
+        tpot_at_load_s=cluster.tpot_s(layout.ep, chosen.batch),
+        serviceable_rate_per_s=None if split is None else split.tokens_per_s / inputs.output_tokens,
+        layer_ms=layer_ms(cluster, chosen),
+        metrics=table_1_metrics(inputs, layout, chosen.batch),
+        assumptions=assumptions(inputs, load),
         inputs=inputs.to_json(),
     )
 
 
-def _layer_ms(cluster: Cluster, chosen: Candidate, batch: float) -> dict[str, float]:
-    """Times and budgets of one layer."""
-    stages, served = cluster.stages, chosen.round
-    times_s = {
-        "slo_layer": cluster.layer_budget_s,
-        "slo_ffn": cluster.ffn_budget_s(batch),
-        "attention": stages.attention_s(batch),
-        "experts": stages.experts_s(batch),
-        "receive": served.receive_s,
-        "compute": served.compute_s,
-        "send": served.send_s,
+def _admission(
+    inputs: PlanInputs, cluster: Cluster, chosen: Candidate, load: float, tpot_s: float
+) -> dict[str, Any]:
+    """Fields of a plan on adapters that are resident, and on requests that find theirs so."""
+    probabilities, batch, capacity = inputs.probabilities, load * inputs.adapter_share, chosen.capacity
+    slots = min(chosen.slots, len(probabilities))
+    at_capacity, at_slots = (rates_at(probabilities, batch, size) for size in (capacity, slots))
+    by_name = {name: _needed(inputs, name)(load) for name in ESTIMATORS}
+    first_token_s = sum(cluster.first_token_s(chosen.layout, tpot_s))
+    return {
+        "capacity": capacity,
+        "capacity_paper": by_name["paper"],
+        "capacity_corrected": by_name["corrected"],
+        "iar": at_capacity["paper"],
+        "iar_corrected": at_capacity["corrected"],
+        "expected_active": expected_active(probabilities, batch),
+        "mean_wait_s": corrected_wait(probabilities, batch, capacity) * inputs.output_tokens * tpot_s,
+        "slots": slots,
+        "slots_iar": at_slots["paper"],
+        "slots_iar_corrected": at_slots["corrected"],
+        "p95_ttft_s": first_token_s if at_slots["corrected"] >= TAIL else None,
     }
-    return {name: time_s * MS for name, time_s in times_s.items()}
-
-
-def _metrics(inputs: PlanInputs, layout: Layout, batch: float) -> dict[str, float] | None:
-    """Table 1's metrics of a batch whose rows choose experts evenly; None for a model without experts."""
-    shape = inputs.shape
-    if not shape.num_experts:
-        return None
-    partition = Partition(shape, layout, inputs.instance_gpus, sites="auto")
-    routing = uniform_routing(max(1, round(batch)), shape.num_experts_per_token, shape.num_experts, 1)
-    return asdict(communication_metrics(partition, *routing))

@@ -25,12 +25,12 @@ def plan_lines(plan: Plan) -> list[str]:
             f"(by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected})",
         ),
         ("IAR at M*", _rates(plan.iar, plan.iar_corrected)),
-        ("LoRA Server", f"{plan.lora_server_gpus} GPUs as {plan.layout}, holding {plan.slots} adapters"),
+        ("LoRA Server", f"{_gpus(plan.lora_server_gpus)} as {plan.layout}, holding {plan.slots} adapters"),
         ("IAR there", _rates(plan.slots_iar, plan.slots_iar_corrected)),
         ("Bound by", f"{plan.binding_constraint} ({_needs(plan)})"),
         (
             "Instances",
-            f"{plan.instances} of {plan.instance_gpus} GPUs, {plan.batch_per_instance:.1f} requests each",
+            f"{plan.instances} of {_gpus(plan.instance_gpus)}, {plan.batch_per_instance:.1f} requests each",
         ),
         ("GPUs in all", str(plan.total_gpus)),
         ("P95 TTFT", _ttft(plan)),
@@ -47,9 +47,23 @@ def plan_lines(plan: Plan) -> list[str]:
         ("Budgets", f"SLO_Layer {ms['slo_layer']:.3f} ms, SLO_FFN {ms['slo_ffn']:.3f} ms"),
     ]
     if plan.serviceable_rate_per_s is not None:
-        rows.append(("Serviceable rate", f"{plan.serviceable_rate_per_s:.1f} requests/s"))
+        rows.append(
+            (
+                "Serviceable rate",
+                f"{plan.serviceable_rate_per_s:.1f} requests/s ({plan.rate_limited_by} limits)",
+            )
+        )
     if plan.slots_iar_corrected < plan.inputs["target_iar"]:
         rows.insert(7, ("", "below the target by the corrected model: --estimator corrected sizes by it"))
+    if plan.capacity < plan.expected_active:
+        rows.insert(
+            5,
+            (
+                "",
+                f"fewer than are active: who has to wait, waits {plan.mean_wait_s:.2f} s for a slot on "
+                "average; raise --target-iar where that is too long",
+            ),
+        )
     lines = [f"{name:<18} {text}" for name, text in rows]
     return [*lines, "", "Assumed:", *(f"- {sentence}" for sentence in plan.assumptions)]
 
@@ -71,3 +85,7 @@ def _ttft(plan: Plan) -> str:
     if plan.p95_ttft_s is None:
         return f"not known: fewer than 95 % start at once, so the tail queues ({slo})"
     return f"{plan.p95_ttft_s * 1e3:.1f} ms without prefill: first layer's load and three steps ({slo})"
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU" if number == 1 else f"{number} GPUs"

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from .cluster import EQ5, EQ6, FIRST_TOKEN, MS, STEPS_TO_FIRST_TOKEN, Candidate, Cluster
+from .candidate import Candidate
+from .cluster import EQ5, EQ6, FIRST_TOKEN, MS, STEPS_TO_FIRST_TOKEN, Cluster
 from .memory import bytes_text
 
 
-def shortfall(
-    cluster: Cluster, found: list[Candidate], capacity: int, num_instances: int, batch: float
-) -> str:
+def shortfall(cluster: Cluster, found: Sequence[Candidate], num_instances: int) -> str:
     """What to tell a user whose load no candidate holds.
 
     The first constraint that no layout meets, by the layout that comes closest; else that none meets all.
     """
     best_round = min(found, key=lambda one: one.round.total_s)
     if not any(one.met[EQ5] for one in found):
+        batch = best_round.batch
         served, budget_s = best_round.round, cluster.ffn_budget_s(batch)
         name, longest_s = served.longest
         return (
@@ -38,8 +39,9 @@ def shortfall(
             "raise --slo-tpot-s"
         )
     if not any(one.met[FIRST_TOKEN] for one in found):
-        return _first_token(cluster, found, batch)
+        return _first_token(cluster, found)
     most = max(found, key=lambda one: one.slots)
+    capacity = most.capacity
     if most.slots < capacity:
         return (
             f"memory: M* = {capacity} adapters of {bytes_text(cluster.mix.adapter_bytes(cluster.shape))}; "
@@ -48,16 +50,17 @@ def shortfall(
         )
     return (
         f"no layout meets memory (M* = {capacity}), first token, eq. 5 and 6 at once for "
-        f"{num_instances} instances of {batch:.1f} rows; raise --slo-tpot-s or give more --gpus"
+        f"{num_instances} instances of {best_round.batch:.1f} rows; raise --slo-tpot-s or give more --gpus"
     )
 
 
-def _first_token(cluster: Cluster, found: list[Candidate], batch: float) -> str:
-    load_s, steps_s = min((cluster.first_token_s(one.layout, batch) for one in found), key=sum)
+def _first_token(cluster: Cluster, found: Sequence[Candidate]) -> str:
+    terms = (cluster.first_token_s(one.layout, cluster.tpot_s(one.layout.ep, one.batch)) for one in found)
+    load_s, steps_s = min(terms, key=sum)
     over_s = load_s + steps_s - cluster.slo_ttft_s
     return (
         f"TTFT SLO {cluster.slo_ttft_s:g} s: without any queueing, loading the first layer takes "
         f"{load_s * MS:.3f} ms and {STEPS_TO_FIRST_TOKEN} steps {steps_s * MS:.3f} ms, {over_s * MS:.3f} ms "
         f"too long in all; the {'load is' if load_s > steps_s else 'steps are'} the longer term; raise "
-        "--slo-ttft-s, or add instances"
+        "--slo-ttft-s"
     )

@@ -1,14 +1,16 @@
-"""The smallest LoRA Server for a load, and the fewest instances (InfiniLoRA section 4.2.2)."""
+"""The smallest LoRA Server for a load, and the smallest cluster (InfiniLoRA section 4.2.2)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from moe_lora.core.errors import SloError
 
-from .cluster import CONSTRAINTS, Candidate, Cluster, candidate
+from .candidate import Candidate, CapacityOf, candidates
+from .cluster import CONSTRAINTS, Cluster
 from .shortfall import shortfall
 
 
@@ -25,15 +27,14 @@ class ServerSize:
         return max(CONSTRAINTS, key=lambda name: self.gpus_by_constraint[name])
 
 
-def minimum_server(
-    cluster: Cluster, capacity: int, num_instances: int, batch: float, num_gpus: int | None = None
+def smallest_server(
+    cluster: Cluster, found: Sequence[Candidate], num_instances: int, num_gpus: int | None = None
 ) -> ServerSize:
     """The fewest ranks, and among their layouts the one whose round is shortest, that meet all constraints.
 
-    num_gpus: exactly so many ranks.  Among equal rounds the smaller sync scope x wins (table 1).
-    Raises SloError that says which term exceeds which budget, and by how much.
+    found: by number of ranks.  num_gpus: exactly so many.  Among equal rounds the smaller sync scope x wins
+    (table 1).  Raises SloError that says which term exceeds which budget, and by how much.
     """
-    found = [candidate(cluster, layout, capacity, num_instances, batch) for layout in cluster.layouts]
     allowed = [one for one in found if num_gpus in (None, one.layout.num_ranks)]
     if not allowed:
         raise SloError(
@@ -42,7 +43,7 @@ def minimum_server(
         )
     feasible = [one for one in allowed if one.feasible]
     if not feasible:
-        raise SloError(shortfall(cluster, allowed, capacity, num_instances, batch))
+        raise SloError(shortfall(cluster, allowed, num_instances))
     fewest = feasible[0].layout.num_ranks
     chosen = min(
         (one for one in feasible if one.layout.num_ranks == fewest),
@@ -52,19 +53,59 @@ def minimum_server(
     return ServerSize(chosen=chosen, gpus_by_constraint=needs)
 
 
-def fewest_instances(cluster: Cluster, capacity: int, global_batch: float) -> tuple[int, ServerSize]:
-    """(L, server) for a load: the fewest instances that the base model's time and KV allow, and its server.
+def fewest_instances(cluster: Cluster) -> int:
+    """L from which on the base model's time and KV allow the load's batches on some layout."""
+    degrees = {layout.ep for layout in cluster.layouts}
 
-    More instances have smaller batches, so where equation 5 or 6 or the first token fails, their number
-    grows, by an eighth a time, until a LoRA Server holds them.  Raises SloError of the last try if none does.
+    def too_few(num_instances: int) -> bool:
+        return all(cluster.batch(ep, num_instances) > cluster.max_batch[0] for ep in degrees)
+
+    low, high = 0, 1
+    while too_few(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if too_few(middle) else (low, middle)
+    return high
+
+
+def smallest_cluster(cluster: Cluster, capacity_of: CapacityOf) -> tuple[int, ServerSize]:
+    """(L, server) of the fewest GPUs in all, of equals the fewest instances.
+
+    More instances have smaller batches, quicker steps, and so fewer requests at once: where nothing holds the
+    load their number grows, by an eighth a time; from the first that does, all numbers are tried that may
+    save more server ranks than they cost.  Raises SloError of the last try if none does.
     """
-    most, num_instances = max(1, math.ceil(global_batch)), math.ceil(global_batch / cluster.max_batch()[0])
+
+    def size(num_instances: int) -> ServerSize:
+        found = candidates(cluster, capacity_of, num_instances)
+        return smallest_server(cluster, found, num_instances)
+
+    num_instances = fewest_instances(cluster)
+    failed, most = num_instances - 1, max(num_instances, math.ceil(_load(cluster, num_instances)))
     while True:
         try:
-            return num_instances, minimum_server(
-                cluster, capacity, num_instances, global_batch / num_instances
-            )
+            best = num_instances, size(num_instances)
+            break
         except SloError:
             if num_instances >= most:
                 raise
-        num_instances = min(most, num_instances + max(1, num_instances // 8))
+        failed, num_instances = num_instances, min(most, num_instances + max(1, num_instances // 8))
+    least = capacity_of(_load(cluster, most))
+    ranks = (layout.num_ranks for layout in cluster.layouts if cluster.slots(layout) >= least)
+    fewest_ranks = next(ranks, 1)
+    tried = failed + 1
+    while tried * cluster.instance_gpus + fewest_ranks <= _gpus(cluster, *best):
+        with suppress(SloError):
+            best = min(best, (tried, size(tried)), key=lambda one: (_gpus(cluster, *one), one[0]))
+        tried += 1
+    return best
+
+
+def _load(cluster: Cluster, num_instances: int) -> float:
+    """The smallest global batch of any layout."""
+    return num_instances * min(cluster.batch(layout.ep, num_instances) for layout in cluster.layouts)
+
+
+def _gpus(cluster: Cluster, num_instances: int, server: ServerSize) -> int:
+    return num_instances * cluster.instance_gpus + server.chosen.layout.num_ranks

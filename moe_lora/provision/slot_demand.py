@@ -27,6 +27,8 @@ class DemandState(NamedTuple):
     down_rate: float
     not_active: float
     """Share of the requests whose adapter isn't active."""
+    num_waiting: float
+    """Requests that wait for a slot."""
 
 
 class SlotDemand:
@@ -44,15 +46,25 @@ class SlotDemand:
         busy = self._busy.without_wait
         if num_wanting <= self.capacity:
             wanting, idle = self._shares(busy, num_wanting)
-            active = wanting
+            active, num_waiting = wanting, 0.0
             self._throughput = float(self._counts @ (active / busy))
         else:
             idle, active, busy = self._with_queue(num_wanting)
+            num_waiting = self._num_waiting(1 - idle - active, num_wanting - self.capacity)
         return DemandState(
             up_rate=float((self._counts * self._rates) @ idle),
             down_rate=float(self._counts @ (active / busy)),
             not_active=float(self._mass @ (1 - active)),
+            num_waiting=num_waiting,
         )
+
+    def _num_waiting(self, queued: np.ndarray, length: int) -> float:
+        """sum_i P(i queues) (1 + lambda_i E[W^2] / 2 E[W]): its first request, and those that came since.
+
+        W is Erlang, k stages of rate mu r_i: E[W^2] / 2 E[W] = (k + 1) / (2 mu r_i).
+        """
+        since = (length + 1) / (2 * self._throughput * self._others_speed)
+        return float((self._counts * queued) @ (1 + self._rates * since))
 
     def _with_queue(self, num_wanting: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """P(idle), P(active) and mean busy period of each adapter at the fixed point of mu and r.

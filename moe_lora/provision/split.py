@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,20 +11,23 @@ from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.partition import Layout
 
 from .admitted import Admitted
-from .cluster import EQ5, EQ6, FIRST_TOKEN, MEMORY, Cluster, candidate, largest
-from .iar import expected_active
+from .candidate import candidate
+from .cluster import EQ5, EQ6, FIRST_TOKEN, MEMORY, Cluster, largest
+from .load_range import largest_load
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """L instances beside a server of `layout`, and the largest global batch they hold.
+    """L instances beside a server of `layout`, and the largest load that they hold.
 
-    binding: what a larger batch would violate first: a name of CONSTRAINTS, or "instances".
+    global_batch: requests at once.  tokens_per_s: output tokens per second of that load.  binding: what a
+    larger batch would violate first: a name of CONSTRAINTS, or "instances".
     """
 
     layout: Layout
     num_instances: int
     global_batch: int
+    tokens_per_s: float
     binding: str
 
 
@@ -35,35 +38,29 @@ def best_split(
     num_gpus: int,
     admitted: Admitted,
 ) -> Split:
-    """The split of num_gpus that holds the largest global batch; L = (num_gpus - m) // GPUs of an instance.
+    """The split of num_gpus that holds the highest rate; L = (num_gpus - m) // GPUs of an instance.
 
-    admitted: IAR(probabilities, global batch, capacity).  The global batch is to the serviceable rate as
-    tokens of an answer times TPOT (Little), so the largest one means the highest rate.  Of equals the one
-    with fewer server GPUs wins, then the one with the shorter round.  Raises SloError if no split works.
+    admitted: IAR(probabilities, global batch, capacity).  Where the load is a given global batch, the split
+    that holds the largest one.  Of equals the one with fewer server GPUs wins, then the one with the shorter
+    round.  Raises SloError if no split works.
     """
-    most_rows, _ = cluster.max_batch()
-    reached: dict[tuple[int, int], int] = {}
+    held: dict[tuple[int, int], int] = {}
     best: tuple[tuple[float, ...], Split] | None = None
     for layout in cluster.layouts:
-        num_instances = (num_gpus - layout.num_ranks) // cluster.instance_gpus
-        if num_instances < 1:
-            break  # layouts come by number of ranks
-        slots, most = cluster.slots(layout), num_instances * most_rows
-        in_time = _largest_in_time(cluster, layout, num_instances, most)
-        if slots < 1 or in_time is None:
+        most = _fastest(cluster, layout, num_gpus)
+        if most is None or (best and _value(cluster, most) < best[0][0]):
             continue
-        batch, slow = in_time
-        if best is not None and batch < best[1].global_batch:
+        key = cluster.slots(layout), most.global_batch
+        if key not in held:
+            held[key] = largest_load(probabilities, target_iar, *key, admitted)
+        if not held[key]:
             continue
-        key = (slots, batch)
-        if key not in reached:
-            reached[key] = _largest_admitted(probabilities, target_iar, slots, batch, admitted)
-        held = reached[key]
-        binding = MEMORY if held < batch else slow
-        split = Split(layout=layout, num_instances=num_instances, global_batch=held, binding=binding)
-        round_s = cluster.stages.server(layout.ep, held / num_instances).total_s
-        order = (held, -layout.num_ranks, -round_s)
-        if held and (best is None or order > best[0]):
+        split = _split(cluster, layout, most.num_instances, held[key], most.binding)
+        if held[key] < most.global_batch:
+            split = replace(split, binding=MEMORY)
+        round_s = cluster.stages.server(layout.ep, held[key] / split.num_instances).total_s
+        order = (_value(cluster, split), -layout.num_ranks, -round_s)
+        if best is None or order > best[0]:
             best = (order, split)
     if best is None:
         raise SloError(
@@ -73,10 +70,15 @@ def best_split(
     return best[1]
 
 
-def _largest_in_time(
-    cluster: Cluster, layout: Layout, num_instances: int, most: int
-) -> tuple[int, str] | None:
-    """The largest global batch within (5), (6) and the first token's time, and what stops it; None: none."""
+def _value(cluster: Cluster, split: Split) -> float:
+    return split.tokens_per_s if cluster.global_batch is None else split.global_batch
+
+
+def _fastest(cluster: Cluster, layout: Layout, num_gpus: int) -> Split | None:
+    """The largest load within (5), (6) and the first token's time, and what stops it; None: none."""
+    num_instances = (num_gpus - layout.num_ranks) // cluster.instance_gpus
+    if num_instances < 1 or cluster.slots(layout) < 1:
+        return None
 
     def met(global_batch: int) -> dict[str, bool]:
         found = candidate(cluster, layout, 1, num_instances, global_batch / num_instances).met
@@ -84,36 +86,19 @@ def _largest_in_time(
 
     if not all(met(1).values()):
         return None
+    most = num_instances * cluster.max_batch[0]
     batch = largest(lambda rows: all(met(rows).values()), most)
     if batch == most:
-        return batch, "instances"
-    return batch, next(name for name, holds in met(batch + 1).items() if not holds)
+        return _split(cluster, layout, num_instances, batch, "instances")
+    slow = next(name for name, holds in met(batch + 1).items() if not holds)
+    return _split(cluster, layout, num_instances, batch, slow)
 
 
-def _largest_admitted(
-    probabilities: NDArray[np.float64], target_iar: float, slots: int, most: int, admitted: Admitted
-) -> int:
-    """The largest global batch, at most `most`, up to which `slots` adapters admit the target share.
-
-    0 if there is none.  IAR is not monotone in the batch (far above, the hot adapters that fit are all the
-    model sees), so the first failure is looked for, upwards in steps of a quarter from where half the slots
-    are in use.
-    """
-    if slots >= np.count_nonzero(probabilities):
-        return most
-
-    def holds(global_batch: int) -> bool:
-        return admitted(probabilities, float(global_batch), slots) >= target_iar
-
-    def half_used(global_batch: int) -> bool:
-        return expected_active(probabilities, float(global_batch)) <= slots / 2
-
-    held = largest(half_used, most)
-    if not holds(held):
-        return largest(holds, held) if holds(1) else 0
-    while held < most:
-        tried = min(most, max(held + 1, held * 5 // 4))
-        if not holds(tried):
-            return largest(holds, tried - 1, held)
-        held = tried
-    return held
+def _split(cluster: Cluster, layout: Layout, num_instances: int, global_batch: int, binding: str) -> Split:
+    return Split(
+        layout=layout,
+        num_instances=num_instances,
+        global_batch=global_batch,
+        tokens_per_s=cluster.tokens_at(layout.ep, num_instances, global_batch),
+        binding=binding,
+    )

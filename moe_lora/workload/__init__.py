@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .arrivals import cut_duration, gamma_arrivals, original_arrivals, poisson_arrivals
+from .arrivals import cut_duration, gamma_arrivals, original_arrivals
 from .functions import Invocations, functions_popularity, read_invocations, with_invocations
 from .mapping import map_adapters, map_identities, mapped_popularity
 from .named import POPULARITY_NAMES, parse_popularity
@@ -36,7 +36,6 @@ __all__ = [
     "mapped_popularity",
     "original_arrivals",
     "parse_popularity",
-    "poisson_arrivals",
     "read_counts",
     "read_invocations",
     "read_trace",

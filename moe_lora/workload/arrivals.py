@@ -46,11 +46,6 @@ def gamma_arrivals(
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), size=num_requests))
 
 
-def poisson_arrivals(num_requests: int, request_rate_per_s: float, rng: np.random.Generator) -> FloatArray:
-    """Cumulated exponential gaps of mean 1/rate."""
-    return gamma_arrivals(num_requests, request_rate_per_s, 1.0, rng)
-
-
 def gamma_arrivals_until(
     duration_s: float, request_rate_per_s: float, burstiness: float, rng: np.random.Generator
 ) -> FloatArray:

@@ -34,7 +34,8 @@ def checked_probabilities(popularity: Probabilities) -> np.ndarray:
 
 def checked_global_batch(global_batch: float) -> float:
     """Requests in service over all instances, on average. Raises ValueError if it is not finite and > 0."""
-    if not (isinstance(global_batch, numbers.Real) and math.isfinite(global_batch) and global_batch > 0):
+    real = isinstance(global_batch, numbers.Real) and not isinstance(global_batch, bool)
+    if not (real and math.isfinite(global_batch) and global_batch > 0):
         raise ValueError(f"global_batch={global_batch!r} is not allowed; give requests in service, > 0")
     return float(global_batch)
 

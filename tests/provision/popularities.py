@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from moe_lora.provision.admissibility import AdmissibilityModel, poisson_tail
+
 
 def zipf(num_adapters: int, s: float) -> np.ndarray:
     """P(i) ~ 1 / i**s."""
@@ -26,3 +28,9 @@ def popularities(max_size: int) -> st.SearchStrategy[np.ndarray]:
 
 
 global_batches = st.floats(-3, 6).map(lambda power: 10.0**power)
+
+
+def residency(popularity: np.ndarray, global_batch: float, capacity: int) -> tuple[float, np.ndarray]:
+    """(tau, q): equation 3's threshold, and equation 2's probability of each adapter."""
+    tau = AdmissibilityModel(popularity, global_batch).threshold(capacity)
+    return tau, poisson_tail(popularity * global_batch, tau)

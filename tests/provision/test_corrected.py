@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.provision.corrected import corrected_admissibility_rate
+from moe_lora.provision.admitted import smallest_capacity_of
+from moe_lora.provision.corrected import corrected_admissibility_rate, corrected_wait
 from moe_lora.sim.admission import simulate_admission
 from moe_lora.workload import popularity
 
@@ -173,3 +174,21 @@ def test_bad_input_is_refused_by_name(change, message) -> None:
     good = {"popularity": [0.5, 0.5], "global_batch": 1.0, "capacity": 1}
     with pytest.raises(ValueError, match=message):
         corrected_admissibility_rate(**{**good, **change})
+
+
+@pytest.mark.parametrize(("num_adapters", "batch", "capacity"), [(64, 64, 20), (64, 64, 15), (128, 100, 40)])
+def test_wait_of_those_that_wait_agrees_with_simulation(num_adapters: int, batch: int, capacity: int) -> None:
+    popularity = zipf(num_adapters, 1.2)
+    found = simulate_admission(popularity, batch, capacity, num_arrivals=100_000, seed=1)
+    waited = found.mean_wait / (1 - found.immediate_admissibility_rate)
+    assert corrected_wait(popularity, batch, capacity) == pytest.approx(waited, rel=0.1)
+
+
+def test_nobody_waits_where_all_fit() -> None:
+    assert corrected_wait(zipf(8, 1.2), 100.0, 8) == 0.0
+
+
+def test_rate_is_one_only_where_every_adapter_has_a_slot() -> None:
+    popularity = zipf(512, 1.2)
+    assert corrected_admissibility_rate(popularity, 189.0, 400) < 1.0
+    assert smallest_capacity_of("corrected", popularity, 189.0, 1.0) == 512

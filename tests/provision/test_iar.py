@@ -16,10 +16,9 @@ from moe_lora.provision.iar import (
     expected_active,
     immediate_admissibility_rate,
     min_capacity,
-    residency,
 )
 
-from .popularities import global_batches, popularities, two_levels, zipf
+from .popularities import global_batches, popularities, residency, two_levels, zipf
 
 targets = st.floats(0.01, 1.0)
 

@@ -12,16 +12,27 @@ from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.core.known_models import base_parameters, known_model
 from moe_lora.dist.lora_server.partition import Layout
 from moe_lora.provision.admitted import ADMITTED
-from moe_lora.provision.cluster import CONSTRAINTS, EQ5, EQ6, MEMORY, candidate, largest
+from moe_lora.provision.candidate import Candidate, candidate
+from moe_lora.provision.cluster import CONSTRAINTS, EQ5, EQ6, MEMORY, Cluster, largest
 from moe_lora.provision.iar import immediate_admissibility_rate
 from moe_lora.provision.memory import AdapterMix, server_slots
 from moe_lora.provision.plan import cluster_of
 from moe_lora.provision.profile_file import read_profile
-from moe_lora.provision.sizing import minimum_server
+from moe_lora.provision.sizing import ServerSize, fewest_instances, smallest_server
 from moe_lora.provision.split import best_split
 from tests.provision.plans import inputs, zipf
 
 GPU = read_profile("hopper96").gpu
+
+
+def fared(cluster: Cluster, capacity: int, num_instances: int, batch: float) -> list[Candidate]:
+    return [candidate(cluster, layout, capacity, num_instances, batch) for layout in cluster.layouts]
+
+
+def minimum_server(
+    cluster: Cluster, capacity: int, num_instances: int, batch: float, num_gpus: int | None = None
+) -> ServerSize:
+    return smallest_server(cluster, fared(cluster, capacity, num_instances, batch), num_instances, num_gpus)
 
 
 def test_bytes_of_qwen_adapters_in_both_forms() -> None:
@@ -98,7 +109,7 @@ def test_eight_ranks_of_mixtral_become_ep4_pp2_as_in_the_paper() -> None:
 def test_no_smaller_server_would_do(capacity: int, num_instances: int, batch: float, model: str) -> None:
     cluster = cluster_of(inputs(model))
     size = minimum_server(cluster, capacity, num_instances, batch)
-    found = [candidate(cluster, layout, capacity, num_instances, batch) for layout in cluster.layouts]
+    found = fared(cluster, capacity, num_instances, batch)
     assert size.chosen.feasible
     assert min(one.layout.num_ranks for one in found if one.feasible) == size.chosen.layout.num_ranks
     for name in CONSTRAINTS:
@@ -116,12 +127,12 @@ def test_what_no_layout_holds_is_named_with_its_excess() -> None:
     with pytest.raises(SloError, match=r"memory: M\* = 100000 adapters of 1\.81 GB; .* too few"):
         minimum_server(cluster, 100_000, 1, 1)
     with pytest.raises(SloError, match=r"alone take .* ms more"):
-        cluster_of(inputs(slo_tpot_s=1e-3)).max_batch()
+        fewest_instances(cluster_of(inputs(slo_tpot_s=1e-3)))
 
 
 def test_model_that_does_not_fit_an_instance_says_by_how_much() -> None:
     with pytest.raises(ConfigError, match=r"263\.2 GB exceed .* by .* raise --instance-gpus"):
-        cluster_of(inputs("DBRX", instance_gpus=2)).max_batch()
+        fewest_instances(cluster_of(inputs("DBRX", instance_gpus=2)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -132,13 +143,13 @@ def test_bisection_finds_the_last_that_holds(most: int, last: int) -> None:
 
 @pytest.mark.parametrize("model", ["Mixtral-8x7B", "DBRX", "Qwen3-30B-A3B"])
 def test_split_of_a_budget_beats_every_other_number_of_server_ranks(model: str) -> None:
-    given_inputs, admitted = inputs(model), ADMITTED["paper"]
+    given_inputs, admitted = inputs(model, global_batch=100), ADMITTED["paper"]
     cluster, probabilities = cluster_of(given_inputs), zipf()
     best = best_split(cluster, probabilities, 0.95, 16, admitted)
     assert best.num_instances == (16 - best.layout.num_ranks) // given_inputs.instance_gpus
     slots = cluster.slots(best.layout)
     assert immediate_admissibility_rate(probabilities, best.global_batch, slots) >= 0.95
-    rows = cluster.max_batch()[0]
+    rows = cluster.max_batch[0]
     for layout in cluster.layouts:
         instances = (16 - layout.num_ranks) // given_inputs.instance_gpus
         more = best.global_batch + 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.workload import cut_duration, gamma_arrivals, original_arrivals, poisson_arrivals
+from moe_lora.workload import cut_duration, gamma_arrivals, original_arrivals
 from moe_lora.workload.arrivals import gamma_arrivals_until
 
 rates = st.floats(0.01, 1e4)
@@ -30,11 +30,6 @@ def test_drawn_arrivals_have_the_rate_and_variation_asked_for(burstiness: float)
     gaps = np.diff(gamma_arrivals(40_000, 7.0, burstiness, np.random.default_rng(1)))
     assert 1 / gaps.mean() == pytest.approx(7.0, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
-
-
-def test_poisson_is_gamma_with_burstiness_one() -> None:
-    poisson = poisson_arrivals(50, 3.0, np.random.default_rng(5))
-    assert np.array_equal(poisson, gamma_arrivals(50, 3.0, 1.0, np.random.default_rng(5)))
 
 
 @given(
