@@ -16,6 +16,11 @@ from .memory import AdapterMix
 from .profile import Profile
 
 ESTIMATORS = ("paper", "corrected")
+_FROM_TRACE = {
+    "rate_per_s": "change --request-rate",
+    "output_tokens": "it is the trace's mean",
+    "context_tokens": "it is the trace's mean",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,4 +113,5 @@ class PlanInputs:
 
 def _positive(name: str, value: float) -> None:
     if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}={value} must be a finite number above 0")
+        where = _FROM_TRACE.get(name, f"change --{name.replace('_', '-')}")
+        raise ConfigError(f"{name}={value} must be a finite number above 0; {where}")

@@ -144,7 +144,10 @@ def test_metrics_are_table_1s() -> None:
         ({"target_iar": 1.5}, "target_iar"),
         ({"rate_per_s": None}, "give --request-rate or --global-batch"),
         ({"gpus": 8, "instances": 2}, "give one"),
-        ({"rate_per_s": 0.0}, "rate_per_s"),
+        ({"rate_per_s": 0.0}, "rate_per_s=0.0 .* change --request-rate"),
+        ({"gpus": 0}, "gpus=0 .* change --gpus"),
+        ({"global_batch": True}, "global_batch=True"),
+        ({"target_iar": True}, "target_iar=True"),
     ],
 )
 def test_bad_inputs_are_refused(changes: dict[str, Any], message: str) -> None:
