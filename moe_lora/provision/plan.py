@@ -18,6 +18,7 @@ from .iar import expected_active
 from .inputs import ESTIMATORS, PlanInputs
 from .layer_figures import layer_ms, table_1_metrics
 from .load_range import NeededCapacity
+from .loading import loads_per_s
 from .sizing import ServerSize, smallest_cluster, smallest_server
 from .split import Split, best_split
 from .stages import StageTimes
@@ -34,7 +35,9 @@ class Plan:
     capacity_corrected: by each; for the global batch and all smaller ones.  iar, iar_corrected: admitted at
     once with M*, by the paper's model and the corrected one.  slots: adapters that the server's GPUs hold
     (>= M*), with slots_iar and slots_iar_corrected.  mean_wait_s: of the requests that don't start at once,
-    with M*.  max_num_seqs: all that an instance can run within the TPOT SLO, so that bursts need not wait.
+    with M*.  loads_per_s: of adapters, with all slots; loading_share: of the time of the server's links,
+    which no model of admission and no predicted time knows.  max_num_seqs: all that an instance can run
+    within the TPOT SLO, so that bursts need not wait.
     binding_constraint: what asked for the number of server GPUs, of gpus_by_constraint, or the budget;
     rate_limited_by: what stops a budget's rate.  p95_ttft_s: decode TTFT; None where requests would queue.
     rate_per_s: requests.  running_per_instance, tpot_s: what keeps running at that rate, and its TPOT.
@@ -49,6 +52,8 @@ class Plan:
     iar_corrected: float
     expected_active: float
     mean_wait_s: float
+    loads_per_s: float
+    loading_share: float
     lora_server_gpus: int
     layout: str
     instances: int
@@ -147,8 +152,10 @@ def _plan(
     load = chosen.batch * num_instances
     running = cluster.steady_rows(layout.ep, num_instances)
     tpot_s = cluster.tpot_s(layout.ep, running)
+    rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
     return Plan(
         **_admission(inputs, cluster, chosen, load, tpot_s),
+        **_loading(inputs, cluster, chosen, rate_per_s),
         lora_server_gpus=layout.num_ranks,
         layout=str(layout),
         instances=num_instances,
@@ -159,7 +166,7 @@ def _plan(
         gpus_by_constraint=server.gpus_by_constraint,
         total_gpus=layout.num_ranks + num_instances * inputs.instance_gpus,
         instance_gpus=inputs.instance_gpus,
-        rate_per_s=running * num_instances / (inputs.output_tokens * tpot_s),
+        rate_per_s=rate_per_s,
         global_batch=load,
         batch_per_instance=chosen.batch,
         running_per_instance=running,
@@ -196,3 +203,11 @@ def _admission(
         "slots_iar_corrected": at_slots["corrected"],
         "p95_ttft_s": first_token_s if at_slots["corrected"] >= TAIL else None,
     }
+
+
+def _loading(inputs: PlanInputs, cluster: Cluster, chosen: Candidate, rate_per_s: float) -> dict[str, Any]:
+    """Fields of a plan on adapters that are loaded."""
+    found = loads_per_s(inputs.probabilities, rate_per_s * inputs.adapter_share, chosen.slots)
+    bytes_per_s = chosen.layout.num_ranks * cluster.gpu.load_bytes_per_s
+    share = found * inputs.mix.adapter_bytes(inputs.shape) / bytes_per_s
+    return {"loads_per_s": found, "loading_share": share}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .loading import BUSY
 from .memory import bytes_text
 from .plan import Plan
 
@@ -27,6 +28,10 @@ def plan_lines(plan: Plan) -> list[str]:
         ("IAR at M*", _rates(plan.iar, plan.iar_corrected)),
         ("LoRA Server", f"{_gpus(plan.lora_server_gpus)} as {plan.layout}, holding {plan.slots} adapters"),
         ("IAR there", _rates(plan.slots_iar, plan.slots_iar_corrected)),
+        (
+            "Loads",
+            f"{plan.loads_per_s:.2f} adapters/s, {plan.loading_share:.0%} of the links' time{_busy(plan)}",
+        ),
         ("Bound by", f"{plan.binding_constraint} ({_needs(plan)})"),
         (
             "Instances",
@@ -78,6 +83,12 @@ def _rates(paper: float, corrected: float) -> str:
 
 def _needs(plan: Plan) -> str:
     return ", ".join(f"{name} alone: {gpus}" for name, gpus in plan.gpus_by_constraint.items())
+
+
+def _busy(plan: Plan) -> str:
+    if plan.loading_share <= BUSY:
+        return ""
+    return ": requests will wait for them, which no figure here knows; give more --gpus, and --verify"
 
 
 def _ttft(plan: Plan) -> str:
