@@ -18,7 +18,7 @@ def loads_per_s(probabilities: NDArray[np.float64], requests_per_s: float, slots
     r * sum_i p_i exp(-r p_i W), where W solves sum_i (1 - exp(-r p_i W)) = slots: an adapter is in its slot
     if it was asked for within the last W seconds.  probabilities: [N], of requests with an adapter, r of them
     per second.  0 if every adapter that is asked for has a slot.
-    Source: Che, Tung and Wang, "Hierarchical Web caching systems" (IEEE JSAC 2002).
+    Source: Che et al., "Hierarchical Web caching systems" (IEEE JSAC 2002).
     """
     rates = requests_per_s * probabilities[probabilities > 0]
     if slots >= len(rates):
