@@ -12,6 +12,7 @@ from moe_lora.policies.caching import NodeColumns
 
 from .flags import BACKED, READY
 from .node import Node
+from .reuse import ReuseAges
 
 _COLUMNS = {
     "is_adapter": np.bool_,
@@ -22,6 +23,7 @@ _COLUMNS = {
     "first_token": np.int64,
     "num_tokens": np.int64,
     "wanted": np.int64,
+    "turn": np.int64,
     "adapter_row": np.int64,
     "flags": np.uint8,
 }
@@ -30,8 +32,8 @@ _COLUMNS = {
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
-    flags: see `flags_of`.  recent_s, adapter_recent_s: time
-    constants of the decayed visits of KV and of adapters.
+    flags: see `flags_of`.  recent_s, adapter_recent_s: time constants of the decayed visits of KV and of
+    adapters.  reuse: after which time KV is used again.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -42,12 +44,15 @@ class Columns:
     first_token: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     wanted: NDArray[np.int64]
+    turn: NDArray[np.int64]
     adapter_row: NDArray[np.int64]
     flags: NDArray[np.uint8]
 
     def __init__(self, recent_s: float, adapter_recent_s: float) -> None:
         self._recent_s = recent_s
         self._adapter_recent_s = adapter_recent_s
+        self._now_s = 0.0
+        self.reuse = ReuseAges()
         self.nodes: list[Node | None] = []
         self._vacant: list[int] = []
         self._capacity = 1024
@@ -73,25 +78,46 @@ class Columns:
     def give_back(self, row: int) -> None:
         """The row's node is removed."""
         self.nodes[row] = None
+        self._note_interval(row, max(0.0, self._now_s - self.last_used_s.item(row)), visited=False)
         for name in _COLUMNS:
             getattr(self, name)[row] = 0
         self._vacant.append(row)
 
     def copy_statistics(self, source: int, target: int) -> None:
         """The target has been used as often and as lately as the source."""
-        for column in (self.visits, self.recent, self.last_used_s, self.wanted):
+        for column in (self.visits, self.recent, self.last_used_s, self.wanted, self.turn):
             column[target] = column[source]
 
     def visit(self, nodes: Sequence[Node], now_s: float) -> None:
         """Each of the nodes was used once."""
         recent, last_used_s = self.recent, self.last_used_s
+        self._now_s = now_s
         for node in nodes:  # a handful: quicker one by one than as arrays
             row = node.row
             recent_s = self._adapter_recent_s if node.layer_pages is not None else self._recent_s
             age_s = now_s - last_used_s.item(row)
+            self._note_interval(row, age_s, visited=True)
             recent[row] = recent.item(row) * math.exp(-age_s / recent_s) + 1
             self.visits[row] += 1
             last_used_s[row] = now_s
+
+    def refresh_reuse(self, now_s: float) -> None:
+        """Have `reuse` know the nodes that are there, if it is time."""
+        if self.reuse.is_due(now_s):
+            rows = np.flatnonzero(self.visits[: len(self.nodes)])
+            uses = np.where(
+                self.is_adapter[rows], self.recent[rows], np.maximum(self.visits[rows], self.turn[rows])
+            )
+            depth = self.first_token[rows] + self.num_tokens[rows]
+            self.reuse.refresh(now_s, uses, depth, now_s - self.last_used_s[rows])
+
+    def _note_interval(self, row: int, age_s: float, *, visited: bool) -> None:
+        visits = self.visits.item(row)
+        if visits:
+            is_adapter = self.is_adapter.item(row)
+            uses = self.recent.item(row) if is_adapter else max(visits, self.turn.item(row))
+            depth = self.first_token.item(row) + self.num_tokens.item(row)
+            self.reuse.note(uses, depth, age_s, visited=visited)
 
     def has(self, rows: NDArray[np.int64], flag: int) -> NDArray[np.bool_]:
         """[N]: whether each of the rows has the flag."""
@@ -113,5 +139,6 @@ class Columns:
             first_token=self.first_token.take(rows),
             num_tokens=self.num_tokens.take(rows),
             wanted=self.wanted.take(rows),
+            turn=self.turn.take(rows),
             adapter_ready=self.has(self.adapter_row.take(rows), READY),
         )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
 
-from .flags import BACKED, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
+from .flags import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
 from .node import Node
 from .residence import Residence
 
@@ -20,6 +20,8 @@ CHUNK = 8192
 """Rows valued at once: their columns and the policy's intermediates stay in the processor's cache."""
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
 """Age above which a ranking of victims is made anew."""
+LEAVING_SHARE = 0.2
+"""Part of the device whose history the host should have too, so that it can go at any moment."""
 BATCH_WINDOW_S = 5.0
 """Time over which the batch size is averaged (FastLibra, section 5.1)."""
 
@@ -55,22 +57,26 @@ class Ranking:
         while self._batches[0][0] < now_s - BATCH_WINDOW_S:
             self._batches.popleft()
 
-    def load(self) -> CacheLoad:
+    def load(self, now_s: float) -> CacheLoad:
         columns = self.columns
+        if self.policy.traits.learns_reuse:
+            columns.refresh_reuse(now_s)
         sizes = [size for _, size in self._batches]
         return CacheLoad(
             num_queries=max(1, self.num_queries),
             adapter_visits=columns.visits[np.flatnonzero(columns.is_adapter[: len(columns)])],
             batch_size=sum(sizes) / len(sizes) if sizes else 0.0,
             num_adapters=self.residence.num_device_adapters,
+            reuse=columns.reuse.rates,
         )
 
-    def values(self, rows: NDArray[np.int64], now_s: float) -> Floats:
-        """What the policy says of these rows."""
-        load, values = self.load(), np.empty(len(rows))
+    def values(self, rows: NDArray[np.int64], now_s: float, *, host: bool = False) -> Floats:
+        """What the policy says of these rows; host: of their being on the host."""
+        ask = self.policy.host_values if host else self.policy.values
+        load, values = self.load(now_s), np.empty(len(rows))
         for start in range(0, len(rows), CHUNK):
             part = slice(start, start + CHUNK)
-            values[part] = self.policy.values(self.columns.view(rows[part], now_s), load)
+            values[part] = ask(self.columns.view(rows[part], now_s), load)
         return values
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
@@ -119,14 +125,25 @@ class Ranking:
             if kind is not Kind.ANY:
                 rows = rows[columns.is_adapter[rows] == (kind is Kind.ADAPTER)]
             backed = columns.has(rows, BACKED)
-        values = self.values(rows, now_s)
-        chosen: list[NDArray[np.int64]] = []
-        if kind is Kind.HOST or self.policy.traits.drops_backed_first:
-            chosen = [_ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
-        else:
-            chosen = [_ascending(rows, values, BATCH)]
+        values = self.values(rows, now_s, host=kind is Kind.HOST)
+        if kind is Kind.HOST and not self.policy.traits.drops_backed_first:
+            backed = backed & self._stays(rows, now_s)
+        elif not self.policy.traits.drops_backed_first:
+            backed = np.zeros(len(rows), dtype=np.bool_)
+        chosen = [_ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
         order = np.concatenate(chosen)[:BATCH][::-1].tolist()
         return [(node, float(columns.last_used_s[row])) for row in order if (node := columns.nodes[row])]
+
+    def leaving_soon(self, now_s: float) -> list[Node]:
+        """The least valued idle nodes of the device, `LEAVING_SHARE` of its pages."""
+        rows = self.columns.where(CAN_LEAVE | CAN_BACK_UP)
+        return self.lowest(rows, int(LEAVING_SHARE * self.residence.device.num_pages), now_s)
+
+    def _stays(self, rows: NDArray[np.int64], now_s: float) -> NDArray[np.bool_]:
+        """[N]: whether the node will not leave the device soon, so that its host copy is to spare."""
+        stays = np.ones(len(self.columns), dtype=np.bool_)
+        stays[[node.row for node in self.leaving_soon(now_s)]] = False
+        return stays[rows]
 
     def _take(self, rows: NDArray[np.int64], values: Floats, num_pages: int) -> list[Node]:
         ordered = _ascending(rows, values, num_pages)  # a node has a page at least

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import Traits
 
+from .exchange import Exchange
 from .flags import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
 from .host_room import take_host
 from .node import Node
@@ -20,8 +21,6 @@ from .room import Room
 
 MAX_MOVES = 256
 """Nodes that a tick moves either way: it holds up the engine's thread."""
-MIN_HOST_FREE = 0.01
-"""Share of the host below which nothing is backed up: ranking it all would be for nothing."""
 MAX_ROUNDS = 8
 """Times a tick looks at the candidates that its own choices brought up."""
 
@@ -44,6 +43,7 @@ class Swapper:
         self._upper = upper
         self._lower = lower
         self._back_up_pages = back_up_pages
+        self._exchange = Exchange(room, upper=upper, max_pages=max(1, back_up_pages // 2))
         self._wanted: list[Node] = []
 
     def tick(self, now_s: float, batch_size: int) -> None:
@@ -57,6 +57,8 @@ class Swapper:
             self._swap_in(self._upper, now_s, only_wanted=True)
         if self._traits.swaps_in:
             self._swap_in(self._lower, now_s)
+        if self._traits.exchanges:
+            self._exchange.tick(now_s)
 
     def swap_out(self, node: Node, now_s: float) -> bool:
         """Have an idle device leaf leave, to the host if it is not there; False if the host has no room."""
@@ -150,13 +152,14 @@ class Swapper:
         return True
 
     def _back_up(self, now_s: float) -> None:
-        columns = self._columns
-        host = self._residence.host
-        if host.num_free < MIN_HOST_FREE * host.num_pages:
-            return
-        budget = min(self._back_up_pages, host.num_free)
-        for node in self._ranking.lowest(columns.where(CAN_BACK_UP), budget, now_s)[:MAX_MOVES]:
-            pages = host.take(node.num_pages, node.row)
+        left = self._back_up_pages
+        for node in self._ranking.leaving_soon(now_s):
+            if left <= 0:
+                return
+            if not self._columns.flags[node.row] & CAN_BACK_UP:
+                continue
+            left -= node.num_pages
+            pages = take_host(self._ranking, node, now_s)
             if pages is None:
                 return
             self._residence.send_out(node, pages, leaves=False)

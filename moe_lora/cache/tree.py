@@ -67,6 +67,7 @@ class DependencyTree:
         columns.nodes[row] = node
         columns.adapter_row[row] = parent.adapter.row
         columns.visits[row] = columns.recent[row] = 1
+        columns.turn[row] = columns.turn[parent.row] + 1
         columns.last_used_s[row] = now_s
         self._measure(node)
         self.graph.add_edge(parent, node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 
@@ -13,7 +13,7 @@ class WaitingView(Protocol):
     def arrival_s(self) -> float: ...
 
     @property
-    def adapter_uid(self) -> int | None: ...
+    def adapter_uid(self) -> Hashable: ...
 
 
 class SizedView(Protocol):
@@ -52,8 +52,8 @@ def admissible(
     before somebody has used it; asked once per adapter.  Such requests start all the same: what the starving
     one waits for may be that place.  None: there are no such places.
     """
-    turned_away: set[int | None] = set()
-    may_pass: dict[int | None, bool] = {}
+    turned_away: set[Hashable] = set()
+    may_pass: dict[Hashable, bool] = {}
     starving = False
     for request in queue:
         uid = request.adapter_uid

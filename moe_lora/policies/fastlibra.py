@@ -55,5 +55,8 @@ class FastLibra:
             values[nodes.is_adapter] *= adapter_reward(load)
         return values
 
+    def host_values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
+        return self.values(nodes, load)
+
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
         return True

@@ -18,6 +18,9 @@ class Recency:
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
         return 1 / (1 + nodes.idle_s)
 
+    def host_values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
+        return self.values(nodes, load)
+
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
         return True
 

@@ -17,6 +17,7 @@ DEFAULTS: dict[str, Any] = {
     "backed": False,
     "first_token": 0,
     "num_tokens": 16,
+    "turn": 1,
     "wanted": 0,
     "adapter_ready": True,
 }

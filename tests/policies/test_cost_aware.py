@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from moe_lora.policies.caching import CacheCosts, CacheLoad
 from moe_lora.policies.cost_aware import CostAware
+from moe_lora.policies.reuse import NUM_BINS, NUM_CLASSES, ReuseRates
 
 from .columns import columns
 
@@ -15,17 +18,30 @@ COSTS = CacheCosts(
     disk_bytes_per_s=1e8,
     prefill_tokens_per_s=1000.0,
     attention_s_per_token2=1e-6,
+    wait_s=0.0,
 )
 """1 ms per page from the host, 10 ms from disk, 1 ms to compute a token plus 1 us per token before it."""
-LOAD = CacheLoad(num_queries=1, adapter_visits=np.zeros(0), batch_size=1.0, num_adapters=1)
+USES_PER_S = 0.01
+
+
+def load_of(per_s: float = USES_PER_S, later_per_s: float = USES_PER_S) -> CacheLoad:
+    """Nodes bring so many uses per second when they are new, and after being idle for long."""
+    rates = np.full((NUM_CLASSES, NUM_BINS), later_per_s)
+    rates[:, 0] = per_s
+    return CacheLoad(
+        num_queries=1,
+        adapter_visits=np.zeros(0),
+        batch_size=1.0,
+        num_adapters=1,
+        reuse=ReuseRates(rates),
+    )
+
+
+LOAD = load_of()
 
 
 def values(*nodes: dict[str, object]) -> list[float]:
-    return (
-        CostAware(costs=COSTS, recent_s=100.0, adapter_recent_s=100.0, queue_s=1.0)
-        .values(columns(*nodes), LOAD)
-        .tolist()
-    )
+    return CostAware(costs=COSTS, queue_s=1.0).values(columns(*nodes), LOAD).tolist()
 
 
 def test_value_is_time_saved_per_page_and_second():
@@ -53,18 +69,46 @@ def test_adapter_on_disk_is_worth_more_than_one_on_the_host():
 
 
 def test_queued_request_outweighs_past_visits():
-    visited, wanted = values({"recent": 20.0}, {"wanted": 1})
+    visited, wanted = values({}, {"wanted": 1})
     assert wanted > visited
 
 
-def test_visits_are_forgotten():
-    new, old = values({"recent": 3.0}, {"recent": 3.0, "idle_s": 100.0})
-    assert old == pytest.approx(new / np.e)
+def test_what_was_learned_of_the_age_decides():
+    policy, nodes = CostAware(costs=COSTS), columns({"idle_s": 0.0}, {"idle_s": 20.0})
+    new, old = policy.values(nodes, load_of(0.01, 0.04))
+    assert old == pytest.approx(4 * new)
+
+
+def test_adapter_never_used_is_worth_nothing():
+    assert values({"is_adapter": True, "recent": 0.0, "num_tokens": 0}) == [0.0]
+
+
+def test_waiting_counts_once_per_request():
+    """A prefix of two nodes is worth one wait together, its adapter one by itself."""
+    policy = CostAware(costs=replace(COSTS, wait_s=0.5))
+    nodes = columns(
+        {"is_adapter": True, "backed": True, "num_tokens": 0},
+        {"backed": True},
+        {"backed": True, "first_token": 16},
+    )
+    adapter, first, second = (policy.values(nodes, LOAD) / USES_PER_S - 0.001).tolist()
+    assert adapter == pytest.approx(0.5)
+    assert (first, second) == (pytest.approx(0.5), pytest.approx(0.25))
+
+
+def test_host_copy_is_worth_what_computing_takes_longer():
+    policy = CostAware(costs=COSTS)
+    kv, adapter, short = policy.host_values(
+        columns({}, {"is_adapter": True}, {"num_tokens": 1, "pages": 10}), LOAD
+    ).tolist()
+    assert kv == pytest.approx((0.016 + 16 * 8e-6 - 0.001) * USES_PER_S)
+    assert adapter == pytest.approx((0.01 - 0.001) * USES_PER_S)
+    assert short == 0.0
 
 
 def test_size_does_not_count_per_page():
     """Twice the pages and twice the tokens at no attention: the same value per page."""
-    linear = CacheCosts(page_bytes=1, attention_s_per_token2=0.0)
+    linear = CacheCosts(page_bytes=1, attention_s_per_token2=0.0, wait_s=0.0)
     nodes = columns({"pages": 1, "num_tokens": 16}, {"pages": 2, "num_tokens": 32})
     one, two = CostAware(costs=linear).values(nodes, LOAD)
     assert one == pytest.approx(two)
@@ -79,11 +123,3 @@ def test_long_prefixes_are_loaded_and_short_ones_computed():
     policy = CostAware(costs=COSTS)
     assert policy.worth_loading(0, 160, 10)
     assert not policy.worth_loading(0, 5, 10)
-
-
-def test_adapters_are_remembered_for_longer_than_conversations():
-    policy = CostAware(costs=COSTS, recent_s=10.0, adapter_recent_s=1000.0)
-    new, old = ({"is_adapter": True, "idle_s": idle_s} for idle_s in (0.0, 100.0))
-    kv_new, kv_old = ({"idle_s": idle_s} for idle_s in (0.0, 100.0))
-    adapter, old_adapter, kv, old_kv = policy.values(columns(new, old, kv_new, kv_old), LOAD)
-    assert old_adapter / adapter > old_kv / kv

@@ -1,0 +1,160 @@
+"""Requests that share prefixes, with their tokens: dialogues of several turns, and prompts below one prefix.
+
+What a cache of history KV can find is decided by which tokens are equal, so these plans name them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .arrivals import gamma_arrivals_until
+from .popularity import AdapterChoice
+from .records import Trace
+
+MOONCAKE_BLOCK = 512
+"""Tokens that one of Mooncake's hash ids stands for."""
+PILOT_DIALOGUES = 1000
+"""Drawn to learn how many turns a dialogue has that ends when it is too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One request: answer `prompt` with as many tokens as `answer` has; both are token ids."""
+
+    index: int
+    arrival_s: float
+    adapter: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialogueShape:
+    """Dialogues of one application.  Lengths in tokens.
+
+    prefix_tokens: what all prompts of an adapter begin with (instructions, descriptions of tools).
+    turns: mean number, geometric.  question_tokens, answer_tokens: means of log-normal lengths of deviation
+    `spread` (of the logarithm).  think_s: mean from one turn's arrival to the next one's, exponential, at
+    least half of it.  max_tokens: of prompt and answer; a dialogue ends before it would be longer.
+    """
+
+    prefix_tokens: int
+    turns: float
+    question_tokens: float
+    answer_tokens: float
+    think_s: float
+    spread: float = 0.6
+    max_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        if not self.turns >= 1:
+            raise ValueError(f"turns={self.turns} is not allowed; choose 1 or more")
+        if self.prefix_tokens + 2 >= self.max_tokens:
+            raise ValueError(f"prefix_tokens={self.prefix_tokens} leaves no room in {self.max_tokens} tokens")
+
+
+def dialogues(
+    shape: DialogueShape, adapters: AdapterChoice, *, rate_per_s: float, duration_s: float, seed: int = 0
+) -> list[TurnRequest]:
+    """Requests by arrival: a dialogue begins at random (Poisson), asks one adapter, and each turn's prompt is
+    all that was said before and a new question.  Equal arguments give equal requests.
+
+    rate_per_s: of requests, on average (dialogues begin at rate / turns had; think times are not scaled),
+    once the first dialogues have ended: before that there are fewer.
+    """
+    rng = np.random.default_rng(seed)
+    num_turns = float(np.mean([len(_lengths(shape, rng)) for _ in range(PILOT_DIALOGUES)]))
+    starts = gamma_arrivals_until(duration_s, rate_per_s / num_turns, 1.0, rng)
+    chosen = adapters.draw(starts / duration_s, rng)
+    ids = itertools.count(1)
+    prefixes = {name: _fresh(ids, shape.prefix_tokens) for name in adapters.adapters}
+    found: list[TurnRequest] = []
+    for start_s, adapter in zip(starts.tolist(), chosen, strict=True):
+        turns = _turns(shape, prefixes[adapter], ids, rng)
+        found += [
+            TurnRequest(0, start_s + after_s, adapter, prompt, answer) for after_s, prompt, answer in turns
+        ]
+    return _numbered([request for request in found if request.arrival_s < duration_s])
+
+
+def _lengths(shape: DialogueShape, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """Tokens of question and answer of each turn of a dialogue; at least one turn."""
+    num_turns = int(rng.geometric(1 / shape.turns))
+    drawn = [
+        np.maximum(1, np.round(rng.lognormal(math.log(mean) - shape.spread**2 / 2, shape.spread, num_turns)))
+        for mean in (shape.question_tokens, shape.answer_tokens)
+    ]
+    whole = np.minimum(np.stack(drawn, axis=1), (shape.max_tokens - shape.prefix_tokens) // 2)
+    fits = np.cumsum(whole.sum(axis=1)) <= shape.max_tokens - shape.prefix_tokens
+    return [(int(question), int(answer)) for question, answer in whole[fits]]
+
+
+def _turns(
+    shape: DialogueShape, prefix: tuple[int, ...], ids: itertools.count[int], rng: np.random.Generator
+) -> list[tuple[float, tuple[int, ...], tuple[int, ...]]]:
+    said, after_s = prefix, 0.0
+    turns = []
+    for question, answer in _lengths(shape, rng):
+        prompt = said + _fresh(ids, question)
+        said = prompt + _fresh(ids, answer)
+        turns.append((after_s, prompt, said[len(prompt) :]))
+        after_s += shape.think_s / 2 + rng.exponential(shape.think_s / 2)
+    return turns
+
+
+def mooncake_chats(
+    trace: Trace,
+    adapters: AdapterChoice,
+    *,
+    rate_per_s: float,
+    block_tokens: int = 32,
+    max_prompt_tokens: int = 3584,
+    max_answer_tokens: int = 512,
+    duration_s: float = math.inf,
+    seed: int = 0,
+) -> list[TurnRequest]:
+    """Mooncake's conversations at another model's lengths: one adapter each, times stretched to the rate.
+
+    Every hash id becomes block_tokens tokens, so that prompts are 512 / block_tokens times shorter and share
+    what they shared; what is then still above max_prompt_tokens is cut off at its end.  A conversation: all
+    requests whose first block is the same.  Answers keep their length up to max_answer_tokens; the trace
+    does not tell them, so no later prompt contains one.
+    Raises ValueError if the trace has no hash ids.
+    """
+    rows = trace.requests
+    if not all(row.hash_ids for row in rows):
+        raise ValueError(f"{trace.path}: requests without hash_ids; give a Mooncake trace")
+    stretch = (len(rows) - 1) / rate_per_s / rows[-1].arrival_s
+    firsts = list(dict.fromkeys(row.hash_ids[0] for row in rows))
+    rng = np.random.default_rng(seed)
+    chosen = dict(zip(firsts, adapters.draw(np.arange(len(firsts)) / len(firsts), rng), strict=True))
+    ids = itertools.count(-1, -1)
+    found = []
+    for row in rows:
+        if row.arrival_s * stretch >= duration_s:
+            break
+        length = max(1, math.ceil(row.prompt_tokens * block_tokens / MOONCAKE_BLOCK))
+        blocks = (range(block * block_tokens, (block + 1) * block_tokens) for block in row.hash_ids)
+        prompt = tuple(
+            itertools.islice(itertools.chain.from_iterable(blocks), min(length, max_prompt_tokens))
+        )
+        answer = _fresh(ids, min(row.output_tokens, max_answer_tokens))
+        found.append(TurnRequest(0, row.arrival_s * stretch, chosen[row.hash_ids[0]], prompt, answer))
+    return _numbered(found)
+
+
+def _numbered(found: Sequence[TurnRequest]) -> list[TurnRequest]:
+    ordered = sorted(found, key=lambda request: request.arrival_s)
+    return [
+        TurnRequest(index, request.arrival_s, request.adapter, request.prompt, request.answer)
+        for index, request in enumerate(ordered)
+    ]
+
+
+def _fresh(ids: itertools.count[int], num_tokens: int) -> tuple[int, ...]:
+    return tuple(itertools.islice(ids, num_tokens))

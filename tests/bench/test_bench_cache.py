@@ -1,0 +1,75 @@
+"""The cache's benchmark runs, and its tables say what its records say."""
+
+import pytest
+from click.testing import CliRunner
+
+from bench.bench_cache import cells, main
+from bench.cache_plan import POLICIES, config_of
+from bench.cache_report import ratio
+from moe_lora.report.results import read_results
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, [*arguments, "--quick"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_measured_part_compares_policies_that_answer_alike(tmp_path):
+    out = tmp_path / "out.jsonl"
+    printed = run("--part", "measured", "--out", str(out))
+    records = read_results(out)
+    assert {record["kind"] for record in records} == {"measured"}
+    assert {record["config"]["policy"] for record in records} == {"lru", "cost-aware"}
+    for record in records:
+        assert record["result"]["same_answers"] == 1.0
+        parts = ("queue_ms", "adapter_cold_ms", "history_cold_ms", "prefill_ms")
+        assert 0 < sum(record["result"][part] for part in parts) <= record["result"]["ttft_ms"] * 1.01
+    assert "simulated" not in printed
+
+
+@pytest.mark.slow
+def test_simulated_part_has_every_policy_and_a_figure(tmp_path):
+    out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
+    printed = run("--out", str(out), "--plot", str(plot))
+    records = read_results(out)
+    assert [record["config"]["policy"] for record in records] == list(POLICIES)
+    assert {record["kind"] for record in records} == {"simulated"}
+    for record in records:
+        result = record["result"]
+        parts = ("queue_ms", "adapter_cold_ms", "history_cold_ms", "prefill_ms")
+        assert sum(result[part] for part in parts) == pytest.approx(result["ttft_ms"])
+        assert result["settings"][record["config"]["setting"]] == min(result["settings"].values())
+    assert plot.stat().st_size > 0
+    assert "paper" in printed
+
+
+def test_ratios_are_geometric_means_over_cells_that_both_have():
+    def record(policy, num_adapters, ttft_ms):
+        config = {"policy": policy, "model": "7B", "num_adapters": num_adapters, "application": "agents"}
+        return {"config": config, "result": {"ttft_ms": ttft_ms}}
+
+    records = [record("a", 20, 1.0), record("b", 20, 4.0), record("a", 50, 3.0), record("b", 50, 3.0)]
+    records.append(record("a", 100, 7.0))
+    assert ratio(records, "a", "b", "ttft_ms") == pytest.approx(0.5)
+
+
+def test_cells_cover_the_papers_models_and_adapter_counts():
+    names = [cell.name for cell in cells(None, quick=False)]
+    assert {name["num_adapters"] for name in names} == {20, 50, 100, 1000, 2000}
+    assert {name["model"] for name in names} == {"7B", "13B", "34B"}
+    assert {name["popularity"] for name in names} == {
+        "own",
+        "distinct",
+        "uniform",
+        "skewed-0.1",
+        "skewed-0.3",
+    }
+
+
+def test_7b_has_half_a_megabyte_of_kv_a_token_and_adapters_of_67_and_134_megabytes():
+    config = config_of("7B", 2)
+    assert config.time.kv_token_bytes == 2**19
+    sizes = [pages * config.page_bytes for pages in config.adapter_pages.values()]
+    assert sizes == [2**26, 2**27]
+    assert 40e9 < config.num_device_pages * config.page_bytes < 45e9

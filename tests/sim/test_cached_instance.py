@@ -1,0 +1,164 @@
+"""A simulated instance with the real cache: hand-worked stamps, and what holds under every policy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from moe_lora.core.errors import CapacityError
+from moe_lora.policies.caching_names import CACHING_POLICIES, make_caching_policy
+from moe_lora.sim.cached_instance import CachedConfig, simulate_cached
+from moe_lora.sim.cached_result import PARTS
+from moe_lora.sim.transformer_time import TransformerTime
+from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues
+from moe_lora.workload.popularity import zipf
+
+STEP_S, COPY_S = 0.1, 20e-6
+EVEN_STEPS = TransformerTime(
+    num_params=1e-3,
+    num_layers=1,
+    hidden_size=0,
+    kv_token_bytes=10,
+    flops_per_s=1e6,
+    bytes_per_s=math.inf,
+    fixed_s=STEP_S,
+)
+"""Every step takes 0.1 s; a page of 10 tokens has 100 bytes."""
+
+
+def config_of(*, num_adapters=2, **changes):
+    common = {
+        "time": EVEN_STEPS,
+        "adapter_pages": {f"a{i}": 4 for i in range(num_adapters)},
+        "num_device_pages": 100,
+        "num_host_pages": 100,
+        "link_bytes_per_s": 1000.0,  # an adapter in 0.4 s
+        "block_size": 10,
+    }
+    return CachedConfig(**common | changes)
+
+
+def asked(*rows):
+    """(arrival_s, adapter, prompt, number of answer tokens)."""
+    ids = itertools.count(10**6)
+    return [
+        TurnRequest(index, arrival_s, adapter, tuple(prompt), tuple(itertools.islice(ids, num_tokens)))
+        for index, (arrival_s, adapter, prompt, num_tokens) in enumerate(rows)
+    ]
+
+
+def simulated(requests, policy="lru", **changes):
+    config = config_of(**changes)
+    result = simulate_cached(config, make_caching_policy(policy, config.costs()), requests)
+    return sorted(result.requests, key=lambda request: request.planned.index), result
+
+
+def test_first_request_waits_for_its_adapter_and_then_a_step_per_token():
+    (request,), result = simulated(asked((1.0, "a0", range(25), 3)))
+    assert request.held_s == 1.0
+    assert request.adapter_s == pytest.approx(1.4 + COPY_S)
+    assert request.first_token_s == pytest.approx(1.5 + COPY_S)
+    assert request.finish_s == pytest.approx(1.7 + COPY_S)
+    assert request.tpot_s == pytest.approx(STEP_S)
+    assert result.copied_s[0] == pytest.approx(0.4 + COPY_S)
+
+
+def test_others_compute_while_one_waits_for_its_bytes():
+    alone, _ = simulated(asked((0.0, "a0", range(25), 20)))
+    both, _ = simulated(asked((0.0, "a0", range(25), 20), (1.0, "a1", range(100, 125), 2)))
+    assert both[0].finish_s == pytest.approx(alone[0].finish_s, abs=1e-5)
+    assert both[1].adapter_cold_s >= 0.4
+
+
+def test_copies_of_one_direction_take_their_turn():
+    first, second = simulated(asked((0.0, "a0", range(25), 1), (0.0, "a1", range(25), 1)))[0]
+    assert first.adapter_s == pytest.approx(0.4 + COPY_S)
+    assert second.adapter_s >= 0.8
+
+
+def test_next_turn_computes_only_what_is_new():
+    """23 + 9 tokens were computed, the last of the answer never: three full blocks."""
+    question = tuple(range(23))
+    first = asked((0.0, "a0", question, 10))[0]
+    second = TurnRequest(1, 5.0, "a0", question + first.answer + tuple(range(500, 510)), (1, 2))
+    other = TurnRequest(2, 6.0, "a1", second.prompt, (1, 2))
+    requests, _ = simulated([first, second, other])
+    assert [request.num_cached for request in requests] == [0, 30, 0]
+    requests, _ = simulated([first, second], policy="slora")
+    assert [request.num_cached for request in requests] == [0, 0]
+
+
+def test_long_prompts_are_computed_in_chunks():
+    (request,), result = simulated(asked((0.0, "a0", range(250), 1)), max_num_batched_tokens=100)
+    assert result.num_steps == 3
+    assert request.prefill_s == pytest.approx(3 * STEP_S, abs=1e-5)
+
+
+def many(rate_per_s=2.0, duration_s=60.0):
+    shape = DialogueShape(
+        prefix_tokens=20, turns=4, question_tokens=30, answer_tokens=10, think_s=3.0, max_tokens=300
+    )
+    adapters = zipf([f"a{i}" for i in range(6)], 1.0)
+    return dialogues(shape, adapters, rate_per_s=rate_per_s, duration_s=duration_s)
+
+
+@pytest.mark.parametrize("policy", CACHING_POLICIES)
+def test_every_request_ends_with_stamps_in_order_however_little_room_there_is(policy):
+    requests = many()
+    room = {"num_device_pages": 80, "num_host_pages": 100, "link_bytes_per_s": 1e4}
+    done, result = simulated(requests, policy, num_adapters=6, **room)
+    assert len(done) == len(requests)
+    assert result.num_preemptions or result.counters.adapter_evictions
+    for request in done:
+        assert request.num_total == len(request.tokens)
+        stamps = (
+            request.arrival_s,
+            request.held_s,
+            request.adapter_s,
+            request.history_s,
+            request.first_token_s,
+            request.finish_s,
+        )
+        assert list(stamps) == sorted(stamps)
+    summary = result.summary()
+    assert sum(summary[f"{part}_ms"] for part in PARTS) == pytest.approx(summary["ttft_ms"])
+    assert 0 < summary["device_usage"] <= 1
+    if policy not in ("lru", "static", "slora", "fastlibra-wom"):
+        assert summary["invalid_kv_share"] == 0
+
+
+def test_equal_arguments_give_equal_results():
+    one, other = (
+        simulated(many(), "cost-aware", num_adapters=6, link_bytes_per_s=1e4)[1].summary() for _ in range(2)
+    )
+    assert one == other
+
+
+def test_overload_can_be_given_up():
+    config = config_of(num_adapters=6, link_bytes_per_s=1e4)
+    policy = make_caching_policy("lru", config.costs())
+    result = simulate_cached(config, policy, many(rate_per_s=50.0), max_waiting=20)
+    assert result.aborted
+    assert len(result.requests) < len(many(rate_per_s=50.0))
+
+
+def test_a_request_that_never_finds_room_is_named():
+    with pytest.raises(CapacityError, match="request 0 alone has no room; raise num_device_pages"):
+        simulated(asked((0.0, "a0", range(50), 2)), num_device_pages=8)
+
+
+def test_a_step_is_bound_by_compute_or_by_what_it_reads():
+    time = TransformerTime(
+        num_params=1e9,
+        num_layers=10,
+        hidden_size=100,
+        kv_token_bytes=1000,
+        flops_per_s=1e12,
+        bytes_per_s=1e12,
+    )
+    assert time.step_s(0, 0.0, 0.0, 0.0) == 0.0
+    assert time.step_s(1, 0.0, 1e6, 5e8) == pytest.approx((2e9 + 1e9 + 5e8) / 1e12)
+    assert time.step_s(1000, 1e6, 0.0, 0.0) == pytest.approx((2e12 + 4e3 * 1e6) / 1e12)
+    assert time.prefill_tokens_per_s == pytest.approx(500)
