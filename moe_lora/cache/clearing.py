@@ -66,7 +66,7 @@ class Clearing:
         inside = [node for row in np.unique(owner[owner >= 0]).tolist() if (node := nodes[row])]
         saved = []
         for node in dict.fromkeys(lower for top in inside for lower in tree.bottom_up(top)):
-            if node.is_adapter or node.device_pages is None or node.host_pages is not None:
+            if node.is_adapter or node.dying or node.device_pages is None or node.host_pages is not None:
                 continue
             pages = take_host(self._ranking, node, now_s)
             if pages is None:

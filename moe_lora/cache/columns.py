@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import NodeColumns
 
-from .flags import BACKED, READY
+from .flags import BACKED, CAN_BACK_UP, CAN_ENTER, DYING, READY
 from .node import Node
 from .reuse import ReuseAges
 
@@ -87,6 +87,20 @@ class Columns:
         """The target has been used as often and as lately as the source."""
         for column in (self.visits, self.recent, self.last_used_s, self.wanted, self.turn):
             column[target] = column[source]
+
+    def let_die(self, adapter_row: int) -> None:
+        """An adapter and all below it are `DYING`; it no longer counts among the adapters in use."""
+        of_adapter = self.adapter_row[: len(self.nodes)] == adapter_row
+        flags = self.flags[: len(self.nodes)]
+        flags[of_adapter] = (flags[of_adapter] | DYING) & ~np.uint8(CAN_ENTER | CAN_BACK_UP)
+        self.visits[adapter_row] = 0
+
+    def dying(self) -> list[int]:
+        """Rows of dying nodes, those below before those above."""
+        rows = self.where(DYING)
+        ends = self.first_token[rows] + self.num_tokens[rows]
+        rows = rows[np.argsort(-ends, kind="stable")]
+        return rows.tolist()
 
     def visit(self, nodes: Sequence[Node], now_s: float) -> None:
         """Each of the nodes was used once."""

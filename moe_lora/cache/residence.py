@@ -12,6 +12,9 @@ from .orders import Copy, LoadAdapter, Namespace, Order
 from .tier import Tier
 from .tree import DependencyTree
 
+SLICE = 64
+"""Nodes that a sweep frees: it holds up the engine's thread."""
+
 
 class Residence:
     """Changes of a node's state, each with its effect on pages, on the tree and on what may move next.
@@ -31,7 +34,8 @@ class Residence:
         self.num_device_adapters = 0
         self._orders: list[Order] = []
         self._copy_ids = itertools.count()
-        self._dying: list[Node] = []
+        self._any_dying = False
+        self._to_sweep: list[int] = []
 
     def can_leave(self, node: Node) -> bool:
         """Whether it is an idle leaf of the device."""
@@ -108,27 +112,41 @@ class Residence:
         """Free all of a node that nobody uses and that has no children."""
         assert not node.pins
         assert not node.moving
-        if node.device_pages is not None:
-            self._leave_device(node)
-        self._leave_host(node)
+        self._leave(node)
         self.tree.remove(node)
 
     def let_die(self, node: Node) -> None:
-        """Nothing finds the node and what is below it any more; all of it is freed as its users go."""
-        for lower in self.tree.bottom_up(node):
-            self.tree.hide(lower)
-            self.tree.refresh(lower)
-        self._dying.append(node)
+        """Nothing finds the node and what is below it any more.  An idle adapter's own pages are free at once,
+        all else as its users go, in slices (`sweep`).
+        """
+        if node.is_adapter:
+            self.tree.hide(node)
+            self.tree.columns.let_die(node.row)
+            if not (node.pins or node.moving):
+                self._leave(node)
+        else:
+            for lower in self.tree.bottom_up(node):
+                self.tree.hide(lower)
+                self.tree.refresh(lower)
+        self._any_dying = True
         self.sweep()
 
-    def sweep(self) -> None:
-        """Free what is dying and no longer used."""
-        nodes = self.tree.columns.nodes
-        for root in self._dying:
-            for node in self.tree.bottom_up(root) if nodes[root.row] is root else ():
-                if not (node.pins or node.moving or node.num_children):
-                    self.discard(node)
-        self._dying = [root for root in self._dying if nodes[root.row] is root]
+    def sweep(self) -> bool:
+        """Free a slice of what is dying and no longer used; whether there may be more."""
+        num_freed, columns, is_listed_anew = 0, self.tree.columns, False
+        while self._any_dying and num_freed < SLICE:
+            if not self._to_sweep:
+                if is_listed_anew:  # the others are in use
+                    return False
+                self._to_sweep, is_listed_anew = columns.dying()[::-1], True
+                self._any_dying = bool(self._to_sweep)
+                continue
+            node = columns.nodes[self._to_sweep.pop()]
+            if node is None or not node.dying or node.pins or node.moving or node.num_children:
+                continue
+            self.discard(node)
+            num_freed += 1
+        return self._any_dying
 
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut a KV node after that many blocks; the new node, its first part."""
@@ -174,6 +192,11 @@ class Residence:
         self._orders.append(order)
         self.moving[order.copy_id] = node
 
+    def _leave(self, node: Node) -> None:
+        if node.device_pages is not None:
+            self._leave_device(node)
+        self._leave_host(node)
+
     def _leave_device(self, node: Node) -> None:
         assert node.device_pages is not None
         self.device.give_back(node.device_pages, is_adapter=node.is_adapter)
@@ -197,7 +220,7 @@ class Residence:
         if parent is not None:
             parent.num_device_children += -1 if pages is None else 1
             self.tree.refresh(parent)
-        if node.num_children > node.num_device_children:
+        if node.num_children > node.num_device_children and not node.gone:  # nothing comes to a dying one
             for child in self.tree.children(node):
                 self.tree.refresh(child)
 

@@ -99,7 +99,8 @@ class UnifiedCache:
         self._tree.refresh(node)
 
     def forget(self, namespace: Namespace) -> None:
-        """It will not be asked for again: free its adapter and KV, what is in use when its last user goes.
+        """It will not be asked for again: its pages are free at once, its KV in slices from now on, what is in
+        use when its last user goes; what is not free yet gives way first.
 
         Raises KeyError for an unknown namespace, ValueError for None.
         """
@@ -198,12 +199,13 @@ class UnifiedCache:
 
     # -- moving
 
-    def tick(self, now_s: float, batch_size: int) -> None:
-        """Swap out above `upper`, in below `lower`, until balanced; to be called every 100 ms.
+    def tick(self, now_s: float, batch_size: int) -> bool:
+        """Forget a little more, swap out above `upper`, in below `lower`, until balanced; to be called every
+        100 ms.  Returns whether there may be more to forget.
 
         batch_size: requests running now (averaged over the last 5 s for equation 3).
         """
-        self._swapper.tick(now_s, batch_size)
+        return self._swapper.tick(now_s, batch_size)
 
     def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int]]]) -> None:
         """Tell which adapters and prefixes the next queued requests need; replaces what was told before."""
