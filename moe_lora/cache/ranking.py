@@ -106,6 +106,15 @@ class Ranking:
             if not queue:
                 return None
 
+    def has_victims(self, kind: Kind, num_pages: int) -> bool:
+        """Whether those ranked last have so many pages; if not, there may be others."""
+        for node, used_s in reversed(self._queues.get(kind, ())):
+            if self._still(node, used_s, kind):
+                num_pages -= node.num_pages
+                if num_pages <= 0:
+                    return True
+        return False
+
     def put_back(self, node: Node, kind: Kind) -> None:
         """The node is the next victim."""
         self._queues[kind].append((node, float(self.columns.last_used_s[node.row])))

@@ -116,8 +116,8 @@ class Residence:
         self.tree.remove(node)
 
     def let_die(self, node: Node) -> None:
-        """Nothing finds the node and what is below it any more.  An idle adapter's own pages are free at once,
-        all else as its users go, in slices (`sweep`).
+        """Nothing finds the node and what is below it any more.  An idle adapter's own pages are free at
+        once, all else as its users go, in slices (`sweep`).
         """
         if node.is_adapter:
             self.tree.hide(node)

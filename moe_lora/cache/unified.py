@@ -99,8 +99,8 @@ class UnifiedCache:
         self._tree.refresh(node)
 
     def forget(self, namespace: Namespace) -> None:
-        """It will not be asked for again: its pages are free at once, its KV in slices from now on, what is in
-        use when its last user goes; what is not free yet gives way first.
+        """It will not be asked for again: its pages are free at once, its KV in slices from now on, what is
+        in use when its last user goes; what is not free yet gives way first.
 
         Raises KeyError for an unknown namespace, ValueError for None.
         """

@@ -1,8 +1,9 @@
-"""What a forgotten adapter leaves behind is freed a slice at a time, and gives way at once to what needs room."""
+"""What a forgotten adapter leaves is freed a slice at a time, and gives way at once to what needs room."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_no_call_frees_more_than_a_slice_until_all_is_free(policy):
         cache.tick(1.0, 0)
         check(cache, [], Counter())
         sizes.append(num_nodes(cache))
-    assert all(0 < before - after <= SLICE for before, after in zip(sizes, sizes[1:], strict=False))
+    assert all(0 < before - after <= SLICE for before, after in pairwise(sizes))
     assert len(sizes) > NUM_PROMPTS / SLICE
     assert cache.usage()["device_free"] == cache._residence.device.num_pages
     assert not cache._tree.columns.where(DYING).size
