@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 from .counters import CacheCounters
 from .flags import CAN_LEAVE, CAN_LEAVE_HOST
+from .forgetting import Forgetting
 from .node import Node
 from .orders import Copy, LoadAdapter, Namespace, Order
 from .tier import Tier
 from .tree import DependencyTree
-
-SLICE = 64
-"""Nodes that a sweep frees: it holds up the engine's thread."""
 
 
 class Residence:
@@ -34,8 +32,7 @@ class Residence:
         self.num_device_adapters = 0
         self._orders: list[Order] = []
         self._copy_ids = itertools.count()
-        self._any_dying = False
-        self._to_sweep: list[int] = []
+        self._forgetting = Forgetting(tree, self.discard)
 
     def can_leave(self, node: Node) -> bool:
         """Whether it is an idle leaf of the device."""
@@ -117,34 +114,14 @@ class Residence:
         """Nothing finds the node and what is below it any more.  An idle adapter's own pages are free at
         once, all else as its users go, in slices (`sweep`).
         """
-        if node.is_adapter:
-            self.tree.hide(node)
-            self.tree.columns.let_die(node.row)
-            if not (node.pins or node.moving):
-                self._leave(node)
-        else:
-            for lower in self.tree.bottom_up(node):
-                self.tree.hide(lower)
-                self.tree.refresh(lower)
-        self._any_dying = True
+        self._forgetting.hide(node)
+        if node.is_adapter and not (node.pins or node.moving):
+            self._leave(node)
         self.sweep()
 
     def sweep(self) -> bool:
         """Free a slice of what is dying and no longer used; whether there may be more."""
-        num_freed, columns, is_listed_anew = 0, self.tree.columns, False
-        while self._any_dying and num_freed < SLICE:
-            if not self._to_sweep:
-                if is_listed_anew:  # the others are in use
-                    return False
-                self._to_sweep, is_listed_anew = columns.dying()[::-1], True
-                self._any_dying = bool(self._to_sweep)
-                continue
-            node = columns.nodes[self._to_sweep.pop()]
-            if node is None or not node.dying or node.pins or node.moving or node.num_children:
-                continue
-            self.discard(node)
-            num_freed += 1
-        return self._any_dying
+        return self._forgetting.sweep()
 
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut a KV node after that many blocks; the new node, its first part."""

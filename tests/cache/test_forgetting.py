@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from moe_lora.cache.flags import DYING
+from moe_lora.cache.forgetting import SLICE
 from moe_lora.cache.orders import Copy, Readiness
-from moe_lora.cache.residence import SLICE
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import CacheCosts
 from moe_lora.policies.caching_names import CACHING_POLICIES, make_caching_policy
