@@ -33,7 +33,7 @@ class Columns:
     """One row per node; rows of removed nodes are used again.
 
     flags: see `flags_of`.  recent_s, adapter_recent_s: time constants of the decayed visits of KV and of
-    adapters.  reuse: after which time KV is used again.
+    adapters.  reuse: after which time nodes are used again, counted if learns_reuse.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -48,9 +48,10 @@ class Columns:
     adapter_row: NDArray[np.int64]
     flags: NDArray[np.uint8]
 
-    def __init__(self, recent_s: float, adapter_recent_s: float) -> None:
+    def __init__(self, recent_s: float, adapter_recent_s: float, *, learns_reuse: bool) -> None:
         self._recent_s = recent_s
         self._adapter_recent_s = adapter_recent_s
+        self._learns_reuse = learns_reuse
         self._now_s = 0.0
         self.reuse = ReuseAges()
         self.nodes: list[Node | None] = []
@@ -127,7 +128,7 @@ class Columns:
 
     def _note_interval(self, row: int, age_s: float, *, visited: bool) -> None:
         visits = self.visits.item(row)
-        if visits:
+        if visits and self._learns_reuse:
             is_adapter = self.is_adapter.item(row)
             uses = self.recent.item(row) if is_adapter else max(visits, self.turn.item(row))
             depth = self.first_token.item(row) + self.num_tokens.item(row)

@@ -27,6 +27,7 @@ REFRESH_S = 1.0
 """Age above which the rates are computed anew."""
 MEMORY_S = 600.0
 """Time constant with which old counts fade."""
+_SIZE, _STARTS_S = NUM_CLASSES * NUM_BINS, STARTS_S.tolist()
 _FIRST_S, _STEPS = float(EDGES_S[0]), 2 / math.log(2)
 
 
@@ -36,9 +37,8 @@ class ReuseAges:
     """
 
     def __init__(self) -> None:
-        self._hits = np.zeros((NUM_CLASSES, NUM_BINS))
-        self._ends = np.zeros((NUM_CLASSES, NUM_BINS))
-        self._within_s = np.zeros((NUM_CLASSES, NUM_BINS))
+        # Plain lists, since one number at a time is added: quicker than to arrays.
+        self._hits, self._ends, self._within_s = ([0.0] * _SIZE for _ in range(3))
         self._computed_s = -math.inf
         self.rates = NOTHING_KNOWN
 
@@ -46,11 +46,12 @@ class ReuseAges:
         """An interval of that length of a node of this class (`policies.reuse.classes_of`) ended, with a
         visit or without.
         """
-        level = min(int(math.log2(max(uses, 1.0))), NUM_LEVELS - 1)
-        place = level + NUM_LEVELS * ((depth > 0) + bisect_left(DEPTHS, depth)), _bin(age_s)
+        level = min(int(uses).bit_length() - 1, NUM_LEVELS - 1) if uses >= 1 else 0
+        age_bin = _bin(age_s)
+        place = (level + NUM_LEVELS * ((depth > 0) + bisect_left(DEPTHS, depth))) * NUM_BINS + age_bin
         self._hits[place] += visited
         self._ends[place] += 1
-        self._within_s[place] += age_s - STARTS_S[place[1]]
+        self._within_s[place] += age_s - _STARTS_S[age_bin]
 
     def is_due(self, now_s: float) -> bool:
         """Whether the rates are older than `REFRESH_S`."""
@@ -58,18 +59,19 @@ class ReuseAges:
 
     def refresh(self, now_s: float, uses: Floats, depth: NDArray[np.int64], age_s: Floats) -> None:
         """Compute the rates anew.  uses, depth, age_s [N]: of the nodes that are there."""
-        if self._computed_s > -math.inf:
-            kept = math.exp((self._computed_s - now_s) / MEMORY_S)
-            for counts in (self._hits, self._ends, self._within_s):
-                counts *= kept
+        kept = math.exp((self._computed_s - now_s) / MEMORY_S) if self._computed_s > -math.inf else 1.0
         self._computed_s = now_s
+        hits, ends, within_s = (
+            kept * np.array(counts) for counts in (self._hits, self._ends, self._within_s)
+        )
+        self._hits, self._ends, self._within_s = hits.tolist(), ends.tolist(), within_s.tolist()
         place = classes_of(uses, depth) * NUM_BINS + (bins := bins_of(age_s))
-        size = NUM_CLASSES * NUM_BINS
-        ends = self._ends + np.bincount(place, minlength=size).reshape(self._ends.shape)
-        within_s = np.bincount(place, weights=age_s - STARTS_S[bins], minlength=size)
-        later = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1] - ends
-        time_s = self._within_s + within_s.reshape(self._ends.shape) + later * WIDTHS_S
-        self.rates = rates_from(self._hits, time_s)
+        ends += np.bincount(place, minlength=_SIZE)
+        within_s += np.bincount(place, weights=age_s - STARTS_S[bins], minlength=_SIZE)
+        ends_CB = ends.reshape(NUM_CLASSES, NUM_BINS)
+        later_CB = np.cumsum(ends_CB[:, ::-1], axis=1)[:, ::-1] - ends_CB
+        time_CB = within_s.reshape(ends_CB.shape) + later_CB * WIDTHS_S
+        self.rates = rates_from(hits.reshape(ends_CB.shape), time_CB)
 
 
 def _bin(age_s: float) -> int:

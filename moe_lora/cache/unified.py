@@ -54,6 +54,7 @@ class UnifiedCache:
         self._tree = DependencyTree(
             block_size,
             keeps_dependencies=traits.keeps_dependencies,
+            learns_reuse=traits.learns_reuse,
             recent_s=policy.recent_s,
             adapter_recent_s=policy.adapter_recent_s,
         )
