@@ -8,7 +8,7 @@ from .host_room import take_host
 from .node import Node
 from .ranking import Ranking
 from .tier import PRIVATE
-from .windows import blocked_rows, cheapest_window, clear_window
+from .windows import blocked_rows, cheapest_window, clear_window, idle_pages
 
 
 class Clearing:
@@ -49,10 +49,7 @@ class Clearing:
 
     def _can_clear(self, num_pages: int) -> bool:
         """Whether that many pages are free or could be, wherever they lie."""
-        owner = self._residence.device.owner
-        owned = owner[owner >= 0]
-        idle = int((~blocked_rows(self._ranking)[owned]).sum())
-        return self._residence.device.num_free + idle >= num_pages
+        return self._residence.device.num_free + idle_pages(self._ranking) >= num_pages
 
     def _is_free_of_blocked(self, first: int, num_pages: int) -> bool:
         owner = self._residence.device.owner[first : first + num_pages]
@@ -66,7 +63,7 @@ class Clearing:
         inside = [node for row in np.unique(owner[owner >= 0]).tolist() if (node := nodes[row])]
         saved = []
         for node in dict.fromkeys(lower for top in inside for lower in tree.bottom_up(top)):
-            if node.is_adapter or node.device_pages is None or node.host_pages is not None:
+            if node.is_adapter or node.dying or node.device_pages is None or node.host_pages is not None:
                 continue
             pages = take_host(self._ranking, node, now_s)
             if pages is None:

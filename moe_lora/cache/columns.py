@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import NodeColumns
 
-from .flags import BACKED, READY
+from .flags import BACKED, CAN_BACK_UP, CAN_ENTER, DYING, READY
 from .node import Node
 from .reuse import ReuseAges
 
@@ -33,7 +33,7 @@ class Columns:
     """One row per node; rows of removed nodes are used again.
 
     flags: see `flags_of`.  recent_s, adapter_recent_s: time constants of the decayed visits of KV and of
-    adapters.  reuse: after which time KV is used again.
+    adapters.  reuse: after which time nodes are used again, counted if learns_reuse.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -48,9 +48,10 @@ class Columns:
     adapter_row: NDArray[np.int64]
     flags: NDArray[np.uint8]
 
-    def __init__(self, recent_s: float, adapter_recent_s: float) -> None:
+    def __init__(self, recent_s: float, adapter_recent_s: float, *, learns_reuse: bool) -> None:
         self._recent_s = recent_s
         self._adapter_recent_s = adapter_recent_s
+        self._learns_reuse = learns_reuse
         self._now_s = 0.0
         self.reuse = ReuseAges()
         self.nodes: list[Node | None] = []
@@ -88,6 +89,20 @@ class Columns:
         for column in (self.visits, self.recent, self.last_used_s, self.wanted, self.turn):
             column[target] = column[source]
 
+    def let_die(self, adapter_row: int) -> None:
+        """An adapter and all below it are `DYING`; it no longer counts among the adapters in use."""
+        of_adapter = self.adapter_row[: len(self.nodes)] == adapter_row
+        flags = self.flags[: len(self.nodes)]
+        flags[of_adapter] = (flags[of_adapter] | DYING) & ~np.uint8(CAN_ENTER | CAN_BACK_UP)
+        self.visits[adapter_row] = 0
+
+    def dying(self) -> list[int]:
+        """Rows of dying nodes, those below before those above."""
+        rows = self.where(DYING)
+        ends = self.first_token[rows] + self.num_tokens[rows]
+        rows = rows[np.argsort(-ends, kind="stable")]
+        return rows.tolist()
+
     def visit(self, nodes: Sequence[Node], now_s: float) -> None:
         """Each of the nodes was used once."""
         recent, last_used_s = self.recent, self.last_used_s
@@ -113,7 +128,7 @@ class Columns:
 
     def _note_interval(self, row: int, age_s: float, *, visited: bool) -> None:
         visits = self.visits.item(row)
-        if visits:
+        if visits and self._learns_reuse:
             is_adapter = self.is_adapter.item(row)
             uses = self.recent.item(row) if is_adapter else max(visits, self.turn.item(row))
             depth = self.first_token.item(row) + self.num_tokens.item(row)

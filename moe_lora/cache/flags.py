@@ -5,17 +5,18 @@ from __future__ import annotations
 from .node import Node
 
 HAS_DEVICE_PAGES, BACKED, READY = 1, 2, 4
-CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP = 8, 16, 32, 64
+CAN_LEAVE, CAN_ENTER, CAN_LEAVE_HOST, CAN_BACK_UP, DYING = 8, 16, 32, 64, 128
 """BACKED: the host has it.  READY: it can be used on the device or, of an adapter without pages here, on the
 LoRA Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CAN_LEAVE_HOST: nodes whose
-host pages nobody depends on.  CAN_BACK_UP: idle KV of the device that the host has not.
+host pages nobody depends on.  CAN_BACK_UP: idle KV of the device that the host has not.  DYING: nobody finds
+it any more; it neither enters nor is backed up.
 """
 
 
 def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
     """All bits that hold for the node; keeps_dependencies: KV needs its adapter on the device."""
     device, host, is_adapter = node.device_pages is not None, node.host_pages is not None, node.is_adapter
-    flags = HAS_DEVICE_PAGES if device else 0
+    flags = (HAS_DEVICE_PAGES if device else 0) | (DYING if node.dying else 0)
     if host and not node.moving_out:
         flags |= BACKED
     if device and not node.moving_in and not node.lost and node.reachable:
@@ -25,12 +26,12 @@ def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
     if host and (device or is_adapter or not node.num_children):
         flags |= CAN_LEAVE_HOST
     if not device:
-        if (host or is_adapter) and not node.gone and _may_enter(node.parent, keeps_dependencies):
+        if (host or is_adapter) and not node.dying and _may_enter(node.parent, keeps_dependencies):
             flags |= CAN_ENTER
     elif not node.pins:
         if not node.num_device_children or (is_adapter and not keeps_dependencies):
             flags |= CAN_LEAVE
-        if not host and not is_adapter:
+        if not host and not is_adapter and not node.dying:
             flags |= CAN_BACK_UP
     return flags
 

@@ -88,7 +88,7 @@ class History:
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> list[Node]:
         """Nodes that a request needs, its adapter first; changes nothing."""
         adapter = self._tree.adapters.get(namespace)
-        if adapter is None:
+        if adapter is None or adapter.gone:
             return []
         path, partial, _ = self._tree.walk(adapter, tokens, self._most(tokens))
         return [adapter, *path, *([partial] if partial is not None else ())]

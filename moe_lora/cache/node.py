@@ -50,6 +50,11 @@ class Node:
         return self.layer_pages is not None
 
     @property
+    def dying(self) -> bool:
+        """Whether it, or the adapter that it belongs to, is gone."""
+        return self.gone or (self.adapter is not None and self.adapter.gone)
+
+    @property
     def moving(self) -> bool:
         return self.moving_in or self.moving_out
 

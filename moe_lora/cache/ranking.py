@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
 
-from .flags import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
+from .flags import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES
 from .node import Node
 from .residence import Residence
 
@@ -71,12 +71,13 @@ class Ranking:
         )
 
     def values(self, rows: NDArray[np.int64], now_s: float, *, host: bool = False) -> Floats:
-        """What the policy says of these rows; host: of their being on the host."""
+        """What the policy says of these rows, nothing of dying ones; host: of their being on the host."""
         ask = self.policy.host_values if host else self.policy.values
         load, values = self.load(now_s), np.empty(len(rows))
         for start in range(0, len(rows), CHUNK):
             part = slice(start, start + CHUNK)
             values[part] = ask(self.columns.view(rows[part], now_s), load)
+        values[self.columns.has(rows, DYING)] = 0.0
         return values
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
@@ -105,6 +106,15 @@ class Ranking:
             if not queue:
                 return None
 
+    def has_victims(self, kind: Kind, num_pages: int) -> bool:
+        """Whether those ranked last have so many pages; if not, there may be others."""
+        for node, used_s in reversed(self._queues.get(kind, ())):
+            if self._still(node, used_s, kind):
+                num_pages -= node.num_pages
+                if num_pages <= 0:
+                    return True
+        return False
+
     def put_back(self, node: Node, kind: Kind) -> None:
         """The node is the next victim."""
         self._queues[kind].append((node, float(self.columns.last_used_s[node.row])))
@@ -130,6 +140,7 @@ class Ranking:
             backed = backed & self._stays(rows, now_s)
         elif not self.policy.traits.drops_backed_first:
             backed = np.zeros(len(rows), dtype=np.bool_)
+        backed = backed | columns.has(rows, DYING)  # nothing is lost with them either
         chosen = [_ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
         order = np.concatenate(chosen)[:BATCH][::-1].tolist()
         return [(node, float(columns.last_used_s[row])) for row in order if (node := columns.nodes[row])]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .counters import CacheCounters
 from .flags import CAN_LEAVE, CAN_LEAVE_HOST
+from .forgetting import Forgetting
 from .node import Node
 from .orders import Copy, LoadAdapter, Namespace, Order
 from .tier import Tier
@@ -31,7 +32,7 @@ class Residence:
         self.num_device_adapters = 0
         self._orders: list[Order] = []
         self._copy_ids = itertools.count()
-        self._dying: list[Node] = []
+        self._forgetting = Forgetting(tree, self.discard)
 
     def can_leave(self, node: Node) -> bool:
         """Whether it is an idle leaf of the device."""
@@ -90,8 +91,6 @@ class Residence:
         lies below it on the host.
         """
         assert self.can_leave(node), "only idle leaves leave the device"
-        if not node.is_adapter and node.host_pages is None:
-            self.counters.pages_dropped += node.num_pages
         self._leave_device(node)
         if not node.is_adapter and node.host_pages is None:
             for lower in self.tree.bottom_up(node) if node.num_children else (node,):
@@ -108,27 +107,21 @@ class Residence:
         """Free all of a node that nobody uses and that has no children."""
         assert not node.pins
         assert not node.moving
-        if node.device_pages is not None:
-            self._leave_device(node)
-        self._leave_host(node)
+        self._leave(node)
         self.tree.remove(node)
 
     def let_die(self, node: Node) -> None:
-        """Nothing finds the node and what is below it any more; all of it is freed as its users go."""
-        for lower in self.tree.bottom_up(node):
-            self.tree.hide(lower)
-            self.tree.refresh(lower)
-        self._dying.append(node)
+        """Nothing finds the node and what is below it any more.  An idle adapter's own pages are free at
+        once, all else as its users go, in slices (`sweep`).
+        """
+        self._forgetting.hide(node)
+        if node.is_adapter and not (node.pins or node.moving):
+            self._leave(node)
         self.sweep()
 
-    def sweep(self) -> None:
-        """Free what is dying and no longer used."""
-        nodes = self.tree.columns.nodes
-        for root in self._dying:
-            for node in self.tree.bottom_up(root) if nodes[root.row] is root else ():
-                if not (node.pins or node.moving or node.num_children):
-                    self.discard(node)
-        self._dying = [root for root in self._dying if nodes[root.row] is root]
+    def sweep(self) -> bool:
+        """Free a slice of what is dying and no longer used; whether there may be more."""
+        return self._forgetting.sweep()
 
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut a KV node after that many blocks; the new node, its first part."""
@@ -174,6 +167,11 @@ class Residence:
         self._orders.append(order)
         self.moving[order.copy_id] = node
 
+    def _leave(self, node: Node) -> None:
+        if node.device_pages is not None:
+            self._leave_device(node)
+        self._leave_host(node)
+
     def _leave_device(self, node: Node) -> None:
         assert node.device_pages is not None
         self.device.give_back(node.device_pages, is_adapter=node.is_adapter)
@@ -197,7 +195,7 @@ class Residence:
         if parent is not None:
             parent.num_device_children += -1 if pages is None else 1
             self.tree.refresh(parent)
-        if node.num_children > node.num_device_children:
+        if node.num_children > node.num_device_children and not node.gone:  # nothing comes to a dying one
             for child in self.tree.children(node):
                 self.tree.refresh(child)
 

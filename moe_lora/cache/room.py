@@ -10,7 +10,7 @@ from .clearing import Clearing
 from .flags import HAS_DEVICE_PAGES
 from .node import Node
 from .ranking import Kind, Ranking
-from .windows import blocked_rows, evict, row_costs
+from .windows import blocked_rows, evict, idle_pages, row_costs
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,17 @@ class Room:
         self._clearing = Clearing(ranking, saves=saves)
 
     def take_kv(self, num_pages: int, owner: int, now_s: float) -> list[int] | None:
-        """Device pages for KV; None if pinned nodes are in the way."""
+        """Device pages for KV; None, and nothing evicted, if pinned nodes are in the way."""
         device = self.residence.device
-        if num_pages > device.num_free or device.num_kv + num_pages > self.limits.kv_pages:
+        over = device.num_kv + num_pages - self.limits.kv_pages
+        if num_pages > device.num_free or over > 0:
             kind = Kind.KV if self._partitioned else Kind.ANY
-            over = device.num_kv + num_pages - self.limits.kv_pages
-            if not self._reclaim(over, Kind.KV, now_s):
+            if not (
+                self._can_reclaim(over, Kind.KV) and self._can_reclaim(num_pages - device.num_free, kind)
+            ):
                 return None
-            if not self._reclaim(num_pages - device.num_free, kind, now_s):
-                return None
+            self._reclaim(over, Kind.KV, now_s)
+            self._reclaim(num_pages - device.num_free, kind, now_s)
         return device.take(num_pages, owner)
 
     def take_adapter(self, node: Node, now_s: float) -> list[int] | None:
@@ -73,18 +75,24 @@ class Room:
             return None
         return device.take_runs(node.layer_pages, node.row)
 
-    def _reclaim(self, num_pages: int, kind: Kind, now_s: float) -> bool:
+    def _can_reclaim(self, num_pages: int, kind: Kind) -> bool:
+        """Whether so many pages may leave; looks at all nodes only if the victims at hand are too few."""
+        return (
+            num_pages <= 0
+            or self.ranking.has_victims(kind, num_pages)
+            or num_pages <= idle_pages(self.ranking, only_kv=kind is Kind.KV)
+        )
+
+    def _reclaim(self, num_pages: int, kind: Kind, now_s: float) -> None:
         """Drop device leaves until so many pages are free; of the last one only the end, if it is KV."""
         while num_pages > 0:
             victim = self.ranking.victim(kind, now_s)
-            if victim is None:
-                return False
+            assert victim is not None
             if not victim.is_adapter and victim.num_pages > num_pages:
                 head = self.residence.split(victim, victim.num_pages - num_pages)
                 self.ranking.put_back(head, kind)
             num_pages -= victim.num_pages
             self.residence.drop(victim)
-        return True
 
     def _evict_adapter(self, now_s: float) -> bool:
         """Evict the adapter of least value per page, with its KV where that can't be there without it."""
@@ -101,14 +109,12 @@ class Room:
 
     def _could_take_adapter(self, node: Node) -> bool:
         """Whether evicting all that may leave would do, wherever its pages lie; if not, nothing should."""
-        columns, device, limits = self.ranking.columns, self.residence.device, self.limits
+        columns, limits = self.ranking.columns, self.limits
         blocked = blocked_rows(self.ranking)
         stay = columns.where(HAS_DEVICE_PAGES)
         stay = stay[columns.is_adapter[stay] & (columns.pages[stay] > 0) & blocked[stay]]
-        owner = device.owner
-        free_able = int((~blocked)[owner[owner >= 0]].sum())
         return (
             len(stay) < limits.num_adapters
             and int(columns.pages[stay].sum()) + node.num_pages <= limits.adapter_pages
-            and device.num_free + free_able >= node.num_pages
+            and self.residence.device.num_free + idle_pages(self.ranking) >= node.num_pages
         )

@@ -46,8 +46,9 @@ class Swapper:
         self._exchange = Exchange(room, upper=upper, max_pages=max(1, back_up_pages // 2))
         self._wanted: list[Node] = []
 
-    def tick(self, now_s: float, batch_size: int) -> None:
-        """One decision."""
+    def tick(self, now_s: float, batch_size: int) -> bool:
+        """One decision; whether there may be more to forget."""
+        more = self._residence.sweep()
         self._ranking.note_batch(now_s, batch_size)
         if self._residence.host.num_pages:
             self._swap_out(now_s)
@@ -59,10 +60,15 @@ class Swapper:
             self._swap_in(self._lower, now_s)
         if self._traits.exchanges:
             self._exchange.tick(now_s)
+        return more
 
     def swap_out(self, node: Node, now_s: float) -> bool:
         """Have an idle device leaf leave, to the host if it is not there; False if the host has no room."""
-        if node.host_pages is not None or (node.is_adapter and not self._residence.host.num_pages):
+        if (
+            node.dying
+            or node.host_pages is not None
+            or (node.is_adapter and not self._residence.host.num_pages)
+        ):
             self._residence.drop(node)
             return True
         pages = take_host(self._ranking, node, now_s)
@@ -74,7 +80,7 @@ class Swapper:
     def want(self, needed: Iterable[list[Node]]) -> None:
         """Nodes that queued requests need, a list each; replaces what was wanted before."""
         wanted = self._columns.wanted
-        wanted[[node.row for node in self._wanted]] = 0
+        wanted[:] = 0
         self._wanted = [node for nodes in needed for node in nodes]
         np.add.at(wanted, [node.row for node in self._wanted], 1)
 

@@ -27,12 +27,18 @@ class DependencyTree:
     """
 
     def __init__(
-        self, block_size: int, *, keeps_dependencies: bool, recent_s: float, adapter_recent_s: float
+        self,
+        block_size: int,
+        *,
+        keeps_dependencies: bool,
+        learns_reuse: bool,
+        recent_s: float,
+        adapter_recent_s: float,
     ) -> None:
         self.block_size = block_size
         self.keeps_dependencies = keeps_dependencies
         self.graph: nx.DiGraph = nx.DiGraph()
-        self.columns = Columns(recent_s, adapter_recent_s)
+        self.columns = Columns(recent_s, adapter_recent_s, learns_reuse=learns_reuse)
         self.adapters: dict[Namespace, Node] = {}
         self._block_bytes = block_size * TOKEN_BYTES
         self._child: dict[tuple[Node, bytes], Node] = {}

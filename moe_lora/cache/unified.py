@@ -54,6 +54,7 @@ class UnifiedCache:
         self._tree = DependencyTree(
             block_size,
             keeps_dependencies=traits.keeps_dependencies,
+            learns_reuse=traits.learns_reuse,
             recent_s=policy.recent_s,
             adapter_recent_s=policy.adapter_recent_s,
         )
@@ -80,10 +81,18 @@ class UnifiedCache:
 
     # -- adapters
 
-    def add_adapter(self, namespace: Namespace, layer_pages: Sequence[int], now_s: float) -> None:
+    def add_adapter(
+        self,
+        namespace: Namespace,
+        layer_pages: Sequence[int],
+        now_s: float,
+        *,
+        inherits: Namespace | None = None,
+    ) -> None:
         """A new node on the second layer.  layer_pages: pages of each layer's extent; all zero (or none):
-        its bytes lie elsewhere, it is always ready.  Raises CapacityError if it could never be held,
-        ValueError if the namespace is known.
+        its bytes lie elsewhere, it is always ready.  inherits: the version that it replaces, with whose
+        visits it begins, lest it be the first to give way.  Raises CapacityError if it could never be held,
+        ValueError if the namespace is known, KeyError if the one it replaces is not.
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
@@ -93,13 +102,17 @@ class UnifiedCache:
                 f"the adapter needs {num_pages} pages, the device keeps at most {limit} for adapters; raise "
                 "arena_mb, or lower the adapter's rank"
             )
+        replaced = None if inherits is None else self._tree.adapters[inherits]
         node = self._tree.add_adapter(namespace, layer_pages, now_s)
+        if replaced is not None:
+            self._tree.columns.copy_statistics(replaced.row, node.row)
         if not num_pages:
             node.device_pages = []
         self._tree.refresh(node)
 
     def forget(self, namespace: Namespace) -> None:
-        """It will not be asked for again: free its adapter and KV, what is in use when its last user goes.
+        """It will not be asked for again: its pages are free at once, its KV in slices from now on, what is
+        in use when its last user goes; what is not free yet gives way first.
 
         Raises KeyError for an unknown namespace, ValueError for None.
         """
@@ -107,10 +120,11 @@ class UnifiedCache:
             raise ValueError("the base model can't be forgotten; give the namespace of an adapter")
         self._residence.let_die(self._tree.adapters[namespace])
 
-    def hold(self, namespace: Namespace, now_s: float) -> Readiness:
+    def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
         """Pin the adapter for one request and have it brought to the device if need be, evicting what the
         policy values least.  NO_ROOM: not pinned, and nothing to evict, or history in its place is being
-        saved to the host first: ask again.  Counts as a visit.  The base is always READY.
+        saved to the host first: ask again.  Counts as a visit, unless this request held it before, or it is
+        for no request (`again`).  The base is always READY.
         """
         node = self._tree.adapters[namespace]
         if node.device_pages is None:
@@ -118,11 +132,12 @@ class UnifiedCache:
             if pages is None:
                 return Readiness.NO_ROOM
             self._residence.bring_in(node, pages)
-        if node.num_pages:
-            self.counters.adapter_hits += node.on_device
-            self.counters.adapter_misses += not node.on_device
         self._residence.pin(node)
-        self._tree.columns.visit([node], now_s)
+        if not again:
+            self._tree.columns.visit([node], now_s)
+            if node.num_pages:
+                self.counters.adapter_hits += node.on_device
+                self.counters.adapter_misses += not node.on_device
         return self.readiness(namespace)
 
     def readiness(self, namespace: Namespace) -> Readiness:
@@ -198,12 +213,13 @@ class UnifiedCache:
 
     # -- moving
 
-    def tick(self, now_s: float, batch_size: int) -> None:
-        """Swap out above `upper`, in below `lower`, until balanced; to be called every 100 ms.
+    def tick(self, now_s: float, batch_size: int) -> bool:
+        """Forget a little more, swap out above `upper`, in below `lower`, until balanced; to be called every
+        100 ms.  Returns whether there may be more to forget.
 
         batch_size: requests running now (averaged over the last 5 s for equation 3).
         """
-        self._swapper.tick(now_s, batch_size)
+        return self._swapper.tick(now_s, batch_size)
 
     def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int]]]) -> None:
         """Tell which adapters and prefixes the next queued requests need; replaces what was told before."""

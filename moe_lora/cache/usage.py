@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .flags import HAS_DEVICE_PAGES
+from .flags import DYING, HAS_DEVICE_PAGES
 from .ranking import Ranking
 from .windows import blocked_rows
 
@@ -13,7 +13,7 @@ def usage(ranking: Ranking) -> dict[str, int]:
     rows = columns.where(HAS_DEVICE_PAGES)
     rows = rows[~columns.is_adapter[rows]]
     pages, used = columns.pages[rows], blocked_rows(ranking, moving=False)[rows]
-    invalid = ~columns.has(columns.adapter_row[rows], HAS_DEVICE_PAGES)
+    invalid = ~columns.has(columns.adapter_row[rows], HAS_DEVICE_PAGES) & ~columns.has(rows, DYING)
     return {
         "device_kv": device.num_kv,
         "device_adapters": device.num_adapter,

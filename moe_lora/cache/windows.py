@@ -27,6 +27,16 @@ def blocked_rows(ranking: Ranking, *, moving: bool = True) -> NDArray[np.bool_]:
     return blocked
 
 
+def idle_pages(ranking: Ranking, *, only_kv: bool = False) -> int:
+    """Device pages that evicting all that may leave would free, wherever they lie."""
+    columns = ranking.columns
+    rows = columns.where(HAS_DEVICE_PAGES)
+    rows = rows[~blocked_rows(ranking)[rows]]
+    if only_kv:
+        rows = rows[~columns.is_adapter[rows]]
+    return int(columns.pages[rows].sum())
+
+
 def row_costs(ranking: Ranking, now_s: float) -> NDArray[np.float64]:
     """[rows]: value lost per page if the node leaves the device; an adapter takes its KV along where
     dependencies are kept.

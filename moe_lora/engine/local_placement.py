@@ -59,7 +59,9 @@ class LocalPlacement:
         self._room.check_fits(adapter.name, num_pages, self._pages(pinned=True))
         adapter.packed = self._kept.keep(adapter.packed)
         try:
-            self._cache.add_adapter(adapter.uid, layer_pages, self._clock.now_s())
+            self._cache.add_adapter(
+                adapter.uid, layer_pages, self._clock.now_s(), inherits=self._latest(adapter.name)
+            )
         except CapacityError:
             self._kept.forget(adapter.packed)
             raise
@@ -69,12 +71,12 @@ class LocalPlacement:
     def begin_round(self) -> None:
         self._refused_pages = sys.maxsize
 
-    def hold(self, adapter: AdapterVersion) -> Readiness:
+    def hold(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
         """Within a round, what found no room for few pages is not searched for more."""
         num_pages = self._num_pages[adapter.uid]
         if num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
             return Readiness.NO_ROOM
-        readiness = self._cache.hold(adapter.uid, self._clock.now_s())
+        readiness = self._cache.hold(adapter.uid, self._clock.now_s(), again=again)
         if readiness is Readiness.NO_ROOM:
             self._refused_pages = num_pages
         return readiness
@@ -105,7 +107,7 @@ class LocalPlacement:
         adapter.pinned = True
         self._cache.pin(adapter.uid)
         self.begin_round()
-        if self.hold(adapter) is not Readiness.NO_ROOM:
+        if self.hold(adapter, again=True) is not Readiness.NO_ROOM:
             self.let_go(adapter)
 
     def unpin(self, adapter: AdapterVersion) -> None:
@@ -168,6 +170,10 @@ class LocalPlacement:
         adapter = self._known.get(namespace)
         if adapter is not None:
             adapter.slot = None
+
+    def _latest(self, name: str) -> int | None:
+        """The version of that name which requests use now."""
+        return max((version.uid for version in self._known.values() if version.name == name), default=None)
 
     def _check_pin(self, adapter: AdapterVersion) -> None:
         pinned, others = self._pages(pinned=True), self._pages(pinned=False)

@@ -42,8 +42,11 @@ class Placement(Protocol):
         """Requests are about to be admitted, one `hold` after the other."""
         ...
 
-    def hold(self, adapter: AdapterVersion) -> Readiness:
-        """Keep the adapter ready for one request, or make it so; NO_ROOM: ask again later."""
+    def hold(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
+        """Keep the adapter ready for one request, or make it so; NO_ROOM: ask again later.
+
+        again: this is no further use of it: the request held it before.
+        """
         ...
 
     def has_unused_lease(self, adapter: AdapterVersion) -> bool:

@@ -148,11 +148,11 @@ class SharedPlacement:
             self._remote.dismiss(adapter.packed)
             raise
 
-    def hold(self, adapter: AdapterVersion) -> Readiness:
+    def hold(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
         """The lease is asked for first: it takes longer."""
         leased = self._remote.hold(adapter)
         self._local.note_remote(adapter, ready=leased)
-        return self._local.hold(adapter) if leased else Readiness.NO_ROOM
+        return self._local.hold(adapter, again=again) if leased else Readiness.NO_ROOM
 
     def has_unused_lease(self, adapter: AdapterVersion) -> bool:
         return self._remote.has_unused_lease(adapter)

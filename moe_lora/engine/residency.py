@@ -99,12 +99,12 @@ class Residency:
             idle_s=None if last_used_s is None else self._clock.now_s() - last_used_s,
         )
 
-    def acquire(self, adapter: AdapterVersion) -> Readiness:
+    def acquire(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
         """Hold the adapter for one request, its bytes on their way if they are not there.
 
-        NO_ROOM: it is not held, there is no place now.
+        NO_ROOM: it is not held, there is no place now.  again: this request held it before.
         """
-        readiness = self.placement.hold(adapter)
+        readiness = self.placement.hold(adapter, again=again)
         if readiness is not Readiness.NO_ROOM:
             adapter.num_running += 1
             adapter.last_used_s = self._clock.now_s()

@@ -161,7 +161,7 @@ class Scheduler:
     def _acquire(self, sequence: Sequence) -> bool:
         if sequence.adapter is None:
             return True
-        readiness = self._residency.acquire(sequence.adapter)
+        readiness = self._residency.acquire(sequence.adapter, again=sequence.matched)
         if sequence.admitted_s is None and readiness is Readiness.COMING:
             sequence.adapter_hit = False
         return readiness is not Readiness.NO_ROOM

@@ -86,8 +86,8 @@ class Transfers:
         now_s = self._clock.now_s()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._interval_s
-            self._cache.tick(now_s, batch_size)
-            self._balanced = not self._send()
+            more = self._cache.tick(now_s, batch_size)
+            self._balanced = not (self._send() or more)
         return None if self._balanced else self._next_tick_s - now_s
 
     def send(self) -> None:

@@ -34,12 +34,14 @@ def main(connection: Connection) -> None:
     threading.Thread(target=_read, args=(connection, inbox.put, ready), daemon=True).start()
     try:
         from .build import build_engine
+        from .garbage import collect_rarely
         from .loop import EngineLoop
 
         loop = EngineLoop(build_engine(config), emit)
     except Exception as error:
         emit(Reply(START_CALL_ID, error=error))
         return
+    collect_rarely()
     loop.inbox = inbox
     ready.set()
     emit(Reply(START_CALL_ID))

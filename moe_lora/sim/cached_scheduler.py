@@ -110,7 +110,8 @@ class CachedScheduler:
         return budget > 0 and len(self.running) + len(self.loading) < self._max_num_seqs
 
     def _hold(self, request: CachedRequest) -> bool:
-        return self._cache.hold(request.adapter_uid, self._now_s()) is not Readiness.NO_ROOM
+        found = self._cache.hold(request.adapter_uid, self._now_s(), again=request.matched)
+        return found is not Readiness.NO_ROOM
 
     def _match(self, request: CachedRequest) -> None:
         now_s = self._now_s()

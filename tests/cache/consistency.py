@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import networkx as nx
 import numpy as np
 
-from moe_lora.cache.flags import CAN_ENTER, CAN_LEAVE, CAN_LEAVE_HOST, HAS_DEVICE_PAGES
+from moe_lora.cache.flags import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES
 from moe_lora.cache.node import Node
 from moe_lora.cache.tables import BlockTable
 from moe_lora.cache.tier import FREE, PRIVATE, Tier
@@ -77,7 +77,7 @@ def check_structure(cache: UnifiedCache, node: Node) -> None:
         assert tree.child(parent, node.tokens) is node
         if node.device_pages is not None:
             assert parent.is_adapter or parent.device_pages is not None, "KV without what it follows"
-            if tree.keeps_dependencies:
+            if tree.keeps_dependencies and not node.adapter.gone:
                 assert node.adapter.device_pages is not None, "invalid KV"
 
 
@@ -107,10 +107,13 @@ def check_columns(cache: UnifiedCache, node: Node) -> None:
     assert columns.is_adapter[row] == node.is_adapter
     assert bool(columns.flags[row] & HAS_DEVICE_PAGES) == on_device
     assert bool(columns.flags[row] & CAN_LEAVE) == (still and on_device and leaf and not node.pins)
+    dying = node.gone or node.adapter.gone
+    assert bool(columns.flags[row] & DYING) == dying
+    assert not (dying and columns.flags[row] & CAN_BACK_UP)
     needs = node.parent is None or node.parent.device_pages is not None
     if node.parent is not None and node.parent.is_adapter and not tree.keeps_dependencies:
         needs = True
-    may_enter = still and not on_device and (on_host or node.is_adapter) and needs and not node.gone
+    may_enter = still and not on_device and (on_host or node.is_adapter) and needs and not dying
     assert bool(columns.flags[row] & CAN_ENTER) == may_enter
     host_leaf = on_device or node.is_adapter or not children
     assert bool(columns.flags[row] & CAN_LEAVE_HOST) == (still and on_host and host_leaf)

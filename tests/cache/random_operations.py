@@ -54,9 +54,11 @@ class RandomCache:
 
     def add(self) -> None:
         if len(self.known()) < 5:
+            replaced = self.random.choice([None, *self.known()])
             self.num_versions += 1
             self.layers[self.num_versions] = self.random.choice(LAYERS)
-            self.cache.add_adapter(self.num_versions, self.layers[self.num_versions], self.now_s)
+            layers = self.layers[self.num_versions]
+            self.cache.add_adapter(self.num_versions, layers, self.now_s, inherits=replaced)
 
     def forget(self) -> None:
         if self.known():
@@ -66,7 +68,7 @@ class RandomCache:
 
     def hold(self) -> None:
         namespace = self.random.choice([None, *self.known()])
-        found = self.cache.hold(namespace, self.now_s)
+        found = self.cache.hold(namespace, self.now_s, again=self.random.random() < 0.2)
         if found is not Readiness.NO_ROOM:
             self.holds[namespace] += 1
             self.waiting.append(namespace)
@@ -146,6 +148,8 @@ class RandomCache:
         for order in self.orders:
             self.cache.copied(order.copy_id)
         self.requests, self.waiting, self.orders = [], [], []
+        while self.cache._residence.sweep():
+            self.check()
         base_kv = sum(n.num_pages for n in self.cache._tree.columns.nodes if n and n.device_pages)
         usage = self.cache.usage()
         self.check()

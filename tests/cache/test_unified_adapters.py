@@ -196,7 +196,6 @@ def test_history_in_an_adapters_place_is_saved_to_the_host_first():
     assert isinstance(order, Copy)
     assert not order.to_device
     assert cache.hold(1, 6.0) is Readiness.COMING
-    assert cache.counters.pages_dropped == 0
     assert cache.usage()["host_kv"] == 4
     check(cache, [], Counter({1: 1}))
 
@@ -252,6 +251,47 @@ def test_new_version_finds_no_history_of_the_old_one():
     cache.forget(1)
     assert not cache.match(2, [1] * 8, 1.0).pages
     assert cache.usage()["device_kv"] == 0
+
+
+def visits(cache: UnifiedCache, namespace: int) -> float:
+    return cache._tree.columns.visits.item(cache._tree.adapters[namespace].row)
+
+
+def test_request_that_holds_its_adapter_again_is_one_visit():
+    cache = cache_of()
+    cache.add_adapter(1, (2,), 0.0)
+    bring(cache, 1)
+    for _ in range(3):
+        assert cache.hold(1, 1.0, again=True) is Readiness.READY
+        cache.let_go(1, 1.0)
+    assert visits(cache, 1) == 1
+    assert (cache.counters.adapter_hits, cache.counters.adapter_misses) == (0, 1)
+
+
+def test_new_version_is_as_popular_as_the_one_it_replaces():
+    cache = cache_of(4, policy=FastLibra(costs=COSTS))
+    for namespace in (1, 2):
+        cache.add_adapter(namespace, (2,), 0.0)
+    for now_s in range(5):
+        bring(cache, 1, float(now_s))
+        cache.release(cache.match(None, [0], float(now_s)), float(now_s))
+    bring(cache, 2, 5.0)
+    cache.add_adapter(3, (2,), 5.0, inherits=1)
+    cache.forget(1)
+    assert visits(cache, 3) == 5
+    assert cache.hold(3, 5.0) is Readiness.COMING
+    confirm(cache)
+    cache.let_go(3, 5.0)
+    cache.add_adapter(4, (2,), 5.0)
+    bring(cache, 4, 5.0)
+    assert [cache.place(namespace) for namespace in (2, 3)] == ["disk", "device"]
+
+
+def test_version_to_replace_must_be_known():
+    cache = cache_of()
+    with pytest.raises(KeyError):
+        cache.add_adapter(2, (1,), 0.0, inherits=1)
+    cache.add_adapter(2, (1,), 0.0)
 
 
 def test_load_that_failed_leaves_no_trace_and_can_be_tried_again():

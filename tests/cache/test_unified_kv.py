@@ -132,6 +132,20 @@ def test_grow_takes_nothing_when_it_cannot_take_all():
     assert cache.grow(table, 8, 0.0)
 
 
+@pytest.mark.parametrize("max_kv_pages", [None, 12])
+def test_grow_that_cannot_take_all_evicts_nothing(max_kv_pages):
+    cache = UnifiedCache(num_device_pages=16, block_size=4, policy=lru(), max_kv_pages=max_kv_pages)
+    cache.release(run_sequence(cache, None, list(range(20))), 0.0)
+    running = run_sequence(cache, None, list(range(50, 78)))
+    assert num_cached(cache) == 5
+    newcomer = cache.match(None, [99], 1.0)
+    assert not cache.grow(newcomer, 40, 1.0)
+    assert num_cached(cache) == 5
+    assert cache.grow(newcomer, 20, 1.0), "of what is idle as much as it takes gives way"
+    assert cache.usage()["device_kv"] == (max_kv_pages or 16)
+    check(cache, [running, newcomer], Counter())
+
+
 def test_kv_keeps_within_its_bound():
     cache = UnifiedCache(num_device_pages=16, block_size=4, policy=lru(), max_kv_pages=4)
     first = cache.match(None, [0], 0.0)

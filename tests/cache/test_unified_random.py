@@ -14,6 +14,14 @@ from moe_lora.policies.caching_names import CACHING_POLICIES
 from .random_operations import RandomCache
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forgetting_takes_many_slices():
+    """So few nodes as there are here would be forgotten at once otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe_lora.cache.forgetting.SLICE", 1)
+        yield
+
+
 class CacheMachine(RuleBasedStateMachine):
     """hypothesis chooses the operations and what they draw, so that a failure shrinks."""
 

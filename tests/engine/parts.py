@@ -79,8 +79,8 @@ class PromptPlacement(LocalPlacement):
 
     bring_now: Callable[[], None]
 
-    def hold(self, adapter: AdapterVersion) -> Readiness:
-        readiness = super().hold(adapter)
+    def hold(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
+        readiness = super().hold(adapter, again=again)
         self.bring_now()
         return readiness if readiness is Readiness.NO_ROOM else self.readiness(adapter)
 

@@ -6,6 +6,7 @@ import torch
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.tables import BlockTable
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
+from moe_lora.engine.adapter_version import AdapterVersion
 
 from .parts import PAGE_BYTES, Parts, packed
 
@@ -208,3 +209,36 @@ def test_new_version_of_a_pinned_adapter_is_pinned():
     assert (old.pinned, new.pinned) == (False, True)
     parts.residency.remove("a")
     assert parts.num_free == parts.cache.usage()["device_free"] == 20
+
+
+def visits(parts: Parts, adapter: AdapterVersion) -> float:
+    columns, adapters = parts.cache._tree.columns, parts.cache._tree.adapters
+    return columns.visits.item(adapters[adapter.uid].row)
+
+
+def test_pin_is_no_visit_and_a_new_version_inherits_those_of_the_old_one():
+    parts = Parts()
+    old = parts.residency.add(packed("a"), None)
+    parts.placement.pin(old)
+    assert visits(parts, old) == 0
+    for _ in range(3):
+        assert parts.acquire(old)
+        parts.residency.release(old)
+    new = parts.residency.add(packed("a"), None, replace=True)
+    other = parts.residency.add(packed("b"), None)
+    assert (visits(parts, new), visits(parts, other)) == (3, 0)
+
+
+def test_request_that_is_put_back_visits_its_adapter_once():
+    parts = Parts(num_pages=6, max_num_batched_tokens=32)
+    adapter = parts.residency.add(packed("a"), None)
+    table = BlockTable(None)
+    assert parts.cache.grow(table, 13, 0.0)
+    waiting = parts.add("one", range(8), adapter)
+    for _ in range(5):
+        assert not parts.step()
+    assert waiting.matched
+    assert visits(parts, adapter) == 1
+    parts.cache.release(table, 0.0)
+    assert parts.step() == {"one": 8}
+    assert visits(parts, adapter) == 1
