@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.cache.orders import Copy, LoadAdapter, Namespace, Order, Readiness
+from moe_lora.cache.orders import LoadAdapter, Namespace, Order, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import CapacityError
@@ -44,6 +44,7 @@ class LocalPlacement:
         self._room = room
         self._clear = clear
         self._known: dict[Namespace, AdapterVersion] = {}
+        self._to_bring: dict[Namespace, AdapterVersion] = {}
         self._num_pages: dict[Namespace, int] = {}
         self._slots: dict[Namespace, int] = {}
         self._free_slots = list(range(room.num_slots - 1, -1, -1))
@@ -104,13 +105,21 @@ class LocalPlacement:
         self._check_pin(adapter)
         adapter.pinned = True
         self._cache.pin(adapter.uid)
-        self.begin_round()
-        if self.hold(adapter) is not Readiness.NO_ROOM:
-            self.let_go(adapter)
+        self._to_bring[adapter.uid] = adapter
+        self.bring_pinned()
+
+    def bring_pinned(self) -> None:
+        """Have pinned adapters brought that found no room so far."""
+        for adapter in list(self._to_bring.values()):
+            self.begin_round()
+            if self.hold(adapter) is not Readiness.NO_ROOM:
+                self.let_go(adapter)
+                del self._to_bring[adapter.uid]
 
     def unpin(self, adapter: AdapterVersion) -> None:
         if adapter.pinned:
             adapter.pinned = False
+            self._to_bring.pop(adapter.uid, None)
             self._cache.unpin(adapter.uid)
 
     def where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
@@ -134,18 +143,22 @@ class LocalPlacement:
     def close(self) -> None:
         """Nothing to do: the arena goes with the engine."""
 
-    def translate(self, order: Order) -> tuple[RankOrder, int]:
-        """The order as ranks understand it, and how many pages it moves."""
+    def translate(self, order: Order) -> tuple[RankOrder, int] | None:
+        """The order as ranks understand it, and how many pages it moves; None for an adapter that was dropped
+        since.
+        """
+        if _brings(order) and order.namespace not in self._known:
+            return None
         if isinstance(order, LoadAdapter):
             return self._bring(order.namespace, order.layer_first_pages, None)
         pages = CopyPages(order.device_pages, order.host_pages, order.to_device)
-        if order.is_adapter and order.to_device:
+        if _brings(order):
             return self._bring(order.namespace, self._cache.layer_first_pages(order.namespace), pages)
         return pages, len(pages.device_pages)
 
     def arrived(self, order: Order) -> None:
         """An order is done: an adapter that it brought is ready."""
-        if isinstance(order, Copy) and not (order.is_adapter and order.to_device):
+        if not _brings(order):
             return
         slot, adapter = self._slots.get(order.namespace), self._known.get(order.namespace)
         if adapter is not None:
@@ -178,3 +191,8 @@ class LocalPlacement:
     def _pages(self, *, pinned: bool) -> list[int]:
         """Pages of each adapter that is pinned, or is not."""
         return [self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned == pinned]
+
+
+def _brings(order: Order) -> bool:
+    """Whether it has an adapter on the device."""
+    return isinstance(order, LoadAdapter) or (order.is_adapter and order.to_device)

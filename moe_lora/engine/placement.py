@@ -70,6 +70,10 @@ class Placement(Protocol):
         """Bring the adapter in and keep it.  Raises CapacityError if that left no room for a request."""
         ...
 
+    def bring_pinned(self) -> None:
+        """Bring in what was pinned when there was no room; to be called again and again."""
+        ...
+
     def unpin(self, adapter: AdapterVersion) -> None:
         """Undo `pin`."""
         ...

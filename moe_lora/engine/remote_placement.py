@@ -176,6 +176,9 @@ class SharedPlacement:
         """Its part on this device; the LoRA Server decides for itself."""
         self._local.pin(adapter)
 
+    def bring_pinned(self) -> None:
+        self._local.bring_pinned()
+
     def unpin(self, adapter: AdapterVersion) -> None:
         self._local.unpin(adapter)
 

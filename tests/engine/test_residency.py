@@ -208,3 +208,55 @@ def test_new_version_of_a_pinned_adapter_is_pinned():
     assert (old.pinned, new.pinned) == (False, True)
     parts.residency.remove("a")
     assert parts.num_free == parts.cache.usage()["device_free"] == 20
+
+
+def test_pinned_adapter_that_is_replaced_again_before_anything_moved_is_there_in_the_end():
+    parts = Parts(num_pages=8, max_loras=4, prompt=False)
+    parts.placement.pin(parts.residency.add(packed("a"), None))
+    for value in (2.0, 3.0, 4.0):
+        last = parts.residency.add(packed("a", value=value), None, replace=True)
+    parts.move()
+    assert parts.residency.info(last).residency == "device"
+    assert parts.num_free == 7
+    parts.residency.remove("a")
+    assert (parts.num_free, len(parts.kept)) == (8, 0)
+    assert not parts.slots.lora_rank.any()
+
+
+def test_adapter_that_is_pinned_in_an_idle_engine_is_brought_at_the_next_tick():
+    parts = Parts(prompt=False)
+    assert parts.transfers.tick(0) is None
+    adapter = parts.residency.add(packed("a"), None)
+    parts.placement.pin(adapter)
+    parts.transfers.tick(0)
+    assert parts.transfers.busy
+
+
+@pytest.mark.parametrize("policy", ["fastlibra", "lru", "cost-aware"])
+def test_pinned_adapter_comes_though_history_is_saved_in_its_place_first(policy):
+    parts = Parts(num_pages=8, num_host_pages=16, policy=policy, prompt=False, max_num_batched_tokens=64)
+    history = parts.add("history", range(32))
+    parts.step()
+    parts.scheduler.finish(history)
+    adapter = parts.residency.add(packed("a", num_pages=2), None)
+    parts.placement.pin(adapter)
+    assert not parts.transfers.busy
+    for _ in range(4):
+        parts.step()
+        parts.mover.work()
+    parts.transfers.settle()
+    assert parts.residency.info(adapter).residency == "device"
+    parts.placement.unpin(adapter)
+    assert parts.cache.grow(BlockTable(None), 8 * 4, 0.0)
+
+
+def test_adapter_that_is_unpinned_before_it_came_is_not_brought_later():
+    parts = Parts(num_pages=4, prompt=False)
+    table = BlockTable(None)
+    assert parts.cache.grow(table, 16, 0.0)
+    adapter = parts.residency.add(packed("a"), None)
+    parts.placement.pin(adapter)
+    parts.placement.unpin(adapter)
+    parts.cache.release(table, 0.0)
+    parts.step()
+    assert not parts.transfers.busy
