@@ -248,6 +248,7 @@ class EngineCore:
             waiting_adapters=names([*self._scheduler.loading, *self._scheduler.waiting]),
             resident_adapters=tuple(sorted({a.name for a in self._residency.resident()})),
             num_preemptions=self._scheduler.num_preemptions,
+            num_put_back=self._scheduler.num_put_back,
             adapter_hits=self._scheduler.num_adapter_hits,
             adapter_misses=self._scheduler.num_adapter_misses,
             **self._residency.placement.counters(),

@@ -54,10 +54,13 @@ class LocalPlacement:
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         return self._kept.prepare(packed)
 
+    def undo_prepare(self, packed: PackedAdapter) -> None:
+        self._kept.undo_prepare(packed)
+
     def admit(self, adapter: AdapterVersion) -> None:
         layer_pages = self._sizes.layer_pages(adapter.packed)
         num_pages = sum(layer_pages)
-        self._room.check_fits(adapter.name, num_pages, self._pages(pinned=True))
+        self._room.check_fits(adapter.name, num_pages, self._pinned_pages())
         adapter.packed = self._kept.keep(adapter.packed)
         try:
             self._cache.add_adapter(adapter.uid, layer_pages, self._clock.now_s())
@@ -66,6 +69,10 @@ class LocalPlacement:
             raise
         self._known[adapter.uid] = adapter
         self._num_pages[adapter.uid] = num_pages
+
+    def num_pages(self, adapter: AdapterVersion) -> int:
+        """What the adapter takes on this device when it is there."""
+        return self._num_pages[adapter.uid]
 
     def begin_round(self) -> None:
         self._refused_pages = sys.maxsize
@@ -183,14 +190,18 @@ class LocalPlacement:
             adapter.slot = None
 
     def _check_pin(self, adapter: AdapterVersion) -> None:
-        pinned, others = self._pages(pinned=True), self._pages(pinned=False)
-        num_pages = self._num_pages[adapter.uid]
-        others.remove(num_pages)
-        self._room.check_pin(adapter.name, num_pages, pinned, others)
+        others = [
+            self._num_pages[other.uid]
+            for other in self._known.values()
+            if not (other.pinned or (other.name == adapter.name and other.is_idle))
+        ]
+        self._room.check_pin(
+            adapter.name, self._num_pages[adapter.uid], self._pinned_pages(), [num for num in others if num]
+        )
 
-    def _pages(self, *, pinned: bool) -> list[int]:
-        """Pages of each adapter that is pinned, or is not."""
-        return [self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned == pinned]
+    def _pinned_pages(self) -> list[int]:
+        """Pages of each adapter that is pinned."""
+        return [self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned]
 
 
 def _brings(order: Order) -> bool:

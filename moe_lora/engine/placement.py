@@ -31,6 +31,10 @@ class Placement(Protocol):
         """What takes long of an `admit` that is to come; may be called from another thread."""
         ...
 
+    def undo_prepare(self, packed: PackedAdapter) -> None:
+        """No `admit` of what was prepared will come."""
+        ...
+
     def admit(self, adapter: AdapterVersion) -> None:
         """Take on an adapter that `drop` will end; `adapter.packed` becomes what to keep of it.
 

@@ -137,6 +137,9 @@ class SharedPlacement:
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         return self._remote.prepare(packed)
 
+    def undo_prepare(self, packed: PackedAdapter) -> None:
+        """Nothing to do: the host store is for all instances, and keeps what it has."""
+
     def begin_round(self) -> None:
         self._local.begin_round()
 
@@ -174,6 +177,11 @@ class SharedPlacement:
 
     def pin(self, adapter: AdapterVersion) -> None:
         """Its part on this device; the LoRA Server decides for itself."""
+        if not self._local.num_pages(adapter):
+            raise CapacityError(
+                f"adapter {adapter.name!r} can't be pinned: the LoRA Server computes all of it, and decides "
+                "what it holds; raise its capacity instead"
+            )
         self._local.pin(adapter)
 
     def bring_pinned(self) -> None:
