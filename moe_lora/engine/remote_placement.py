@@ -152,7 +152,7 @@ class SharedPlacement:
             raise
 
     def hold(self, adapter: AdapterVersion) -> Readiness:
-        """The lease is asked for first: it takes longer."""
+        """The lease is asked for first: it takes longer.  While there is no room here it is kept, unused."""
         leased = self._remote.hold(adapter)
         self._local.note_remote(adapter, ready=leased)
         return self._local.hold(adapter) if leased else Readiness.NO_ROOM
