@@ -35,7 +35,11 @@ _ADAPTERS = (
         type=click.Choice(LORA_KERNELS),
         help="sgmv: true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA).  [default: sgmv]",
     ),
-    click.option("--lora-memory-gb", type=float, help="Bound on resident adapters, in 10^9 bytes."),
+    click.option(
+        "--lora-memory-gb",
+        type=float,
+        help="Room for adapters in the arena, in 10^9 bytes, where --arena-mb is not given.",
+    ),
 )
 _CACHE = (
     click.option(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class CacheCounters:
-    """Totals.  A hit is counted once per request; tokens are those of matched prompts.
+    """Totals.  A hit is counted once per `hold` or `match`; tokens are those of matched prompts.
 
     kv_query_tokens = kv_device_hit_tokens + kv_host_hit_tokens + tokens that had to be computed.
+    pages_dropped: left the device without a copy although the host did not have them.
     """
 
     adapter_hits: int = 0
@@ -22,3 +23,4 @@ class CacheCounters:
     pages_in: int = 0
     pages_out: int = 0
     pages_loaded: int = 0
+    pages_dropped: int = 0

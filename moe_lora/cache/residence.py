@@ -91,6 +91,8 @@ class Residence:
         lies below it on the host.
         """
         assert self.can_leave(node), "only idle leaves leave the device"
+        if not node.is_adapter and node.host_pages is None:
+            self.counters.pages_dropped += node.num_pages
         self._leave_device(node)
         if not node.is_adapter and node.host_pages is None:
             for lower in self.tree.bottom_up(node) if node.num_children else (node,):

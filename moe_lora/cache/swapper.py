@@ -45,6 +45,11 @@ class Swapper:
         self._back_up_pages = back_up_pages
         self._exchange = Exchange(room, upper=upper, max_pages=max(1, back_up_pages // 2))
         self._wanted: list[Node] = []
+        self._is_short = False
+
+    def note_shortage(self) -> None:
+        """A running request found no page: until the next tick is over, room that comes is its own."""
+        self._is_short = True
 
     def tick(self, now_s: float, batch_size: int) -> bool:
         """One decision; whether there may be more to forget."""
@@ -52,8 +57,11 @@ class Swapper:
         self._ranking.note_batch(now_s, batch_size)
         if self._residence.host.num_pages:
             self._swap_out(now_s)
-            if self._traits.backs_up:
-                self._back_up(now_s)
+        if self._is_short:
+            self._is_short = False
+            return more
+        if self._traits.backs_up and self._residence.host.num_pages:
+            self._back_up(now_s)
         if self._wanted:
             self._swap_in(self._upper, now_s, only_wanted=True)
         if self._traits.swaps_in:

@@ -199,7 +199,10 @@ class UnifiedCache:
 
         Evicts at once, without copies: nodes that the host has too first, then the least valued.
         """
-        return self._history.grow(table, num_tokens, now_s)
+        grown = self._history.grow(table, num_tokens, now_s)
+        if not grown:
+            self._swapper.note_shortage()
+        return grown
 
     def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
         """Make the full blocks of the first `num_computed` tokens findable; equal blocks become one, so

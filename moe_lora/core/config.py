@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -249,8 +250,8 @@ class EngineConfig:
                 f"arena_mb={self.arena_mb} is for KV and adapters together, so lora_memory_gb="
                 f"{self.lora_memory_gb} has no meaning beside it; leave one of them out"
             )
-        if self.host_arena_mb is not None and not self.host_arena_mb >= 0:
-            raise ConfigError(f"host_arena_mb={self.host_arena_mb} must be 0 (none) or positive")
+        if self.host_arena_mb is not None and not 0 <= self.host_arena_mb < math.inf:
+            raise ConfigError(f"host_arena_mb={self.host_arena_mb} must be 0 (none) or positive and finite")
         if not 0 < self.swap_in_below <= self.swap_out_above <= 1:
             raise ConfigError(
                 f"swap_in_below={self.swap_in_below} and swap_out_above={self.swap_out_above} must be shares "
@@ -265,8 +266,12 @@ class EngineConfig:
             "swap_time_unit_s",
         ):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value} must be positive (or leave it out)")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value} must be positive and finite (or leave it out)")
+        if self.swap_interval_s > MAX_COUNT:
+            raise ConfigError(
+                f"swap_interval_s={self.swap_interval_s} is in seconds; choose at most {MAX_COUNT}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "

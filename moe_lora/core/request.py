@@ -174,7 +174,8 @@ class EngineStats:
     kv_usage: KV pages that requests hold, as a share of what KV may take.  device_, host_: bytes of each
     arena; device_kv_invalid_bytes: history of adapters that are not on the device.  kv_query_tokens: prompt
     tokens looked up when a request was admitted, each time; of these found on either tier.  swapped: copied
-    between the arenas.
+    between the arenas.  kv_lost_bytes: history that left the device and was not on the host.  num_put_back:
+    times a request that waited for its bytes gave its room to an older one.
     lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of deltas
     that the engine computed itself instead.  Both count the engine's first rank.
     """
@@ -201,6 +202,8 @@ class EngineStats:
     kv_host_hit_tokens: int = 0
     swapped_in_bytes: int = 0
     swapped_out_bytes: int = 0
+    kv_lost_bytes: int = 0
+    num_put_back: int = 0
     device_bytes: int = 0
     device_kv_bytes: int = 0
     device_kv_invalid_bytes: int = 0

@@ -21,6 +21,8 @@ class AdapterRoom:
 
         pinned: pages of each pinned adapter.
         """
+        if not num_pages:
+            return
         if len(pinned) >= self.num_slots:
             raise CapacityError(
                 f"adapter {name!r} finds no slot: pinned ones take all max_loras={self.num_slots}; unpin one "
@@ -36,7 +38,7 @@ class AdapterRoom:
     def check_pin(self, name: str, num_pages: int, pinned: Sequence[int], others: Sequence[int]) -> None:
         """Raises CapacityError if one more pinned adapter left no slot or no room for a request of another.
 
-        others: pages of each adapter that stays without a pin.
+        others: pages of each adapter that stays without a pin and has any.
         """
         if others and len(pinned) + 1 >= self.num_slots:
             raise CapacityError(

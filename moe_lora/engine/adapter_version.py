@@ -32,3 +32,8 @@ class AdapterVersion:
     @property
     def name(self) -> str:
         return self.packed.name
+
+    @property
+    def is_idle(self) -> bool:
+        """No request holds it or waits for it."""
+        return not (self.num_running or self.num_waiting)

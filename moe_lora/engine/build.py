@@ -86,9 +86,9 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     )
     info = model_info(config, shape, dtype)
     logger.info(
-        "engine ready: %s, %d adapters, arenas of %.3f GB on %s and %.3f GB on the host, %d processes",
-        *(info.name, len(adapters), size.num_pages * layout.page_bytes / 1e9, rank.device),
-        *(size.num_host_pages * layout.page_bytes / 1e9, config.expert_parallel),
+        "engine ready: %s, %d adapters, arenas of %.1f MB on %s and %.1f MB on the host, %d processes",
+        *(info.name, len(adapters), size.num_pages * layout.page_bytes / 1e6, rank.device),
+        *(size.num_host_pages * layout.page_bytes / 1e6, config.expert_parallel),
     )
     figures = CacheFigures(cache, layout.page_bytes, size.max_kv_pages)
     parts = (scheduler, runner, residency, cache, transfers, figures, clock)

@@ -37,6 +37,7 @@ class CacheFigures:
             "adapter_load_bytes": counters.pages_loaded,
             "swapped_in_bytes": counters.pages_in,
             "swapped_out_bytes": counters.pages_out,
+            "kv_lost_bytes": counters.pages_dropped,
             "device_kv_bytes": pages["device_kv"],
             "device_kv_invalid_bytes": pages["device_kv_invalid"],
             "device_adapter_bytes": pages["device_adapters"],

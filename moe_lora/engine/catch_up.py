@@ -27,10 +27,12 @@ def catch_up(
     for name, adapter in served.items():
         if have.get(name) == adapter:
             continue
+        is_loaded = name in have and name not in missing
         try:
             before = have.get(name)
             if before is None or (before.path, before.version) != (adapter.path, adapter.version):
                 client.call("load_adapter", name, adapter.path, True).result()
+                is_loaded = True
             if adapter.pinned != (before is not None and before.pinned):
                 client.call("pin_adapter", name, adapter.pinned).result()
             missing.discard(name)
@@ -38,7 +40,7 @@ def catch_up(
             raise
         except Exception as error:
             logger.error("adapter %s can't be loaded again: %s; other instances serve it", name, error)
-            if name in have and name not in missing:
+            if is_loaded:
                 client.call("unload_adapter", name).result()
             missing.add(name)
         have[name] = adapter

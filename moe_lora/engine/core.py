@@ -104,16 +104,17 @@ class EngineCore:
         self.tend()
         plan = self._scheduler.schedule()
         self._transfers.send()
-        self.stalled = not plan
+        failed = self._end_failed()
+        self.stalled = not (plan or failed)
         if not plan:
-            return self._refuse_impossible()
+            return failed or self._refuse_impossible()
         self._num_empty = 0
         logits = self._runner.run(plan)
         sampling = [item.sequence for item in plan if item.samples]
         tokens, logprobs = sample(logits, sampling, self.info.eos_token_ids)
         self._advance(plan)
         self._counters["num_steps"] += 1
-        return [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
+        return failed + [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
 
     def tend(self) -> float | None:
         """What the cache needs besides steps: copies confirmed, others begun.
@@ -121,12 +122,14 @@ class EngineCore:
         Returns in how many seconds it needs that again, whatever happens; None: not before something does.
         """
         self._transfers.settle()
+        self._residency.placement.bring_pinned()
         return self._transfers.tick(len(self._scheduler.running))
 
     def _refuse_impossible(self) -> list[TokenOutput]:
         """End the oldest request if, time and again, nothing runs or moves that could make room for it."""
-        sequence = self._scheduler.oldest_waiting
-        if sequence is None or self._transfers.busy or self._residency.placement.waits_for_others:
+        sequence = self._scheduler.oldest
+        waits = sequence in self._scheduler.waiting and self._residency.placement.waits_for_others
+        if sequence is None or waits or self._transfers.busy:
             self._num_empty = 0
             return []
         self.stalled = False
@@ -135,18 +138,26 @@ class EngineCore:
             return []
         self._num_empty = 0
         self._scheduler.finish(sequence)
-        request_id = sequence.request.request_id
-        del self._sequences[request_id]
         problem = (
             "there is no room in the arena for this request, and nothing that could leave it; unpin adapters "
             "or raise arena_mb"
         )
+        return [self._fail(sequence, problem)]
+
+    def _end_failed(self) -> list[TokenOutput]:
+        """End the requests whose adapter could not be brought."""
+        failed, self._scheduler.failed = self._scheduler.failed, []
+        problem = "adapter {!r} could not be copied to the device; the engine's log says why"
+        return [self._fail(sequence, problem.format(sequence.request.adapter)) for sequence in failed]
+
+    def _fail(self, sequence: Sequence, problem: str) -> TokenOutput:
+        """The last output of a request that the scheduler has let go."""
+        request_id = sequence.request.request_id
+        del self._sequences[request_id]
         timing = sequence.timing(self._clock.now_s())
-        return [
-            TokenOutput(
-                request_id=request_id, token_ids=(), finish_reason="error", error=problem, timing=timing
-            )
-        ]
+        return TokenOutput(
+            request_id=request_id, token_ids=(), finish_reason="error", error=problem, timing=timing
+        )
 
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
         """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter.
@@ -188,6 +199,7 @@ class EngineCore:
     def add_adapter(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterInfo:
         """Serve an adapter from now on (see `Residency.add`)."""
         adapter = self._residency.add(packed, path, replace=replace)
+        self._transfers.send()
         logger.info(
             "adapter %s version %d: rank %d, %d bytes",
             adapter.name,
@@ -200,6 +212,7 @@ class EngineCore:
     def remove_adapter(self, name: str) -> frozenset[int]:
         """Refuse new requests for an adapter; uids of its versions, replaced ones too, still in use."""
         self._residency.remove(name)
+        self._transfers.send()
         logger.info("adapter %s removed", name)
         adapters = (sequence.adapter for sequence in self._sequences.values())
         return frozenset(a.uid for a in adapters if a is not None and a.name == name)
@@ -219,9 +232,9 @@ class EngineCore:
         adapter, placement = self._residency.current(name), self._residency.placement
         if pinned:
             placement.pin(adapter)
-            self._transfers.send()
         else:
             placement.unpin(adapter)
+        self._transfers.send()
         return self._residency.info(adapter)
 
     def stats(self) -> EngineStats:
@@ -235,6 +248,7 @@ class EngineCore:
             waiting_adapters=names([*self._scheduler.loading, *self._scheduler.waiting]),
             resident_adapters=tuple(sorted({a.name for a in self._residency.resident()})),
             num_preemptions=self._scheduler.num_preemptions,
+            num_put_back=self._scheduler.num_put_back,
             adapter_hits=self._scheduler.num_adapter_hits,
             adapter_misses=self._scheduler.num_adapter_misses,
             **self._residency.placement.counters(),

@@ -12,6 +12,8 @@ from moe_lora.core.request import AdapterInfo, AdapterResidency, EngineStats, Fl
 COUNTERS = (
     "num_steps",
     "num_preemptions",
+    "num_put_back",
+    "kv_lost_bytes",
     "prompt_tokens",
     "generation_tokens",
     "prefix_query_tokens",

@@ -45,6 +45,13 @@ class KeptAdapters:
             packed = self._prepared[packed.content_hash] = _nameless(packed)
         return packed
 
+    def undo_prepare(self, packed: PackedAdapter) -> None:
+        """No `keep` will come."""
+        content_hash = packed.content_hash
+        self._prepared.pop(content_hash, None)
+        if self._store is not None and not self._num_kept[content_hash] and content_hash in self._store:
+            self._store.remove(content_hash)
+
     def keep(self, packed: PackedAdapter) -> PackedAdapter:
         """Take on an adapter, once for each time that `forget` will end it; returns what to keep of it.
 
@@ -74,6 +81,11 @@ class KeptAdapters:
         if self._store is not None:
             self._before_removal()
             self._store.remove(content_hash)
+
+    @property
+    def num_prepared(self) -> int:
+        """Adapters in files of their own that were prepared and neither kept nor refused yet."""
+        return len(self._prepared)
 
     def __len__(self) -> int:
         """Adapters kept, each as often as it was."""

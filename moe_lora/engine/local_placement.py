@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.cache.orders import Copy, LoadAdapter, Namespace, Order, Readiness
+from moe_lora.cache.orders import LoadAdapter, Namespace, Order, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import CapacityError
@@ -44,6 +44,7 @@ class LocalPlacement:
         self._room = room
         self._clear = clear
         self._known: dict[Namespace, AdapterVersion] = {}
+        self._to_bring: dict[Namespace, AdapterVersion] = {}
         self._num_pages: dict[Namespace, int] = {}
         self._slots: dict[Namespace, int] = {}
         self._free_slots = list(range(room.num_slots - 1, -1, -1))
@@ -53,10 +54,13 @@ class LocalPlacement:
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         return self._kept.prepare(packed)
 
+    def undo_prepare(self, packed: PackedAdapter) -> None:
+        self._kept.undo_prepare(packed)
+
     def admit(self, adapter: AdapterVersion) -> None:
         layer_pages = self._sizes.layer_pages(adapter.packed)
         num_pages = sum(layer_pages)
-        self._room.check_fits(adapter.name, num_pages, self._pages(pinned=True))
+        self._room.check_fits(adapter.name, num_pages, self._pinned_pages())
         adapter.packed = self._kept.keep(adapter.packed)
         try:
             self._cache.add_adapter(
@@ -67,6 +71,10 @@ class LocalPlacement:
             raise
         self._known[adapter.uid] = adapter
         self._num_pages[adapter.uid] = num_pages
+
+    def num_pages(self, adapter: AdapterVersion) -> int:
+        """What the adapter takes on this device when it is there."""
+        return self._num_pages[adapter.uid]
 
     def begin_round(self) -> None:
         self._refused_pages = sys.maxsize
@@ -106,13 +114,21 @@ class LocalPlacement:
         self._check_pin(adapter)
         adapter.pinned = True
         self._cache.pin(adapter.uid)
-        self.begin_round()
-        if self.hold(adapter, again=True) is not Readiness.NO_ROOM:
-            self.let_go(adapter)
+        self._to_bring[adapter.uid] = adapter
+        self.bring_pinned()
+
+    def bring_pinned(self) -> None:
+        """Have pinned adapters brought that found no room so far."""
+        for adapter in list(self._to_bring.values()):
+            self.begin_round()
+            if self.hold(adapter, again=True) is not Readiness.NO_ROOM:
+                self.let_go(adapter)
+                del self._to_bring[adapter.uid]
 
     def unpin(self, adapter: AdapterVersion) -> None:
         if adapter.pinned:
             adapter.pinned = False
+            self._to_bring.pop(adapter.uid, None)
             self._cache.unpin(adapter.uid)
 
     def where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
@@ -136,18 +152,22 @@ class LocalPlacement:
     def close(self) -> None:
         """Nothing to do: the arena goes with the engine."""
 
-    def translate(self, order: Order) -> tuple[RankOrder, int]:
-        """The order as ranks understand it, and how many pages it moves."""
+    def translate(self, order: Order) -> tuple[RankOrder, int] | None:
+        """The order as ranks understand it, and how many pages it moves; None for an adapter that was dropped
+        since.
+        """
+        if _brings(order) and order.namespace not in self._known:
+            return None
         if isinstance(order, LoadAdapter):
             return self._bring(order.namespace, order.layer_first_pages, None)
         pages = CopyPages(order.device_pages, order.host_pages, order.to_device)
-        if order.is_adapter and order.to_device:
+        if _brings(order):
             return self._bring(order.namespace, self._cache.layer_first_pages(order.namespace), pages)
         return pages, len(pages.device_pages)
 
     def arrived(self, order: Order) -> None:
         """An order is done: an adapter that it brought is ready."""
-        if isinstance(order, Copy) and not (order.is_adapter and order.to_device):
+        if not _brings(order):
             return
         slot, adapter = self._slots.get(order.namespace), self._known.get(order.namespace)
         if adapter is not None:
@@ -176,11 +196,20 @@ class LocalPlacement:
         return max((version.uid for version in self._known.values() if version.name == name), default=None)
 
     def _check_pin(self, adapter: AdapterVersion) -> None:
-        pinned, others = self._pages(pinned=True), self._pages(pinned=False)
-        num_pages = self._num_pages[adapter.uid]
-        others.remove(num_pages)
-        self._room.check_pin(adapter.name, num_pages, pinned, others)
+        others = [
+            self._num_pages[other.uid]
+            for other in self._known.values()
+            if not (other.pinned or (other.name == adapter.name and other.is_idle))
+        ]
+        self._room.check_pin(
+            adapter.name, self._num_pages[adapter.uid], self._pinned_pages(), [num for num in others if num]
+        )
 
-    def _pages(self, *, pinned: bool) -> list[int]:
-        """Pages of each adapter that is pinned, or is not."""
-        return [self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned == pinned]
+    def _pinned_pages(self) -> list[int]:
+        """Pages of each adapter that is pinned."""
+        return [self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned]
+
+
+def _brings(order: Order) -> bool:
+    """Whether it has an adapter on the device."""
+    return isinstance(order, LoadAdapter) or (order.is_adapter and order.to_device)

@@ -48,15 +48,12 @@ class Mover(threading.Thread):
             launched.record()
         self._orders.put((number, num_bytes, copy, launched))
 
-    def finished(self) -> list[int]:
-        """Numbers of the copies that ended since the last call.  Raises what kept one from its work."""
-        numbers = []
+    def finished(self) -> list[tuple[int, Exception | None]]:
+        """Numbers of the copies that ended since the last call, each with what kept it from its work."""
+        ended = []
         while not self._done.empty():
-            number, error = self._done.get()
-            if error is not None:
-                raise error
-            numbers.append(number)
-        return numbers
+            ended.append(self._done.get())
+        return ended
 
     def close(self) -> None:
         """End after the copy under way; may be called again."""

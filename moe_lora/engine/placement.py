@@ -31,6 +31,10 @@ class Placement(Protocol):
         """What takes long of an `admit` that is to come; may be called from another thread."""
         ...
 
+    def undo_prepare(self, packed: PackedAdapter) -> None:
+        """No `admit` of what was prepared will come."""
+        ...
+
     def admit(self, adapter: AdapterVersion) -> None:
         """Take on an adapter that `drop` will end; `adapter.packed` becomes what to keep of it.
 
@@ -71,6 +75,10 @@ class Placement(Protocol):
 
     def pin(self, adapter: AdapterVersion) -> None:
         """Bring the adapter in and keep it.  Raises CapacityError if that left no room for a request."""
+        ...
+
+    def bring_pinned(self) -> None:
+        """Bring in what was pinned when there was no room; to be called again and again."""
         ...
 
     def unpin(self, adapter: AdapterVersion) -> None:

@@ -163,11 +163,11 @@ def allocate(
         advise_huge_pages(arena)
         return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
     except (RuntimeError, MemoryError, OverflowError) as error:
+        sizes = {name: getattr(config, name) for name in ("arena_mb", "kv_cache_gb", "lora_memory_gb")}
+        given = "".join(f"{name}={size:g}, " for name, size in sizes.items() if size is not None)
         raise ConfigError(
             f"no memory on {device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table of "
-            f"{config.max_loras:.3g} adapters; lower arena_mb={config.arena_mb}, "
-            f"kv_cache_gb={config.kv_cache_gb}, lora_memory_gb={config.lora_memory_gb} or "
-            f"max_loras={config.max_loras}"
+            f"{config.max_loras:.3g} adapters; lower {given or 'arena_mb, '}or max_loras={config.max_loras}"
         ) from error
 
 

@@ -137,6 +137,9 @@ class SharedPlacement:
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         return self._remote.prepare(packed)
 
+    def undo_prepare(self, packed: PackedAdapter) -> None:
+        """Nothing to do: the host store is for all instances, and keeps what it has."""
+
     def begin_round(self) -> None:
         self._local.begin_round()
 
@@ -149,7 +152,7 @@ class SharedPlacement:
             raise
 
     def hold(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
-        """The lease is asked for first: it takes longer."""
+        """The lease is asked for first: it takes longer.  While there is no room here it is kept, unused."""
         leased = self._remote.hold(adapter)
         self._local.note_remote(adapter, ready=leased)
         return self._local.hold(adapter, again=again) if leased else Readiness.NO_ROOM
@@ -174,7 +177,15 @@ class SharedPlacement:
 
     def pin(self, adapter: AdapterVersion) -> None:
         """Its part on this device; the LoRA Server decides for itself."""
+        if not self._local.num_pages(adapter):
+            raise CapacityError(
+                f"adapter {adapter.name!r} can't be pinned: the LoRA Server computes all of it, and decides "
+                "what it holds; raise its capacity instead"
+            )
         self._local.pin(adapter)
+
+    def bring_pinned(self) -> None:
+        self._local.bring_pinned()
 
     def unpin(self, adapter: AdapterVersion) -> None:
         self._local.unpin(adapter)

@@ -35,6 +35,13 @@ class Residency:
         Raises AdapterExistsError if the name is taken and not to be replaced, CapacityError if there could
         never be room for it.
         """
+        try:
+            return self._add(packed, path, replace=replace)
+        except (AdapterExistsError, CapacityError):
+            self.placement.undo_prepare(packed)
+            raise
+
+    def _add(self, packed: PackedAdapter, path: str | None, *, replace: bool) -> AdapterVersion:
         name = packed.name
         if name in self._current and not replace:
             raise AdapterExistsError(
@@ -43,9 +50,10 @@ class Residency:
         number = self._versions.get(name, 0) + 1
         adapter = AdapterVersion(next(self._uids), number, packed, path)
         previous = self._current.get(name)
-        self.placement.admit(adapter)
         if previous is not None and previous.pinned:
             self._hand_pin_over(previous, adapter)
+        else:
+            self.placement.admit(adapter)
         self._versions[name] = number
         self._current[name] = adapter
         if previous is not None:
@@ -53,11 +61,16 @@ class Residency:
         return adapter
 
     def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
+        """Admit a version that takes the pin of the one before it, and with that its room."""
         self.placement.unpin(previous)
         try:
-            self.placement.pin(adapter)
+            self.placement.admit(adapter)
+            try:
+                self.placement.pin(adapter)
+            except CapacityError:
+                self.placement.drop(adapter)
+                raise
         except CapacityError:
-            self.placement.drop(adapter)
             self.placement.pin(previous)
             raise
 

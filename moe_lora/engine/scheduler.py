@@ -35,8 +35,15 @@ class Scheduler:
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
     running: sequences that compute.  loading: those whose adapter or history is on its way to the device;
-    they hold both, and wait alone.  waiting: those that hold nothing.
+    they hold both, and wait alone.  waiting: those that hold nothing.  failed: those whose adapter could not
+    be brought, which hold nothing any more; the caller ends them.
     shortest_first: newcomers by `policies.admission.shortest_first` instead of by arrival.
+
+    Everybody ends, because the first running request (if none runs, the first that loads and has what it
+    needs) gives nothing back before it has ended.  Where it finds no page, all that are younger give theirs
+    back and nobody is admitted in that schedule, so that nothing holds a page but it, pins, and copies under
+    way; these come to an end, and what they brought can be evicted.  Leases of a LoRA Server stay with it
+    too, so it waits for no other instance.  What still finds no page then never will (`oldest`).
     """
 
     def __init__(
@@ -53,7 +60,10 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.loading: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        self.failed: list[Sequence] = []
         self._told: list[Sequence] = []
+        self._is_short = False
+        self.num_put_back = 0
         self.num_preemptions = self.num_adapter_hits = self.num_adapter_misses = 0
         self._cache = cache
         self._residency = residency
@@ -69,9 +79,9 @@ class Scheduler:
         return len(self.waiting) + len(self.loading)
 
     @property
-    def oldest_waiting(self) -> Sequence | None:
-        """The first that does not compute yet."""
-        return next(iter([*self.loading, *self.waiting]), None)
+    def oldest(self) -> Sequence | None:
+        """The first to have what it needs: nobody can go on if it can't for ever."""
+        return next(iter([*self.running, *self.loading, *self.waiting]), None)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -81,6 +91,8 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """The next step's work; its pages are reserved.  Empty if nothing can run."""
         plan: dict[Sequence, int] = {}
+        self._is_short = False
+        self._drop_lost()
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             if budget and sequence in self.running:
@@ -90,7 +102,8 @@ class Scheduler:
             if budget and sequence in self.loading and self._is_loaded(sequence):
                 self._start(sequence, budget, plan)
                 budget -= plan.get(sequence, 0)
-        self._admit(budget, plan)
+        if not self._is_short:
+            self._admit(budget, plan)
         self._tell_queue()
         return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
 
@@ -107,13 +120,17 @@ class Scheduler:
             self._stop_waiting(sequence)
 
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
-        """Plan a running sequence's next tokens; if pages run out, the youngest give theirs back."""
+        """Plan a running sequence's next tokens; if pages run out, the youngest give theirs back.  One that
+        is left alone waits, holding what it has.
+        """
         num_tokens = min(sequence.num_uncomputed, budget)
         while not self._grow(sequence.table, sequence.num_computed + num_tokens):
             if self.loading:
-                self._put_back(self.loading.pop())
+                self._stop_loading()
                 continue
             victim = self.running[-1]
+            if victim is self.running[0]:
+                return 0
             self._preempt(victim)
             plan.pop(victim, None)
             if victim is sequence:
@@ -138,8 +155,6 @@ class Scheduler:
             self._match(sequence)
             if self._is_loaded(sequence):
                 if not self._start(sequence, budget, plan):
-                    self.loading.remove(sequence)
-                    self._put_back(sequence)
                     return
                 budget -= plan[sequence]
             if not self._has_room(budget):
@@ -191,14 +206,14 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
         """Move a loaded sequence to the running ones if its pages can be had, if need be from younger ones
-        that load.
+        that load; if not, it keeps what it has.
         """
         table = sequence.table
         num_tokens = min(len(sequence.tokens) - table.num_matched, budget)
         while not self._grow(table, table.num_matched + num_tokens):
             if self.loading[-1] is sequence:
                 return False
-            self._put_back(self.loading.pop())
+            self._stop_loading()
         self.loading.remove(sequence)
         self.running.append(sequence)
         sequence.num_computed = table.num_matched
@@ -212,7 +227,27 @@ class Scheduler:
         return True
 
     def _grow(self, table: BlockTable, num_tokens: int) -> bool:
-        return self._cache.grow(table, num_tokens, self._clock.now_s())
+        if self._cache.grow(table, num_tokens, self._clock.now_s()):
+            return True
+        self._is_short = True
+        return False
+
+    def _drop_lost(self) -> None:
+        """Of requests that load: without the adapter none can go on, without the history they start over."""
+        for sequence in list(self.loading):
+            adapter = sequence.adapter
+            if adapter is not None and self._residency.readiness(adapter) is Readiness.NO_ROOM:
+                self.loading.remove(sequence)
+                self._give_back(sequence)
+                self.failed.append(sequence)
+            elif sequence.table.lost:
+                self.loading.remove(sequence)
+                self._put_back(sequence)
+
+    def _stop_loading(self) -> None:
+        """The youngest that loads gives back what it holds."""
+        self.num_put_back += 1
+        self._put_back(self.loading.pop())
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the sequence's pages; it starts over from its tokens when there is room again."""

@@ -112,7 +112,13 @@ def arena_size(
 
 def _host_pages(config: EngineConfig, num_pages: int, page_bytes: int, device: torch.device) -> int:
     if config.host_arena_mb is not None:
-        return int(config.host_arena_mb * MB) // page_bytes
+        host_pages = int(config.host_arena_mb * MB) // page_bytes
+        if config.host_arena_mb and not host_pages:
+            raise ConfigError(
+                f"host_arena_mb={config.host_arena_mb:g} is less than one page; give at least "
+                f"{_rounded_up(page_bytes / MB)}, or 0 for none"
+            )
+        return host_pages
     if device.type == "cpu":
         return 0
     share = free_bytes(torch.device("cpu")) * FREE_SHARE / config.num_instances / config.expert_parallel

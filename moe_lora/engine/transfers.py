@@ -36,8 +36,9 @@ class Ranks:
 class Transfers:
     """Takes orders of the cache, has them carried out beside the steps, confirms them.
 
-    translate: an order as ranks understand it.  on_done: told of each order that was confirmed.  interval_s:
-    time between two looks of the cache at what to move ahead of need.  Called by the engine's own thread.
+    translate: an order as ranks understand it; None if nobody wants it any more.  on_done: told of each order
+    that was confirmed.  interval_s: time between two looks of the cache at what to move ahead of need.
+    Called by the engine's own thread.
     """
 
     on_change: Callable[[], None] | None = None
@@ -49,7 +50,7 @@ class Transfers:
         ranks: Ranks,
         clock: Clock,
         *,
-        translate: Callable[[Order], tuple[RankOrder, int]],
+        translate: Callable[[Order], tuple[RankOrder, int] | None],
         on_done: Callable[[Order], None],
         make_mover: Callable[[Callable[[], None]], Mover],
         interval_s: float,
@@ -71,18 +72,23 @@ class Transfers:
         return bool(self._under_way)
 
     def settle(self) -> None:
-        """Confirm what is done.  Raises what kept a copy from being done."""
-        for number in self._mover.finished():
+        """Confirm what is done, and what can't be done: the cache goes on without it."""
+        for number, error in self._mover.finished():
             order = self._under_way.pop(number)
+            if error is not None:
+                self._cache.failed(number)
+                continue
             self._cache.copied(number)
             self._on_done(order)
 
     def tick(self, batch_size: int) -> float | None:
-        """Let the cache move pages ahead of need, if it is time.
+        """Send what was ordered meanwhile; let the cache move pages ahead of need, if it is time.
 
         batch_size: requests running.  Returns in how many seconds it is time again; None if that can wait
         until something happens: an idle engine goes on until nothing is left to move, then sleeps.
         """
+        if self._send():
+            self._balanced = False
         now_s = self._clock.now_s()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._interval_s
@@ -98,8 +104,12 @@ class Transfers:
     def _send(self) -> bool:
         orders = self._cache.take_orders()
         for order in orders:
+            translated = self._translate(order)
+            if translated is None:
+                self._cache.failed(order.copy_id)
+                continue
+            rank_order, num_pages = translated
             self._under_way[order.copy_id] = order
-            rank_order, num_pages = self._translate(order)
             num_bytes = num_pages * self._ranks.page_bytes
             self._mover.submit(order.copy_id, num_bytes, self._ranks.begin(rank_order))
         return bool(orders)

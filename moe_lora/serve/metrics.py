@@ -38,6 +38,8 @@ COUNTERS = (
     ("moe_lora:adapter_load_bytes", "Bytes of adapters read from their files.", "adapter_load_bytes"),
     ("moe_lora:adapter_hits", "Requests that found their adapter on the device.", "adapter_hits"),
     ("moe_lora:adapter_misses", "Requests that waited for their adapter to come.", "adapter_misses"),
+    ("moe_lora:requests_put_back", "Times a loading request gave its room to an older one.", "num_put_back"),
+    ("moe_lora:kv_lost_bytes", "Bytes of history that left the device unsaved.", "kv_lost_bytes"),
     ("moe_lora:kv_query_tokens", "Prompt tokens looked up in the history.", "kv_query_tokens"),
     ("moe_lora:lora_server_requests", "Messages answered by the LoRA Server.", "lora_server_requests"),
     (

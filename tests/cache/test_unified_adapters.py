@@ -196,6 +196,7 @@ def test_history_in_an_adapters_place_is_saved_to_the_host_first():
     assert isinstance(order, Copy)
     assert not order.to_device
     assert cache.hold(1, 6.0) is Readiness.COMING
+    assert cache.counters.pages_dropped == 0
     assert cache.usage()["host_kv"] == 4
     check(cache, [], Counter({1: 1}))
 

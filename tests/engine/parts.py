@@ -52,7 +52,8 @@ class HeldMover:
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         self._orders: deque[tuple[int, Callable[[], None]]] = deque()
-        self._done: list[int] = []
+        self._done: list[tuple[int, Exception | None]] = []
+        self.num_broken = 0
         self._on_done = on_done
 
     def submit(self, number: int, num_bytes: int, copy: Callable[[], None]) -> None:
@@ -62,11 +63,13 @@ class HeldMover:
         """Do this many of the copies."""
         for _ in range(min(num_orders, len(self._orders))):
             number, copy = self._orders.popleft()
-            copy()
-            self._done.append(number)
+            broken, self.num_broken = self.num_broken > 0, max(0, self.num_broken - 1)
+            if not broken:
+                copy()
+            self._done.append((number, OSError("the disk is gone") if broken else None))
             self._on_done()
 
-    def finished(self) -> list[int]:
+    def finished(self) -> list[tuple[int, Exception | None]]:
         done, self._done = self._done, []
         return done
 
@@ -167,6 +170,10 @@ class Parts:
         self.mover = HeldMover(on_done)
         return self.mover
 
+    def break_copies(self, number: int) -> None:
+        """Have the next so many copies fail."""
+        self.mover.num_broken = number
+
     def move(self) -> None:
         """Do all copies that were ordered."""
         self.transfers.send()
@@ -191,9 +198,9 @@ class Parts:
         return sequence
 
     def _check_adapter(self, sequence: Sequence) -> None:
-        """The slot of a sequence that computes leads to its adapter's bytes."""
+        """The slot of a sequence that computes leads to its adapter's bytes, if it has any here."""
         adapter = sequence.adapter
-        if adapter is None:
+        if adapter is None or not adapter.packed.nbytes:
             return
         assert adapter.slot is not None
         assert self.slots.lora_rank[adapter.slot, 0, 0] == 1
@@ -218,6 +225,7 @@ class Parts:
     def step(self, token: int = 7) -> dict[str, int]:
         """Schedule and pretend to compute: request id -> tokens computed."""
         self.transfers.settle()
+        self.placement.bring_pinned()
         self.transfers.tick(len(self.scheduler.running))
         plan = self.scheduler.schedule()
         self.transfers.send()

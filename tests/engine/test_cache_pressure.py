@@ -9,7 +9,7 @@ import pytest
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.config import CACHE_POLICIES
-from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats
 from moe_lora.engine.copies import RankCopier
 from moe_lora.engine.local_placement import LocalPlacement
@@ -105,15 +105,32 @@ def test_copies_that_come_late_change_no_answer(policy, expected, monkeypatch):
     under_pressure(expected, cache_policy=policy, host_arena_mb=1, arena_mb=1.5 * expected[1])
 
 
-def test_copy_that_fails_ends_the_engine_with_its_reason(expected, monkeypatch):
+def test_copy_that_fails_ends_the_requests_that_need_it_and_no_others(expected, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone")
 
     model, _, _ = expected
+    name = model.adapters[0].name
     with LLM(model.model_dir, **settings(model)) as llm:
-        monkeypatch.setattr(RankCopier, "_bring", fail)
-        with pytest.raises(EngineDeadError, match="the disk is gone"):
-            llm.generate([[5, 6, 7]], model.adapters[0].name, GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(RankCopier, "_bring", fail)
+            lost, base = llm.generate([[5, 6, 7]] * 2, [name, None], GREEDY)
+            assert not llm.list_adapters()[0].pinned
+            assert llm.pin_adapter(name).pinned
+        assert (lost.finish_reason, base.finish_reason) == ("error", "length")
+        assert llm.generate([5, 6, 7], name, GREEDY)[0].finish_reason == "length"
+
+
+def test_pinned_adapter_is_replaced_time_and_again(expected):
+    model, _, _ = expected
+    first, second, *_ = model.adapters
+    with LLM(model.model_dir, **settings(model)) as llm:
+        llm.pin_adapter(first.name)
+        for number in range(10):
+            llm.publish_adapter(first.name, str((first, second)[number % 2]))
+        answer = llm.generate([5, 6, 7], first.name, GREEDY)[0]
+        assert answer.token_ids == llm.generate([5, 6, 7], second.name, GREEDY)[0].token_ids
+        assert {info.residency for info in llm.list_adapters() if info.name == first.name} == {"device"}
 
 
 def test_request_that_finds_no_room_for_ever_ends_with_an_error_and_others_go_on(expected, monkeypatch):

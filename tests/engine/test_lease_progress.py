@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.core.clock import VirtualClock
+from moe_lora.core.errors import CapacityError
 
 from .leased_parts import LeasedParts, TableServer
 
@@ -59,6 +61,17 @@ def test_starving_request_gets_the_lease_though_requests_for_the_one_in_use_keep
             parts.scheduler.finish(parts.scheduler.running[0])
     parts.client.hand_on()
     assert set(parts.step()) == {"cold"}
+
+
+def test_adapter_that_the_lora_server_computes_all_of_cannot_be_pinned_and_takes_no_slot():
+    clock = VirtualClock()
+    parts = LeasedParts(TableServer(clock, 1, 1.0), clock, "i", max_loras=2)
+    remote, local = parts.adapters(0, 1)
+    with pytest.raises(CapacityError, match="the LoRA Server computes all of it"):
+        parts.residency.placement.pin(remote)
+    assert not remote.pinned
+    parts.residency.placement.pin(local)
+    assert parts.residency.info(local).residency == "device"
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.tables import BlockTable
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 from moe_lora.engine.adapter_version import AdapterVersion
+from moe_lora.engine.kept_adapters import KeptAdapters
 
 from .parts import PAGE_BYTES, Parts, packed
 
@@ -242,3 +244,98 @@ def test_request_that_is_put_back_visits_its_adapter_once():
     parts.cache.release(table, 0.0)
     assert parts.step() == {"one": 8}
     assert visits(parts, adapter) == 1
+
+
+def test_pinned_adapter_that_is_replaced_again_before_anything_moved_is_there_in_the_end():
+    parts = Parts(num_pages=8, max_loras=4, prompt=False)
+    parts.placement.pin(parts.residency.add(packed("a"), None))
+    for value in (2.0, 3.0, 4.0):
+        last = parts.residency.add(packed("a", value=value), None, replace=True)
+    parts.move()
+    assert parts.residency.info(last).residency == "device"
+    assert parts.num_free == 7
+    parts.residency.remove("a")
+    assert (parts.num_free, len(parts.kept)) == (8, 0)
+    assert not parts.slots.lora_rank.any()
+
+
+def test_adapter_that_is_pinned_in_an_idle_engine_is_brought_at_the_next_tick():
+    parts = Parts(prompt=False)
+    assert parts.transfers.tick(0) is None
+    adapter = parts.residency.add(packed("a"), None)
+    parts.placement.pin(adapter)
+    parts.transfers.tick(0)
+    assert parts.transfers.busy
+
+
+@pytest.mark.parametrize("policy", ["fastlibra", "lru", "cost-aware"])
+def test_pinned_adapter_comes_though_history_is_saved_in_its_place_first(policy):
+    parts = Parts(num_pages=8, num_host_pages=16, policy=policy, prompt=False, max_num_batched_tokens=64)
+    history = parts.add("history", range(32))
+    parts.step()
+    parts.scheduler.finish(history)
+    adapter = parts.residency.add(packed("a", num_pages=2), None)
+    parts.placement.pin(adapter)
+    assert not parts.transfers.busy
+    for _ in range(4):
+        parts.step()
+        parts.mover.work()
+    parts.transfers.settle()
+    assert parts.residency.info(adapter).residency == "device"
+    parts.placement.unpin(adapter)
+    assert parts.cache.grow(BlockTable(None), 8 * 4, 0.0)
+
+
+def test_adapter_that_is_unpinned_before_it_came_is_not_brought_later():
+    parts = Parts(num_pages=4, prompt=False)
+    table = BlockTable(None)
+    assert parts.cache.grow(table, 16, 0.0)
+    adapter = parts.residency.add(packed("a"), None)
+    parts.placement.pin(adapter)
+    parts.placement.unpin(adapter)
+    parts.cache.release(table, 0.0)
+    parts.step()
+    assert not parts.transfers.busy
+
+
+def test_refused_adapter_leaves_nothing_of_what_was_prepared():
+    parts = Parts(room_pages=4)
+    parts.kept.in_files = True
+    parts.residency.add(parts.residency.prepare(packed("a")), None)
+    for refused, error in (
+        (packed("a", value=2.0), AdapterExistsError),
+        (packed("huge", num_pages=5), CapacityError),
+    ):
+        prepared = parts.residency.prepare(refused)
+        with pytest.raises(error):
+            parts.residency.add(prepared, None)
+    assert (len(parts.kept), parts.kept.num_prepared) == (1, 0)
+
+
+def test_refused_adapter_leaves_no_file_for_other_ranks_but_one_that_is_served_stays(tmp_path):
+    store = HostStore(tmp_path)
+    kept = KeptAdapters(store=store)
+    served = kept.keep(kept.prepare(packed("a")))
+    for refused in (packed("a"), packed("b")):
+        kept.undo_prepare(kept.prepare(refused))
+    assert [file.name for file in tmp_path.iterdir()] == [store.path(served.content_hash).name]
+
+
+@pytest.mark.parametrize("settings", [{"max_loras": 1}, {"num_pages": 4, "room_pages": 3}])
+def test_pinned_adapter_is_replaced_where_two_do_not_fit(settings):
+    parts = Parts(**settings)
+    old = parts.residency.add(packed("a", num_pages=2), None)
+    parts.placement.pin(old)
+    new = parts.residency.add(packed("a", num_pages=2, value=2.0), None, replace=True)
+    assert (old.slot, new.slot is None, new.pinned) == (None, False, True)
+
+
+def test_pinned_adapter_stays_pinned_when_its_new_version_is_refused():
+    parts = Parts(num_pages=5, room_pages=4)
+    old = parts.residency.add(packed("a", num_pages=2), None)
+    parts.placement.pin(old)
+    with pytest.raises(CapacityError, match="raise arena_mb"):
+        parts.residency.add(packed("a", num_pages=5), None, replace=True)
+    assert parts.residency.current("a") is old
+    assert old.pinned
+    assert len(parts.kept) == 1

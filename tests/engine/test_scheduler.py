@@ -219,3 +219,85 @@ def test_oracle_queue_admits_the_request_with_least_to_generate_first():
     parts.add("long", range(4)).limit_tokens = 40
     parts.add("short", range(4)).limit_tokens = 6
     assert list(parts.step()) == ["short"]
+
+
+def test_oldest_request_waits_with_what_it_has_for_copies_under_way_and_nobody_is_admitted():
+    parts = Parts(num_pages=7, room_pages=4, prompt=False, max_num_batched_tokens=32)
+    old, young = (parts.residency.add(packed(name, num_pages=2), None) for name in ("old", "young"))
+    first = parts.add("first", range(16), old)
+    second = parts.add("second", range(50, 54), young)
+    parts.step()
+    parts.mover.work(1)
+    num_loads = parts.cache.counters.adapter_loads
+    for _ in range(5):
+        assert parts.step() == {}
+        assert (parts.scheduler.loading, list(parts.scheduler.waiting)) == ([first], [second])
+    assert parts.scheduler.num_put_back == 1
+    assert parts.cache.counters.adapter_loads == num_loads
+    parts.mover.work()
+    assert parts.step() == {"first": 16}
+
+
+def test_running_request_that_is_left_alone_keeps_its_pages_until_copies_are_done():
+    parts = Parts(num_pages=7, room_pages=4, prompt=False, max_num_batched_tokens=32)
+    adapter = parts.residency.add(packed("a", num_pages=3), None)
+    first = parts.add("first", range(16))
+    parts.add("second", range(50, 54), adapter)
+    parts.step()
+    assert parts.step() == {}
+    assert (parts.scheduler.running, parts.scheduler.num_preemptions) == ([first], 0)
+    parts.mover.work()
+    assert parts.step() == {"first": 1}
+
+
+def test_request_whose_adapter_fails_to_come_is_ended_and_others_go_on():
+    parts = Parts(prompt=False)
+    broken, sound = (parts.residency.add(packed(name), None) for name in ("broken", "sound"))
+    lost = parts.add("lost", range(3), broken)
+    parts.add("fine", range(3), sound)
+    parts.step()
+    parts.break_copies(1)
+    parts.mover.work()
+    assert parts.step() == {"fine": 3}
+    assert parts.scheduler.failed == [lost]
+    assert (broken.num_running, broken.slot) == (0, None)
+    again = parts.add("again", range(3), broken)
+    parts.step()
+    parts.mover.work()
+    assert "again" in parts.step()
+    assert again in parts.scheduler.running
+
+
+def test_request_whose_history_fails_to_come_computes_it_again():
+    parts = Parts(num_pages=6, num_host_pages=8, prompt=False, policy="lru", max_num_batched_tokens=32)
+    first = parts.add("first", range(13))
+    parts.step()
+    parts.scheduler.finish(first)
+    table = BlockTable(None)
+    assert parts.cache.grow(table, 12, parts.clock.now_s())
+    parts.clock.advance(1.0)
+    parts.step()
+    parts.mover.work()
+    parts.transfers.settle()
+    assert parts.cache.grow(table, 24, parts.clock.now_s())
+    parts.cache.release(table, parts.clock.now_s())
+    again = parts.add("again", range(13))
+    assert parts.step() == {}
+    assert again.table.arriving
+    parts.break_copies(1)
+    parts.mover.work()
+    assert parts.step() == {"again": 13}
+
+
+def test_copies_that_take_several_steps_each_keep_no_request_from_starting():
+    parts = Parts(num_pages=9, room_pages=3, max_loras=4, prompt=False, max_num_batched_tokens=64)
+    first, *others = (parts.residency.add(packed(f"a{i}", pages), None) for i, pages in enumerate((1, 3, 3)))
+    parts.add("oldest", range(24), first)
+    for number, adapter in enumerate(others * 2):
+        parts.add(str(number), range(100 * number, 100 * number + 4), adapter)
+    for _ in range(20):
+        if parts.step():
+            break
+        parts.mover.work(1)
+    assert [sequence.request.request_id for sequence in parts.scheduler.running] == ["oldest"]
+    assert parts.cache.counters.adapter_loads == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine import sizing
 from moe_lora.engine.build_cache import caching_policy
+from moe_lora.engine.rank import allocate
 from moe_lora.engine.sizing import ArenaSize, arena_size
 from moe_lora.kernels.step import KvLayout
 from moe_lora.policies.caching_names import CACHING_POLICIES
@@ -67,11 +70,32 @@ def test_host_arena_is_by_default_where_it_is_other_memory(monkeypatch):
     assert size_of(arena_mb=3.0, host_arena_mb=0, device=CUDA).num_host_pages == 0
 
 
+def test_host_arena_of_less_than_a_page_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"host_arena_mb=0\.0001 is less than one page; give at least"
+    ) as no:
+        size_of(arena_mb=1.0, host_arena_mb=1e-4)
+    least = float(str(no.value).split("at least ")[1].split(",")[0])
+    assert size_of(arena_mb=1.0, host_arena_mb=least).num_host_pages == 1
+
+
+def test_memory_that_cannot_be_had_is_blamed_on_settings_that_were_given():
+    with pytest.raises(ConfigError, match="lower arena_mb=1e") as refusal:
+        allocate(EngineConfig(model_dir="", arena_mb=1e12), 10**18, SHAPE, CPU)
+    assert "None" not in str(refusal.value)
+    assert "kv_cache_gb" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
         ({"arena_mb": 0}, "arena_mb=0 must be positive"),
         ({"host_arena_mb": -1}, "host_arena_mb=-1 must be 0"),
+        ({"host_arena_mb": math.inf}, "host_arena_mb=inf must be 0"),
+        ({"arena_mb": math.inf}, "arena_mb=inf must be positive and finite"),
+        ({"kv_cache_gb": math.inf}, "kv_cache_gb=inf must be positive and finite"),
+        ({"swap_interval_s": math.inf}, "swap_interval_s=inf must be positive and finite"),
+        ({"swap_interval_s": 1e12}, "swap_interval_s=1000000000000.0 is in seconds; choose at most"),
         ({"cache_policy": "mru"}, "cache_policy='mru' is not known; choose one of"),
         ({"swap_in_below": 0.99}, "swap_in_below=0.99 and swap_out_above=0.95"),
         ({"swap_interval_s": 0}, "swap_interval_s=0 must be positive"),
