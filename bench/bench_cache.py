@@ -84,11 +84,12 @@ def simulate(trace: str | None, out: Path | None, *, quick: bool, only: str | No
     click.echo(comparison(records))
 
 
-def measure(out: Path | None, *, quick: bool) -> None:
+def measure(out: Path | None, *, quick: bool, only: str | None) -> None:
     from .cache_measured import FULL_PLAN, TINY_PLAN, run_measured  # torch, for this part only
 
     records, env = [], environment()
     plan, policies = (TINY_PLAN, ("lru", OURS)) if quick else (FULL_PLAN, POLICIES)
+    plan = replace(plan, applications=tuple(name for name in plan.applications if (only or "") in name))
     with TemporaryDirectory() as folder:
         for config, result in run_measured(plan, policies, Path(folder)):
             records.append({"kind": "measured", "config": config, "result": result})
@@ -106,14 +107,14 @@ def measure(out: Path | None, *, quick: bool) -> None:
     "--trace", type=click.Path(dir_okay=False), help="Mooncake's trace, JSON lines; adds a chatbot."
 )
 @click.option("--quick", is_flag=True, help="One small cell.")
-@click.option("--only", help="Simulated cells whose name has this in it.")
+@click.option("--only", help="Cells whose name has this in it; measured ones are named by application.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of all records in --out.")
 def main(
     out: Path | None, part: str, trace: str | None, quick: bool, only: str | None, plot: Path | None
 ) -> None:
     """Compare the policies of the cache."""
     if part == "measured":
-        measure(out, quick=quick)
+        measure(out, quick=quick, only=only)
     else:
         simulate(trace, out, quick=quick, only=only)
     if plot is not None and out is not None:
