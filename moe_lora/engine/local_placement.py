@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from moe_lora.adapters.packed import PackedAdapter
@@ -44,6 +45,8 @@ class LocalPlacement:
         self._room = room
         self._clear = clear
         self._known: dict[Namespace, AdapterVersion] = {}
+        self._versions: defaultdict[str, list[int]] = defaultdict(list)
+        self._pinned: set[int] = set()
         self._to_bring: dict[Namespace, AdapterVersion] = {}
         self._num_pages: dict[Namespace, int] = {}
         self._slots: dict[Namespace, int] = {}
@@ -70,6 +73,7 @@ class LocalPlacement:
             self._kept.forget(adapter.packed)
             raise
         self._known[adapter.uid] = adapter
+        self._versions[adapter.name].append(adapter.uid)
         self._num_pages[adapter.uid] = num_pages
 
     def num_pages(self, adapter: AdapterVersion) -> int:
@@ -107,12 +111,17 @@ class LocalPlacement:
         self._cache.forget(adapter.uid)
         self._kept.forget(adapter.packed)
         del self._known[adapter.uid], self._num_pages[adapter.uid]
+        versions = self._versions[adapter.name]
+        versions.remove(adapter.uid)
+        if not versions:
+            del self._versions[adapter.name]
 
     def pin(self, adapter: AdapterVersion) -> None:
         if adapter.pinned:
             return
         self._check_pin(adapter)
         adapter.pinned = True
+        self._pinned.add(adapter.uid)
         self._cache.pin(adapter.uid)
         self._to_bring[adapter.uid] = adapter
         self.bring_pinned()
@@ -128,6 +137,7 @@ class LocalPlacement:
     def unpin(self, adapter: AdapterVersion) -> None:
         if adapter.pinned:
             adapter.pinned = False
+            self._pinned.discard(adapter.uid)
             self._to_bring.pop(adapter.uid, None)
             self._cache.unpin(adapter.uid)
 
@@ -193,7 +203,7 @@ class LocalPlacement:
 
     def _latest(self, name: str) -> int | None:
         """The version of that name which requests use now."""
-        return max((version.uid for version in self._known.values() if version.name == name), default=None)
+        return max(self._versions.get(name, ()), default=None)
 
     def _check_pin(self, adapter: AdapterVersion) -> None:
         others = [
@@ -207,7 +217,7 @@ class LocalPlacement:
 
     def _pinned_pages(self) -> list[int]:
         """Pages of each adapter that is pinned."""
-        return [self._num_pages[uid] for uid, adapter in self._known.items() if adapter.pinned]
+        return [self._num_pages[uid] for uid in self._pinned]
 
 
 def _brings(order: Order) -> bool:
