@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .errors import user_errors
+from .machine_options import DEVICE, DTYPE, THREADS
 from .numbers import WholeNumbers
 
 if TYPE_CHECKING:
@@ -57,11 +58,9 @@ _OVERLOAD_TTFTS = 3.0
 )
 @click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1, 4096))
 @click.option("--max-num-batched-tokens", default=2048, show_default=True, type=click.IntRange(min=1))
-@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
-@click.option(
-    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"])
-)
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all cores]")
+@DEVICE
+@DTYPE
+@THREADS
 @click.option("--eager", is_flag=True, help="Do not compile, as `serve --eager`.")
 @user_errors
 def operating_points(model_dir: str | None, out: str, **options: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .errors import user_errors
+from .machine_options import DEVICE, THREADS
 
 if TYPE_CHECKING:
     from moe_lora.engine.layer_times import LayerClock, LayerTimes
@@ -25,8 +26,8 @@ _BATCHES = tuple(2**power for power in range(9))
 @click.option("--num-adapters", default=32, show_default=True, type=click.IntRange(min=1))
 @click.option("--zipf", default=1.2, show_default=True, help="Popularity ~ 1 / place**ZIPF.")
 @click.option("--context-tokens", default=512, show_default=True, type=click.IntRange(min=1))
-@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all cores]")
+@DEVICE
+@THREADS
 @user_errors
 def profile(model_dir: str, out: str, max_batch: int, **options: Any) -> None:
     """Time one layer of the model in MODEL_DIR: attention, experts, LoRA deltas, transfers.

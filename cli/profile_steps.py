@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .errors import user_errors
+from .machine_options import DEVICE, DTYPE, THREADS
 from .numbers import WholeNumbers
 
 if TYPE_CHECKING:
@@ -68,11 +69,9 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 65536),
     help="Most tokens of a prefill step.",
 )
-@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
-@click.option(
-    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"])
-)
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all cores]")
+@DEVICE
+@DTYPE
+@THREADS
 @click.option("--eager", is_flag=True, help="Do not compile, as `serve --eager`.")
 @click.option(
     "--quantile",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import RegistryError
+from moe_lora.core.errors import RegistryError
+from moe_lora.core.folder_lock import folder_locked
 
 DATABASE_FILE = "registry.sqlite"
 SCHEMA_VERSION = 1
@@ -52,7 +51,8 @@ class RegistryDatabase:
                 f"there is no registry at {folder}; moe-lora adapters add --registry {folder} makes one"
             )
         self._mutex = threading.RLock()
-        with _locked(folder), self._explained():
+        # One process at a time opens the database, so that one makes its table.
+        with folder_locked(folder), self._explained():
             if not self.path.exists() and any(folder.iterdir()):
                 raise RegistryError(
                     f"{folder} is not a registry: it has no {DATABASE_FILE} and is not empty; "
@@ -127,14 +127,3 @@ class RegistryDatabase:
                 else "check disk and permissions, or restore the file from a backup"
             )
             raise RegistryError(f"{self.path}: {error}; {way_out}") from error
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time opens the database, so that one makes its table."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from moe_lora.core.errors import ConfigError
 
 from .operating_points import OperatingPoint, PointLoad, SloGoal
-from .profile_fields import Section
+from .profile_fields import file_fields
 
 FORMAT = "moe-lora operating points"
 KINDS = ("measured", "simulated")
@@ -47,23 +46,13 @@ def read_operating_points(path: str | Path) -> dict[int, float]:
     A file with nothing but {"rank": tokens/s} is taken too.  Raises ConfigError naming the file and what is
     wrong with it.
     """
-    try:
-        top = Section("", json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; `moe-lora operating-points MODEL_DIR --out FILE` writes one"
-        ) from error
-    except ValueError as error:  # no JSON, no UTF-8, no object
-        raise ConfigError(f"{path}: not a JSON object ({error})") from error
-    try:
+    with file_fields(path, "moe-lora operating-points MODEL_DIR --out FILE") as top:
         if top.has("format") and top.text("format") != FORMAT:
             raise ConfigError(f"format is not {FORMAT!r}; give a file of `moe-lora operating-points`")
         section = top.section("operating_points") if top.has("format") else top
         points = {_rank(key): section.number(key) for key, _ in section.items()}
         if not points:
             raise ConfigError("it has no rank; it needs tokens/s of one or more")
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
     return dict(sorted(points.items()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.policies.step_model import StepModel
 
 from .performance_fit import FittedModel, MeasuredStep
-from .profile_fields import Section
+from .profile_fields import Section, file_fields
 
 FORMAT = "moe-lora performance models"
 
@@ -59,18 +58,8 @@ def read_step_model(path: str | Path, *, kernel: str | None = None, form: str = 
     kernel: None = the file's only one.  form: "full", or "toppings" for equation 2 alone.  Raises ConfigError
     naming the file and what is wrong with it.
     """
-    try:
-        top = Section("", json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; `moe-lora profile-steps MODEL_DIR --out FILE` writes one"
-        ) from error
-    except ValueError as error:  # no JSON, no UTF-8, no object
-        raise ConfigError(f"{path}: not a JSON object ({error})") from error
-    try:
+    with file_fields(path, "moe-lora profile-steps MODEL_DIR --out FILE") as top:
         return _choose(_models(top), kernel, form)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def _models(top: Section) -> list[StepModel]:

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import ItemsView, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from moe_lora.core.errors import ConfigError
 
 from .tables import Table
+
+
+@contextmanager
+def file_fields(path: str | Path, writer: str) -> Iterator[Section]:
+    """The JSON object in a file.  writer: the command that writes such a file, for who has none.
+
+    Raises ConfigError naming the file, also for one that is raised while its fields are read.
+    """
+    try:
+        top = Section("", json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; `{writer}` writes one") from error
+    except ValueError as error:  # no JSON, no UTF-8, no object
+        raise ConfigError(f"{path}: not a JSON object ({error})") from error
+    try:
+        yield top
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 class Section:

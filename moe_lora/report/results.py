@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from moe_lora.core.folder_lock import folder_locked
 
 KINDS = ("measured", "simulated", "emulated")
 
@@ -87,7 +86,8 @@ def append_result(
     record = {"kind": kind, "config": config, "result": result, "env": env}
     line = json.dumps(record, allow_nan=False) + "\n"
     target = Path(path)
-    with _locked(target.parent):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with folder_locked(target.parent):
         before = target.read_text(encoding="utf-8") if target.exists() else ""
         write_text(target, before + ("\n" if before and not before.endswith("\n") else "") + line)
 
@@ -112,15 +112,3 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    # The folder itself is locked, so that no lock file is left behind.
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
