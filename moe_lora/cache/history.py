@@ -54,6 +54,8 @@ class History:
     def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
         """See `UnifiedCache.publish`."""
         size = self._block_size
+        if (table.num_shared + 1) * size > num_computed:
+            return
         adapter = self._tree.adapters.get(table.namespace)
         if not self._sharing or adapter is None or adapter.gone or (table.tail and table.tail.gone):
             return

@@ -14,6 +14,7 @@ from moe_lora.core.expert_parallel import check_expert_parallel
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape
+from moe_lora.scheduling.scheduler import Scheduler
 
 from .build_cache import build_cache
 from .cache_figures import CacheFigures
@@ -23,7 +24,7 @@ from .kept_adapters import ShardSizes
 from .rank import Rank
 from .residency import Residency
 from .runner import ModelRunner
-from .scheduler import Scheduler
+from .sequence import Sequence
 from .sizing import arena_size, max_model_len
 from .text import read_eos_token_ids
 
@@ -75,7 +76,7 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     if followers is not None:
         followers.tell(Report())
         followers.settle()
-    scheduler = Scheduler(
+    scheduler: Scheduler[Sequence] = Scheduler(
         cache,
         residency,
         clock,
@@ -91,7 +92,7 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         *(size.num_host_pages * layout.page_bytes / 1e6, config.expert_parallel),
     )
     figures = CacheFigures(cache, layout.page_bytes, size.max_kv_pages)
-    parts = (scheduler, runner, residency, cache, transfers, figures, clock)
+    parts = (scheduler, runner, residency, transfers, figures, clock)
     return EngineCore(info, shape, dtype, *parts, config.seed, followers)
 
 

@@ -11,7 +11,6 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft_format import pack_state_dict, read_adapter
-from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import (
@@ -23,6 +22,8 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 from moe_lora.core.shape import ModelShape
+from moe_lora.scheduling.plan import Scheduled
+from moe_lora.scheduling.scheduler import Scheduler
 
 from .cache_figures import CacheFigures
 from .followers import Followers
@@ -30,7 +31,6 @@ from .request_check import check_request
 from .residency import Residency
 from .runner import ModelRunner
 from .sampler import sample
-from .scheduler import Scheduled, Scheduler
 from .sequence import Sequence
 from .transfers import Transfers
 
@@ -51,10 +51,9 @@ class EngineCore:
         info: ModelInfo,
         shape: ModelShape,
         dtype: torch.dtype,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Sequence],
         runner: ModelRunner,
         residency: Residency,
-        cache: UnifiedCache,
         transfers: Transfers,
         figures: CacheFigures,
         clock: Clock,
@@ -67,7 +66,6 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._residency = residency
-        self._cache = cache
         self._transfers = transfers
         self._clock = clock
         self._followers = followers
@@ -264,8 +262,8 @@ class EngineCore:
             seed = int(torch.randint(2**62, (1,), generator=self._seeds))
         return torch.Generator().manual_seed(seed % 2**63)
 
-    def _advance(self, plan: list[Scheduled]) -> None:
-        """Note what has been computed, and make full blocks findable."""
+    def _advance(self, plan: list[Scheduled[Sequence]]) -> None:
+        """Note what has been computed."""
         for item in plan:
             sequence = item.sequence
             if not sequence.counted:
@@ -273,8 +271,7 @@ class EngineCore:
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
                 self._counters["prompt_tokens"] += len(sequence.tokens)
-            sequence.num_computed += item.num_tokens
-            self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, self._clock.now_s())
+        self._scheduler.advance(plan)
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         now_s = self._clock.now_s()
