@@ -105,15 +105,16 @@ class Columns:
 
     def visit(self, nodes: Sequence[Node], now_s: float) -> None:
         """Each of the nodes was used once."""
-        recent, last_used_s = self.recent, self.last_used_s
+        visits, recent, last_used_s = self.visits, self.recent, self.last_used_s
         self._now_s = now_s
         for node in nodes:  # a handful: quicker one by one than as arrays
             row = node.row
             recent_s = self._adapter_recent_s if node.layer_pages is not None else self._recent_s
             age_s = now_s - last_used_s.item(row)
-            self._note_interval(row, age_s, visited=True)
+            if self._learns_reuse:
+                self._note_interval(row, age_s, visited=True)
             recent[row] = recent.item(row) * math.exp(-age_s / recent_s) + 1
-            self.visits[row] += 1
+            visits[row] = visits.item(row) + 1
             last_used_s[row] = now_s
 
     def refresh_reuse(self, now_s: float) -> None:
