@@ -32,13 +32,12 @@ class DependencyTree:
         *,
         keeps_dependencies: bool,
         learns_reuse: bool,
-        recent_s: float,
         adapter_recent_s: float,
     ) -> None:
         self.block_size = block_size
         self.keeps_dependencies = keeps_dependencies
         self.graph: nx.DiGraph = nx.DiGraph()
-        self.columns = Columns(recent_s, adapter_recent_s, learns_reuse=learns_reuse)
+        self.columns = Columns(adapter_recent_s, learns_reuse=learns_reuse)
         self.adapters: dict[Namespace, Node] = {}
         self._block_bytes = block_size * TOKEN_BYTES
         self._child: dict[tuple[Node, bytes], Node] = {}
@@ -72,7 +71,7 @@ class DependencyTree:
         )
         columns.nodes[row] = node
         columns.adapter_row[row] = parent.adapter.row
-        columns.visits[row] = columns.recent[row] = 1
+        columns.visits[row] = 1
         columns.turn[row] = columns.turn.item(parent.row) + 1
         columns.last_used_s[row] = now_s
         self._measure(node)
