@@ -7,6 +7,7 @@ import numpy as np
 from .flags import BACKED, CAN_ENTER, CAN_LEAVE
 from .known_values import KnownValues
 from .node import Node
+from .ranking import ascending
 from .room import Room
 
 WORTH = 2.0
@@ -69,14 +70,17 @@ class Exchange:
         """What gives way; None if that would be worth too much."""
         columns, device = self._columns, self._residence.device
         missing = entering.num_pages + self._kept_free - device.num_free
+        if missing <= 0:
+            return []
         rows = columns.where(CAN_LEAVE)
-        rows = rows[columns.has(rows, BACKED)] if missing > 0 else rows[:0]
-        lost = known.of(rows)
+        rows = rows[columns.has(rows, BACKED)]
+        at_most = missing + 2  # each has a page, and its parent and adapter are passed over
+        rows = ascending(rows, known.of(rows), at_most)
         victims: list[Node] = []
-        for place in np.argsort(lost, kind="stable"):
-            if missing <= 0 or lost[place] * WORTH > value:
+        for row, lost in zip(rows.tolist(), known.of(rows).tolist(), strict=True):
+            if missing <= 0 or lost * WORTH > value:
                 break
-            victim = columns.nodes[int(rows[place])]
+            victim = columns.nodes[row]
             if victim is None or victim in (entering.parent, entering.adapter):
                 continue
             victims.append(victim)

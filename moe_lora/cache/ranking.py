@@ -140,7 +140,7 @@ class Ranking:
         elif not self.policy.traits.drops_backed_first:
             backed = np.zeros(len(rows), dtype=np.bool_)
         backed = backed | columns.has(rows, DYING)  # nothing is lost with them either
-        chosen = [_ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
+        chosen = [ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
         order = np.concatenate(chosen)[:BATCH][::-1].tolist()
         return [(node, float(columns.last_used_s[row])) for row in order if (node := columns.nodes[row])]
 
@@ -165,12 +165,12 @@ class Ranking:
         return [node for row in rows.tolist() if (node := self.columns.nodes[row])]
 
     def _take(self, rows: NDArray[np.int64], values: Floats, num_pages: int) -> NDArray[np.int64]:
-        ordered = _ascending(rows, values, num_pages)  # a node has a page at least
+        ordered = ascending(rows, values, num_pages)  # a node has a page at least
         enough = int(np.searchsorted(np.cumsum(self.columns.pages[ordered]), num_pages)) + 1
         return ordered[:enough]
 
 
-def _ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
+def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
     """The `count` rows of least value, in order, of equal ones the first; all if there are fewer."""
     if len(rows) > count:
         kept = np.sort(np.argpartition(values, count)[:count])
