@@ -32,8 +32,8 @@ _COLUMNS = {
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
-    flags: see `flags_of`.  recent_s, adapter_recent_s: time constants of the decayed visits of KV and of
-    adapters.  reuse: after which time nodes are used again, counted if learns_reuse.
+    flags: see `flags_of`.  adapter_recent_s: time constant of the decayed visits of adapters.  reuse: after
+    which time nodes are used again, counted if learns_reuse.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -48,8 +48,7 @@ class Columns:
     adapter_row: NDArray[np.int64]
     flags: NDArray[np.uint8]
 
-    def __init__(self, recent_s: float, adapter_recent_s: float, *, learns_reuse: bool) -> None:
-        self._recent_s = recent_s
+    def __init__(self, adapter_recent_s: float, *, learns_reuse: bool) -> None:
         self._adapter_recent_s = adapter_recent_s
         self._learns_reuse = learns_reuse
         self._now_s = 0.0
@@ -79,7 +78,7 @@ class Columns:
     def give_back(self, row: int) -> None:
         """The row's node is removed."""
         self.nodes[row] = None
-        self._note_interval(row, max(0.0, self._now_s - self.last_used_s.item(row)), visited=False)
+        self._note_end(row)
         for name in _COLUMNS:
             getattr(self, name)[row] = 0
         self._vacant.append(row)
@@ -105,15 +104,18 @@ class Columns:
 
     def visit(self, nodes: Sequence[Node], now_s: float) -> None:
         """Each of the nodes was used once."""
-        recent, last_used_s = self.recent, self.last_used_s
+        visits, recent, last_used_s = self.visits, self.recent, self.last_used_s
         self._now_s = now_s
         for node in nodes:  # a handful: quicker one by one than as arrays
             row = node.row
-            recent_s = self._adapter_recent_s if node.layer_pages is not None else self._recent_s
-            age_s = now_s - last_used_s.item(row)
-            self._note_interval(row, age_s, visited=True)
-            recent[row] = recent.item(row) * math.exp(-age_s / recent_s) + 1
-            self.visits[row] += 1
+            count, age_s = visits.item(row), now_s - last_used_s.item(row)
+            is_adapter = node.layer_pages is not None
+            if count and self._learns_reuse:
+                uses = recent.item(row) if is_adapter else max(count, self.turn.item(row))
+                self.reuse.note(uses, node.first_token + node.num_tokens, age_s, visited=True)
+            if is_adapter:
+                recent[row] = recent.item(row) * math.exp(-age_s / self._adapter_recent_s) + 1
+            visits[row] = count + 1
             last_used_s[row] = now_s
 
     def refresh_reuse(self, now_s: float) -> None:
@@ -126,13 +128,14 @@ class Columns:
             depth = self.first_token[rows] + self.num_tokens[rows]
             self.reuse.refresh(now_s, uses, depth, now_s - self.last_used_s[rows])
 
-    def _note_interval(self, row: int, age_s: float, *, visited: bool) -> None:
+    def _note_end(self, row: int) -> None:
+        """The row's node is removed without having been visited again."""
         visits = self.visits.item(row)
         if visits and self._learns_reuse:
-            is_adapter = self.is_adapter.item(row)
-            uses = self.recent.item(row) if is_adapter else max(visits, self.turn.item(row))
+            uses = self.recent.item(row) if self.is_adapter.item(row) else max(visits, self.turn.item(row))
             depth = self.first_token.item(row) + self.num_tokens.item(row)
-            self.reuse.note(uses, depth, age_s, visited=visited)
+            age_s = max(0.0, self._now_s - self.last_used_s.item(row))
+            self.reuse.note(uses, depth, age_s, visited=False)
 
     def has(self, rows: NDArray[np.int64], flag: int) -> NDArray[np.bool_]:
         """[N]: whether each of the rows has the flag."""
@@ -140,7 +143,7 @@ class Columns:
 
     def where(self, flag: int) -> NDArray[np.int64]:
         """Rows that have the flag."""
-        return np.flatnonzero(self.flags[: len(self.nodes)] & flag)
+        return np.flatnonzero((self.flags[: len(self.nodes)] & flag) != 0)  # of booleans: much quicker
 
     def view(self, rows: NDArray[np.int64], now_s: float) -> NodeColumns:
         """What a policy sees of these rows."""

@@ -26,11 +26,10 @@ class CostAware:
 
     Besides (`traits`): the least valued history of the device is on the host before its room is needed, and
     what is worth more than something on the device takes its place ahead of need.
-    recent_s, adapter_recent_s: time constants of `NodeColumns.recent`, by which adapters are told apart.
+    adapter_recent_s: time constant of `NodeColumns.recent`, by which adapters are told apart.
     """
 
     costs: CacheCosts
-    recent_s: float = 20.0
     adapter_recent_s: float = 120.0
     queue_s: float = 2.0
     unready_share: float = 0.5
