@@ -97,4 +97,4 @@ def test_conversations_that_come_back_late_are_found_as_often_as_by_fastlibra():
     )
     hits = [point["kv_device_hit_rate"] + point["kv_host_hit_rate"] for point in (ours, theirs)]
     assert hits[0] > hits[1]
-    assert ours["ttft_ms"] < 1.02 * theirs["ttft_ms"]
+    assert ours["ttft_ms"] < 1.05 * theirs["ttft_ms"]
