@@ -37,7 +37,7 @@ class DependencyTree:
         self.block_size = block_size
         self.keeps_dependencies = keeps_dependencies
         self.graph: nx.DiGraph = nx.DiGraph()
-        self.columns = Columns(adapter_recent_s, learns_reuse=learns_reuse)
+        self.columns = Columns(adapter_recent_s, block_size=block_size, learns_reuse=learns_reuse)
         self.adapters: dict[Namespace, Node] = {}
         self._block_bytes = block_size * TOKEN_BYTES
         self._child: dict[tuple[Node, bytes], Node] = {}
@@ -75,6 +75,7 @@ class DependencyTree:
         columns.turn[row] = columns.turn.item(parent.row) + 1
         columns.last_used_s[row] = now_s
         self._measure(node)
+        columns.recall(node, now_s)
         self.graph.add_edge(parent, node)
         self._child[parent, tokens[: self._block_bytes]] = parent.heir = node
         parent.num_children += 1

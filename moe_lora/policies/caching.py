@@ -58,7 +58,8 @@ class NodeColumns:
     visits decayed by exp(-t / `adapter_recent_s`) up to the last one (0 for KV); idle_s float64: since the
     last use;
     backed bool: the host has it; first_token, num_tokens int64: where in its prompt a KV node lies (0
-    for adapters); turn int64: nodes of its dialogue up to it (0 for adapters); wanted int64: queued requests
+    for adapters); turn int64: nodes of its dialogue up to it, or the uses of what had
+    been dropped in its place and one more (0 for adapters); wanted int64: queued requests
     that need it; adapter_ready bool: its adapter (itself, for an adapter) is on this device or the LoRA
     Server.
     """

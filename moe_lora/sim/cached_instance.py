@@ -34,7 +34,8 @@ class CachedConfig:
     """One instance.
 
     adapter_pages: of each adapter, one extent.  block_size: tokens of a page.  link_bytes_per_s: between host
-    and device, each way.  tick_s: time between two decisions of the cache ahead of need.
+    and device, each way.  tick_s: time between two decisions of the cache ahead of need.  upper, lower: its
+    thresholds (`UnifiedCache`).
     """
 
     time: TransformerTime
@@ -47,6 +48,8 @@ class CachedConfig:
     max_num_batched_tokens: int = 2048
     starvation_s: float = 5.0
     tick_s: float = 0.1
+    upper: float = 0.95
+    lower: float = 0.70
 
     @property
     def page_bytes(self) -> int:
@@ -90,6 +93,8 @@ class CachedInstance:
             num_host_pages=config.num_host_pages,
             block_size=config.block_size,
             policy=policy,
+            upper=config.upper,
+            lower=config.lower,
         )
         for name, pages in config.adapter_pages.items():
             self.cache.add_adapter(name, (pages,), 0.0)

@@ -131,6 +131,14 @@ def test_equal_arguments_give_equal_results():
     assert one == other
 
 
+@pytest.mark.parametrize("upper", [0.5, 0.9])
+def test_no_more_of_the_device_stays_in_use_than_the_upper_threshold(upper):
+    requests = asked(*((float(i), "a0", range(1000 * i, 1000 * i + 50), 1) for i in range(30)))
+    _, result = simulated(requests, "fastlibra", upper=upper, lower=0.3)
+    used = 100 - result.samples[-1]["device_free"]
+    assert 100 * upper - 10 < used <= 100 * upper + 10
+
+
 def test_overload_can_be_given_up():
     config = config_of(num_adapters=6, link_bytes_per_s=1e4)
     policy = make_caching_policy("lru", config.costs())
