@@ -15,7 +15,7 @@ from .local_adapters import LocalAdapters
 from .lora_server import SimLoraServer
 from .requests import SimRequest, from_plan
 from .result import SimResult
-from .step_time import StepTime
+from .step_time import step_timer
 
 
 def simulate(config: SystemConfig, requests: Sequence[PlannedRequest]) -> SimResult:
@@ -49,7 +49,8 @@ class System:
         self._uids: dict[str, int] = {}
         remote = isinstance(config.adapters, LoraServerConfig)
         instance = config.instance
-        step_time = StepTime(profile=instance.profile, num_layers=instance.num_layers, remote=remote)
+        step_time = step_timer(instance, remote=remote)
+        self._lora_ranks = config.lora_ranks
         self.instances = [
             SimInstance(index, instance, step_time, self.events, self.done.append)
             for index in range(config.num_instances)
@@ -71,7 +72,7 @@ class System:
         self._expect(later)
         name = planned.adapter
         uid = None if name is None else self._uids.setdefault(name, len(self._uids) + 1)
-        request = from_plan(planned, uid)
+        request = from_plan(planned, uid, 0 if name is None else self._lora_ranks.get(name, 0))
         self._router.choose(request, self.instances).add(request)
 
     def _connect(self, config: SystemConfig) -> None:
