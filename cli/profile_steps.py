@@ -86,8 +86,9 @@ def profile_steps(model_dir: str, out: str, **options: Any) -> None:
     """Time decode and prefill steps of the model in MODEL_DIR with adapters of several ranks.
 
     Adapters are random, on attention and MLP, all resident.  The file holds every batch's times, and
-    performance models fitted to three quarters of the batches with R2 on the rest.  `serve --performance-model`
-    and `operating-points --simulate` take it.  (`moe-lora profile` times parts of a layer, for `provision`.)
+    performance models fitted to three quarters of the batches with R2 on the rest; it is what
+    `serve --performance-model` and `operating-points --simulate` take.
+    (`moe-lora profile` times parts of a layer, for `provision`.)
     """
     from moe_lora.report.results import write_json
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -69,18 +69,22 @@ class InstanceConfig:
 class LocalConfig:
     """Every instance has `capacity` adapter slots of its own and loads at load_bytes_per_s (inf: at once).
 
-    starvation_s: a request that has waited for a slot for longer stops younger ones.
+    fetch_bytes_per_s: at which an adapter that a placement has put elsewhere so far comes from another host's
+    memory, before it is loaded.  starvation_s: a request that has waited for a slot for longer stops younger
+    ones.
     """
 
     capacity: int
     load_bytes_per_s: float = math.inf
+    fetch_bytes_per_s: float = math.inf
     starvation_s: float = 5.0
 
     def __post_init__(self) -> None:
         _check_at_least(1, capacity=self.capacity)
         _check_at_least(0, starvation_s=self.starvation_s)
-        if not self.load_bytes_per_s > 0:
-            raise ConfigError(f"load_bytes_per_s={self.load_bytes_per_s} loads nothing; choose more than 0")
+        for name in ("load_bytes_per_s", "fetch_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} brings nothing; choose more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +106,30 @@ class LoraServerConfig(LocalConfig):
         _check_at_least(0, control_s=self.control_s)
 
 
+Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
+"""(tokens of each adapter in the interval that has ended, its seconds) -> {adapter: [(instance, phi), ...]};
+first asked before any request, about no tokens in no time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """planner: makes that of a run, which is asked every interval_s while requests come."""
+
+    planner: Callable[[], Planner]
+    interval_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval_s < math.inf:
+            raise ConfigError(f"interval_s={self.interval_s} must be a number of seconds > 0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SystemConfig:
     """Equal instances and where their adapters are.
 
     adapters: slots of each instance, or a LoRA Server.  lora_ranks: of the adapters, which steps go by; one
-    that is not named counts as base model.  router: makes the router of a run.
+    that is not named counts as base model.  router: makes the router of a run.  placement: made
+    anew while requests come, for a router that is a `PhiRouting`; None: every host has all adapters.
     """
 
     num_instances: int
@@ -116,8 +138,11 @@ class SystemConfig:
     adapter_bytes: AdapterBytes = 0.0
     lora_ranks: Mapping[str, int] = field(default_factory=dict)
     router: Callable[[], Router] = LeastOutstanding
+    placement: PlacementConfig | None = None
 
     def __post_init__(self) -> None:
         _check_at_least(1, num_instances=self.num_instances)
         if self.instance.steps is not None and isinstance(self.adapters, LoraServerConfig):
             raise ConfigError("steps has the deltas in it; with a LoRA Server give a profile of the layers")
+        if self.placement is not None and isinstance(self.adapters, LoraServerConfig):
+            raise ConfigError("a LoRA Server has all adapters; leave the placement out")
