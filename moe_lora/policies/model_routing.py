@@ -115,13 +115,15 @@ class RankAware:
 class ShortestPendingTime:
     """The instance with the least queueing time plus, where the adapter is not there, time to load it.
 
-    Queueing: one prefill step over the prompts that wait, and as many decode steps over all its requests as
-    the tokens left take at one of each request.  Loading: adapter_load_s_per_rank · rank.
-    Source: dLoRA, section 5.1, proactive dispatching.
+    Queueing: one prefill step over the prompts that wait, and the tokens left at the time of a decode step
+    over all its requests, each of which yields a token for each of them, or for max_num_seqs if these are
+    more: a batch with room left is as short a queue as its work is little.
+    Loading: adapter_load_s_per_rank · rank.  Source: dLoRA, section 5.1, proactive dispatching.
     """
 
-    def __init__(self, model: CostModel, ranks: Mapping[str, int]) -> None:
+    def __init__(self, model: CostModel, ranks: Mapping[str, int], max_num_seqs: int) -> None:
         self._model = model
+        self._max_num_seqs = max_num_seqs
         self._known = _Known(model.steps, ranks)
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
@@ -133,7 +135,7 @@ class ShortestPendingTime:
         queue_s = there.queue_s
         if there.all.num_tokens:
             left = max(0, instance.outstanding_tokens - instance.load.waiting_tokens)
-            queue_s += left / there.all.num_tokens * there.all_s
+            queue_s += left / max(there.all.num_tokens, self._max_num_seqs) * there.all_s
         if adapter is None or instance.load.has(adapter):
             return queue_s
         return queue_s + self._model.adapter_load_s_per_rank * self._known.row(adapter, 1).lora_rank

@@ -40,7 +40,7 @@ ROUTERS: dict[str, Callable[[RoutingContext], Router]] = {
     "adapter_affinity": lambda _: AdapterAffinity(),
     "rank_aware": lambda context: RankAware(context.need_model("rank_aware"), context.ranks),
     "shortest_pending_time": lambda context: ShortestPendingTime(
-        context.need_model("shortest_pending_time"), context.ranks
+        context.need_model("shortest_pending_time"), context.ranks, context.max_num_seqs
     ),
     "phi": lambda context: PhiRouting(context.table),
 }

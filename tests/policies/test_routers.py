@@ -150,7 +150,7 @@ def test_an_instance_that_would_miss_its_slo_is_left_out_while_another_would_not
 
 
 def test_pending_time_is_queue_and_load():
-    router = ShortestPendingTime(model(adapter_load_s_per_rank=0.001), RANKS)
+    router = ShortestPendingTime(model(adapter_load_s_per_rank=0.001), RANKS, 2)
     there, idle = Instance(0, 10).run("large", "small"), Instance(1, 0)
     # 10 tokens of two requests are 5 steps of 2 · 128 ms.
     assert router.pending_s("large", there) == pytest.approx(5 * 2 * 128 * 0.001)
@@ -161,10 +161,17 @@ def test_pending_time_is_queue_and_load():
     assert router.choose(BASE, [there, idle]).index == 0
 
 
+def test_a_batch_with_room_is_a_shorter_queue_the_less_work_it_has():
+    router = ShortestPendingTime(model(), RANKS, 16)
+    one, several = Instance(0, 20).run("small"), Instance(1, 80).run(*["small"] * 4)
+    assert router.pending_s(None, one) == pytest.approx(20 * 8 * 0.001 / 16)
+    assert router.pending_s(None, several) == pytest.approx(80 * 4 * 8 * 0.001 / 16)
+
+
 def test_prompts_that_wait_are_pending_for_their_prefill():
     one = Instance(0, 7).give("small", prompt_tokens=7)
     expected = 0.5 + 7 * 0.1 + 7 * 8 * 0.010
-    assert ShortestPendingTime(model(), RANKS).pending_s(None, one) == pytest.approx(expected)
+    assert ShortestPendingTime(model(), RANKS, 2).pending_s(None, one) == pytest.approx(expected)
 
 
 @given(
