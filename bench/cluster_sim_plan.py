@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from moe_lora.policies.phi_routing import PhiRouting
 from moe_lora.policies.routers import RoutingContext, make_router
 from moe_lora.policies.step_model import StepModel
 from moe_lora.provision.demand_history import DemandHistory
-from moe_lora.provision.operating_points import PointLoad, SloGoal, find_operating_point
+from moe_lora.provision.operating_points import PointLoad, SloGoal, Trial, find_operating_point
 from moe_lora.provision.placement_problem import Table
 from moe_lora.provision.simulated_points import simulated_run
 from moe_lora.sim.config import InstanceConfig, LocalConfig, PlacementConfig, SystemConfig
@@ -124,12 +126,12 @@ class Planner:
         self._history.observe(expected, 1.0)
         self._table: Table | None = None
 
-    def __call__(self, tokens: Mapping[str, float], length_s: float) -> Table:
+    def __call__(self, tokens: Mapping[str, float], length_s: float) -> dict[str, list[tuple[int, float]]]:
         if length_s:
             self._history.observe(tokens, length_s)
         demand = self._history.forecast()
         self._table = self._place(self._ranks, self._servers, self._points, demand, self._table)
-        return self._table
+        return cast("dict[str, list[tuple[int, float]]]", self._table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,19 +188,15 @@ def simulated_points(
     model: StepModel, ranks: Sequence[int], load: PointLoad, slo: SloGoal
 ) -> dict[int, float]:
     """Operating points in tokens/s, found in the simulator on one instance of each rank."""
+
+    def run(lora_rank: int, rate_per_s: float, seed: int) -> Trial:
+        batch = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
+        return simulated_run(model, lora_rank, load, slo, rate_per_s, seed, **batch)
+
     found: dict[int, float] = {}
     for rank in ranks:
         point = find_operating_point(
-            lambda rate, seed, rank=rank: simulated_run(
-                model,
-                rank,
-                load,
-                slo,
-                rate,
-                seed,
-                max_num_seqs=MAX_NUM_SEQS,
-                max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            ),
+            partial(run, rank),
             lora_rank=rank,
             tokens_per_request=load.tokens_per_request,
             start_per_s=6.0,

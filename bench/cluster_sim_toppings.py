@@ -47,7 +47,7 @@ def toppings_cells(*, quick: bool) -> Iterator[tuple[dict[str, Any], Callable[[]
         for rate in of_model:
             yield (
                 {"study": "toppings", "model": model, "rate_per_s": rate},
-                partial(toppings, model, rate, 6.0 if quick else 60.0),
+                partial(toppings, model, rate, 6.0 if quick else 45.0),
             )
 
 
