@@ -2,242 +2,44 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from moe_lora.provision.operating_points import PointLoad, SloGoal
-from moe_lora.provision.placement_baselines import PLACEMENTS, random_placement
-from moe_lora.provision.placement_problem import Table
 from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result, read_results
-from moe_lora.sim.config import SystemConfig
-from moe_lora.sim.requests import SimRequest
-from moe_lora.sim.result import SimResult, percentile
-from moe_lora.sim.system import simulate as run_system
-from moe_lora.workload import parse_popularity
 
-from .cluster_sim_plan import Load, Systems, simulated_points, step_models
+from .cluster_sim_loraserve import loraserve_cells
 from .cluster_sim_report import summary_tables
 from .cluster_sim_toppings import toppings_cells
 
-SLO_TTFT_S = 10.0
-PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
-"""LoRAServe, figure 6."""
-NUM_MODULES = 4
-"""Q, K, V and O (LoRAServe, section III-A1)."""
-ADAPTERS_PER_SERVER = 25
-PEAK_PRECISION = 0.05
-REFERENCE = "loraserve"
-AT = (0.8, 1.0)
-"""Shares of the reference's highest rate at which all are compared."""
-NUM_DRAWS = 3
-"""Of random placements; the median counts."""
-EVERYWHERE = ("rank_aware", "least_outstanding")
-SYSTEMS = (REFERENCE, "optimal", "random", "contiguous", *(f"everywhere, {name}" for name in EVERYWHERE))
-
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One thing to simulate.  run: yields (what distinguishes it, result) of its systems."""
-
-    name: Mapping[str, Any]
-    run: Callable[[], Iterator[tuple[dict[str, Any], dict[str, Any]]]]
-
-    @property
-    def label(self) -> str:
-        return " ".join(str(value) for value in self.name.values())
-
-
-def cells(*, quick: bool) -> list[Cell]:
-    """LoRAServe's, then Toppings'."""
-    length_s = 60.0 if quick else 200.0
-    small = [("production", 4)]
-    sizes = {
-        "padded": [*small, ("production", 8), ("production", 12), ("shifting", 4)],
-        "true_rank": [*small, ("production", 12)],
-        "roofline": small,
-    }
-    found = []
-    for model, of_model in ({"padded": small} if quick else sizes).items():
-        for popularity, number in of_model:
-            run = partial(weak_scaling, model, popularity, number, length_s)
-            name = {"study": "weak_scaling", "model": model, "popularity": popularity, "num_servers": number}
-            found.append(Cell(name=name, run=run))
-    if not quick:
-        name = {"study": "fewest_servers", "model": "padded", "popularity": "production"}
-        found.append(Cell(name=name, run=partial(fewest_servers, "padded", length_s)))
-    return found + [Cell(name=name, run=run) for name, run in toppings_cells(quick=quick)]
-
 
 def simulate(out: Path | None, *, quick: bool, only: str | None) -> None:
-    """Simulate all cells (those with `only` in their label), append to `out`, print tables."""
-    chosen = [cell for cell in cells(quick=quick) if only is None or only in cell.label]
+    """Simulate all cells (those with `only` in their label), append to `out`, print tables.
+
+    A label is the values of the cell's name, such as "weak_scaling padded production 4".
+    """
+    cells = [*loraserve_cells(quick=quick), *toppings_cells(quick=quick)]
+    labelled = [(" ".join(map(str, name.values())), name, run) for name, run in cells]
+    chosen = [one for one in labelled if only is None or only in one[0]]
     if not chosen:
-        raise click.UsageError(f"--only {only!r} is in no cell; try one of weak_scaling, toppings")
+        known = "\n".join(label for label, *_ in labelled)
+        raise click.UsageError(f"--only {only!r} is in no cell's label; these are there:\n{known}")
     env, records = environment(), []
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("cells", total=len(chosen))
-        for cell in chosen:
-            bar.update(task, description=cell.label)
-            for config, result in cell.run():
-                record = {"config": {"part": "simulated", **cell.name, **config}, "result": result}
+        for label, name, run in chosen:
+            bar.update(task, description=label)
+            for config, result in run():
+                record = {"config": {"part": "simulated", **name, **config}, "result": result}
                 records.append(record)
                 if out is not None:
                     append_result(out, **record, env=env, kind="simulated")
             bar.advance(task)
     click.echo(summary_tables(records))
-
-
-def weak_scaling(
-    model: str, popularity: str, num_servers: int, length_s: float
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Highest rate within the SLO of each system, and all of them at shares of the reference's."""
-    systems = loraserve_systems(model, popularity, ADAPTERS_PER_SERVER * num_servers, length_s)
-    peaks: dict[str, float] = {}
-    for name in SYSTEMS:
-        guess = peaks.get(REFERENCE, 4.0 * num_servers)
-        draws = [peak_rate(systems, made, num_servers, guess) for made in contestants(name)]
-        peaks[name] = median(draws)
-        rates = [share * peaks[REFERENCE] for share in AT]
-        result = {"peak_per_s": peaks[name], "peaks_per_s": draws, "operating_points": dict(systems.points)}
-        result["points"] = [_at(systems, name, num_servers, rate) for rate in rates]
-        yield {"num_adapters": len(systems.load.ranks), "system": name}, result
-
-
-def fewest_servers(model: str, length_s: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Servers that each system needs for what the reference serves on 8, less 5 %, 200 adapters."""
-    systems = loraserve_systems(model, "production", 200, length_s)
-    rate = 0.95 * peak_rate(systems, next(contestants(REFERENCE)), 8, 32.0)
-    for name in SYSTEMS:
-        found = []
-        for made in contestants(name):
-            number = 4
-            while not holds(systems, made(systems, number, rate), rate):
-                number += 1
-            found.append(number)
-        config = {"num_adapters": 200, "rate_per_s": rate, "system": name}
-        yield config, {"num_servers": median(found), "draws": found}
-
-
-Made = Callable[[Systems, int, float], SystemConfig]
-
-
-def contestants(name: str) -> Iterator[Made]:
-    """The system of that name, for so many servers and such a rate; several where it is drawn."""
-    if name == "random":
-        for seed in range(NUM_DRAWS):
-            yield partial(_placed, partial(random_placement, seed=seed))
-    elif name in PLACEMENTS:
-        yield partial(_placed, PLACEMENTS[name])
-    else:
-        yield partial(_routed, name.removeprefix("everywhere, "))
-
-
-def _placed(place: Callable[..., Table], systems: Systems, num_servers: int, rate: float) -> SystemConfig:
-    return systems.placed(place, num_servers, rate)
-
-
-def _routed(routing: str, systems: Systems, num_servers: int, rate: float) -> SystemConfig:
-    return systems.routed(routing, num_servers)
-
-
-def loraserve_systems(model: str, popularity: str, num_adapters: int, length_s: float) -> Systems:
-    """Prompts and answers of LoRAServe's figure 6, its popularities."""
-    names = [f"a{index:05}" for index in range(num_adapters)]
-    choice = parse_popularity(f"loraserve:{popularity}", names)
-    load = Load(
-        popularity=choice,
-        ranks=dict(zip(names, choice.lora_ranks, strict=True)),
-        lengths=lambda count, _: ([PROMPT_TOKENS] * count, [OUTPUT_TOKENS] * count),
-        tokens_per_request=PROMPT_TOKENS + OUTPUT_TOKENS,
-        num_modules=NUM_MODULES,
-        duration_s=length_s,
-        since_s=0.2 * length_s,
-    )
-    steps = step_models(NUM_MODULES)[model]
-    one = PointLoad(
-        prompt_tokens=PROMPT_TOKENS,
-        output_tokens=OUTPUT_TOKENS,
-        num_adapters=8,
-        num_requests=200,
-        duration_s=300.0,
-    )
-    slo = SloGoal(ttft_s=SLO_TTFT_S, tpot_s=1.0)
-    points = simulated_points(steps, sorted(set(load.ranks.values())), one, slo)
-    return Systems(load=load, model=steps, points=points, mean_output_tokens=OUTPUT_TOKENS)
-
-
-def peak_rate(systems: Systems, made: Made, num_servers: int, guess: float) -> float:
-    """Highest requests/s with P95 TTFT <= 10 s, by bisection after a bracket was found from the guess."""
-
-    def is_met(rate: float) -> bool:
-        return holds(systems, made(systems, num_servers, rate), rate)
-
-    low, high = (guess, guess * 1.2) if is_met(guess) else (guess / 1.2, guess)
-    while low == guess and is_met(high):
-        low, high = high, high * 1.2
-        guess = low
-    while high <= guess and not is_met(low):
-        low, high = low / 1.2, low
-    while high / low > 1 + PEAK_PRECISION:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if is_met(middle) else (low, middle)
-    return low
-
-
-def holds(systems: Systems, config: SystemConfig, rate: float) -> bool:
-    """Whether at most 5 % of the judged requests wait for longer than the SLO; given up when they do."""
-    plan, since_s = systems.load.plan(rate), systems.load.since_s
-    num_late_allowed = 0.05 * sum(request.arrival_s >= since_s for request in plan)
-    num_late = 0
-
-    def give_up(request: SimRequest) -> bool:
-        nonlocal num_late
-        is_late = request.first_token_s - request.arrival_s > SLO_TTFT_S
-        num_late += is_late and request.arrival_s >= since_s
-        return num_late > num_late_allowed
-
-    return not run_system(config, plan, give_up).stopped
-
-
-def _at(systems: Systems, name: str, num_servers: int, rate: float) -> dict[str, Any]:
-    """Means over the draws of a system at one rate."""
-    plan = systems.load.plan(rate)
-    found = [
-        _judged(run_system(made(systems, num_servers, rate), plan), systems, num_servers)
-        for made in contestants(name)
-    ]
-    return {"rate_per_s": rate} | {key: fmean(one[key] for one in found) for key in found[0]}
-
-
-def _judged(result: SimResult, systems: Systems, num_servers: int) -> dict[str, float]:
-    """tbt: mean over requests of the time between two tokens.  held: adapters on a host, of all tables."""
-    since_s = systems.load.since_s
-    ttft_s = result.column("first_token_s", since_s) - result.column("arrival_s", since_s)
-    tpot_s = result.column("tpot_s", since_s)
-    held = result.held or [[len(systems.load.ranks)] * num_servers]
-    return {
-        "p95_ttft_s": percentile(ttft_s, 95) or 0.0,
-        "mean_ttft_s": float(ttft_s.mean()),
-        "mean_tbt_s": float(tpot_s.mean()),
-        "p95_tbt_s": percentile(tpot_s, 95) or 0.0,
-        "mean_held": float(np.mean(held)),
-        "most_held": float(np.max(held)),
-        "num_fetches": result.num_fetches,
-    }
 
 
 @click.command()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import click
 import numpy as np
 import pytest
 
-from bench.cluster_sim_plan import Planner, step_models
-from bench.cluster_sim_report import summary_tables
-from bench.cluster_simulated import (
+from bench.cluster_sim_loraserve import (
     PEAK_PRECISION,
     SLO_TTFT_S,
     SYSTEMS,
-    cells,
     contestants,
     holds,
     loraserve_systems,
     peak_rate,
-    simulate,
 )
+from bench.cluster_sim_plan import Planner, step_models
+from bench.cluster_sim_report import summary_tables
+from bench.cluster_simulated import simulate
 from moe_lora.policies.step_work import Row
 from moe_lora.provision.placement_baselines import PLACEMENTS
 from moe_lora.report.results import read_results
@@ -113,6 +113,11 @@ def test_tables_hold_ratios_to_the_reference():
     assert "| contiguous | 10.0 | 2.50 | 2.00 | 2 |" in summary_tables(records, markdown=True)
 
 
+def test_cells_are_chosen_by_their_label():
+    with pytest.raises(click.UsageError, match="weak_scaling padded production 12\\n"):
+        simulate(None, quick=False, only="no such cell")
+
+
 @pytest.mark.slow
 def test_the_quick_run_has_every_system_and_says_that_it_is_simulated(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
@@ -120,7 +125,7 @@ def test_the_quick_run_has_every_system_and_says_that_it_is_simulated(tmp_path, 
     records = read_results(out)
     assert {record["kind"] for record in records} == {"simulated"}
     studies = {record["config"]["study"] for record in records}
-    assert studies == {cell.name["study"] for cell in cells(quick=True)}
+    assert studies == {"weak_scaling", "toppings"}
     placed = [record for record in records if record["config"]["study"] == "weak_scaling"]
     assert [record["config"]["system"] for record in placed] == list(SYSTEMS)
     assert all(0 <= one["result"].get("slo_attainment", 0) <= 1 for one in records)
