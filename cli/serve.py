@@ -103,7 +103,7 @@ _INSTANCES = (
     click.option(
         "--performance-model",
         metavar="FILE",
-        help="Times of batches by rank, for the routers that need them.",
+        help="Step times by rank, of `moe-lora profile-steps`, for the routers that need them.",
     ),
     click.option(
         "--placement",

@@ -50,7 +50,7 @@ def serve(
     from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
-    routes = make_routes(routing or RoutingConfig(), config.max_num_seqs)
+    routes = make_routes(routing or RoutingConfig(), config.max_num_seqs, config.lora_kernel)
     if routes.config.placement is not None and config.num_instances < 2:
         raise ConfigError(
             "a placement is over several instances; give --instances 2 or more, or leave it out"
@@ -101,7 +101,7 @@ def serve_front_end(cluster: ClusterConfig) -> None:
         opened_registry(cluster.registry, config, name) as (config, served),
     ):
         roster = Roster((), config.adapters, advice)
-        routes = make_routes(front_end, config.max_num_seqs)
+        routes = make_routes(front_end, config.max_num_seqs, config.lora_kernel)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
         try:

@@ -14,6 +14,8 @@ DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("shm", "gloo", "nixl")
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
+PERFORMANCE_FORMS = ("toppings", "full")
+"""Forms of `policies.step_model.StepModel`."""
 QUEUES = ("fcfs", "sjf-oracle")
 CACHE_POLICIES = (
     "fastlibra",
@@ -129,13 +131,20 @@ PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere")
 class RoutingConfig:
     """How requests are spread over instances (docs/placement.md).
 
-    routing: None: by the placement if there is one, else least_outstanding.  performance_model: file of the
-    routers that need one.  placement: made anew every placement_interval_s.  operating_points: file of
-    {rank: tokens/s}; None: all ranks alike, so that tokens are balanced.
+    routing: None: by the placement if there is one, else least_outstanding.  performance_model: file of
+    `moe-lora profile-steps`, for the routers that need one; performance_form: which of its models, "full" or
+    the papers' "toppings".  slo_tpot_s, mean_output_tokens, adapter_load_s_per_rank: what these routers need
+    beside it (`policies.model_routing.CostModel`); slo_tpot_s None: no such SLO.  placement: made anew every
+    placement_interval_s.  operating_points: file of {rank: tokens/s}; None: all ranks alike, so that tokens
+    are balanced.
     """
 
     routing: str | None = None
     performance_model: str | None = None
+    performance_form: str = "full"
+    slo_tpot_s: float | None = None
+    mean_output_tokens: float = 128.0
+    adapter_load_s_per_rank: float = 0.0
     placement: str | None = None
     placement_interval_s: float = 30.0
     operating_points: str | None = None
@@ -143,6 +152,7 @@ class RoutingConfig:
     def __post_init__(self) -> None:
         if self.routing is not None:
             _choice("routing", self.routing, ROUTINGS)
+        _choice("performance_form", self.performance_form, PERFORMANCE_FORMS)
         if self.placement is not None:
             _choice("placement", self.placement, PLACEMENTS)
         if not 0 < self.placement_interval_s <= MAX_COUNT:

@@ -83,6 +83,10 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     adapter: str | None = None
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

@@ -94,7 +94,7 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nengine: {max_seqs: 3}", "engine.max_seqs is not a setting; allowed are dtype"),
         ("model_dir: m\nengine: {model_dir: x}", "engine.model_dir is not a setting"),
         ("model_dir: m\nlora_server: {key: x}", "lora_server.key is not a setting; allowed are layout"),
-        ("model_dir: m\nfront_end: {ports: 1}", "allowed are routing, performance_model, placement"),
+        ("model_dir: m\nfront_end: {ports: 1}", "allowed are routing, performance_model, performance_form"),
         ("model_dir: m\nengine: {max_loras: many}", "engine.max_loras='many' must be a whole number"),
         ("model_dir: m\nengine: {max_loras: true}", "engine.max_loras=True must be a whole number"),
         ("model_dir: m\nengine: {max_model_len: x}", "must be a whole number or null"),
