@@ -80,7 +80,7 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     Raises ConfigError for what can be known at start.
     """
     from moe_lora.core.clock import WallClock
-    from moe_lora.dist.cluster import parse_host_port
+    from moe_lora.dist.front_ends import parse_host_port
     from moe_lora.engine.door import Door
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.roster import Roster

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 
-from .cluster import ClusterConfig, parse_host_port, read_cluster
+from .cluster import ClusterConfig, read_cluster
+from .front_ends import parse_host_port
 from .ranks import THREADS_PER_RANK, StartRank
 
 _PARENT_S = 0.5

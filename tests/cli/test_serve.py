@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from moe_lora.cli.main import main
 from moe_lora.core.config import ProvisionConfig, RegistryConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError
-from moe_lora.dist.cluster import FrontEndConfig
+from moe_lora.dist.front_ends import FrontEndConfig
 
 
 @pytest.fixture
