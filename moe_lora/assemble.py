@@ -25,7 +25,11 @@ from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
 
 if TYPE_CHECKING:
+    from moe_lora.engine.text import Tokenizer
     from moe_lora.serve.controller import Controller
+    from moe_lora.serve.frontend import Frontend
+    from moe_lora.serve.placement import PlacementController
+    from moe_lora.serve.served_registry import ServedRegistry
 
 
 def serve(
@@ -63,15 +67,8 @@ def serve(
         lora_server_processes(config, lora_server) as joined,
         engine_processes(joined, routes.router, meter=routes.meter, ranks=routes.ranks) as client,
     ):
-        run_server(
-            client,
-            tokenizer,
-            name,
-            sock=sock,
-            controller=_controller(provision, client, joined.lora_server),
-            placement=routes.placement(client),
-            registry=served,
-        )
+        controller = _controller(provision, client, joined.lora_server)
+        run_server(_frontend(client, tokenizer, name, controller, routes.placement(client), served), sock)
 
 
 def serve_front_end(cluster: ClusterConfig) -> None:
@@ -105,18 +102,33 @@ def serve_front_end(cluster: ClusterConfig) -> None:
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
         try:
-            run_server(
-                fleet,
-                tokenizer,
-                name,
-                sock=sock,
-                controller=_controller(cluster.provision, fleet, cluster.instance().lora_server),
-                placement=routes.placement(fleet),
-                registry=served,
-            )
+            controller = _controller(cluster.provision, fleet, cluster.instance().lora_server)
+            run_server(_frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served), sock)
         finally:
             door.close()
             asyncio.run(fleet.close())
+
+
+def _frontend(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    model_name: str,
+    controller: Controller | None,
+    placement: PlacementController | None,
+    registry: ServedRegistry | None,
+) -> Frontend:
+    """A front end that decides for itself: its controllers run beside its requests."""
+    from moe_lora.serve.frontend import Frontend
+
+    return Frontend(
+        client=client,
+        tokenizer=tokenizer,
+        model_name=model_name,
+        controller=controller,
+        placement=placement,
+        registry=registry,
+        tasks=[one for one in (controller, placement) if one is not None],
+    )
 
 
 def _controller(
