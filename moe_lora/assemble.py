@@ -79,6 +79,7 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     from moe_lora.core.clock import WallClock
     from moe_lora.dist.front_ends import parse_host_port
     from moe_lora.engine.door import Door
+    from moe_lora.engine.entry import CatchUp, Recovery
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.text import load_tokenizer
@@ -100,7 +101,8 @@ def serve_front_end(cluster: ClusterConfig) -> None:
         roster = Roster((), config.adapters, advice)
         routes = make_routes(front_end, config.max_num_seqs)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
-        door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
+        entry = CatchUp(roster, Recovery(roster))
+        door = Door(*parse_host_port("front_end.engines_address", address), key, roster, entry)
         try:
             controller = _controller(cluster.provision, fleet, cluster.instance().lora_server)
             run_server(_frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served), sock)

@@ -31,7 +31,7 @@ def catch_up(
         try:
             before = have.get(name)
             if before is None or (before.path, before.version) != (adapter.path, adapter.version):
-                client.call("load_adapter", name, adapter.path, True).result()
+                client.call("load_adapter", name, adapter.path, True, adapter.version).result()
                 is_loaded = True
             if adapter.pinned != (before is not None and before.pinned):
                 client.call("pin_adapter", name, adapter.pinned).result()

@@ -164,8 +164,11 @@ class FleetClient:
             self._info = info
         return self._info
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+    ) -> AdapterInfo:
         async def load() -> AdapterInfo:
+            assert version is None, "the roster counts versions"
             async with self._lock(name):
                 info = await load_everywhere(self._roster, name, path, replace=replace)
                 if self._ranks is not None:

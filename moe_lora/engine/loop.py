@@ -109,7 +109,7 @@ class EngineLoop(threading.Thread):
 
     def _load_adapter(self, call: Call) -> None:
         """Read the files in another thread, so that steps go on, then add the adapter in this one."""
-        name, path, replace = call.args
+        name, path, replace, version = call.args
 
         def read() -> None:
             try:
@@ -118,7 +118,9 @@ class EngineLoop(threading.Thread):
                 self._emit(Reply(call.call_id, error=error))
             else:
                 self.inbox.put(
-                    lambda: self._reply(call, lambda: self._core.add_adapter(packed, path, replace=replace))
+                    lambda: self._reply(
+                        call, lambda: self._core.add_adapter(packed, path, replace=replace, version=version)
+                    )
                 )
 
         self._files.submit(read)

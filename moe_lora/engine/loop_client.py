@@ -139,8 +139,10 @@ class LoopClient:
     async def model_info(self) -> ModelInfo:
         return await asyncio.wrap_future(self.call("model_info"))
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        return await asyncio.wrap_future(self.call("load_adapter", name, path, replace))
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+    ) -> AdapterInfo:
+        return await asyncio.wrap_future(self.call("load_adapter", name, path, replace, version))
 
     async def unload_adapter(self, name: str) -> None:
         await asyncio.wrap_future(self.call("unload_adapter", name))

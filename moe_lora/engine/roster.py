@@ -6,7 +6,7 @@ Shared by the front end's event loop and the supervisor's threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +16,7 @@ from moe_lora.policies.instance_load import InstanceLoad
 
 from .client import EngineClient
 from .fleet_views import add_counters
+from .served import Holding, Served, ServedAdapter
 
 
 @dataclass(eq=False)
@@ -50,15 +51,6 @@ class Instance:
         return max(0, self.num_starts - 1)
 
 
-@dataclass(frozen=True)
-class ServedAdapter:
-    """What every instance serves under a name."""
-
-    path: str
-    version: int
-    pinned: bool = False
-
-
 class Roster:
     """The instances and the adapters that they serve.
 
@@ -76,6 +68,8 @@ class Roster:
         self.closed = threading.Event()
         self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
+        self._holdings: Mapping[str, Holding] = {}
+        self._numbers = {instance.name: instance.index for instance in self.instances}
         self._num_loading = 0
         self._advice = advice
         self._changed = threading.Condition()
@@ -125,10 +119,15 @@ class Roster:
                 if instance.name == name:
                     break
             else:
-                instance = Instance(len(self.instances), client, name, live=False, num_starts=0)
-                self.instances = [*self.instances, instance]
+                instance = Instance(self.number_of(name), client, name, live=False, num_starts=0)
+                self.instances = sorted([*self.instances, instance], key=lambda one: one.index)
             instance.starting = client
             return instance
+
+    def number_of(self, name: str) -> int:
+        """The index of the instance of that name; one that has not dialled in yet will have it."""
+        with self._changed:
+            return self._numbers.setdefault(name, len(self._numbers))
 
     def join(
         self,
@@ -149,14 +148,59 @@ class Roster:
                 raise EngineDeadError("the instances were closed")
             if have != self._adapters:
                 return False
-            instance.client, instance.missing, instance.starting = client, missing, None
-            instance.live = True
-            if incarnation is not None and incarnation == instance.incarnation:
-                instance.past = instance.past_before  # the process still counts what it did before
-            else:
-                instance.num_starts += 1
-                instance.past_before, instance.incarnation = instance.past, incarnation
+            self._route_to(instance, client, missing, incarnation)
             return True
+
+    def join_as_it_is(
+        self, instance: Instance, client: EngineClient, have: dict[str, ServedAdapter], incarnation: str
+    ) -> None:
+        """Put an instance into routing whose adapters a controller looks after.
+
+        It is no candidate for those of which `have` lacks what is served, unless the controller, which may
+        have brought them meanwhile, says that it holds them.  Raises EngineDeadError if the fleet was closed.
+        """
+        with self._changed:
+            if self.closed.is_set():
+                raise EngineDeadError("the instances were closed")
+            holding = self._holdings.get(instance.name)
+            if holding is not None and holding.incarnation == incarnation:
+                missing = set(holding.missing)
+            else:
+                missing = self.served.lacking(have)
+            self._route_to(instance, client, missing, incarnation)
+
+    def _route_to(
+        self, instance: Instance, client: EngineClient, missing: set[str], incarnation: str | None
+    ) -> None:
+        instance.client, instance.missing, instance.starting = client, missing, None
+        instance.live = True
+        if incarnation is not None and incarnation == instance.incarnation:
+            instance.past = instance.past_before  # the process still counts what it did before
+        else:
+            instance.num_starts += 1
+            instance.past_before, instance.incarnation = instance.past, incarnation
+
+    @property
+    def holdings(self) -> dict[str, Holding]:
+        """What the live instances hold, by name."""
+        with self._changed:
+            return {one.name: Holding(one.incarnation, frozenset(one.missing)) for one in self.live}
+
+    def follow(self, served: Served, holdings: Mapping[str, Holding]) -> None:
+        """From now on this is served, as a controller says, and its instances hold that.
+
+        One that the controller does not see did not get what is new.
+        """
+        with self._changed:
+            new = served.lacking(self._adapters)
+            self._adapters, self._versions = dict(served.adapters), dict(served.versions)
+            self._holdings = holdings
+            for instance in self.instances:
+                holding = holdings.get(instance.name)
+                if holding is not None and holding.incarnation == instance.incarnation:
+                    instance.missing = set(holding.missing)
+                else:
+                    instance.missing |= new
 
     def start(self, instance: Instance, client: EngineClient) -> bool:
         """Note a process that is starting, so that closing ends it; False if the fleet was closed."""
@@ -186,10 +230,14 @@ class Roster:
                 self._num_loading -= 1
                 self._changed.notify_all()
 
+    def next_version(self, name: str) -> int:
+        """The number that a new version of the name gets."""
+        return self._versions.get(name, 0) + 1
+
     def serve(self, info: AdapterInfo, path: str) -> ServedAdapter:
         """From now on all instances serve this.  Versions of a name count up, whatever was restarted."""
         with self._changed:
-            version = max(info.version, self._versions.get(info.name, 0) + 1)
+            version = max(info.version, self.next_version(info.name))
             self._versions[info.name] = version
             before = self._adapters.get(info.name)
             pinned = before is not None and before.pinned
@@ -207,6 +255,18 @@ class Roster:
             self._adapters.pop(name, None)
             for instance in self.instances:
                 instance.missing.discard(name)
+
+    @property
+    def served(self) -> Served:
+        """A copy: what is served, and the versions of what was."""
+        with self._changed:
+            return Served(dict(self._adapters), dict(self._versions))
+
+    def recover(self, found: Served) -> None:
+        """Take over what others say was served before this process began (see `Served.joined`)."""
+        with self._changed:
+            joined = Served(self._adapters, self._versions).joined(found)
+            self._adapters, self._versions = dict(joined.adapters), dict(joined.versions)
 
     def close(self) -> list[EngineClient]:
         """Let nothing come back; the clients to close."""

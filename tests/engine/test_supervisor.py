@@ -40,7 +40,7 @@ class Process:
         if self.fails is not None:
             raise self.fails
 
-    def call(self, method: str, name: str, path: str = "", replace: bool = False) -> Future[None]:
+    def call(self, method: str, name: str, path: str = "", *_: object) -> Future[None]:
         future: Future[None] = Future()
         if path in self.refuse:
             future.set_exception(AdapterError(f"{path} is gone"))
