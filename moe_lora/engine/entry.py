@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moe_lora.core.request import AdapterInfo
 
 from .catch_up import catch_up
-from .loop_client import LoopClient
 from .roster import Instance, Roster
 from .served import Served, ServedAdapter
+
+if TYPE_CHECKING:
+    from .door import DialledClient
 
 RECOVERY_S = 2.0
 """Engines that are there dial in about twice a second."""
 
 
 class Entry(Protocol):
-    def bring_in(self, instance: Instance, client: LoopClient, incarnation: str) -> None:
+    def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         """Put the instance into routing.  Raises EngineDeadError if it ended, or the fleet was closed."""
         ...
 
@@ -33,7 +35,7 @@ class CatchUp:
         self._roster = roster
         self._recovery = recovery
 
-    def bring_in(self, instance: Instance, client: LoopClient, incarnation: str) -> None:
+    def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         have, missing = adapters_of(client), set[str]()
         if self._recovery is not None:
             self._recovery.report(have)
@@ -52,7 +54,7 @@ class AsItIs:
         self.directed = False
         """Whether the controller has said what is served."""
 
-    def bring_in(self, instance: Instance, client: LoopClient, incarnation: str) -> None:
+    def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         have = adapters_of(client)
         if not self.directed:
             self._roster.recover(Served.of(have))
@@ -91,7 +93,7 @@ class Recovery:
             self._holding.close()
 
 
-def adapters_of(client: LoopClient) -> dict[str, ServedAdapter]:
+def adapters_of(client: DialledClient) -> dict[str, ServedAdapter]:
     """What an engine has."""
     infos: list[AdapterInfo] = client.call("list_adapters").result()
     return {info.name: ServedAdapter(info.path or "", info.version, info.pinned) for info in infos}

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 from moe_lora.core.request import ModelInfo
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HANDSHAKE_S = 10.0
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
 """A host that is gone or cut off is noticed after about 5 s (on Linux; elsewhere by the system's rules)."""
