@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -55,10 +56,7 @@ def serve(
     from moe_lora.serve.server import bind, run_server
 
     routes = make_routes(routing or RoutingConfig(), config.max_num_seqs)
-    if routes.config.placement is not None and config.num_instances < 2:
-        raise ConfigError(
-            "a placement is over several instances; give --instances 2 or more, or leave it out"
-        )
+    _check_placement(routes.config, config)
     tokenizer = load_tokenizer(config.model_dir)
     name = served_model_name or Path(config.model_dir).resolve().name
     with (
@@ -71,35 +69,84 @@ def serve(
         run_server(_frontend(client, tokenizer, name, controller, routes.placement(client), served), sock)
 
 
-def serve_front_end(cluster: ClusterConfig) -> None:
+def serve_controller(cluster: ClusterConfig) -> None:
+    """Decide for the front ends of a cluster (see `serve.control`) until told to stop.
+
+    Raises ConfigError, RegistryError or AdapterError for what can be known at start.
+    """
+    from moe_lora.serve.control import roles
+
+    roles.serve_controller(cluster)
+
+
+def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
+    """Start a controller, front ends on one port, instances and a LoRA Server as processes of this host, and
+    keep them running until told to stop; the exit code.
+
+    Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
+    """
+    from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of, run_roles
+    from moe_lora.serve.routes import make_routes
+    from moe_lora.serve.server import bind
+
+    make_routes(cluster.front_end, cluster.engine.max_num_seqs)  # says what can't work
+    _check_placement(cluster.front_end, cluster.engine)
+    options = cluster.lora_server and {
+        name: value for name, value in cluster.lora_server.items() if name not in ("address", "store_dir")
+    }
+    with (
+        bind(cluster.front_end.host, cluster.front_end.port) as sock,
+        lora_server_processes(cluster.engine, options) as joined,
+    ):
+        cluster = on_loopback(cluster, num_front_ends, joined.lora_server)
+        with cluster_file(cluster) as file:
+            return 0 if run_roles(roles_of(cluster, file, sock.fileno())) else 1
+
+
+def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: int | None = None) -> None:
     """Serve over HTTP what instances compute that dial in (see `engine.door`), until told to stop.
 
+    name: of one of several.  listen_fd: a bound socket that the process inherits; None: it makes one.
     Raises ConfigError for what can be known at start.
     """
+    from moe_lora.dist.front_ends import ONE_FRONT_END
+    from moe_lora.engine.text import load_tokenizer
+    from moe_lora.serve.control.roles import serve_directed
+    from moe_lora.serve.server import bind
+
+    name = name or ONE_FRONT_END
+    front_end = cluster.front_end_named(name)
+    tokenizer = load_tokenizer(cluster.engine.model_dir)
+    with (
+        bind(front_end.host, front_end.port) if listen_fd is None else socket.socket(fileno=listen_fd) as sock
+    ):
+        if cluster.controller is None:
+            _serve_deciding(cluster, tokenizer, sock)
+        else:
+            serve_directed(cluster, name, tokenizer, sock)
+
+
+def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
+    """Serve as the only front end, which decides everything."""
     from moe_lora.core.clock import WallClock
     from moe_lora.dist.front_ends import parse_host_port
     from moe_lora.engine.door import Door
     from moe_lora.engine.entry import CatchUp, Recovery
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.roster import Roster
-    from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
-    from moe_lora.serve.server import bind, run_server
+    from moe_lora.serve.server import run_server
 
-    front_end, config = cluster.front_end, cluster.engine
+    config = cluster.engine
     address, key = cluster.engines_address(), cluster.secret()
-    tokenizer = load_tokenizer(config.model_dir)
     advice = (
         f"none has dialled in at {address} or all have left; start one, or send the request again in a while"
     )
     name = cluster.served_model_name
-    with (
-        bind(front_end.host, front_end.port) as sock,
-        opened_registry(cluster.registry, config, name) as (config, served),
-    ):
+    with opened_registry(cluster.registry, config, name) as (config, served):
         roster = Roster((), config.adapters, advice)
-        routes = make_routes(front_end, config.max_num_seqs)
+        routes = make_routes(cluster.front_end, config.max_num_seqs)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         entry = CatchUp(roster, Recovery(roster))
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster, entry)
@@ -109,6 +156,13 @@ def serve_front_end(cluster: ClusterConfig) -> None:
         finally:
             door.close()
             asyncio.run(fleet.close())
+
+
+def _check_placement(routing: RoutingConfig, config: EngineConfig) -> None:
+    if routing.placement is not None and config.num_instances < 2:
+        raise ConfigError(
+            "a placement is over several instances; give --instances 2 or more, or leave it out"
+        )
 
 
 def _frontend(

@@ -42,6 +42,10 @@ class EngineDeadError(MoeLoraError):
     """The engine's process has ended."""
 
 
+class ControllerAwayError(EngineDeadError):
+    """The controller of the cluster does not answer; nothing that it decides can be changed meanwhile."""
+
+
 class PeerUnreachableError(MoeLoraError):
     """A process that could not be found or connected to; trying again later may help."""
 

@@ -43,7 +43,7 @@ _SECTIONS = (
     "controller",
     "provision",
 )
-_NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance")
+NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance")
 _MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.key'
 
 
@@ -169,7 +169,7 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
     check_names("", given, _SECTIONS)
     model_dir = folder / text_of("model_dir", given.get("model_dir"))
     served_name = given.get("served_model_name")
-    engine = dataclass_fields(EngineConfig, "engine", given.get("engine"), _NOT_IN_ENGINE)
+    engine = dataclass_fields(EngineConfig, "engine", given.get("engine"), NOT_IN_ENGINE)
     front_end = dataclass_fields(FrontEndConfig, "front_end", given.get("front_end"))
     for name in ("performance_model", "operating_points"):
         if front_end.get(name) is not None:

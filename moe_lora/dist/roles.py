@@ -134,6 +134,16 @@ def stop_on_signals(stop: Callable[[], None], place: Place) -> None:
         ).start()
 
 
+def end_with(parent: int) -> None:
+    """As if by SIGTERM, end this process when the one that started it is gone."""
+    threading.Thread(
+        target=_stop_with_parent,
+        args=(parent, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        name="parent-watch",
+        daemon=True,
+    ).start()
+
+
 def _stop_with_parent(parent: int, stop: Callable[[], None]) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_S)

@@ -65,18 +65,20 @@ class Recovery:
     """The first seconds of a process that looks after instances: it takes over what it finds.
 
     Until it is over nobody comes into routing; by then the engines that outlived the process before this one
-    have dialled in and said what they serve, and so what was loaded over HTTP is served on.
+    have dialled in and said what they serve, and so what was loaded over HTTP is served on.  limit_s: None:
+    until `end` is called.
     """
 
-    def __init__(self, roster: Roster, limit_s: float = RECOVERY_S) -> None:
+    def __init__(self, roster: Roster, limit_s: float | None = RECOVERY_S) -> None:
         self._roster = roster
         self._lock = threading.Lock()
         self._over = False
         self._holding = ExitStack()
         self._holding.enter_context(roster.loading())
-        self._timer = threading.Timer(limit_s, self.end)
-        self._timer.daemon = True
-        self._timer.start()
+        if limit_s is not None:
+            timer = threading.Timer(limit_s, self.end)
+            timer.daemon = True
+            timer.start()
 
     def report(self, have: dict[str, ServedAdapter]) -> None:
         """An engine has these; once it is over that changes nothing."""
@@ -88,7 +90,6 @@ class Recovery:
         """Let them in.  May be called again."""
         with self._lock:
             over, self._over = self._over, True
-        self._timer.cancel()
         if not over:
             self._holding.close()
 

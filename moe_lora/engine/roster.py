@@ -129,6 +129,11 @@ class Roster:
         with self._changed:
             return self._numbers.setdefault(name, len(self._numbers))
 
+    def name_of(self, index: int) -> str:
+        """The name of the instance that has, or will have, this index."""
+        with self._changed:
+            return next(name for name, number in self._numbers.items() if number == index)
+
     def join(
         self,
         instance: Instance,

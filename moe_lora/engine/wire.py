@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
 
 from moe_lora.core.request import ModelInfo
 
@@ -47,8 +48,8 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), backlog=64)
 
 
-def dial(host: str, port: int, key: bytes, hello: Hello) -> tuple[Connection, Welcome]:
-    """Connect to a front end and say hello.
+def dial(host: str, port: int, key: bytes, hello: object) -> tuple[Connection, Welcome]:
+    """Connect and say hello.
 
     Raises OSError or EOFError if nobody is there, AuthenticationError if its key is another.
     """
@@ -66,14 +67,14 @@ def dial(host: str, port: int, key: bytes, hello: Hello) -> tuple[Connection, We
     return connection, welcome
 
 
-def greet(sock: socket.socket, key: bytes) -> tuple[Connection, Hello]:
+def greet(sock: socket.socket, key: bytes) -> tuple[Connection, Any]:
     """The other side of `dial`; a `Welcome` has to follow.  Raises as it does."""
     connection = _prepared(sock)
     try:
         with time_limit(connection, HANDSHAKE_S):
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
-            hello: Hello = connection.recv()
+            hello = connection.recv()
     except BaseException:
         connection.close()
         raise
