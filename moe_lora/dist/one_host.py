@@ -25,15 +25,21 @@ from .front_ends import ControllerConfig, FrontEndPlace
 
 logger = logging.getLogger(__name__)
 
+FRONT_END = "front-end"
 STOP_S = 20.0
 """From SIGTERM to SIGKILL: a front end drains, an instance finishes its step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """A process to keep running.  words: of its command, after the interpreter; fds: that it inherits."""
+    """A process to keep running.
+
+    kind: roles of one kind stand in for each other.  words: of its command, after the interpreter; fds: that
+    it inherits.
+    """
 
     name: str
+    kind: str
     words: tuple[str, ...]
     fds: tuple[int, ...] = ()
 
@@ -89,10 +95,11 @@ def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:
     config = ("--config", f"/dev/fd/{file}", "--parent", str(os.getpid()))
     serve = ("-m", "moe_lora.cli.main", "serve", *config)
     return [
-        Role(name="controller", words=(*serve, "--role", "controller"), fds=(file,)),
+        Role(name="controller", kind="controller", words=(*serve, "--role", "controller"), fds=(file,)),
         *(
             Role(
                 name=name,
+                kind=FRONT_END,
                 words=(*serve, "--role", "front-end", "--name", name, "--listen-fd", str(http)),
                 fds=(file, http),
             )
@@ -101,6 +108,7 @@ def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:
         *(
             Role(
                 name=f"instance-{number}",
+                kind="instance",
                 words=(
                     *("-m", "moe_lora.dist.worker", *config),
                     *("--role", "instance", "--name", f"instance-{number}"),
@@ -115,7 +123,7 @@ def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:
 class HostRoles:
     """Keeps roles running; one thread waits for each.
 
-    failed: set once a role ended too often within a short time to be started again.
+    failed: whether all of a kind ended too often within a short time to be started again.
     """
 
     def __init__(
@@ -128,7 +136,8 @@ class HostRoles:
         self._policy = policy or RestartPolicy()
         self._lock = threading.Lock()
         self._stopping = False
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, tuple[Role, subprocess.Popen[bytes]]] = {}
+        self._kept = [role.kind for role in roles]
         self._threads = [
             threading.Thread(target=self._keep, args=(role,), name=f"keep-{role.name}", daemon=True)
             for role in roles
@@ -137,20 +146,13 @@ class HostRoles:
             thread.start()
 
     def stop(self) -> None:
-        """End all, and return when they have ended."""
+        """End all, those first that others work for; return when they have ended."""
         with self._lock:
             self._stopping = True
-            processes = list(self._running.values())
+            running = list(self._running.values())
         self.over.set()
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                logger.warning("process %d does not end and is killed", process.pid)
-                process.kill()
-                process.wait()
+        _end([process for role, process in running if role.kind == FRONT_END])
+        _end([process for role, process in running if role.kind != FRONT_END])
         for thread in self._threads:
             thread.join()
 
@@ -168,17 +170,22 @@ class HostRoles:
             )
             pause_s = self._policy.pause_s(num_deaths)
             if pause_s is None:
-                logger.error(
-                    "%s ended %d times within %g s of its start and is not started again; find the cause "
-                    "above",
-                    role.name,
-                    num_deaths,
-                    self._policy.quick_s,
-                )
-                self.failed = True
-                self.over.set()
+                self._give_up(role, num_deaths)
                 return
             self.over.wait(pause_s)
+
+    def _give_up(self, role: Role, num_deaths: int) -> None:
+        logger.error(
+            "%s ended %d times within %g s of its start and is not started again; find the cause above",
+            role.name,
+            num_deaths,
+            self._policy.quick_s,
+        )
+        with self._lock:
+            self._kept.remove(role.kind)
+            if role.kind not in self._kept:
+                self.failed = True
+                self.over.set()
 
     def _start(self, role: Role) -> subprocess.Popen[bytes] | None:
         """None: everything is being stopped."""
@@ -189,9 +196,21 @@ class HostRoles:
             process = subprocess.Popen(
                 [sys.executable, *role.words], pass_fds=role.fds, start_new_session=True
             )
-            self._running[role.name] = process
+            self._running[role.name] = role, process
         logger.info("%s started (process %d)", role.name, process.pid)
         return process
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("process %d does not end and is killed", process.pid)
+            process.kill()
+            process.wait()
 
 
 def run_roles(roles: Sequence[Role]) -> bool:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -20,8 +21,8 @@ from moe_lora.engine.supervisor import RestartPolicy
 from .cluster_jobs import alive, until
 
 QUICK = RestartPolicy(max_quick_deaths=3, first_pause_s=0.01)
-SLEEPING = Role(name="sleeper", words=("-c", "import time; time.sleep(600)"))
-FAILING = Role(name="failing", words=("-c", "raise SystemExit(3)"))
+SLEEPING = Role(name="sleeper", kind="one", words=("-c", "import time; time.sleep(600)"))
+FAILING = Role(name="failing", kind="other", words=("-c", "raise SystemExit(3)"))
 
 
 @pytest.fixture
@@ -81,6 +82,14 @@ def test_what_ends_is_started_again_and_what_keeps_ending_ends_all(caplog):
         assert "failing ended 3 times" in caplog.text
     finally:
         kept.stop()
+
+
+def test_one_that_keeps_ending_is_given_up_while_others_stand_in(caplog):
+    kept = HostRoles([SLEEPING, replace(FAILING, kind="one")], policy=QUICK)
+    until(lambda: "is not started again" in caplog.text, lambda: caplog.text)
+    assert not kept.over.is_set()
+    kept.stop()
+    assert not kept.failed
 
 
 def test_stopping_ends_what_runs(caplog):
