@@ -42,6 +42,10 @@ class EngineDeadError(MoeLoraError):
     """The engine's process has ended."""
 
 
+class EngineSilentError(EngineDeadError):
+    """The engine's process is there, but does not get on: it is stopped, cut off, or hangs."""
+
+
 class PeerUnreachableError(MoeLoraError):
     """A process that could not be found or connected to; trying again later may help."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.request import AdapterInfo
 
 from .loop_client import LoopClient
 from .roster import ServedAdapter
@@ -44,3 +45,21 @@ def catch_up(
                 client.call("unload_adapter", name).result()
             missing.add(name)
         have[name] = adapter
+
+
+def held_by(client: LoopClient) -> dict[str, ServedAdapter]:
+    """What an engine has once it has done what it was told before.
+
+    Version 1 is what it started with; others may be of an earlier front end, or have changed while it was
+    silent.  Raises EngineDeadError.
+    """
+    client.settle()
+    infos: list[AdapterInfo] = client.call("list_adapters").result()
+    return {
+        info.name: ServedAdapter(info.path or "", 1 if info.version == 1 else _UNLIKE_ANY, pinned=info.pinned)
+        for info in infos
+    }
+
+
+_UNLIKE_ANY = 0
+"""A version that nothing is served as, so that the adapter is loaded again."""

@@ -11,12 +11,13 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
 from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.core.request import AdapterInfo, ModelInfo
+from moe_lora.core.request import ModelInfo
 from moe_lora.dist.lora_server.control import hang_up
 
-from .catch_up import catch_up
+from .attendance import Attendance
+from .catch_up import catch_up, held_by
 from .connection_client import ConnectionClient
-from .roster import Roster, ServedAdapter
+from .roster import Roster
 from .wire import PROTOCOL_VERSION, Hello, Welcome, greet, listen
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Door:
         with connection:
             refusal = self._refusal(hello)
             try:
-                connection.send(Welcome(refusal))
+                connection.send(Welcome(refusal, self._roster.heartbeat.interval_s))
                 if refusal is None:
                     self._host(connection, hello, host)
             except OSError as error:
@@ -130,30 +131,19 @@ class Door:
     def _host(self, connection: Connection, hello: Hello, host: str) -> None:
         """Have the engine take part until its connection ends."""
         client = DialledClient(connection, hello.name)
-        try:
-            instance = self._roster.enter(hello.name, client)
-            have, missing = _adapters_of(client), set[str]()
+
+        def come() -> None:
+            have, missing = held_by(client), set[str]()
             while not self._roster.join(instance, client, have, missing, hello.incarnation):
                 catch_up(client, self._roster.adapters, have, missing)
-            logger.info("instance %s dialled in from %s", hello.name, host)
-            client.ended.wait()
-            self._roster.lose(instance, client)
+            logger.info("instance %s from %s takes part", hello.name, host)
+
+        try:
+            instance = self._roster.enter(hello.name, client)
+            Attendance(self._roster, instance, client, come, lambda: hang_up(connection)).run()
             if not self._roster.closed.is_set():
                 logger.warning("instance %s left; its requests go on elsewhere", hello.name)
         except EngineDeadError as error:
             logger.warning("instance %s left before it took part: %s", hello.name, error)
         finally:
             client.shut_down()
-
-
-def _adapters_of(client: DialledClient) -> dict[str, ServedAdapter]:
-    """What the engine has: version 1 is what it started with, others may be of an earlier front end."""
-    infos: list[AdapterInfo] = client.call("list_adapters").result()
-    return {
-        info.name: ServedAdapter(info.path or "", 1 if info.version == 1 else _UNLIKE_ANY, pinned=info.pinned)
-        for info in infos
-    }
-
-
-_UNLIKE_ANY = 0
-"""A version that nothing is served as, so that the adapter is loaded again."""

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 from moe_lora.core.request import ModelInfo
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HANDSHAKE_S = 10.0
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
 """A host that is gone or cut off is noticed after about 5 s (on Linux; elsewhere by the system's rules)."""
@@ -33,9 +33,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The front end's answer.  refusal: why the engine can't take part; None: it does."""
+    """The front end's answer.  refusal: why the engine can't take part; None: it does, and sends a beat
+    every heartbeat_s.
+    """
 
     refusal: str | None = None
+    heartbeat_s: float = 1.0
 
 
 def new_incarnation() -> str:
