@@ -26,6 +26,7 @@ from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
 
 if TYPE_CHECKING:
+    from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.text import Tokenizer
     from moe_lora.serve.controller import Controller
     from moe_lora.serve.frontend import Frontend
@@ -50,6 +51,7 @@ def serve(
     registry: see `ClusterConfig`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
     start.
     """
+    from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
@@ -63,7 +65,13 @@ def serve(
         bind(host, port) as sock,
         opened_registry(registry, config, name) as (config, served),
         lora_server_processes(config, lora_server) as joined,
-        engine_processes(joined, routes.router, meter=routes.meter, ranks=routes.ranks) as client,
+        engine_processes(
+            joined,
+            routes.router,
+            meter=routes.meter,
+            ranks=routes.ranks,
+            heartbeat=Heartbeat.of(routes.config),
+        ) as client,
     ):
         controller = _controller(provision, client, joined.lora_server)
         run_server(_frontend(client, tokenizer, name, controller, routes.placement(client), served), sock)
@@ -133,6 +141,7 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
     from moe_lora.engine.door import Door
     from moe_lora.engine.entry import CatchUp, Recovery
     from moe_lora.engine.fleet import FleetClient
+    from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.roster import Roster
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
@@ -145,7 +154,7 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
     )
     name = cluster.served_model_name
     with opened_registry(cluster.registry, config, name) as (config, served):
-        roster = Roster((), config.adapters, advice)
+        roster = Roster((), config.adapters, advice, Heartbeat.of(cluster.front_end))
         routes = make_routes(cluster.front_end, config.max_num_seqs)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         entry = CatchUp(roster, Recovery(roster))
@@ -207,11 +216,12 @@ def engine_processes(
     *,
     meter: TokenMeter | None = None,
     ranks: dict[str, int] | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> Iterator[EngineClient]:
     """Engine processes, ended with the context: one, or several that stand in for each other.
 
     Several are restarted when they end; one is not.  routing: a router, or the name of one in
-    `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.
+    `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.  heartbeat: when one of several is silent.
     """
     from moe_lora.engine.process import ProcessClient, start_processes, usable_cores
     from moe_lora.engine.shares import instance_config, thread_share
@@ -228,17 +238,22 @@ def engine_processes(
 
     from moe_lora.core.clock import WallClock
     from moe_lora.engine.fleet import FleetClient
+    from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.supervisor import Supervisor
     from moe_lora.policies.routers import make_router
 
+    beats = heartbeat or Heartbeat()
+
     def launch(index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]) -> ProcessClient:
-        return ProcessClient(instance_config(config, index, num_starts, adapters), wait=False)
+        started = instance_config(config, index, num_starts, adapters)
+        return ProcessClient(started, wait=False, heartbeat_s=beats.interval_s)
 
     router = make_router(routing) if isinstance(routing, str) else routing
     clock = WallClock()
-    clients = start_processes([instance_config(config, i, 0, config.adapters) for i in range(count)])
-    roster = Roster(clients, config.adapters)
+    configs = [instance_config(config, i, 0, config.adapters) for i in range(count)]
+    clients = start_processes(configs, beats.interval_s)
+    roster = Roster(clients, config.adapters, heartbeat=beats)
     fleet = FleetClient(roster, router, clock, meter=meter, ranks=ranks)
     Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
     try:

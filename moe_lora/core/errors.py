@@ -42,6 +42,10 @@ class EngineDeadError(MoeLoraError):
     """The engine's process has ended."""
 
 
+class EngineSilentError(EngineDeadError):
+    """The engine's process is there, but does not get on: it is stopped, cut off, or hangs."""
+
+
 class ControllerAwayError(EngineDeadError):
     """The controller of the cluster does not answer; nothing that it decides can be changed meanwhile."""
 

@@ -14,6 +14,7 @@ from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import ModelInfo
 from moe_lora.dist.lora_server.control import hang_up
 
+from .attendance import Attendance
 from .connection_client import ConnectionClient
 from .entry import CatchUp, Entry
 from .roster import Roster
@@ -102,7 +103,7 @@ class Door:
         with connection:
             refusal = self._refusal(hello)
             try:
-                connection.send(Welcome(refusal))
+                connection.send(Welcome(refusal, self._roster.heartbeat.interval_s))
                 if refusal is None:
                     self._host(connection, hello, host)
             except OSError as error:
@@ -132,12 +133,14 @@ class Door:
     def _host(self, connection: Connection, hello: Hello, host: str) -> None:
         """Have the engine take part until its connection ends."""
         client = DialledClient(connection, hello.name)
+
+        def come() -> None:
+            self._entry.bring_in(instance, client, hello.incarnation)
+            logger.info("instance %s from %s takes part", hello.name, host)
+
         try:
             instance = self._roster.enter(hello.name, client)
-            self._entry.bring_in(instance, client, hello.incarnation)
-            logger.info("instance %s dialled in from %s", hello.name, host)
-            client.ended.wait()
-            self._roster.lose(instance, client)
+            Attendance(self._roster, instance, client, come, lambda: hang_up(connection)).run()
             if not self._roster.closed.is_set():
                 logger.warning("instance %s left; its requests go on elsewhere", hello.name)
         except EngineDeadError as error:

@@ -6,9 +6,7 @@ import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
-from moe_lora.core.request import AdapterInfo
-
-from .catch_up import catch_up
+from .catch_up import catch_up, held_by
 from .roster import Instance, Roster
 from .served import Served, ServedAdapter
 
@@ -36,7 +34,7 @@ class CatchUp:
         self._recovery = recovery
 
     def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        have, missing = adapters_of(client), set[str]()
+        have, missing = held_by(client), set[str]()
         if self._recovery is not None:
             self._recovery.report(have)
         while not self._roster.join(instance, client, have, missing, incarnation):
@@ -55,7 +53,7 @@ class AsItIs:
         """Whether the controller has said what is served."""
 
     def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        have = adapters_of(client)
+        have = held_by(client)
         if not self.directed:
             self._roster.recover(Served.of(have))
         self._roster.join_as_it_is(instance, client, have, incarnation)
@@ -92,9 +90,3 @@ class Recovery:
             over, self._over = self._over, True
         if not over:
             self._holding.close()
-
-
-def adapters_of(client: DialledClient) -> dict[str, ServedAdapter]:
-    """What an engine has."""
-    infos: list[AdapterInfo] = client.call("list_adapters").result()
-    return {info.name: ServedAdapter(info.path or "", info.version, info.pinned) for info in infos}

@@ -16,6 +16,8 @@ from moe_lora.policies.instance_load import InstanceLoad
 
 from .client import EngineClient
 from .fleet_views import add_counters
+from .heartbeat import Heartbeat
+from .messages import Beat
 from .served import Holding, Served, ServedAdapter
 
 
@@ -23,11 +25,13 @@ from .served import Holding, Served, ServedAdapter
 class Instance:
     """An engine among several.  `client` is replaced when the engine is restarted, or dials in again.
 
-    name: its number, or the name it dialled in with.  outstanding_tokens, load: see
-    `policies.routing.InstanceView`.  missing: adapters that could not be loaded again after a restart.
-    starting: the client of a process that is not in routing yet.  latest: the stats it gave last.  past:
-    counters of its earlier processes; past_before: of those before the latest, whose incarnation (of an
-    engine that dials in) is kept beside it.
+    name: its number, or the name it dialled in with.  asked_tokens: what the requests that it got from
+    here may still need; tokens_elsewhere: what those of other front ends may.  load: see
+    `policies.routing.InstanceView`.  silent: out of routing because it does not get on.  missing:
+    adapters that could not be loaded again after a restart.  starting: the client of a process that is
+    not in routing yet.  latest: the stats it gave last.  past: counters of its earlier processes;
+    past_before: of those before the latest, whose incarnation (of an engine that dials in) is kept beside
+    it.
     """
 
     index: int
@@ -35,7 +39,9 @@ class Instance:
     name: str
     live: bool = True
     given_up: bool = False
-    outstanding_tokens: int = 0
+    silent: bool = False
+    asked_tokens: int = 0
+    tokens_elsewhere: int = 0
     load: InstanceLoad = field(default_factory=InstanceLoad)
     missing: set[str] = field(default_factory=set)
     starting: EngineClient | None = None
@@ -50,12 +56,22 @@ class Instance:
     def num_restarts(self) -> int:
         return max(0, self.num_starts - 1)
 
+    @property
+    def outstanding_tokens(self) -> int:
+        return self.asked_tokens + self.tokens_elsewhere
+
+    def hear(self, beat: Beat) -> None:
+        """Take over what the engine says of other front ends' requests."""
+        self.tokens_elsewhere = beat.outstanding_tokens
+        self.load.num_elsewhere = beat.num_running + beat.num_waiting
+
 
 class Roster:
     """The instances and the adapters that they serve.
 
     clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
     pairs of the start.  advice: what to do when no instance is live, where they come by themselves.
+    heartbeat: when an instance counts as silent.
     """
 
     def __init__(
@@ -63,7 +79,9 @@ class Roster:
         clients: Sequence[EngineClient],
         adapters: Sequence[tuple[str, str]] = (),
         advice: str | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        self.heartbeat = heartbeat or Heartbeat()
         self.instances = [Instance(index, client, str(index)) for index, client in enumerate(clients)]
         self.closed = threading.Event()
         self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
@@ -91,6 +109,9 @@ class Roster:
         raise EngineDeadError(f"no LLM instance is running: {self._absence()}")
 
     def _absence(self) -> str:
+        silent = ", ".join(instance.name for instance in self.instances if instance.silent)
+        if silent:
+            return f"instance {silent} does not get on; send the request again in a while, or restart it"
         if self._advice is not None:
             return self._advice
         gone = [str(instance.index) for instance in self.instances if instance.given_up]
@@ -102,10 +123,23 @@ class Roster:
     def lose(self, instance: Instance, client: EngineClient) -> None:
         """Take an instance whose `client` is dead out of routing, unless it has another one by now."""
         with self._changed:
-            if instance.client is client and instance.live:
-                instance.live = False
-                instance.past = add_counters([instance.past, instance.latest])
-                instance.latest = EngineStats()
+            if instance.client is client:
+                self._take_out(instance)
+
+    def drain(self, instance: Instance, client: EngineClient) -> bool:
+        """Take an instance that is silent out of routing until it joins again; False if it is out already."""
+        with self._changed:
+            was_live = instance.live
+            if instance.client is client and was_live:
+                instance.silent = True
+                self._take_out(instance)
+            return was_live and not instance.live
+
+    def _take_out(self, instance: Instance) -> None:
+        if instance.live:
+            instance.live = False
+            instance.past = add_counters([instance.past, instance.latest])
+            instance.latest = EngineStats()
 
     def enter(self, name: str, client: EngineClient) -> Instance:
         """The entry of an engine that dials in, not in routing yet: the one that its name had, or a new one.
@@ -144,7 +178,7 @@ class Roster:
     ) -> bool:
         """Put an instance into routing, if `have` is what all serve now; waits for loads under way.
 
-        incarnation: of an engine that dials in; if it is the one that was there before, it was not restarted.
+        incarnation: if it is the one that was there before, the engine was not restarted.
         Raises EngineDeadError if the fleet was closed.
         """
         with self._changed:
@@ -178,7 +212,7 @@ class Roster:
         self, instance: Instance, client: EngineClient, missing: set[str], incarnation: str | None
     ) -> None:
         instance.client, instance.missing, instance.starting = client, missing, None
-        instance.live = True
+        instance.live, instance.silent = True, False
         if incarnation is not None and incarnation == instance.incarnation:
             instance.past = instance.past_before  # the process still counts what it did before
         else:

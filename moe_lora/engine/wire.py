@@ -34,9 +34,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The front end's answer.  refusal: why the engine can't take part; None: it does."""
+    """The front end's answer.  refusal: why the engine can't take part; None: it does, and sends a beat
+    every heartbeat_s.
+    """
 
     refusal: str | None = None
+    heartbeat_s: float = 1.0
 
 
 def new_incarnation() -> str:

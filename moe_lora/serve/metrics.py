@@ -66,6 +66,7 @@ LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 TIERS = ("device", "host")
 INSTANCE_GAUGES = (
     ("moe_lora:instance_up", "1 while the instance answers.", "live"),
+    ("moe_lora:instance_silent", "1 while it gets no requests because it does not get on.", "silent"),
     ("moe_lora:instance_requests_running", "Requests being computed.", "num_running"),
     ("moe_lora:instance_requests_waiting", "Requests that wait in the instance.", "num_waiting"),
     ("moe_lora:instance_kv_cache_usage", "Share of KV pages in use, 0 to 1.", "kv_usage"),

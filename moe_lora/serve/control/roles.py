@@ -15,6 +15,7 @@ from moe_lora.dist.lora_server.admin import LoraServerAdmin
 from moe_lora.engine.door import Door
 from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
 from moe_lora.engine.fleet import FleetClient
+from moe_lora.engine.heartbeat import Heartbeat
 from moe_lora.engine.roster import Roster
 from moe_lora.serve.controller import Controller
 from moe_lora.serve.frontend import Frontend
@@ -47,7 +48,7 @@ def serve_controller(cluster: ClusterConfig) -> None:
     host, port = parse_host_port("controller.address", cluster.controller.address)
     place, key, config = cluster.doors()[CONTROLLER], cluster.secret(), cluster.engine
     with opened_registry(cluster.registry, config, cluster.served_model_name) as (config, registry):
-        roster = Roster((), config.adapters, ABSENCE.format(*place))
+        roster = Roster((), config.adapters, ABSENCE.format(*place), Heartbeat.of(cluster.front_end))
         routes = make_routes(cluster.front_end, config.max_num_seqs)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         placement = routes.placement(fleet)
@@ -94,7 +95,7 @@ def serve_directed(
     assert cluster.controller is not None
     place, key, config = cluster.doors()[name], cluster.secret(), cluster.engine
     link = ControllerLink(*parse_host_port("controller.address", cluster.controller.address), key, name)
-    roster = Roster((), config.adapters, ABSENCE.format(*place))
+    roster = Roster((), config.adapters, ABSENCE.format(*place), Heartbeat.of(cluster.front_end))
     routes = make_routes(cluster.front_end, config.max_num_seqs)
     fleet = DirectedFleet(roster, routes, link, WallClock())
     entry = AsItIs(roster)
