@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,8 +40,8 @@ class Frontend:
     tokenizer None: prompts are token ids only.  model_name: what requests call the base model; every other
     name is an adapter's.  controller None: the load on adapters is not watched.  placement None: adapters
     are not divided over instances.  registry None: adapters are known by their paths only.  link: to the
-    process that decides, if that is another one.  tasks: run while it serves.  Whoever makes it closes
-    the client.
+    process that decides, if that is another one.  tasks: run while it serves.  ready: waited for before
+    it serves.  Whoever makes it closes the client.
     """
 
     client: EngineClient
@@ -52,6 +52,7 @@ class Frontend:
     registry: RegistryView | None = None
     link: ControllerLink | None = None
     tasks: Sequence[Task] = ()
+    ready: Callable[[], Awaitable[None]] | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     _info: ModelInfo | None = None
 

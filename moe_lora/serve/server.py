@@ -92,6 +92,8 @@ async def serve_forever(frontend: Frontend, sock: socket.socket, drain_s: float 
         loop.add_signal_handler(number, server.stop)
     tasks = [asyncio.create_task(one.run()) for one in frontend.tasks]
     try:
+        if frontend.ready is not None:
+            await frontend.ready()
         await server.serve(sockets=[sock])
     finally:
         for task in tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -24,6 +25,9 @@ from moe_lora.serve.routes import Routes
 from .link import ControllerLink
 from .messages import ClusterState, Figures, Report, VisitEvent
 
+READY_S = 5.0
+_LOOK_S = 0.05
+
 
 class DirectedFleet(FleetClient):
     """`EngineClient` whose adapters are loaded, unloaded and pinned by the controller.
@@ -37,7 +41,8 @@ class DirectedFleet(FleetClient):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         if request.adapter is not None and self._roster.version(request.adapter) is None:
-            # An instance that the controller does not see may still have it.
+            # An instance that the controller does not see may still have it; without any nobody knows.
+            self._roster.candidates(None)
             raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
         outputs = cast("AsyncGenerator[TokenOutput, None]", super().generate(request))
         async with aclosing(outputs):
@@ -69,6 +74,16 @@ class DirectedRouting:
         self._entry = entry
         self._provision = provision
         self._figures = Figures()
+
+    async def ready(self) -> None:
+        """Return when this front end knows what is served and has an instance, or after READY_S.
+
+        Until then one that starts again beside others leaves requests to them.
+        """
+        waited_s = 0.0
+        while waited_s < READY_S and not (self._entry.directed and self._roster.live):
+            await asyncio.sleep(_LOOK_S)
+            waited_s += _LOOK_S
 
     def follow(self, state: ClusterState) -> None:
         self._entry.directed = True

@@ -111,6 +111,7 @@ def serve_directed(
         registry=None if cluster.registry is None else DirectedRegistry(link),
         link=link,
         tasks=(link,),
+        ready=routing.ready,
     )
     door = Door(*place, key, roster, entry)
     try:
