@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import socket
 import threading
@@ -30,8 +29,6 @@ class DialledClient(ConnectionClient):
 
     def __init__(self, connection: Connection, name: str) -> None:
         super().__init__(connection, f"instance {name}")
-        # An engine may still answer what the connection before this one asked.
-        self._call_ids = itertools.count(time.time_ns())
         self.start_reading()
 
     def shut_down(self) -> None:
@@ -133,10 +130,11 @@ class Door:
         client = DialledClient(connection, hello.name)
 
         def come() -> None:
-            have, missing = held_by(client), set[str]()
+            have, missing, was_silent = held_by(client), set[str](), instance.silent
             while not self._roster.join(instance, client, have, missing, hello.incarnation):
                 catch_up(client, self._roster.adapters, have, missing)
-            logger.info("instance %s from %s takes part", hello.name, host)
+            how = "gets on again" if was_silent else f"dialled in from {host}"
+            logger.info("instance %s %s", hello.name, how)
 
         try:
             instance = self._roster.enter(hello.name, client)
