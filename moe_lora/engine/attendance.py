@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Protocol
 
+from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
 
 from .client import EngineClient
@@ -45,9 +45,11 @@ class Attendance:
         client: BeatingClient,
         come: Callable[[], None],
         give_up: Callable[[], None],
+        clock: Clock | None = None,
     ) -> None:
         self._roster, self._instance, self._client = roster, instance, client
         self._come, self._give_up = come, give_up
+        self._clock = clock or WallClock()
         self._coming: threading.Thread | None = None
 
     def run(self) -> None:
@@ -64,10 +66,10 @@ class Attendance:
             elif not self._is_in() and (self._coming is None or not self._coming.is_alive()):
                 self._coming = threading.Thread(target=self._try_to_come, name="catch-up", daemon=True)
                 self._coming.start()
-            asleep_s = time.monotonic()
+            looked_s = self._clock.now_s()
             if self._client.ended.wait(heartbeat.timeout_s / _LOOKS_PER_TIMEOUT):
                 break
-            if time.monotonic() - asleep_s > heartbeat.timeout_s:
+            if self._clock.now_s() - looked_s > heartbeat.timeout_s:
                 hearing.excuse()  # this process itself stood still
         if self._coming is not None:
             self._coming.join()

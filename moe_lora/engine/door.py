@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import socket
 import threading
@@ -30,8 +29,6 @@ class DialledClient(ConnectionClient):
 
     def __init__(self, connection: Connection, name: str) -> None:
         super().__init__(connection, f"instance {name}")
-        # An engine may still answer what the connection before this one asked.
-        self._call_ids = itertools.count(time.time_ns())
         self.start_reading()
 
     def shut_down(self) -> None:
@@ -135,8 +132,10 @@ class Door:
         client = DialledClient(connection, hello.name)
 
         def come() -> None:
+            was_silent = instance.silent
             self._entry.bring_in(instance, client, hello.incarnation)
-            logger.info("instance %s from %s takes part", hello.name, host)
+            how = "gets on again" if was_silent else f"dialled in from {host}"
+            logger.info("instance %s %s", hello.name, how)
 
         try:
             instance = self._roster.enter(hello.name, client)

@@ -34,7 +34,7 @@ class EngineLoop(threading.Thread):
     def __init__(self, core: EngineCore, emit: Callable[[Event], None], inbox: Inbox | None = None) -> None:
         super().__init__(name="engine-loop", daemon=True)
         self.inbox = inbox or Inbox()
-        self.pulse = Pulse()
+        self.pulse = Pulse(self.inbox.clock)
         self._core = core
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")

@@ -111,6 +111,10 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nengine: {max_loras: 0}", "max_loras=0 must be 1 or more"),
         ("model_dir: m\nlora_server: {capacity: 0}", "lora_server.capacity=0 must be 1 or more"),
         ("model_dir: m\nfront_end: {port: 70000}", "front_end.port=70000 must be between"),
+        (
+            "model_dir: m\nfront_end: {heartbeat_timeout_s: 40}",
+            "heartbeat_timeout_s=40.0 must be positive and below heartbeat_dead_s=30.0",
+        ),
         ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
         ("model_dir: m\nfront_ends: {a: {engines_address: 'h:1'}}", "front_ends needs a controller"),
         ("model_dir: m\nfront_ends: [a]", "front_ends must be a mapping"),

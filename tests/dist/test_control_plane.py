@@ -95,7 +95,7 @@ class Running:
         self.front_ends = {name: cluster.front_end_named(name) for name in FRONT_ENDS}
         self.instances = [cluster.plain_instance(f"instance-{number}") for number in (1, 2)]
         for job in (self.controller, *self.front_ends.values()):
-            job.wait_for("instance instance-. from 127.0.0.1 takes part", 2)
+            job.wait_for("instance instance-. dialled in", 2)
 
 
 @pytest.fixture(scope="module")

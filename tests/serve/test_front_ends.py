@@ -21,7 +21,7 @@ SEVERAL = ("--front-ends", "2", "--instances", "2", "--placement", "loraserve")
 @pytest.fixture
 def server(tmp_path) -> Iterator[DemoServer]:
     with demo_server(tmp_path / "log", *OPTIONS, *SEVERAL) as server:
-        said = r"instance instance-\d from 127.0.0.1 takes part"
+        said = r"instance instance-\d dialled in"
         until(lambda: len(re.findall(said, server.log.read_text())) == 6, server.log.read_text)
         yield server
 
