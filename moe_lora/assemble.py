@@ -93,7 +93,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
 
     Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
     """
-    from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of, run_roles
+    from moe_lora.dist.host_roles import run_roles
+    from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
     from moe_lora.engine.process import usable_cores
     from moe_lora.engine.shares import thread_share
     from moe_lora.serve.routes import make_routes

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from .catch_up import catch_up, held_by
+from .directed_roster import DirectedRoster
 from .roster import Instance, Roster
 from .served import Served, ServedAdapter
 
@@ -47,7 +48,7 @@ class AsItIs:
     Until the controller was heard of, what engines have is what is served.
     """
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: DirectedRoster) -> None:
         self._roster = roster
         self.directed = False
         """Whether the controller has said what is served."""

@@ -20,7 +20,7 @@ from moe_lora.serve.served_registry import ServedRegistry
 
 from .book import StateBook
 from .desk import Session
-from .messages import Figures, FrontEndHello, Report, Taken, ToController, VisitEvent
+from .messages import Figures, FrontEndHello, Report, Taken, ToController
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,22 @@ class Decisions:
     provision: Controller | None = None
     registry: ServedRegistry | None = None
 
+    def methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        """What front ends may call."""
+        fleet, provision, registry = self.fleet, self.provision, self.registry
+        found: dict[str, Callable[..., Awaitable[Any]]] = {
+            "load_adapter": lambda name, path, replace: fleet.load_adapter(name, path, replace=replace),
+            "unload_adapter": fleet.unload_adapter,
+            "pin_adapter": lambda name, pinned: fleet.pin_adapter(name, pinned=pinned),
+        }
+        if provision is not None:
+            found |= {"server_state": provision.server_state, "resize": provision.resize}
+        if registry is not None:
+            found["registry_base"] = registry.base
+            found["resolve"] = registry.resolve
+            found["registry"] = lambda method, args, keywords: registry.call(method, *args, **keywords)
+        return found
+
 
 class Director:
     """Answers the calls of front ends, and has each of them do as was decided.
@@ -63,22 +79,7 @@ class Director:
         self._taken = asyncio.Condition()
         self._ready = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        fleet = decisions.fleet
-        self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
-            "load_adapter": lambda name, path, replace: fleet.load_adapter(name, path, replace=replace),
-            "unload_adapter": fleet.unload_adapter,
-            "pin_adapter": lambda name, pinned: fleet.pin_adapter(name, pinned=pinned),
-        }
-        if decisions.provision is not None:
-            self._methods["server_state"] = decisions.provision.server_state
-            self._methods["resize"] = decisions.provision.resize
-        if decisions.registry is not None:
-            registry = decisions.registry
-            self._methods["registry_base"] = registry.base
-            self._methods["resolve"] = registry.resolve
-            self._methods["registry"] = lambda method, args, keywords: registry.call(
-                method, *args, **keywords
-            )
+        self._methods = decisions.methods()
 
     async def run(self) -> None:
         """Recover, then decide and give out, until cancelled."""
@@ -186,28 +187,9 @@ class Director:
         elif isinstance(message, Report):
             for adapter, num_tokens in message.tokens.items():
                 self._decisions.meter.add(adapter, num_tokens)
-            for event in message.visits:
-                self._see(session, event)
-
-    def _see(self, session: Session, event: VisitEvent) -> None:
-        """Bring an event of a request into the window of the load."""
-        if self._decisions.provision is None:
-            return
-        if event.kind == "begin":
-            assert event.adapter is not None
-            session.visits[event.number] = self._decisions.provision.window.begin(event.adapter)
-            return
-        visit = session.visits.get(event.number)
-        if visit is None:  # it began before this controller
-            return
-        if event.kind == "start":
-            visit.start()
-            return
-        del session.visits[event.number]
-        if event.kind == "refuse":
-            visit.refuse()
-        else:
-            visit.end(event.timing)
+            if self._decisions.provision is not None:
+                for event in message.visits:
+                    session.see(self._decisions.provision.window, event)
 
     async def _answer(self, session: Session, call: Call) -> None:
         """Carry out a call; answer it when all front ends have what it changed."""

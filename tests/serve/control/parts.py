@@ -9,6 +9,7 @@ from collections.abc import Callable
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.config import ProvisionConfig, RoutingConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.entry import AsItIs, Recovery
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster
@@ -92,7 +93,7 @@ class FrontEndSide:
         self, name: str, port: int, fleet_engines: list[CountingEngine], placement: str | None = None
     ):
         self.link = ControllerLink("127.0.0.1", port, KEY, name)
-        self.roster = Roster(fleet_engines, START)
+        self.roster = DirectedRoster(fleet_engines, START)
         self.routes = make_routes(RoutingConfig(placement=placement), 8)
         self.fleet = DirectedFleet(self.roster, self.routes, self.link, VirtualClock())
         self.provision = DirectedProvision(ProvisionConfig(), False, self.link)
