@@ -95,6 +95,13 @@ _INSTANCES = (
         help="Engine processes that stand in for each other.  [default: 1]",
     ),
     click.option(
+        "--front-ends",
+        "num_front_ends",
+        type=click.IntRange(1, 64),
+        help="Processes that serve HTTP, on one port, with a controller of their own.  [default: 1, which "
+        "decides by itself]",
+    ),
+    click.option(
         "--routing",
         type=click.Choice(ROUTINGS),
         help="How requests are spread over instances (docs/placement.md); rank_aware and "
@@ -126,11 +133,17 @@ _CLUSTER = (
     ),
     click.option(
         "--role",
-        type=click.Choice(["all", "front-end"]),
+        type=click.Choice(["all", "front-end", "controller"]),
         default="all",
         show_default=True,
-        help="Of the cluster in --config: everything on this host, or the front end alone.",
+        help="Of the cluster in --config: everything on this host, or one front end or the controller alone.",
     ),
+    click.option(
+        "--name", help="With --role front-end, which of the file's front_ends.  [default: the only one]"
+    ),
+    # How processes are started that `--front-ends` asks for.
+    click.option("--listen-fd", type=int, hidden=True),
+    click.option("--parent", type=int, hidden=True),
 )
 _LORA_SERVER = (
     click.option(
@@ -179,7 +192,15 @@ def _options(function: Any) -> Any:
 @click.argument("model_dir", type=_FOLDER, required=False)
 @_options
 @user_errors
-def serve(config_file: str | None, role: str, **options: Any) -> None:
+def serve(
+    config_file: str | None,
+    role: str,
+    name: str | None,
+    listen_fd: int | None,
+    parent: int | None,
+    num_front_ends: int | None,
+    **options: Any,
+) -> None:
     """Serve the model in MODEL_DIR and its adapters over HTTP, the OpenAI way, until Ctrl-C.
 
     Adapters can be added and removed while it runs (POST /v1/load_lora_adapter, /v1/unload_lora_adapter).
@@ -189,16 +210,27 @@ def serve(config_file: str | None, role: str, **options: Any) -> None:
     import logging
 
     from moe_lora import assemble
+    from moe_lora.dist.roles import end_with
 
     from .serve_settings import settings_of
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     cluster = settings_of(config_file, options)
+    if role != "all" and config_file is None:
+        raise click.UsageError(f"--role {role} needs --config, the file of its cluster")
+    if name is not None and role != "front-end":
+        raise click.UsageError("--name is a front end's; give --role front-end")
+    if parent is not None:
+        end_with(parent)
     if role == "front-end":
-        if config_file is None:
-            raise click.UsageError("--role front-end needs --config, the file of its cluster")
-        assemble.serve_front_end(cluster)
+        assemble.serve_front_end(cluster, name, listen_fd)
         return
+    if role == "controller":
+        assemble.serve_controller(cluster)
+        return
+    num_front_ends = num_front_ends or len(cluster.front_ends) or 1
+    if num_front_ends > 1:
+        raise SystemExit(assemble.serve_host(cluster, num_front_ends))
     server = cluster.lora_server
     assemble.serve(
         cluster.engine,

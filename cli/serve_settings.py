@@ -50,7 +50,8 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
     Raises ConfigError, click.UsageError and click.BadParameter.
     """
     from moe_lora.core.config import EngineConfig, ProvisionConfig
-    from moe_lora.dist.cluster import ClusterConfig, FrontEndConfig, read_cluster
+    from moe_lora.dist.cluster import ClusterConfig, read_cluster
+    from moe_lora.dist.front_ends import FrontEndConfig
 
     given = {name: value for name, value in options.items() if value is not None}
     model_dir, name = given.pop("model_dir", None), given.pop("served_model_name", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,12 @@ from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
 
 if TYPE_CHECKING:
+    from moe_lora.engine.heartbeat import Heartbeat
+    from moe_lora.engine.text import Tokenizer
     from moe_lora.serve.controller import Controller
+    from moe_lora.serve.frontend import Frontend
+    from moe_lora.serve.placement import PlacementController
+    from moe_lora.serve.served_registry import ServedRegistry
 
 
 def serve(
@@ -45,78 +51,154 @@ def serve(
     registry: see `ClusterConfig`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
     start.
     """
+    from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
     routes = make_routes(routing or RoutingConfig(), config.max_num_seqs, config.lora_kernel)
-    if routes.config.placement is not None and config.num_instances < 2:
-        raise ConfigError(
-            "a placement is over several instances; give --instances 2 or more, or leave it out"
-        )
+    _check_placement(routes.config, config)
     tokenizer = load_tokenizer(config.model_dir)
     name = served_model_name or Path(config.model_dir).resolve().name
     with (
         bind(host, port) as sock,
         opened_registry(registry, config, name) as (config, served),
         lora_server_processes(config, lora_server) as joined,
-        engine_processes(joined, routes.router, meter=routes.meter, ranks=routes.ranks) as client,
+        engine_processes(
+            joined,
+            routes.router,
+            meter=routes.meter,
+            ranks=routes.ranks,
+            heartbeat=Heartbeat.of(routes.config),
+        ) as client,
     ):
-        run_server(
-            client,
-            tokenizer,
-            name,
-            sock=sock,
-            controller=_controller(provision, client, joined.lora_server),
-            placement=routes.placement(client),
-            registry=served,
-        )
+        controller = _controller(provision, client, joined.lora_server)
+        run_server(_frontend(client, tokenizer, name, controller, routes.placement(client), served), sock)
 
 
-def serve_front_end(cluster: ClusterConfig) -> None:
+def serve_controller(cluster: ClusterConfig) -> None:
+    """Decide for the front ends of a cluster (see `serve.control`) until told to stop.
+
+    Raises ConfigError, RegistryError or AdapterError for what can be known at start.
+    """
+    from moe_lora.serve.control import roles
+
+    roles.serve_controller(cluster)
+
+
+def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
+    """Start a controller, front ends on one port, instances and a LoRA Server as processes of this host, and
+    keep them running until told to stop; the exit code.
+
+    Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
+    """
+    from moe_lora.dist.host_roles import run_roles
+    from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
+    from moe_lora.engine.process import usable_cores
+    from moe_lora.engine.shares import thread_share
+    from moe_lora.serve.routes import make_routes
+    from moe_lora.serve.server import bind
+
+    # What can't work is said here, once, and not by each process.
+    make_routes(cluster.front_end, cluster.engine.max_num_seqs, cluster.engine.lora_kernel)
+    _check_placement(cluster.front_end, cluster.engine)
+    thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
+    options = cluster.lora_server and {
+        name: value for name, value in cluster.lora_server.items() if name not in ("address", "store_dir")
+    }
+    with (
+        bind(cluster.front_end.host, cluster.front_end.port) as sock,
+        lora_server_processes(cluster.engine, options) as joined,
+    ):
+        cluster = on_loopback(cluster, num_front_ends, joined.lora_server)
+        with cluster_file(cluster) as file:
+            return 0 if run_roles(roles_of(cluster, file, sock.fileno())) else 1
+
+
+def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: int | None = None) -> None:
     """Serve over HTTP what instances compute that dial in (see `engine.door`), until told to stop.
 
+    name: of one of several.  listen_fd: a bound socket that the process inherits; None: it makes one.
     Raises ConfigError for what can be known at start.
     """
-    from moe_lora.core.clock import WallClock
-    from moe_lora.dist.cluster import parse_host_port
-    from moe_lora.engine.door import Door
-    from moe_lora.engine.fleet import FleetClient
-    from moe_lora.engine.roster import Roster
+    from moe_lora.dist.front_ends import ONE_FRONT_END
     from moe_lora.engine.text import load_tokenizer
+    from moe_lora.serve.control.roles import serve_directed
+    from moe_lora.serve.server import bind
+
+    name = name or ONE_FRONT_END
+    front_end = cluster.front_end_named(name)
+    tokenizer = load_tokenizer(cluster.engine.model_dir)
+    with (
+        bind(front_end.host, front_end.port) if listen_fd is None else socket.socket(fileno=listen_fd) as sock
+    ):
+        if cluster.controller is None:
+            _serve_deciding(cluster, tokenizer, sock)
+        else:
+            serve_directed(cluster, name, tokenizer, sock)
+
+
+def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
+    """Serve as the only front end, which decides everything."""
+    from moe_lora.core.clock import WallClock
+    from moe_lora.dist.front_ends import parse_host_port
+    from moe_lora.engine.door import Door
+    from moe_lora.engine.entry import CatchUp, Recovery
+    from moe_lora.engine.fleet import FleetClient
+    from moe_lora.engine.heartbeat import Heartbeat
+    from moe_lora.engine.roster import Roster
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
-    from moe_lora.serve.server import bind, run_server
+    from moe_lora.serve.server import run_server
 
-    front_end, config = cluster.front_end, cluster.engine
+    config = cluster.engine
     address, key = cluster.engines_address(), cluster.secret()
-    tokenizer = load_tokenizer(config.model_dir)
     advice = (
         f"none has dialled in at {address} or all have left; start one, or send the request again in a while"
     )
     name = cluster.served_model_name
-    with (
-        bind(front_end.host, front_end.port) as sock,
-        opened_registry(cluster.registry, config, name) as (config, served),
-    ):
-        roster = Roster((), config.adapters, advice)
-        routes = make_routes(front_end, config.max_num_seqs, config.lora_kernel)
+    with opened_registry(cluster.registry, config, name) as (config, served):
+        roster = Roster((), config.adapters, advice, Heartbeat.of(cluster.front_end))
+        routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
-        door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
+        entry = CatchUp(roster, Recovery(roster))
+        door = Door(*parse_host_port("front_end.engines_address", address), key, roster, entry)
         try:
-            run_server(
-                fleet,
-                tokenizer,
-                name,
-                sock=sock,
-                controller=_controller(cluster.provision, fleet, cluster.instance().lora_server),
-                placement=routes.placement(fleet),
-                registry=served,
-            )
+            controller = _controller(cluster.provision, fleet, cluster.instance().lora_server)
+            run_server(_frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served), sock)
         finally:
             door.close()
             asyncio.run(fleet.close())
+
+
+def _check_placement(routing: RoutingConfig, config: EngineConfig) -> None:
+    if routing.placement is not None and config.num_instances < 2:
+        raise ConfigError(
+            "a placement is over several instances; give --instances 2 or more, or leave it out"
+        )
+
+
+def _frontend(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    model_name: str,
+    controller: Controller | None,
+    placement: PlacementController | None,
+    registry: ServedRegistry | None,
+) -> Frontend:
+    """A front end that decides for itself: its controllers run beside its requests."""
+    from moe_lora.serve.frontend import Frontend
+
+    return Frontend(
+        client=client,
+        tokenizer=tokenizer,
+        model_name=model_name,
+        controller=controller,
+        placement=placement,
+        registry=registry,
+        tasks=[one for one in (controller, placement) if one is not None],
+    )
 
 
 def _controller(
@@ -139,11 +221,12 @@ def engine_processes(
     *,
     meter: TokenMeter | None = None,
     ranks: dict[str, int] | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> Iterator[EngineClient]:
     """Engine processes, ended with the context: one, or several that stand in for each other.
 
     Several are restarted when they end; one is not.  routing: a router, or the name of one in
-    `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.
+    `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.  heartbeat: when one of several is silent.
     """
     from moe_lora.engine.process import ProcessClient, start_processes, usable_cores
     from moe_lora.engine.shares import instance_config, thread_share
@@ -160,17 +243,22 @@ def engine_processes(
 
     from moe_lora.core.clock import WallClock
     from moe_lora.engine.fleet import FleetClient
+    from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.supervisor import Supervisor
     from moe_lora.policies.routers import make_router
 
+    beats = heartbeat or Heartbeat()
+
     def launch(index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]) -> ProcessClient:
-        return ProcessClient(instance_config(config, index, num_starts, adapters), wait=False)
+        started = instance_config(config, index, num_starts, adapters)
+        return ProcessClient(started, wait=False, heartbeat_s=beats.interval_s)
 
     router = make_router(routing) if isinstance(routing, str) else routing
     clock = WallClock()
-    clients = start_processes([instance_config(config, i, 0, config.adapters) for i in range(count)])
-    roster = Roster(clients, config.adapters)
+    configs = [instance_config(config, i, 0, config.adapters) for i in range(count)]
+    clients = start_processes(configs, beats.interval_s)
+    roster = Roster(clients, config.adapters, heartbeat=beats)
     fleet = FleetClient(roster, router, clock, meter=meter, ranks=ranks)
     Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
     try:

@@ -136,7 +136,8 @@ class RoutingConfig:
     the papers' "toppings".  slo_tpot_s, mean_output_tokens, adapter_load_s_per_rank: what these routers need
     beside it (`policies.model_routing.CostModel`); slo_tpot_s None: no such SLO.  placement: made anew every
     placement_interval_s.  operating_points: file of {rank: tokens/s}; None: all ranks alike, so that tokens
-    are balanced.
+    are balanced.  heartbeat_timeout_s: an instance that has not got on for that long gets no requests until
+    it does again; heartbeat_dead_s: its requests go on elsewhere, and it is ended.
     """
 
     routing: str | None = None
@@ -148,8 +149,15 @@ class RoutingConfig:
     placement: str | None = None
     placement_interval_s: float = 30.0
     operating_points: str | None = None
+    heartbeat_timeout_s: float = 5.0
+    heartbeat_dead_s: float = 30.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.heartbeat_timeout_s < self.heartbeat_dead_s <= MAX_COUNT:
+            raise ConfigError(
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s} must be positive and below "
+                f"heartbeat_dead_s={self.heartbeat_dead_s}, both in seconds"
+            )
         if self.routing is not None:
             _choice("routing", self.routing, ROUTINGS)
         _choice("performance_form", self.performance_form, PERFORMANCE_FORMS)

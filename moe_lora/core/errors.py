@@ -42,6 +42,14 @@ class EngineDeadError(MoeLoraError):
     """The engine's process has ended."""
 
 
+class EngineSilentError(EngineDeadError):
+    """The engine's process is there, but does not get on: it is stopped, cut off, or hangs."""
+
+
+class ControllerAwayError(EngineDeadError):
+    """The controller of the cluster does not answer; nothing that it decides can be changed meanwhile."""
+
+
 class PeerUnreachableError(MoeLoraError):
     """A process that could not be found or connected to; trying again later may help."""
 

@@ -223,8 +223,9 @@ class EngineStats:
 class InstanceStats:
     """One of several engines behind a front end.  Counters are since the front end's start.
 
-    name: its number, or the name it dialled in with.  outstanding_tokens: tokens that its requests may
-    still need (see `policies.routing.InstanceView`).
+    name: its number, or the name it dialled in with.  live: it gets requests.  silent: it gets none because
+    it does not get on.  outstanding_tokens: tokens that its requests may still need (see
+    `policies.routing.InstanceView`).
     num_resent: requests that it left unfinished when it ended and that another instance took over.
     """
 
@@ -237,6 +238,7 @@ class InstanceStats:
     outstanding_tokens: int
     num_restarts: int
     num_resent: int
+    silent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

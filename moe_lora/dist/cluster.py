@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import types
-import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,20 @@ from moe_lora.core.config import (
     LoraServerConfig,
     ProvisionConfig,
     RegistryConfig,
-    RoutingConfig,
 )
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
+
+from .fields import check_names, dataclass_fields, mapping_of, text_of
+from .front_ends import (
+    CONTROLLER,
+    ONE_FRONT_END,
+    ControllerConfig,
+    FrontEndConfig,
+    FrontEndPlace,
+    check_places,
+    parse_host_port,
+)
 
 _SECTIONS = (
     "model_dir",
@@ -31,26 +39,12 @@ _SECTIONS = (
     "engine",
     "lora_server",
     "front_end",
+    "front_ends",
+    "controller",
     "provision",
 )
-_NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance")
+NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance")
 _MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.key'
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontEndConfig(RoutingConfig):
-    """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    engines_address: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"front_end.port={self.port} must be between 0 and 65535")
-        if self.engines_address is not None:
-            parse_host_port("front_end.engines_address", self.engines_address)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +55,19 @@ class ClusterConfig:
     key, None = the instances compute deltas.  key: shared secret of all roles.  provision: how the load on
     adapters is watched; None = by the defaults where there is a LoRA Server, else not at all.
     registry: its adapters are served beside those of `engine`; the front end opens it.
+    front_ends: by name, where there are several; what else they need stands in front_end.  controller: the
+    process that decides for them; None = the one front end does.
     """
 
     engine: EngineConfig
     served_model_name: str
     key: str | None = field(default=None, repr=False)
     lora_server: Mapping[str, Any] | None = None
-    front_end: FrontEndConfig = FrontEndConfig()
+    front_end: FrontEndConfig = field(default_factory=FrontEndConfig)
     provision: ProvisionConfig | None = None
     registry: RegistryConfig | None = None
+    front_ends: Mapping[str, FrontEndPlace] = field(default_factory=dict)
+    controller: ControllerConfig | None = None
 
     def __post_init__(self) -> None:
         if self.provision is not None and self.provision.auto_resize and self.lora_server is None:
@@ -82,6 +80,7 @@ class ClusterConfig:
                 raise ConfigError(
                     f"{name!r} names the base model and an adapter; give another served_model_name"
                 )
+        check_places(self.front_end, self.front_ends, self.controller)
 
     def secret(self) -> str:
         """The key of a cluster of several hosts.  Raises ConfigError without one."""
@@ -107,18 +106,44 @@ class ClusterConfig:
         return replace(self.engine, instance=name, lora_server=LoraServerConfig(**server, key=key))
 
     def engines_address(self) -> str:
-        """Where instances dial in.  Raises ConfigError without one."""
+        """Where instances dial the one front end in.  Raises ConfigError without one."""
         if self.front_end.engines_address is None:
             raise ConfigError("front_end.engines_address is needed between hosts, such as 10.0.0.1:7600")
         return self.front_end.engines_address
 
+    def front_end_named(self, name: str) -> FrontEndConfig:
+        """All settings of one of the front ends; `ONE_FRONT_END` is the name of an only one.
 
-def parse_host_port(setting: str, address: str) -> tuple[str, int]:
-    """("host", port) of "host:port".  Raises ConfigError."""
-    host, separator, port = address.rpartition(":")
-    if not (separator and host and port.isdigit() and int(port) <= 65535):
-        raise ConfigError(f"{setting}={address!r} is not host:port, such as 10.0.0.1:7600")
-    return host, int(port)
+        Raises ConfigError for a name that is not in the file.
+        """
+        if name in self.front_ends:
+            place = self.front_ends[name]
+            return replace(
+                self.front_end,
+                host=self.front_end.host if place.host is None else place.host,
+                port=self.front_end.port if place.port is None else place.port,
+                engines_address=place.engines_address,
+            )
+        if self.front_ends or name != ONE_FRONT_END:
+            names = ", ".join(self.front_ends or (ONE_FRONT_END,))
+            raise ConfigError(f"front_ends has none named {name!r}; give one of {names}, or add it")
+        return self.front_end
+
+    def doors(self) -> dict[str, tuple[str, int]]:
+        """(host, port) of everything that an instance dials, by name: the controller and each front end.
+
+        Raises ConfigError if the file does not say where.
+        """
+        found = {}
+        if self.controller is not None:
+            found[CONTROLLER] = parse_host_port(
+                f"{CONTROLLER}.engines_address", self.controller.engines_address
+            )
+        if not self.front_ends:
+            found[ONE_FRONT_END] = parse_host_port("front_end.engines_address", self.engines_address())
+        for name, place in self.front_ends.items():
+            found[name] = parse_host_port(f"front_ends.{name}.engines_address", place.engines_address)
+        return found
 
 
 def read_cluster(path: str | Path) -> ClusterConfig:
@@ -140,18 +165,18 @@ def read_cluster(path: str | Path) -> ClusterConfig:
 
 
 def _cluster(content: Any, folder: Path) -> ClusterConfig:
-    given = _mapping("the file", content)
-    _check_keys("", given, _SECTIONS)
-    model_dir = folder / _text("model_dir", given.get("model_dir"))
+    given = mapping_of("the file", content)
+    check_names("", given, _SECTIONS)
+    model_dir = folder / text_of("model_dir", given.get("model_dir"))
     served_name = given.get("served_model_name")
-    engine = _fields(EngineConfig, "engine", given.get("engine"), _NOT_IN_ENGINE)
-    front_end = _fields(FrontEndConfig, "front_end", given.get("front_end"))
+    engine = dataclass_fields(EngineConfig, "engine", given.get("engine"), NOT_IN_ENGINE)
+    front_end = dataclass_fields(FrontEndConfig, "front_end", given.get("front_end"))
     for name in ("performance_model", "operating_points"):
         if front_end.get(name) is not None:
             front_end[name] = str(folder / front_end[name])
     server = given.get("lora_server")
     if server is not None:
-        server = _fields(LoraServerConfig, "lora_server", server, ("key",))
+        server = dataclass_fields(LoraServerConfig, "lora_server", server, ("key",))
         if "store_dir" in server:
             server["store_dir"] = str(folder / server["store_dir"])
     return ClusterConfig(
@@ -160,99 +185,66 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
         ),
         served_model_name=model_dir.resolve().name
         if served_name is None
-        else _text("served_model_name", served_name),
+        else text_of("served_model_name", served_name),
         key=_key(given, folder),
         lora_server=server,
         front_end=FrontEndConfig(**front_end),
-        provision=ProvisionConfig(**_fields(ProvisionConfig, "provision", given["provision"]))
+        front_ends=_front_ends(given.get("front_ends")),
+        controller=ControllerConfig(**_places("controller", ControllerConfig, given["controller"]))
+        if "controller" in given
+        else None,
+        provision=ProvisionConfig(**dataclass_fields(ProvisionConfig, "provision", given["provision"]))
         if "provision" in given
         else None,
         registry=_registry(given["registry"], folder) if "registry" in given else None,
     )
 
 
+def _front_ends(given: Any) -> dict[str, FrontEndPlace]:
+    found = {}
+    for name, place in mapping_of("front_ends", given).items():
+        if problem := name_problem(str(name)):
+            raise ConfigError(f"front_ends: the name {name!r} {problem}")
+        found[str(name)] = FrontEndPlace(**_places(f"front_ends.{name}", FrontEndPlace, place))
+    return found
+
+
+def _places(section: str, kind: type, given: Any) -> dict[str, Any]:
+    """Keyword arguments of a dataclass whose addresses have to be given."""
+    settings = dataclass_fields(kind, section, given)
+    for one in fields(kind):
+        if one.default is MISSING and one.name not in settings:
+            raise ConfigError(f"{section}.{one.name} is missing; give host:port, such as 10.0.0.1:7600")
+    return settings
+
+
 def _registry(given: Any, folder: Path) -> RegistryConfig:
-    settings = _mapping("registry", given)
-    _check_keys("registry", settings, ("folder", "adapters"))
+    settings = mapping_of("registry", given)
+    check_names("registry", settings, ("folder", "adapters"))
     names = settings.get("adapters")
     if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
         raise ConfigError(f"registry.adapters={names!r} must be a list of names, or null for all")
-    place = folder / _text("registry.folder", settings.get("folder"))
+    place = folder / text_of("registry.folder", settings.get("folder"))
     return RegistryConfig(folder=str(place), adapters=None if names is None else tuple(names))
 
 
 def _adapters(given: Any, folder: Path) -> tuple[tuple[str, str], ...]:
     found = []
-    for name, place in _mapping("adapters", given).items():
+    for name, place in mapping_of("adapters", given).items():
         if problem := name_problem(str(name)):
             raise ConfigError(f"adapters: the name {name!r} {problem}")
-        found.append((str(name), str(folder / _text(f"adapters.{name}", place))))
+        found.append((str(name), str(folder / text_of(f"adapters.{name}", place))))
     return tuple(found)
 
 
 def _key(given: Mapping[str, Any], folder: Path) -> str | None:
     if "key_file" not in given:
-        return _text("key", given["key"]) if "key" in given else None
+        return text_of("key", given["key"]) if "key" in given else None
     if "key" in given:
         raise ConfigError("key and key_file are both given; give one")
-    path = folder / _text("key_file", given["key_file"])
+    path = folder / text_of("key_file", given["key_file"])
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"key_file={path} can't be read ({error}); make it by: {_MAKE_KEY}") from error
-    return _text("key_file", key)
-
-
-def _fields(kind: type, section: str, given: Any, left_out: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Keyword arguments of a dataclass, from a section of the file."""
-    settings = _mapping(section, given)
-    hints = typing.get_type_hints(kind)
-    allowed = [one.name for one in fields(kind) if one.name not in left_out]
-    _check_keys(section, settings, allowed)
-    return {name: _value(f"{section}.{name}", value, hints[name]) for name, value in settings.items()}
-
-
-def _value(setting: str, value: Any, hint: Any) -> Any:
-    """The value as the field's type has it."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for kind in kinds:
-        if typing.get_origin(kind) is tuple:
-            if isinstance(value, list) and all(type(item) is int for item in value):
-                return tuple(value)
-        elif type(value) is kind:
-            return value
-        elif kind is float and type(value) is int:
-            return float(value)
-    names = " or ".join(_NAMES.get(kind, "a list of whole numbers") for kind in kinds)
-    raise ConfigError(f"{setting}={value!r} must be {names}")
-
-
-_NAMES: dict[Any, str] = {
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    types.NoneType: "null",
-}
-
-
-def _mapping(section: str, given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"{section} must be a mapping of names to values, not {type(given).__name__}")
-    return given
-
-
-def _check_keys(section: str, given: Mapping[str, Any], allowed: Iterable[str]) -> None:
-    allowed = tuple(allowed)
-    for name in given:
-        if name not in allowed:
-            place = f"{section}.{name}" if section else str(name)
-            raise ConfigError(f"{place} is not a setting; allowed are {', '.join(allowed)}")
-
-
-def _text(setting: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{setting}={value!r} must be a text that is not empty")
-    return value
+    return text_of("key_file", key)

@@ -7,13 +7,13 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 
-from .cluster import ClusterConfig, parse_host_port, read_cluster
+from .cluster import ClusterConfig, read_cluster
 from .ranks import THREADS_PER_RANK, StartRank
 
 _PARENT_S = 0.5
@@ -72,13 +72,12 @@ def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
 
 
 def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
-    """One LLM instance, which dials the front end; its first rank is the engine, others follow it."""
+    """One LLM instance, which dials every front end; its first rank is the engine, others follow it."""
     from moe_lora.engine.process import usable_cores, worker_environment
     from moe_lora.engine.shares import thread_share
 
     config = cluster.instance(name)
-    host, port = parse_host_port("front_end.engines_address", cluster.engines_address())
-    key = cluster.secret()
+    doors, key = cluster.doors(), cluster.secret()
     if place.num_ranks not in (1, config.expert_parallel):
         raise ConfigError(
             f"this job has {place.num_ranks} processes, but engine.expert_parallel={config.expert_parallel}; "
@@ -97,25 +96,27 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
             signal.signal(number, signal.SIG_IGN)
         follow_rank_0()
         return 0
-    return _serve_engine(config, place, host, port, key)
+    return _serve_engine(config, place, doors, key)
 
 
-def _serve_engine(config: EngineConfig, place: Place, host: str, port: int, key: str) -> int:
+def _serve_engine(config: EngineConfig, place: Place, doors: Mapping[str, tuple[str, int]], key: str) -> int:
     from moe_lora.engine.build import build_engine
-    from moe_lora.engine.dial_in import FrontEndLink
+    from moe_lora.engine.dial_in import FrontEndLinks
+    from moe_lora.engine.inbox import Inbox
     from moe_lora.engine.loop import EngineLoop
     from moe_lora.engine.torchrun import gather_followers
     from moe_lora.engine.wire import Hello, new_incarnation
 
     followers = gather_followers(config) if place.num_ranks > 1 else None
     core = build_engine(config, followers)
-    front_end = FrontEndLink(host, port, key)
-    loop = EngineLoop(core, front_end.emit)
-    stop_on_signals(front_end.stop, place)
+    inbox = Inbox()
+    links = FrontEndLinks(doors, key, inbox, core.info.max_model_len)
+    loop = EngineLoop(core, links.emit, inbox)
+    stop_on_signals(links.stop, place)
     loop.start()
-    front_end.run(Hello(config.instance, new_incarnation(), core.info), loop.inbox)
+    links.run(Hello(config.instance, new_incarnation(), core.info), loop.pulse)
     loop.join()
-    return 1 if front_end.failed else 0
+    return 1 if links.failed else 0
 
 
 def stop_on_signals(stop: Callable[[], None], place: Place) -> None:
@@ -131,6 +132,16 @@ def stop_on_signals(stop: Callable[[], None], place: Place) -> None:
         threading.Thread(
             target=_stop_with_parent, args=(os.getppid(), stop), name="parent-watch", daemon=True
         ).start()
+
+
+def end_with(parent: int) -> None:
+    """As if by SIGTERM, end this process when the one that started it is gone."""
+    threading.Thread(
+        target=_stop_with_parent,
+        args=(parent, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        name="parent-watch",
+        daemon=True,
+    ).start()
 
 
 def _stop_with_parent(parent: int, stop: Callable[[], None]) -> None:

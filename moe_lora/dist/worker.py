@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--role", choices=("lora-server", "instance"))
     parser.add_argument("--name", help="of the instance, unlike all others'  [default: instance-0]")
     parser.add_argument("--lora-server-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     if options.lora_server_fd is not None:
@@ -98,8 +99,10 @@ def main() -> None:
         parser.error("--config and --role are needed")
     if options.name is not None and options.role != "instance":
         parser.error("--name is an instance's")
-    from .roles import serve_role
+    from .roles import end_with, serve_role
 
+    if options.parent is not None:
+        end_with(options.parent)
     try:
         sys.exit(serve_role(options.config, options.role, options.name or "instance-0"))
     except (MoeLoraError, ValueError) as error:

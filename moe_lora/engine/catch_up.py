@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.request import AdapterInfo
 
 from .loop_client import LoopClient
 from .roster import ServedAdapter
@@ -31,7 +32,7 @@ def catch_up(
         try:
             before = have.get(name)
             if before is None or (before.path, before.version) != (adapter.path, adapter.version):
-                client.call("load_adapter", name, adapter.path, True).result()
+                client.call("load_adapter", name, adapter.path, True, adapter.version).result()
                 is_loaded = True
             if adapter.pinned != (before is not None and before.pinned):
                 client.call("pin_adapter", name, adapter.pinned).result()
@@ -44,3 +45,10 @@ def catch_up(
                 client.call("unload_adapter", name).result()
             missing.add(name)
         have[name] = adapter
+
+
+def held_by(client: LoopClient) -> dict[str, ServedAdapter]:
+    """What an engine has once it has done what it was told before.  Raises EngineDeadError."""
+    client.settle()
+    infos: list[AdapterInfo] = client.call("list_adapters").result()
+    return {info.name: ServedAdapter(info.path or "", info.version, pinned=info.pinned) for info in infos}

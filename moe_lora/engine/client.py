@@ -27,10 +27,13 @@ class EngineClient(Protocol):
         """Stop a request; its stream ends with finish_reason "abort".  Unknown ids are ignored."""
         ...
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+    ) -> AdapterInfo:
         """Read a PEFT directory and serve it as `name`; with `replace`, as a new version of that name.
 
-        Requests under way finish on the version they started with.
+        Requests under way finish on the version they started with.  version: the number of this one; None:
+        one more than the last.
         """
         ...
 

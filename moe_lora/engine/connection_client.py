@@ -11,6 +11,7 @@ from moe_lora.core.errors import EngineDeadError
 
 from .loop_client import LoopClient
 from .messages import Command
+from .outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -21,18 +22,20 @@ class ConnectionClient(LoopClient):
     def __init__(self, connection: Connection, what: str) -> None:
         self._connection = connection
         self._what = what
-        self._send_lock = threading.Lock()
         self._stopping = False
         self._reader: threading.Thread | None = None
+        self._outbox: Outbox | None = None
         super().__init__(self._send_command)
 
     def start_reading(self) -> None:
+        self.hearing.excuse()
+        self._outbox = Outbox(self._connection)
         self._reader = threading.Thread(target=self._read, name="engine-events", daemon=True)
         self._reader.start()
 
     def _send_command(self, command: Command) -> None:
-        with self._send_lock:
-            self._connection.send(command)
+        assert self._outbox is not None, "commands are sent once the engine has started"
+        self._outbox.put(command)
 
     def _read(self) -> None:
         try:
@@ -42,4 +45,6 @@ class ConnectionClient(LoopClient):
             if not self._stopping:
                 logger.error("%s is gone: %r", self._what, error)
         finally:
+            assert self._outbox is not None
+            self._outbox.end()
             self.fail(EngineDeadError(f"{self._what} has ended"))

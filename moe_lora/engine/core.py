@@ -194,9 +194,11 @@ class EngineCore:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
         return self._residency.prepare(pack_state_dict(tensors, config, self._shape, self._dtype, name))
 
-    def add_adapter(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterInfo:
+    def add_adapter(
+        self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
+    ) -> AdapterInfo:
         """Serve an adapter from now on (see `Residency.add`)."""
-        adapter = self._residency.add(packed, path, replace=replace)
+        adapter = self._residency.add(packed, path, replace=replace, version=version)
         self._transfers.send()
         logger.info(
             "adapter %s version %d: rank %d, %d bytes",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import socket
 import threading
@@ -11,12 +10,13 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
 from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.core.request import AdapterInfo, ModelInfo
+from moe_lora.core.request import ModelInfo
 from moe_lora.dist.lora_server.control import hang_up
 
-from .catch_up import catch_up
+from .attendance import Attendance
 from .connection_client import ConnectionClient
-from .roster import Roster, ServedAdapter
+from .entry import CatchUp, Entry
+from .roster import Roster
 from .wire import PROTOCOL_VERSION, Hello, Welcome, greet, listen
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ class DialledClient(ConnectionClient):
 
     def __init__(self, connection: Connection, name: str) -> None:
         super().__init__(connection, f"instance {name}")
-        # An engine may still answer what the connection before this one asked.
-        self._call_ids = itertools.count(time.time_ns())
         self.start_reading()
 
     def shut_down(self) -> None:
@@ -46,10 +44,11 @@ class DialledClient(ConnectionClient):
 class Door:
     """Listens at host:port and lets engines that know the key into the roster; each has a thread.
 
+    entry: how they come into routing; by default they are given what they lack before.
     Raises ConfigError if the address can't be had.
     """
 
-    def __init__(self, host: str, port: int, key: str, roster: Roster) -> None:
+    def __init__(self, host: str, port: int, key: str, roster: Roster, entry: Entry | None = None) -> None:
         try:
             self._listener = listen(host, port)
         except OSError as error:
@@ -59,6 +58,7 @@ class Door:
         self.port: int = self._listener.getsockname()[1]
         self._key = key.encode()
         self._roster = roster
+        self._entry = entry or CatchUp(roster)
         self._lock = threading.Lock()
         self._closing = False
         self._inside: set[str] = set()
@@ -100,7 +100,7 @@ class Door:
         with connection:
             refusal = self._refusal(hello)
             try:
-                connection.send(Welcome(refusal))
+                connection.send(Welcome(refusal, self._roster.heartbeat.interval_s))
                 if refusal is None:
                     self._host(connection, hello, host)
             except OSError as error:
@@ -130,30 +130,19 @@ class Door:
     def _host(self, connection: Connection, hello: Hello, host: str) -> None:
         """Have the engine take part until its connection ends."""
         client = DialledClient(connection, hello.name)
+
+        def come() -> None:
+            was_silent = instance.silent
+            self._entry.bring_in(instance, client, hello.incarnation)
+            how = "gets on again" if was_silent else f"dialled in from {host}"
+            logger.info("instance %s %s", hello.name, how)
+
         try:
             instance = self._roster.enter(hello.name, client)
-            have, missing = _adapters_of(client), set[str]()
-            while not self._roster.join(instance, client, have, missing, hello.incarnation):
-                catch_up(client, self._roster.adapters, have, missing)
-            logger.info("instance %s dialled in from %s", hello.name, host)
-            client.ended.wait()
-            self._roster.lose(instance, client)
+            Attendance(self._roster, instance, client, come, lambda: hang_up(connection)).run()
             if not self._roster.closed.is_set():
                 logger.warning("instance %s left; its requests go on elsewhere", hello.name)
         except EngineDeadError as error:
             logger.warning("instance %s left before it took part: %s", hello.name, error)
         finally:
             client.shut_down()
-
-
-def _adapters_of(client: DialledClient) -> dict[str, ServedAdapter]:
-    """What the engine has: version 1 is what it started with, others may be of an earlier front end."""
-    infos: list[AdapterInfo] = client.call("list_adapters").result()
-    return {
-        info.name: ServedAdapter(info.path or "", 1 if info.version == 1 else _UNLIKE_ANY, pinned=info.pinned)
-        for info in infos
-    }
-
-
-_UNLIKE_ANY = 0
-"""A version that nothing is served as, so that the adapter is loaded again."""

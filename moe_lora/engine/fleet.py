@@ -104,7 +104,7 @@ class FleetClient:
         work = token_work(rest, max_model_len)
         num_prompt = prompt_tokens = len(rest.prompt_token_ids)
         started = False
-        instance.outstanding_tokens += work
+        instance.asked_tokens += work
         instance.load.add(rest.adapter, prompt_tokens)
         outputs = cast("AsyncGenerator[TokenOutput, None]", client.generate(rest))
         try:
@@ -113,7 +113,7 @@ class FleetClient:
                     done = min(work, num_prompt + len(output.token_ids))
                     num_prompt = 0
                     work -= done
-                    instance.outstanding_tokens -= done
+                    instance.asked_tokens -= done
                     if output.token_ids and not started:
                         started = True
                         instance.load.start(rest.adapter, prompt_tokens)
@@ -121,7 +121,7 @@ class FleetClient:
                         self._meter.add(rest.adapter, done)
                     yield course.take(output)
         finally:
-            instance.outstanding_tokens -= work
+            instance.asked_tokens -= work
             instance.load.end(rest.adapter, prompt_tokens, started=started)
 
     def _next_instance(self, course: Course) -> Instance:
@@ -164,8 +164,11 @@ class FleetClient:
             self._info = info
         return self._info
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+    ) -> AdapterInfo:
         async def load() -> AdapterInfo:
+            assert version is None, "the roster counts versions"
             async with self._lock(name):
                 info = await load_everywhere(self._roster, name, path, replace=replace)
                 if self._ranks is not None:
@@ -221,6 +224,7 @@ def _instance_stats(instance: Instance) -> InstanceStats:
         index=instance.index,
         name=instance.name,
         live=instance.live,
+        silent=instance.silent,
         num_running=instance.latest.num_running,
         num_waiting=instance.latest.num_waiting,
         kv_usage=instance.latest.kv_usage,

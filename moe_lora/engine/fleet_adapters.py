@@ -28,9 +28,11 @@ async def load_everywhere(roster: Roster, name: str, path: str, *, replace: bool
             raise AdapterExistsError(
                 f"adapter {name!r} is already loaded; unload it first or load it in place"
             )
-        instances = roster.candidates(None)
+        instances, version = roster.candidates(None), roster.next_version(name)
         answers, errors = await ask(
-            roster, instances, lambda client: client.load_adapter(name, path, replace=replace)
+            roster,
+            instances,
+            lambda client: client.load_adapter(name, path, replace=replace, version=version),
         )
         if errors:
             await _take_back(roster, [instance for instance, _ in answers], name, previous)
@@ -83,7 +85,7 @@ async def _take_back(
     def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
         if previous is None:
             return client.unload_adapter(name)
-        return client.load_adapter(name, previous.path, replace=True)
+        return client.load_adapter(name, previous.path, replace=True, version=previous.version)
 
     if not instances:
         return

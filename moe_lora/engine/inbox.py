@@ -19,11 +19,11 @@ class Inbox:
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or WallClock()
+        self.clock = clock or WallClock()
         self._entries: queue.SimpleQueue[tuple[Entry, float]] = queue.SimpleQueue()
 
     def put(self, entry: Entry) -> None:
-        self._entries.put((entry, self._clock.now_s()))
+        self._entries.put((entry, self.clock.now_s()))
 
     def get(self, timeout_s: float | None = None) -> tuple[Entry, float]:
         """The next entry and when it came, in seconds.  Raises queue.Empty if none comes in time."""

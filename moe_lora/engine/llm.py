@@ -68,7 +68,7 @@ class _Engine:
                 )
             packed = self.client.core.pack_adapter(name, source, config)
             return self.client.call("publish_adapter", packed, None).result()
-        return self.client.call("load_adapter", name, str(source), True).result()
+        return self.client.call("load_adapter", name, str(source), True, None).result()
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name`, wait for its running ones, free its memory."""

@@ -14,6 +14,7 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo
 
 from .core import EngineCore
+from .heartbeat import Pulse
 from .inbox import Inbox
 from .messages import Abort, Call, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
 
@@ -25,11 +26,15 @@ def _look_again() -> None:
 
 
 class EngineLoop(threading.Thread):
-    """Runs `core` until it is told to stop.  `emit` is called from this thread and from the file reader."""
+    """Runs `core` until it is told to stop.  `emit` is called from this thread and from the file reader.
 
-    def __init__(self, core: EngineCore, emit: Callable[[Event], None]) -> None:
+    pulse: tells whether the loop goes on.
+    """
+
+    def __init__(self, core: EngineCore, emit: Callable[[Event], None], inbox: Inbox | None = None) -> None:
         super().__init__(name="engine-loop", daemon=True)
-        self.inbox = Inbox()
+        self.inbox = inbox or Inbox()
+        self.pulse = Pulse(self.inbox.clock)
         self._core = core
         self._emit = emit
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
@@ -75,11 +80,16 @@ class EngineLoop(threading.Thread):
     def _take_commands(self) -> bool:
         """Handle what lies in the inbox, waiting for something if there is nothing to compute."""
         wait = not self._core.has_work or self._core.stalled
+        self.pulse.work()
         while wait or not self.inbox.empty():
+            timeout_s = self._core.tend()
+            self.pulse.rest()
             try:
-                command, arrival_s = self.inbox.get(self._core.tend())
+                command, arrival_s = self.inbox.get(timeout_s)
             except queue.Empty:
                 continue
+            finally:
+                self.pulse.work()
             wait = False
             if isinstance(command, Stop):
                 return False
@@ -109,7 +119,7 @@ class EngineLoop(threading.Thread):
 
     def _load_adapter(self, call: Call) -> None:
         """Read the files in another thread, so that steps go on, then add the adapter in this one."""
-        name, path, replace = call.args
+        name, path, replace, version = call.args
 
         def read() -> None:
             try:
@@ -118,7 +128,9 @@ class EngineLoop(threading.Thread):
                 self._emit(Reply(call.call_id, error=error))
             else:
                 self.inbox.put(
-                    lambda: self._reply(call, lambda: self._core.add_adapter(packed, path, replace=replace))
+                    lambda: self._reply(
+                        call, lambda: self._core.add_adapter(packed, path, replace=replace, version=version)
+                    )
                 )
 
         self._files.submit(read)

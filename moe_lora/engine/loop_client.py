@@ -13,7 +13,8 @@ from typing import Any
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
 
-from .messages import Abort, Call, Command, Event, Generate, Outputs, Rejected, Reply
+from .heartbeat import Hearing
+from .messages import Abort, Beat, Call, Command, Event, Generate, Outputs, Rejected, Reply
 
 Sink = Callable[[TokenOutput | Exception], None]
 """Gets a request's outputs; called from the thread that delivers events."""
@@ -23,6 +24,7 @@ class LoopClient:
     """Sends commands and hands events to those who wait for them.  See `EngineClient` for the contract.
 
     send: takes a command to the loop; raises OSError when the loop is gone.  ended: set once it is.
+    hearing: what its beats tell.  on_beat: called with each.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
@@ -33,6 +35,8 @@ class LoopClient:
         self._lock = threading.Lock()
         self._dead: Exception | None = None
         self.ended = threading.Event()
+        self.hearing = Hearing()
+        self.on_beat: Callable[[Beat], None] = lambda beat: None
 
     def deliver(self, event: Event) -> None:
         """Hand an event on; called from the loop's or the reader's thread."""
@@ -49,13 +53,17 @@ class LoopClient:
             if sink is not None:
                 sink(event.error)
         elif isinstance(event, Reply):
-            future = self._calls.pop(event.call_id, None)
+            with self._lock:
+                future = self._calls.pop(event.call_id, None)
             if future is None:
                 return
             if event.error is not None:
                 future.set_exception(event.error)
             else:
                 future.set_result(event.value)
+        elif isinstance(event, Beat):
+            self.hearing.hear(event)
+            self.on_beat(event)
         else:
             self.fail(event.error)
 
@@ -71,6 +79,23 @@ class LoopClient:
         for future in calls.values():
             future.set_exception(error)
 
+    def hush(self, error: Exception) -> None:
+        """Let nobody wait for the answer to a call any longer; requests go on."""
+        with self._lock:
+            waiting = list(self._calls.values())
+            self._calls = {call_id: _asked() for call_id in self._calls}
+        for future in waiting:
+            future.set_exception(error)
+
+    def settle(self) -> None:
+        """Wait until everything is answered that was asked before.  Raises EngineDeadError."""
+        with self._lock:
+            waiting = list(self._calls.values())
+        for future in waiting:
+            error = future.exception()
+            if isinstance(error, EngineDeadError):
+                raise error
+
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Queue a request; `sink` gets its outputs, or the error that refused it."""
         with self._lock:
@@ -83,9 +108,7 @@ class LoopClient:
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Run one of the loop's methods."""
-        future: Future[Any] = Future()
-        # Running from the start: a caller that gives up must not cancel what the loop will answer.
-        future.set_running_or_notify_cancel()
+        future = _asked()
         with self._lock:
             if self._dead is not None:
                 raise self._dead
@@ -139,8 +162,10 @@ class LoopClient:
     async def model_info(self) -> ModelInfo:
         return await asyncio.wrap_future(self.call("model_info"))
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        return await asyncio.wrap_future(self.call("load_adapter", name, path, replace))
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+    ) -> AdapterInfo:
+        return await asyncio.wrap_future(self.call("load_adapter", name, path, replace, version))
 
     async def unload_adapter(self, name: str) -> None:
         await asyncio.wrap_future(self.call("unload_adapter", name))
@@ -156,3 +181,10 @@ class LoopClient:
 
     async def is_alive(self) -> bool:
         return self._dead is None
+
+
+def _asked() -> Future[Any]:
+    """Running from the start: a caller that gives up must not cancel what the loop will answer."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future

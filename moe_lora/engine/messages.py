@@ -59,5 +59,20 @@ class Dead:
     error: Exception
 
 
+@dataclass(frozen=True)
+class Beat:
+    """That an engine is there, said again and again.
+
+    stuck_s: how long its loop has been at one step or command, in seconds; 0: it waits for something to do.
+    The others: of the requests that came over other connections than the one that this goes to, those that
+    decode, those without a token yet, and the tokens that they may still need.
+    """
+
+    stuck_s: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    outstanding_tokens: int = 0
+
+
 Command = Generate | Abort | Call | Stop
-Event = Outputs | Rejected | Reply | Dead
+Event = Outputs | Rejected | Reply | Beat | Dead

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from moe_lora.core.config import EngineConfig
@@ -59,6 +60,14 @@ def start_child(
     return process, Connection(ours.detach())
 
 
+@dataclass(frozen=True)
+class StartEngine:
+    """First message to an engine's process.  heartbeat_s: how often it sends a beat."""
+
+    config: EngineConfig
+    heartbeat_s: float
+
+
 class ProcessClient(ConnectionClient):
     """`EngineClient` of an engine process that it starts, and that ends with it.
 
@@ -66,12 +75,12 @@ class ProcessClient(ConnectionClient):
     called before anything else, and raises it.
     """
 
-    def __init__(self, config: EngineConfig, *, wait: bool = True) -> None:
+    def __init__(self, config: EngineConfig, *, wait: bool = True, heartbeat_s: float = 1.0) -> None:
         self._process, connection = start_child(
             "moe_lora.engine.worker", num_threads=config.threads_per_process
         )
         super().__init__(connection, "the engine's process")
-        self._connection.send(config)
+        self._connection.send(StartEngine(config, heartbeat_s))
         if wait:
             self.await_start()
 
@@ -101,6 +110,10 @@ class ProcessClient(ConnectionClient):
             raise started.error
         self.start_reading()
 
+    def kill(self) -> None:
+        """End a process that does nothing any more, be it stopped or stuck."""
+        self._process.kill()
+
     def shut_down(self) -> None:
         """Ask the process to end, then end it; one that is still starting is ended at once."""
         self._stopping = True
@@ -121,12 +134,12 @@ class ProcessClient(ConnectionClient):
         await asyncio.to_thread(self.shut_down)
 
 
-def start_processes(configs: Sequence[EngineConfig]) -> list[ProcessClient]:
+def start_processes(configs: Sequence[EngineConfig], heartbeat_s: float = 1.0) -> list[ProcessClient]:
     """One engine process each, starting side by side.  If one can't start, none stays."""
     clients: list[ProcessClient] = []
     try:
         for config in configs:
-            clients.append(ProcessClient(config, wait=False))
+            clients.append(ProcessClient(config, wait=False, heartbeat_s=heartbeat_s))
         for client in clients:
             client.await_start()
     except BaseException:

@@ -31,25 +31,30 @@ class Residency:
         """What takes long of an `add` that is to come; may be called from another thread."""
         return self.placement.prepare(packed)
 
-    def add(self, packed: PackedAdapter, path: str | None, *, replace: bool = False) -> AdapterVersion:
+    def add(
+        self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
+    ) -> AdapterVersion:
         """Serve `packed` under its name from now on; a new version is pinned as the one before it was.
 
+        version: its number, which whoever serves it on several engines gives; None: one more than the last.
         Raises AdapterExistsError if the name is taken and not to be replaced, CapacityError if there could
         never be room for it.
         """
         try:
-            return self._add(packed, path, replace=replace)
+            return self._add(packed, path, replace, version)
         except (AdapterExistsError, CapacityError):
             self.placement.undo_prepare(packed)
             raise
 
-    def _add(self, packed: PackedAdapter, path: str | None, *, replace: bool) -> AdapterVersion:
+    def _add(
+        self, packed: PackedAdapter, path: str | None, replace: bool, version: int | None
+    ) -> AdapterVersion:
         name = packed.name
         if name in self._current and not replace:
             raise AdapterExistsError(
                 f"adapter {name!r} is already loaded; unload it first or load it in place"
             )
-        number = self._versions.get(name, 0) + 1
+        number = self._versions.get(name, 0) + 1 if version is None else version
         adapter = AdapterVersion(next(self._uids), number, packed, path)
         previous = self._current.get(name)
         if previous is not None and previous.pinned:

@@ -16,17 +16,22 @@ from moe_lora.policies.instance_load import InstanceLoad
 
 from .client import EngineClient
 from .fleet_views import add_counters
+from .heartbeat import Heartbeat
+from .messages import Beat
+from .served import Holding, Served, ServedAdapter
 
 
 @dataclass(eq=False)
 class Instance:
     """An engine among several.  `client` is replaced when the engine is restarted, or dials in again.
 
-    name: its number, or the name it dialled in with.  outstanding_tokens, load: see
-    `policies.routing.InstanceView`.  missing: adapters that could not be loaded again after a restart.
-    starting: the client of a process that is not in routing yet.  latest: the stats it gave last.  past:
-    counters of its earlier processes; past_before: of those before the latest, whose incarnation (of an
-    engine that dials in) is kept beside it.
+    name: its number, or the name it dialled in with.  asked_tokens: what the requests that it got from
+    here may still need; tokens_elsewhere: what those of other front ends may.  load: see
+    `policies.routing.InstanceView`.  silent: out of routing because it does not get on.  missing:
+    adapters that could not be loaded again after a restart.  starting: the client of a process that is
+    not in routing yet.  latest: the stats it gave last.  past: counters of its earlier processes;
+    past_before: of those before the latest, whose incarnation (of an engine that dials in) is kept beside
+    it.
     """
 
     index: int
@@ -34,7 +39,9 @@ class Instance:
     name: str
     live: bool = True
     given_up: bool = False
-    outstanding_tokens: int = 0
+    silent: bool = False
+    asked_tokens: int = 0
+    tokens_elsewhere: int = 0
     load: InstanceLoad = field(default_factory=InstanceLoad)
     missing: set[str] = field(default_factory=set)
     starting: EngineClient | None = None
@@ -49,14 +56,14 @@ class Instance:
     def num_restarts(self) -> int:
         return max(0, self.num_starts - 1)
 
+    @property
+    def outstanding_tokens(self) -> int:
+        return self.asked_tokens + self.tokens_elsewhere
 
-@dataclass(frozen=True)
-class ServedAdapter:
-    """What every instance serves under a name."""
-
-    path: str
-    version: int
-    pinned: bool = False
+    def hear(self, beat: Beat) -> None:
+        """Take over what the engine says of other front ends' requests."""
+        self.tokens_elsewhere = beat.outstanding_tokens
+        self.load.num_elsewhere = beat.num_running + beat.num_waiting
 
 
 class Roster:
@@ -64,6 +71,7 @@ class Roster:
 
     clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
     pairs of the start.  advice: what to do when no instance is live, where they come by themselves.
+    heartbeat: when an instance counts as silent.
     """
 
     def __init__(
@@ -71,11 +79,14 @@ class Roster:
         clients: Sequence[EngineClient],
         adapters: Sequence[tuple[str, str]] = (),
         advice: str | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        self.heartbeat = heartbeat or Heartbeat()
         self.instances = [Instance(index, client, str(index)) for index, client in enumerate(clients)]
         self.closed = threading.Event()
         self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
+        self._numbers = {instance.name: instance.index for instance in self.instances}
         self._num_loading = 0
         self._advice = advice
         self._changed = threading.Condition()
@@ -97,6 +108,9 @@ class Roster:
         raise EngineDeadError(f"no LLM instance is running: {self._absence()}")
 
     def _absence(self) -> str:
+        silent = ", ".join(instance.name for instance in self.instances if instance.silent)
+        if silent:
+            return f"instance {silent} does not get on; send the request again in a while, or restart it"
         if self._advice is not None:
             return self._advice
         gone = [str(instance.index) for instance in self.instances if instance.given_up]
@@ -108,10 +122,23 @@ class Roster:
     def lose(self, instance: Instance, client: EngineClient) -> None:
         """Take an instance whose `client` is dead out of routing, unless it has another one by now."""
         with self._changed:
-            if instance.client is client and instance.live:
-                instance.live = False
-                instance.past = add_counters([instance.past, instance.latest])
-                instance.latest = EngineStats()
+            if instance.client is client:
+                self._take_out(instance)
+
+    def drain(self, instance: Instance, client: EngineClient) -> bool:
+        """Take an instance that is silent out of routing until it joins again; False if it is out already."""
+        with self._changed:
+            was_live = instance.live
+            if instance.client is client and was_live:
+                instance.silent = True
+                self._take_out(instance)
+            return was_live and not instance.live
+
+    def _take_out(self, instance: Instance) -> None:
+        if instance.live:
+            instance.live = False
+            instance.past = add_counters([instance.past, instance.latest])
+            instance.latest = EngineStats()
 
     def enter(self, name: str, client: EngineClient) -> Instance:
         """The entry of an engine that dials in, not in routing yet: the one that its name had, or a new one.
@@ -125,10 +152,20 @@ class Roster:
                 if instance.name == name:
                     break
             else:
-                instance = Instance(len(self.instances), client, name, live=False, num_starts=0)
-                self.instances = [*self.instances, instance]
+                instance = Instance(self.number_of(name), client, name, live=False, num_starts=0)
+                self.instances = sorted([*self.instances, instance], key=lambda one: one.index)
             instance.starting = client
             return instance
+
+    def number_of(self, name: str) -> int:
+        """The index of the instance of that name; one that has not dialled in yet will have it."""
+        with self._changed:
+            return self._numbers.setdefault(name, len(self._numbers))
+
+    def name_of(self, index: int) -> str:
+        """The name of the instance that has, or will have, this index."""
+        with self._changed:
+            return next(name for name, number in self._numbers.items() if number == index)
 
     def join(
         self,
@@ -140,7 +177,7 @@ class Roster:
     ) -> bool:
         """Put an instance into routing, if `have` is what all serve now; waits for loads under way.
 
-        incarnation: of an engine that dials in; if it is the one that was there before, it was not restarted.
+        incarnation: if it is the one that was there before, the engine was not restarted.
         Raises EngineDeadError if the fleet was closed.
         """
         with self._changed:
@@ -149,14 +186,25 @@ class Roster:
                 raise EngineDeadError("the instances were closed")
             if have != self._adapters:
                 return False
-            instance.client, instance.missing, instance.starting = client, missing, None
-            instance.live = True
-            if incarnation is not None and incarnation == instance.incarnation:
-                instance.past = instance.past_before  # the process still counts what it did before
-            else:
-                instance.num_starts += 1
-                instance.past_before, instance.incarnation = instance.past, incarnation
+            self._route_to(instance, client, missing, incarnation)
             return True
+
+    def _route_to(
+        self, instance: Instance, client: EngineClient, missing: set[str], incarnation: str | None
+    ) -> None:
+        instance.client, instance.missing, instance.starting = client, missing, None
+        instance.live, instance.silent = True, False
+        if incarnation is not None and incarnation == instance.incarnation:
+            instance.past = instance.past_before  # the process still counts what it did before
+        else:
+            instance.num_starts += 1
+            instance.past_before, instance.incarnation = instance.past, incarnation
+
+    @property
+    def holdings(self) -> dict[str, Holding]:
+        """What the live instances hold, by name."""
+        with self._changed:
+            return {one.name: Holding(one.incarnation, frozenset(one.missing)) for one in self.live}
 
     def start(self, instance: Instance, client: EngineClient) -> bool:
         """Note a process that is starting, so that closing ends it; False if the fleet was closed."""
@@ -186,10 +234,14 @@ class Roster:
                 self._num_loading -= 1
                 self._changed.notify_all()
 
+    def next_version(self, name: str) -> int:
+        """The number that a new version of the name gets."""
+        return self._versions.get(name, 0) + 1
+
     def serve(self, info: AdapterInfo, path: str) -> ServedAdapter:
         """From now on all instances serve this.  Versions of a name count up, whatever was restarted."""
         with self._changed:
-            version = max(info.version, self._versions.get(info.name, 0) + 1)
+            version = max(info.version, self.next_version(info.name))
             self._versions[info.name] = version
             before = self._adapters.get(info.name)
             pinned = before is not None and before.pinned
@@ -207,6 +259,18 @@ class Roster:
             self._adapters.pop(name, None)
             for instance in self.instances:
                 instance.missing.discard(name)
+
+    @property
+    def served(self) -> Served:
+        """A copy: what is served, and the versions of what was."""
+        with self._changed:
+            return Served(dict(self._adapters), dict(self._versions))
+
+    def recover(self, found: Served) -> None:
+        """Take over what others say was served before this process began (see `Served.joined`)."""
+        with self._changed:
+            joined = Served(self._adapters, self._versions).joined(found)
+            self._adapters, self._versions = dict(joined.adapters), dict(joined.versions)
 
     def close(self) -> list[EngineClient]:
         """Let nothing come back; the clients to close."""

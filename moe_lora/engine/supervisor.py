@@ -7,13 +7,15 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import EngineDeadError
 
-from .catch_up import catch_up
+from .attendance import Attendance
+from .catch_up import catch_up, held_by
 from .process import ProcessClient
-from .roster import Instance, Roster
+from .roster import Instance, Roster, ServedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Supervisor:
         self._clock = clock
         self._policy = policy or RestartPolicy()
         for instance, client in zip(roster.instances, clients, strict=True):
+            instance.incarnation = str(client.pid)
             threading.Thread(
                 target=self._watch,
                 args=(instance, client),
@@ -71,11 +74,11 @@ class Supervisor:
             ).start()
 
     def _watch(self, instance: Instance, client: ProcessClient | None) -> None:
-        num_deaths = 0
+        num_deaths, have = 0, None
         while client is not None:
             started_s = self._clock.now_s()
-            client.ended.wait()
-            self._roster.lose(instance, client)
+            come = partial(self._bring, instance, client, have)
+            Attendance(self._roster, instance, client, come, client.kill).run()
             if self._roster.closed.is_set():
                 return
             client.shut_down()
@@ -88,18 +91,20 @@ class Supervisor:
                 client.exit_code,
                 lived_s,
             )
-            client, num_deaths = self._replace(instance, num_deaths)
+            client, have, num_deaths = self._replace(instance, num_deaths)
 
-    def _replace(self, instance: Instance, num_deaths: int) -> tuple[ProcessClient | None, int]:
-        """A new process in routing, and the deaths counted up to it; None: given up, or closed."""
+    def _replace(
+        self, instance: Instance, num_deaths: int
+    ) -> tuple[ProcessClient | None, dict[str, ServedAdapter] | None, int]:
+        """A new process, what it has, and the deaths counted up to it; None: given up, or closed."""
         while (pause_s := self._policy.pause_s(num_deaths)) is not None:
             if self._roster.closed.wait(pause_s):
-                return None, num_deaths
+                return None, None, num_deaths
             try:
-                return self._start(instance), num_deaths
+                return *self._start(instance), num_deaths
             except Exception as error:
                 if self._roster.closed.is_set():
-                    return None, num_deaths
+                    return None, None, num_deaths
                 num_deaths += 1
                 logger.error("instance %d could not be started again: %s", instance.index, error)
         instance.given_up = True
@@ -110,9 +115,9 @@ class Supervisor:
             num_deaths,
             self._policy.quick_s,
         )
-        return None, num_deaths
+        return None, None, num_deaths
 
-    def _start(self, instance: Instance) -> ProcessClient:
+    def _start(self, instance: Instance) -> tuple[ProcessClient, dict[str, ServedAdapter]]:
         served = self._roster.adapters
         # A directory that is gone would keep the whole engine from starting; loading it fails alone.
         have = {
@@ -126,11 +131,17 @@ class Supervisor:
             if not self._roster.start(instance, client):
                 raise EngineDeadError("the instances were closed")
             client.await_start()
-            missing: set[str] = set()
-            while not self._roster.join(instance, client, have, missing):
-                catch_up(client, self._roster.adapters, have, missing)
         except BaseException:
             client.shut_down()
             raise
+        return client, have
+
+    def _bring(
+        self, instance: Instance, client: ProcessClient, have: dict[str, ServedAdapter] | None
+    ) -> None:
+        """Put a process into routing.  have: what it began with; None, or empty by now: ask it."""
+        missing: set[str] = set()
+        found = dict(have) if have is not None and instance.client is not client else held_by(client)
+        while not self._roster.join(instance, client, found, missing, str(client.pid)):
+            catch_up(client, self._roster.adapters, found, missing)
         logger.info("instance %d is back (process %d)", instance.index, client.pid)
-        return client

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
 
 from moe_lora.core.request import ModelInfo
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HANDSHAKE_S = 10.0
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
 """A host that is gone or cut off is noticed after about 5 s (on Linux; elsewhere by the system's rules)."""
@@ -33,9 +34,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The front end's answer.  refusal: why the engine can't take part; None: it does."""
+    """The front end's answer.  refusal: why the engine can't take part; None: it does, and sends a beat
+    every heartbeat_s.
+    """
 
     refusal: str | None = None
+    heartbeat_s: float = 1.0
 
 
 def new_incarnation() -> str:
@@ -47,8 +51,8 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), backlog=64)
 
 
-def dial(host: str, port: int, key: bytes, hello: Hello) -> tuple[Connection, Welcome]:
-    """Connect to a front end and say hello.
+def dial(host: str, port: int, key: bytes, hello: object) -> tuple[Connection, Welcome]:
+    """Connect and say hello.
 
     Raises OSError or EOFError if nobody is there, AuthenticationError if its key is another.
     """
@@ -66,14 +70,14 @@ def dial(host: str, port: int, key: bytes, hello: Hello) -> tuple[Connection, We
     return connection, welcome
 
 
-def greet(sock: socket.socket, key: bytes) -> tuple[Connection, Hello]:
+def greet(sock: socket.socket, key: bytes) -> tuple[Connection, Any]:
     """The other side of `dial`; a `Welcome` has to follow.  Raises as it does."""
     connection = _prepared(sock)
     try:
         with time_limit(connection, HANDSHAKE_S):
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
-            hello: Hello = connection.recv()
+            hello = connection.recv()
     except BaseException:
         connection.close()
         raise

@@ -10,16 +10,15 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from moe_lora.core.config import EngineConfig
-
+from .heartbeat import beat_until
 from .inbox import Inbox
-from .messages import Command, Event, Reply, Stop
-from .process import START_CALL_ID
+from .messages import Beat, Command, Event, Reply, Stop
+from .process import START_CALL_ID, StartEngine
 
 
 def main(connection: Connection) -> None:
     """Build the engine that the first message describes, then run its loop until the client leaves."""
-    config: EngineConfig = connection.recv()
+    start: StartEngine = connection.recv()
     lock = threading.Lock()
 
     def emit(event: Event) -> None:
@@ -37,14 +36,14 @@ def main(connection: Connection) -> None:
         from .garbage import collect_rarely
         from .loop import EngineLoop
 
-        loop = EngineLoop(build_engine(config), emit)
+        loop = EngineLoop(build_engine(start.config), emit, inbox)
     except Exception as error:
         emit(Reply(START_CALL_ID, error=error))
         return
     collect_rarely()
-    loop.inbox = inbox
     ready.set()
     emit(Reply(START_CALL_ID))
+    beat_until(threading.Event(), start.heartbeat_s, lambda: emit(Beat(loop.pulse.stuck_s())))
     loop.run()
 
 

@@ -14,7 +14,8 @@ class InstanceLoad:
     until they leave its queue).  running: those that decode.  waiting_prompts, waiting_tokens: prompt tokens
     of the first, by adapter and in all.  num_changes: how often this changed, for who keeps sums of it.
     recent: the adapters of the last requests, at most `max_recent`, the latest last: what the instance most
-    likely holds on its device.
+    likely holds on its device.  num_elsewhere: requests that other front ends gave it, whose adapters are
+    not known here.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -22,12 +23,13 @@ class InstanceLoad:
         self.running: Counter[str | None] = Counter()
         self.waiting_prompts: Counter[str | None] = Counter()
         self.num_waiting = self.num_running = self.waiting_tokens = self.num_changes = 0
+        self.num_elsewhere = 0
         self.recent: dict[str, None] = {}
         self._max_recent = max_recent
 
     @property
     def num_requests(self) -> int:
-        return self.num_waiting + self.num_running
+        return self.num_waiting + self.num_running + self.num_elsewhere
 
     def has(self, adapter: str | None) -> bool:
         """Whether the adapter is most likely there, or on its way; the base model always is."""

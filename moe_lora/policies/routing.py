@@ -19,7 +19,10 @@ class InstanceView(Protocol):
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens that its requests may still need: prompts not begun, and answers up to their limits."""
+        """Tokens that its requests may still need: prompts not begun, and answers up to their limits.
+
+        Those that other front ends gave it count too.
+        """
         ...
 
     @property

@@ -7,23 +7,23 @@ from dataclasses import asdict
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from .controller import Controller
 from .errors import ApiError, JsonResponse
 from .frontend import Frontend
 from .protocol import CapacityRequest
+from .views import ProvisionView
 
 
 def capacity_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["capacity"])
 
-    def controller() -> Controller:
+    def controller() -> ProvisionView:
         if frontend.controller is None:
             raise ApiError(
                 404, "the load on adapters is not watched; start with --target-iar or a LoRA Server"
             )
         return frontend.controller
 
-    def with_server() -> Controller:
+    def with_server() -> ProvisionView:
         if frontend.controller is None or not frontend.controller.has_server:
             raise ApiError(404, "there is no LoRA Server; start with --lora-server, or set max_loras")
         return frontend.controller
@@ -31,8 +31,9 @@ def capacity_router(frontend: Frontend) -> APIRouter:
     @router.get("/provision", response_model=None)
     async def provision() -> Response:
         """What the last evaluation of the load found; `latest` is null before the first one."""
-        found = controller()
-        return JsonResponse({"settings": asdict(found.config), "latest": found.report()})
+        config, latest = controller().config, controller().latest
+        report = None if latest is None else {**asdict(latest), "suffices": latest.suffices}
+        return JsonResponse({"settings": asdict(config), "latest": report})
 
     @router.get("/lora_server", response_model=None)
     async def lora_server() -> Response:

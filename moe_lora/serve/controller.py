@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import asdict
-from typing import Any
 
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.config import ProvisionConfig
@@ -85,10 +83,6 @@ class Controller:
         state = await asyncio.to_thread(self._server.resize, capacity)
         logger.info("the LoRA Server's capacity is now %d adapters", state.capacity)
         return state
-
-    def report(self) -> dict[str, Any] | None:
-        """The last evaluation as JSON has it."""
-        return None if self.latest is None else {**asdict(self.latest), "suffices": self.latest.suffices}
 
     async def _places(self) -> tuple[int, int]:
         """Adapters resident on an instance at once, and the number of instances that are live."""

@@ -4,40 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from moe_lora.core.request import ModelInfo, SamplingParams
 from moe_lora.engine.client import EngineClient
 
-from .controller import Controller
 from .errors import bad_request
 from .metrics import Metrics
 from .request_watch import RequestWatch
+from .views import PlacementView, ProvisionView, RegistryView
 
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
 
-    from .served_registry import ServedRegistry
+    from .control.link import ControllerLink
 
 LONG_TEXT_CHARS = 10_000
 """Texts from here on are tokenized in a thread, so that they don't hold up everyone's tokens."""
 
 
-@dataclass
+class Task(Protocol):
+    """Something that goes on beside the requests."""
+
+    async def run(self) -> None:
+        """Go on until cancelled."""
+        ...
+
+
+@dataclass(kw_only=True)
 class Frontend:
-    """One engine as one HTTP application sees it.  tokenizer None: prompts are token ids only.  controller
-    None: the load on adapters is not watched.  registry None: adapters are known by their paths only.
+    """One engine as one HTTP application sees it.
+
+    tokenizer None: prompts are token ids only.  model_name: what requests call the base model; every other
+    name is an adapter's.  controller None: the load on adapters is not watched.  placement None: adapters
+    are not divided over instances.  registry None: adapters are known by their paths only.  link: to the
+    process that decides, if that is another one.  tasks: run while it serves.  ready: waited for before
+    it serves.  Whoever makes it closes the client.
     """
 
     client: EngineClient
     tokenizer: Tokenizer | None
     model_name: str
-    metrics: Metrics
-    controller: Controller | None = None
-    registry: ServedRegistry | None = None
+    controller: ProvisionView | None = None
+    placement: PlacementView | None = None
+    registry: RegistryView | None = None
+    link: ControllerLink | None = None
+    tasks: Sequence[Task] = ()
+    ready: Callable[[], Awaitable[None]] | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     _info: ModelInfo | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.model_name, self.controller, self.placement, self.link)
 
     async def info(self) -> ModelInfo:
         if self._info is None:

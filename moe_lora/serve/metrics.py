@@ -9,13 +9,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moe_lora.core.request import EngineStats, FleetStats, InstanceStats
-from moe_lora.provision.demand import Visit
 
-from .controller import Controller
-from .placement import PlacementController
+from .control.link import ControllerLink
+from .control.metrics import LinkCollector
 from .placement_metrics import PlacementCollector
 from .provision_metrics import ProvisionCollector
 from .request_watch import RequestWatch
+from .views import PlacementView, ProvisionView, VisitView
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
@@ -66,6 +66,7 @@ LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 TIERS = ("device", "host")
 INSTANCE_GAUGES = (
     ("moe_lora:instance_up", "1 while the instance answers.", "live"),
+    ("moe_lora:instance_silent", "1 while it gets no requests because it does not get on.", "silent"),
     ("moe_lora:instance_requests_running", "Requests being computed.", "num_running"),
     ("moe_lora:instance_requests_waiting", "Requests that wait in the instance.", "num_waiting"),
     ("moe_lora:instance_kv_cache_usage", "Share of KV pages in use, 0 to 1.", "kv_usage"),
@@ -168,8 +169,9 @@ class Metrics:
     def __init__(
         self,
         model_name: str,
-        controller: Controller | None = None,
-        placement: PlacementController | None = None,
+        controller: ProvisionView | None = None,
+        placement: PlacementView | None = None,
+        link: ControllerLink | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.engine = EngineCollector(model_name)
@@ -179,6 +181,8 @@ class Metrics:
             self.registry.register(self.provision)
         if placement is not None:
             self.registry.register(PlacementCollector(model_name, placement))
+        if link is not None:
+            self.registry.register(LinkCollector(model_name, link))
         self._model_name = model_name
         self._success = Counter(
             "vllm:request_success",
@@ -223,7 +227,7 @@ class Metrics:
         family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
         return family.labels(self._model_name)
 
-    def watch(self, visit: Visit | None) -> RequestWatch:
+    def watch(self, visit: VisitView | None) -> RequestWatch:
         """A stopwatch for a request that arrives now.  visit: its part in the load on adapters, if any."""
         return RequestWatch(self, visit)
 

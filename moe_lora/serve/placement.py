@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import cast
 
 from moe_lora.core.clock import Clock, WallClock
@@ -30,7 +31,7 @@ class PlacementController:
     found in another thread.
     latest: quality of the last placement under the demand that it was made for; None before the first one.
     num_copies: adapters times instances that were moved to, since the start.  num_problems: placements that
-    could not be made; the table of before stays.
+    could not be made; the table of before stays.  demand: tokens/s that was forecast last.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PlacementController:
         self.latest: PlacementQuality | None = None
         self.num_copies = 0
         self.num_problems = 0
+        self.demand: dict[str, float] = {}
         self._config = config
         self._place = PLACEMENTS[config.placement]
         points = config.operating_points
@@ -66,6 +68,15 @@ class PlacementController:
     def version(self) -> int:
         """Tables so far."""
         return self._router.version
+
+    @property
+    def interval_s(self) -> float:
+        return self._config.placement_interval_s
+
+    def resume(self, demand: Mapping[str, float]) -> None:
+        """Go on from what a controller before this one forecast."""
+        self.demand = dict(demand)
+        self._history.observe(demand, 1.0)
 
     async def run(self) -> None:
         """Place now, without any demand yet, and then every interval, until cancelled."""
@@ -101,6 +112,7 @@ class PlacementController:
             return
         points = self._points or dict.fromkeys(adapters.values(), 1.0)
         demand = {name: rate for name, rate in self._history.forecast().items() if name in adapters}
+        self.demand = demand
         before = self._router.table
         found = await asyncio.to_thread(self._place, adapters, live, points, demand, before)
         table = cast("dict[str, list[tuple[int, float]]]", found)

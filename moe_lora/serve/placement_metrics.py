@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from .placement import PlacementController
+from .views import PlacementView
 
 
 class PlacementCollector:
     """A placement controller's state as metric families."""
 
-    def __init__(self, model_name: str, placement: PlacementController) -> None:
+    def __init__(self, model_name: str, placement: PlacementView) -> None:
         self._placement = placement
         self._label = [model_name]
 

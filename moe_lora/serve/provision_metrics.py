@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from moe_lora.dist.lora_server.admin import ServerState
 
-from .controller import Controller
+from .views import ProvisionView
 
 OUTLOOK_GAUGES = (
     (
@@ -44,7 +44,7 @@ class ProvisionCollector:
     server: the LoRA Server's state, None if it did not answer, or if there is none.
     """
 
-    def __init__(self, model_name: str, controller: Controller) -> None:
+    def __init__(self, model_name: str, controller: ProvisionView) -> None:
         self.server: ServerState | None = None
         self._controller = controller
         self._label = [model_name]

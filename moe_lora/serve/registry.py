@@ -16,7 +16,7 @@ from .errors import ApiError, JsonResponse, bad_request
 from .fields import Text
 from .frontend import Frontend
 from .protocol import RegisterAdapterRequest
-from .served_registry import ServedRegistry
+from .views import RegistryView
 
 MAX_LISTED = 10_000
 Version = Annotated[int | None, Query(ge=1, le=MAX_COUNT)]
@@ -25,7 +25,7 @@ Version = Annotated[int | None, Query(ge=1, le=MAX_COUNT)]
 def registry_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1/registry", tags=["registry"])
 
-    def opened() -> ServedRegistry:
+    def opened() -> RegistryView:
         if frontend.registry is None:
             raise ApiError(404, "there is no registry of adapters; start with --registry FOLDER")
         return frontend.registry
@@ -38,10 +38,9 @@ def registry_router(frontend: Frontend) -> APIRouter:
     ) -> Response:
         """Current versions by name, `limit` at once; `after` goes on behind a name."""
         served = opened()
-        method = served.registry.adapters
-        found = await served.call(method, state=state, after=after, limit=limit + 1)
+        found = await served.call("adapters", state=state, after=after, limit=limit + 1)
         data = [asdict(one) for one in found[:limit]]
-        listed = {"object": "list", "base_hash": served.base_hash, "data": data}
+        listed = {"object": "list", "base_hash": await served.base(), "data": data}
         return JsonResponse({**listed, "has_more": len(found) > limit})
 
     @router.post("/adapters", response_model=None)
@@ -51,10 +50,10 @@ def registry_router(frontend: Frontend) -> APIRouter:
         check_new_name(body.lora_name, frontend)
         check_files(body.lora_path)
         added = await served.call(
-            served.registry.add,
+            "add",
             body.lora_name,
             body.lora_path,
-            base_hash=served.base_hash,
+            base_hash=await served.base(),
             owner=body.owner,
             link=body.link,
         )
@@ -64,7 +63,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
     async def check() -> Response:
         """Read all files of the registry; `problem` is null where they are what was added."""
         served = opened()
-        found = await served.call(served.registry.check)
+        found = await served.call("check")
         data = [{"name": one.name, "version": one.version, "problem": problem} for one, problem in found]
         return JsonResponse({"object": "list", "data": data})
 
@@ -72,7 +71,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
     async def show(name: str) -> Response:
         """All versions of a name, removed ones too."""
         served = opened()
-        versions = await served.call(served.registry.versions, name)
+        versions = await served.call("versions", name)
         return JsonResponse({"object": "list", "data": [asdict(one) for one in versions]})
 
     @router.delete("/adapters/{name:path}", response_model=None)
@@ -81,7 +80,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
         served = opened()
         doomed = [
             one.path
-            for one in await served.call(served.registry.versions, name)
+            for one in await served.call("versions", name)
             if one.state != REMOVED and version in (None, one.version)
         ]
         if any(one.name == name and one.path in doomed for one in await frontend.client.list_adapters()):
@@ -89,7 +88,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
                 f"adapter {name!r} is being served, and an instance that starts again needs its files; "
                 "unload it first (/v1/unload_lora_adapter)",
             )
-        removed = await served.call(served.registry.remove, name, version)
+        removed = await served.call("remove", name, version)
         return JsonResponse({"object": "list", "data": [asdict(one) for one in removed]})
 
     return router

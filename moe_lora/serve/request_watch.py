@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING
 
 from moe_lora.core.request import RequestTiming
-from moe_lora.provision.demand import Visit
 
 if TYPE_CHECKING:
     from .metrics import Metrics
+    from .views import VisitView
 
 
 class RequestWatch:
@@ -17,7 +17,7 @@ class RequestWatch:
 
     __slots__ = ("_arrival_s", "_first_s", "_last_s", "_metrics", "_num_tokens", "_visit")
 
-    def __init__(self, metrics: Metrics, visit: Visit | None) -> None:
+    def __init__(self, metrics: Metrics, visit: VisitView | None) -> None:
         self._metrics = metrics
         self._visit = visit
         self._arrival_s = time.perf_counter()

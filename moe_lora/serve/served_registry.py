@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from moe_lora.adapters.base_model import base_model_hash
 from moe_lora.adapters.registered import RegisteredAdapter
@@ -17,8 +17,6 @@ from moe_lora.core.errors import AdapterError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
-
 
 class ServedRegistry:
     """A registry and the base model that is served, for an event loop: calls run in threads."""
@@ -27,13 +25,17 @@ class ServedRegistry:
         self.registry = registry
         self.base_hash = base_hash
 
+    async def base(self) -> str:
+        """The base model's hash."""
+        return self.base_hash
+
     async def resolve(self, name: str) -> RegisteredAdapter:
         """The current version of `name`, fit to be served.  Raises as `Registry.resolve`."""
-        return await self.call(self.registry.resolve, name, self.base_hash)
+        return cast("RegisteredAdapter", await self.call("resolve", name, self.base_hash))
 
-    async def call(self, method: Callable[..., Answer], *args: Any, **keywords: Any) -> Answer:
-        """What a method of the registry returns."""
-        return await asyncio.to_thread(method, *args, **keywords)
+    async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
+        """What a method of `Registry` returns."""
+        return await asyncio.to_thread(getattr(self.registry, method), *args, **keywords)
 
 
 @contextmanager

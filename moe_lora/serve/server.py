@@ -8,20 +8,13 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import uvicorn
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.engine.client import EngineClient
 
 from .app import create_app
-from .controller import Controller
-from .placement import PlacementController
-from .served_registry import ServedRegistry
-
-if TYPE_CHECKING:
-    from moe_lora.engine.text import Tokenizer
+from .frontend import Frontend
 
 logger = logging.getLogger(__name__)
 
@@ -78,25 +71,13 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve_forever(
-    client: EngineClient,
-    tokenizer: Tokenizer | None,
-    model_name: str,
-    *,
-    sock: socket.socket,
-    drain_s: float = DRAIN_S,
-    on_ready: Callable[[str], None] | None = None,
-    controller: Controller | None = None,
-    placement: PlacementController | None = None,
-    registry: ServedRegistry | None = None,
-) -> None:
+async def serve_forever(frontend: Frontend, sock: socket.socket, drain_s: float = DRAIN_S) -> None:
     """Serve until SIGINT or SIGTERM, then finish what runs (up to `drain_s`, then abort it).
 
-    sock: from `bind`; closed at the end.  on_ready gets the URL once the server accepts connections.  The
-    client stays open.
+    sock: from `bind`; closed at the end.  The front end's client stays open.
     """
     config = uvicorn.Config(
-        create_app(client, tokenizer, model_name, controller, placement, registry),
+        create_app(frontend),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -105,49 +86,22 @@ async def serve_forever(
         timeout_graceful_shutdown=max(1, round(drain_s)),
     )
     server = HttpServer(config)
-
-    def ready(url: str) -> None:
-        logger.info("Serving %s at %s", model_name, url)
-        if on_ready is not None:
-            on_ready(url)
-
-    server.on_ready = ready
+    server.on_ready = lambda url: logger.info("Serving %s at %s", frontend.model_name, url)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.stop)
-    watching = [asyncio.create_task(one.run()) for one in (controller, placement) if one is not None]
+    tasks = [asyncio.create_task(one.run()) for one in frontend.tasks]
     try:
+        if frontend.ready is not None:
+            await frontend.ready()
         await server.serve(sockets=[sock])
     finally:
-        for task in watching:
+        for task in tasks:
             task.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 
 
-def run_server(
-    client: EngineClient,
-    tokenizer: Tokenizer | None,
-    model_name: str,
-    *,
-    sock: socket.socket,
-    drain_s: float = DRAIN_S,
-    on_ready: Callable[[str], None] | None = None,
-    controller: Controller | None = None,
-    placement: PlacementController | None = None,
-    registry: ServedRegistry | None = None,
-) -> None:
+def run_server(frontend: Frontend, sock: socket.socket, drain_s: float = DRAIN_S) -> None:
     """`serve_forever` in an event loop of its own."""
-    asyncio.run(
-        serve_forever(
-            client,
-            tokenizer,
-            model_name,
-            sock=sock,
-            drain_s=drain_s,
-            on_ready=on_ready,
-            controller=controller,
-            placement=placement,
-            registry=registry,
-        )
-    )
+    asyncio.run(serve_forever(frontend, sock, drain_s))

@@ -42,7 +42,7 @@ def status_router(frontend: Frontend) -> APIRouter:
         if provision is not None and frontend.controller is not None:
             try:
                 provision.server = await frontend.controller.server_state()
-            except LoraServerError:
+            except (EngineDeadError, LoraServerError):
                 provision.server = None
         return Response(frontend.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -9,7 +9,8 @@ import pytest
 
 from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig, RegistryConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster import FrontEndConfig, read_cluster
+from moe_lora.dist.cluster import read_cluster
+from moe_lora.dist.front_ends import ControllerConfig, FrontEndConfig, FrontEndPlace
 
 WHOLE = """
 model_dir: base
@@ -22,6 +23,14 @@ engine: {dtype: float32, eager: true, kv_cache_gb: 1, decode_buckets: [1, 8], ma
 lora_server: {layout: EP2-PP1, capacity: 4, address: "10.0.0.2:7500", store_dir: store, transport: gloo}
 registry: {folder: registered, adapters: [lower, third]}
 front_end: {host: 0.0.0.0, port: 80, engines_address: "10.0.0.1:7600", routing: round_robin}
+"""
+SEVERAL = """
+model_dir: base
+front_end: {host: 0.0.0.0, port: 80, placement: loraserve}
+front_ends:
+  one: {engines_address: "10.0.0.1:7600"}
+  two: {host: 10.0.0.2, port: 81, engines_address: "10.0.0.2:7600"}
+controller: {address: "10.0.0.1:7700", engines_address: "10.0.0.1:7701"}
 """
 
 
@@ -102,7 +111,37 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nengine: {max_loras: 0}", "max_loras=0 must be 1 or more"),
         ("model_dir: m\nlora_server: {capacity: 0}", "lora_server.capacity=0 must be 1 or more"),
         ("model_dir: m\nfront_end: {port: 70000}", "front_end.port=70000 must be between"),
+        (
+            "model_dir: m\nfront_end: {heartbeat_timeout_s: 40}",
+            "heartbeat_timeout_s=40.0 must be positive and below heartbeat_dead_s=30.0",
+        ),
         ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
+        ("model_dir: m\nfront_ends: {a: {engines_address: 'h:1'}}", "front_ends needs a controller"),
+        ("model_dir: m\nfront_ends: [a]", "front_ends must be a mapping"),
+        ("model_dir: m\nfront_ends: {a: {}}", "front_ends.a.engines_address is missing"),
+        ("model_dir: m\nfront_ends: {a: {engines_address: null}}", "engines_address=None must be a text"),
+        ("model_dir: m\nfront_ends: {a: {routing: x}}", "front_ends.a.routing is not a setting; allowed"),
+        ("model_dir: m\nfront_ends: {'a,b': {engines_address: 'h:1'}}", "without commas"),
+        ("model_dir: m\ncontroller: {address: 'h:1'}", "controller.engines_address is missing"),
+        ("model_dir: m\ncontroller:", "controller.address is missing"),
+        ("model_dir: m\ncontroller: {address: here, engines_address: 'h:1'}", "'here' is not host:port"),
+        (
+            "model_dir: m\ncontroller: {address: 'h:1', engines_address: 'h:1'}",
+            "controller.engines_address='h:1' is controller.address too",
+        ),
+        (
+            "model_dir: m\nfront_end: {engines_address: 'h:1'}\n"
+            "controller: {address: 'h:2', engines_address: 'h:1'}",
+            "controller.engines_address='h:1' is front_end.engines_address too",
+        ),
+        (
+            SEVERAL.replace("{address:", "{key: x, address:"),
+            "controller.key is not a setting; allowed are address, engines_address",
+        ),
+        (SEVERAL.replace("10.0.0.2:7600", "10.0.0.1:7600"), "two.engines_address='10.0.0.1:7600' is front_"),
+        (SEVERAL.replace("two:", "controller:"), "the name 'controller' is the controller's"),
+        (SEVERAL.replace("port: 80,", "engines_address: 'h:1',"), "in front_end only what they share"),
+        (SEVERAL.replace("81", "70000"), "front_ends.two.port=70000 must be between"),
         ("model_dir: m\nprovision: {slo: 1}", "provision.slo is not a setting; allowed are target_iar"),
         (
             "model_dir: m\nprovision: {target_iar: 95}",
@@ -145,9 +184,52 @@ def test_where_instances_dial_in_must_be_known(read):
         read("model_dir: m").engines_address()
 
 
+def test_each_of_several_front_ends_has_its_own_places_and_shares_the_rest(read):
+    cluster = read(SEVERAL)
+    assert cluster.front_ends["one"] == FrontEndPlace(engines_address="10.0.0.1:7600")
+    assert cluster.front_end_named("one") == FrontEndConfig(
+        host="0.0.0.0", port=80, engines_address="10.0.0.1:7600", placement="loraserve"
+    )
+    assert cluster.front_end_named("two") == FrontEndConfig(
+        host="10.0.0.2", port=81, engines_address="10.0.0.2:7600", placement="loraserve"
+    )
+    for unknown in ("three", "front-end"):
+        with pytest.raises(ConfigError, match=f"none named '{unknown}'; give one of one, two"):
+            cluster.front_end_named(unknown)
+
+
+def test_instances_dial_the_controller_and_every_front_end(read):
+    cluster = read(SEVERAL)
+    assert cluster.controller == ControllerConfig(address="10.0.0.1:7700", engines_address="10.0.0.1:7701")
+    assert cluster.doors() == {
+        "controller": ("10.0.0.1", 7701),
+        "one": ("10.0.0.1", 7600),
+        "two": ("10.0.0.2", 7600),
+    }
+
+
+def test_an_only_front_end_needs_no_name(read):
+    cluster = read(WHOLE)
+    assert cluster.doors() == {"front-end": ("10.0.0.1", 7600)}
+    assert cluster.front_end_named("front-end") == cluster.front_end
+    with pytest.raises(ConfigError, match="none named 'one'; give one of front-end"):
+        cluster.front_end_named("one")
+    with pytest.raises(ConfigError, match="engines_address is needed"):
+        read("model_dir: m").doors()
+
+
 def test_docs_describe_every_field():
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     left_out = {"model_dir", "lora_server", "instance", "key"}
-    for kind in (EngineConfig, LoraServerConfig, FrontEndConfig, ProvisionConfig, RegistryConfig):
+    kinds = (
+        EngineConfig,
+        LoraServerConfig,
+        FrontEndConfig,
+        FrontEndPlace,
+        ControllerConfig,
+        ProvisionConfig,
+        RegistryConfig,
+    )
+    for kind in kinds:
         for one in fields(kind):
             assert one.name in left_out or f"`{one.name}`" in text, one.name

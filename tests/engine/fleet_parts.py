@@ -75,7 +75,9 @@ class CountingEngine:
     async def abort(self, request_id: str) -> None:
         self.running.discard(request_id)
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+    ) -> AdapterInfo:
         await asyncio.sleep(0)
         self.check()
         self.calls.append(("load", name, path))

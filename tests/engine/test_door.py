@@ -1,4 +1,4 @@
-"""Engines that dial in: scripted loops behind real connections, no model."""
+"""Engines that dial in, one by one, and leave."""
 
 from __future__ import annotations
 
@@ -6,137 +6,19 @@ import asyncio
 import logging
 import socket
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.engine.dial_in import FrontEndLink
 from moe_lora.engine.door import Door
-from moe_lora.engine.fleet import FleetClient
-from moe_lora.engine.inbox import Inbox
-from moe_lora.engine.messages import Abort, Call, Dead, Generate, Outputs, Reply, Stop
+from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
+from moe_lora.engine.messages import Dead
 from moe_lora.engine.roster import Roster
-from moe_lora.engine.wire import Hello, new_incarnation
-from moe_lora.policies.routing import RoundRobin
+from moe_lora.engine.served import Holding, Served, ServedAdapter
 
+from .door_parts import ADVICE, KEY, FrontEnd, Instance, until
 from .fleet_parts import INFO
-
-KEY = "a secret"
-ADVICE = "none has dialled in"
-
-
-class ScriptedLoop(threading.Thread):
-    """An engine loop that answers every request with its number, unless told to hold requests."""
-
-    def __init__(self, emit: Callable, number: int, adapters: dict[str, tuple[str, int]]) -> None:
-        super().__init__(daemon=True)
-        self.inbox = Inbox()
-        self.adapters = adapters
-        self.holds = threading.Event()
-        self.held: list[str] = []
-        self.aborted: list[str] = []
-        self.calls: list[tuple] = []
-        self.num_steps = 0
-        self._emit = emit
-        self._number = number
-
-    def run(self) -> None:
-        while not isinstance(command := self.inbox.get()[0], Stop):
-            if isinstance(command, Generate):
-                self._generate(command.request.request_id)
-            elif isinstance(command, Abort):
-                self.aborted.append(command.request_id)
-                self._emit(
-                    Outputs([TokenOutput(request_id=command.request_id, token_ids=(), finish_reason="abort")])
-                )
-            elif isinstance(command, Call):
-                self.calls.append((command.method, *command.args))
-                self._emit(Reply(command.call_id, getattr(self, command.method)(*command.args)))
-            else:
-                command()
-
-    def _generate(self, request_id: str) -> None:
-        self.num_steps += 1
-        if self.holds.is_set():
-            self.held.append(request_id)
-            self._emit(Outputs([TokenOutput(request_id=request_id, token_ids=(self._number,))]))
-            return
-        output = TokenOutput(request_id=request_id, token_ids=(self._number,), finish_reason="length")
-        self._emit(Outputs([output]))
-
-    def model_info(self):
-        return INFO
-
-    def stats(self) -> EngineStats:
-        return EngineStats(num_steps=self.num_steps)
-
-    def list_adapters(self) -> list[AdapterInfo]:
-        return [self._info(name) for name in self.adapters]
-
-    def load_adapter(self, name: str, path: str, replaces: bool) -> AdapterInfo:
-        assert replaces
-        self.adapters[name] = (path, self.adapters.get(name, ("", 0))[1] + 1)
-        return self._info(name)
-
-    def unload_adapter(self, name: str) -> None:
-        del self.adapters[name]
-
-    def _info(self, name: str) -> AdapterInfo:
-        path, version = self.adapters[name]
-        return AdapterInfo(
-            name=name, version=version, lora_rank=1, nbytes=1, targets=(), path=path, residency="host"
-        )
-
-
-class Instance:
-    """An instance's process, as far as the front end can tell."""
-
-    def __init__(
-        self, name: str, port: int, *, number=0, key=KEY, info=INFO, adapters=None, incarnation=None
-    ):
-        self.incarnation = incarnation or new_incarnation()
-        self.dial = FrontEndLink("127.0.0.1", port, key)
-        self.loop = ScriptedLoop(self.dial.emit, number, dict(adapters or {}))
-        hello = Hello(name, self.incarnation, info)
-        self._thread = threading.Thread(target=self.dial.run, args=(hello, self.loop.inbox), daemon=True)
-        self.loop.start()
-        self._thread.start()
-
-    def stop(self) -> None:
-        self.dial.stop()
-        self._thread.join(10)
-        self.loop.join(10)
-        assert not self._thread.is_alive()
-        assert not self.loop.is_alive()
-
-
-class FrontEnd:
-    def __init__(self, port: int = 0, adapters=()) -> None:
-        self.roster = Roster((), adapters, ADVICE)
-        self.fleet = FleetClient(self.roster, RoundRobin(), WallClock())
-        self.door = Door("127.0.0.1", port, KEY, self.roster)
-        self.port = self.door.port
-
-    def names(self) -> list[str]:
-        return sorted(instance.name for instance in self.roster.live)
-
-    def ask(self, request_id: str) -> tuple[int, ...]:
-        async def collect() -> tuple[int, ...]:
-            request = GenerateRequest(
-                request_id=request_id, prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=4)
-            )
-            return tuple([t async for output in self.fleet.generate(request) for t in output.token_ids])
-
-        return asyncio.run(collect())
-
-    def close(self) -> None:
-        self.door.close()
-        asyncio.run(self.fleet.close())
 
 
 @pytest.fixture(autouse=True)
@@ -167,13 +49,6 @@ def join(made, front_end):
         return made[-1]
 
     return make
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 START = {"start": ("places/start", 1)}
@@ -215,7 +90,7 @@ def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_
     second = join("two", adapters={**START, "left": ("places/left", 1)})
     until(lambda: front_end.names() == ["one", "two"])
     assert second.loop.adapters == {**START, "later": ("places/later", 1)}
-    assert ("load_adapter", "start", "places/start", True) not in first.loop.calls + second.loop.calls
+    assert ("load_adapter", "start", "places/start", True, 1) not in first.loop.calls + second.loop.calls
 
 
 def test_instance_stays_as_it_is_when_the_front_end_is_another(front_end, join, made):
@@ -322,3 +197,84 @@ def test_engine_that_fails_leaves_and_its_process_is_told(front_end, join):
 def test_taken_address_is_an_error_that_names_the_setting(front_end):
     with pytest.raises(ConfigError, match=rf"engines_address=127\.0\.0\.1:{front_end.port}"):
         Door("127.0.0.1", front_end.port, KEY, Roster(()))
+
+
+def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
+    one, two = join("one", adapters=START), join("two", adapters=START)
+    until(lambda: front_end.names() == ["one", "two"])
+    for path in ("places/later", "places/latest"):
+        asyncio.run(front_end.fleet.load_adapter("later", path, replace=True))
+    two.stop()
+    front_end.close()
+    recoveries: list[Recovery] = []
+
+    def recovering(roster: Roster) -> CatchUp:
+        recoveries.append(Recovery(roster, 60))
+        return CatchUp(roster, recoveries[0])
+
+    other = FrontEnd(
+        front_end.port, [("start", "places/start"), ("new", "places/new")], make_entry=recovering
+    )
+    made.insert(0, other)
+    third = Instance("three", other.port, adapters=START)  # it has only what it started with
+    made.append(third)
+    until(
+        lambda: (
+            [one.name for one in other.roster.instances if one.starting] and "later" in other.roster.adapters
+        )
+    )
+    assert other.names() == []
+    recoveries[0].end()
+    until(lambda: other.names() == ["one", "three"])
+    served = {"start": ("places/start", 1), "new": ("places/new", 1), "later": ("places/latest", 2)}
+    assert one.loop.adapters == third.loop.adapters == served
+    assert one.loop.calls.count(("load_adapter", "later", "places/latest", True, 2)) == 1
+    assert asyncio.run(other.fleet.load_adapter("later", "places/last", replace=True)).version == 3
+
+
+def test_what_is_found_after_the_recovery_is_not_served(front_end, join, made):
+    front_end.close()
+    other = FrontEnd(front_end.port, (), make_entry=lambda roster: CatchUp(roster, Recovery(roster, 0)))
+    made.insert(0, other)
+    join("one")
+    until(lambda: other.names() == ["one"])
+    late = join("late", adapters=START)
+    until(lambda: other.names() == ["late", "one"])
+    assert late.loop.adapters == other.roster.adapters == {}
+
+
+@pytest.fixture
+def directed(front_end, made) -> FrontEnd:
+    """A front end whose adapters a controller looks after."""
+    front_end.close()
+    made.insert(0, FrontEnd(front_end.port, [("start", "places/start")], make_entry=AsItIs))
+    return made[0]
+
+
+def test_directed_front_end_changes_nothing_of_an_instance(directed, join):
+    instance = join("one", adapters={"other": ("places/other", 3)})
+    until(lambda: directed.names() == ["one"])
+    # Nobody has said what is served, so that is what the file says and what is there.
+    assert directed.roster.adapters == {
+        "start": ServedAdapter("places/start", 1),
+        "other": ServedAdapter("places/other", 3),
+    }
+    assert {method for method, *_ in instance.loop.calls} == {"list_adapters"}
+    assert [one.name for one in directed.roster.candidates("other")] == ["one"]
+    with pytest.raises(EngineDeadError, match="'start' could not be loaded"):
+        directed.roster.candidates("start")
+
+
+def test_directed_front_end_routes_by_what_its_controller_says(directed, join):
+    seen, unseen = join("seen", adapters=START), join("unseen", adapters=START)
+    until(lambda: directed.names() == ["seen", "unseen"])
+    served = Served.of({"start": ServedAdapter("places/start", 1), "new": ServedAdapter("places/new", 1)})
+    directed.entry.directed = True
+    directed.roster.follow(served, {"seen": Holding(seen.incarnation)})
+    assert [one.name for one in directed.roster.candidates("new")] == ["seen"]
+    assert sorted(one.name for one in directed.roster.candidates("start")) == ["seen", "unseen"]
+    directed.roster.follow(served, {"unseen": Holding("an earlier process")})
+    assert [one.name for one in directed.roster.candidates("new")] == ["seen"]
+    directed.roster.follow(served, {"unseen": Holding(unseen.incarnation, frozenset({"start"}))})
+    assert sorted(one.name for one in directed.roster.candidates("new")) == ["seen", "unseen"]
+    assert [one.name for one in directed.roster.candidates("start")] == ["seen"]

@@ -11,6 +11,7 @@ from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
+from moe_lora.engine.heartbeat import Pulse
 from moe_lora.engine.inbox import Inbox
 from moe_lora.engine.loop import EngineLoop
 from moe_lora.engine.messages import Event, Generate, Outputs, Stop
@@ -31,6 +32,8 @@ class SlowSteps:
     def __init__(self, core: EngineCore, clock: VirtualClock, inbox: Inbox, late: Generate) -> None:
         self._core, self._clock, self._inbox = core, clock, inbox
         self._to_send = [late]
+        self.stuck_s: list[float] = []
+        self.pulse = Pulse(clock)
 
     def __getattr__(self, name: str):
         return getattr(self._core, name)
@@ -41,6 +44,7 @@ class SlowSteps:
         if self._to_send:
             self._inbox.put(self._to_send.pop())
         self._clock.advance(1.5)
+        self.stuck_s.append(self.pulse.stuck_s())
         return outputs
 
 
@@ -62,11 +66,13 @@ def test_wait_for_the_step_under_way_is_queueing(clock):
         if len(timings) == 2:
             inbox.put(Stop())
 
-    loop = EngineLoop(core, emit)
-    loop.inbox = inbox
+    loop = EngineLoop(core, emit, inbox)
+    core.pulse = loop.pulse
     inbox.put(ask("first", max_tokens=6))
     loop.run()
     late = timings["late"]
     assert (late.queue_s, late.first_decode_s) == (1.5, 2.0)
     assert late.decode_ttft_s == 3.5
     assert timings["first"].queue_s == 0.0
+    # Each step counts from its own beginning.
+    assert set(core.stuck_s) == {2.0}

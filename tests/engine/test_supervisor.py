@@ -12,6 +12,7 @@ import pytest
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import AdapterError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
+from moe_lora.engine.heartbeat import Hearing
 from moe_lora.engine.roster import Roster
 from moe_lora.engine.supervisor import RestartPolicy, Supervisor
 
@@ -26,6 +27,8 @@ class Process:
     def __init__(self, adapters=(), *, fails: Exception | None = None, refuse: tuple[str, ...] = ()) -> None:
         self.pid = id(self)
         self.ended = threading.Event()
+        self.hearing = Hearing()
+        self.on_beat: Callable = lambda beat: None
         self.adapters = dict(adapters)
         self.fails = fails
         self.refuse = refuse
@@ -40,7 +43,7 @@ class Process:
         if self.fails is not None:
             raise self.fails
 
-    def call(self, method: str, name: str, path: str = "", replace: bool = False) -> Future[None]:
+    def call(self, method: str, name: str, path: str = "", *_: object) -> Future[None]:
         future: Future[None] = Future()
         if path in self.refuse:
             future.set_exception(AdapterError(f"{path} is gone"))
@@ -52,6 +55,9 @@ class Process:
         self.on_call()
         future.set_result(None)
         return future
+
+    def kill(self) -> None:
+        self.ended.set()
 
     def shut_down(self) -> None:
         self.ended.set()

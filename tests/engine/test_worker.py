@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from moe_lora.core.config import EngineConfig
+from moe_lora.engine.process import StartEngine
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 
@@ -25,7 +26,7 @@ def test_client_that_leaves_while_the_engine_is_built_ends_it_at_once():
             text=True,
         )
     with Connection(ours.detach()) as connection:
-        connection.send(EngineConfig(model_dir=str(MODEL), num_threads=1))
+        connection.send(StartEngine(EngineConfig(model_dir=str(MODEL), num_threads=1), heartbeat_s=1.0))
     try:
         _, log = worker.communicate(timeout=120)
     finally:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from moe_lora.serve.app import create_app
+from moe_lora.serve.frontend import Frontend
 from tests.serve.demo_server import DEMO, DemoServer, demo_server
 from tests.serve.live_server import Served, ServerThread, Switch
 from tests.serve.scripted_engine import EOS, ScriptedEngine
@@ -30,6 +31,11 @@ def engine(tokenizer) -> ScriptedEngine:
     return scripted(tokenizer)
 
 
+def app_of(engine, tokenizer, **settings):
+    """The application over an engine whose base is called "base"."""
+    return create_app(Frontend(client=engine, tokenizer=tokenizer, model_name="base", **settings))
+
+
 def as_served(url: str, engine: ScriptedEngine) -> contextlib.AbstractContextManager[Served]:
     limits = {"max_model_len": engine.max_model_len, "vocab_size": engine.vocab_size}
     return Served.at(url, "base", "shout", **limits)
@@ -39,7 +45,7 @@ def as_served(url: str, engine: ScriptedEngine) -> contextlib.AbstractContextMan
 def serving(engine, tokenizer) -> Iterator[Served]:
     """A server of its own over `engine`."""
     with (
-        ServerThread(create_app(engine, tokenizer, "base")) as thread,
+        ServerThread(app_of(engine, tokenizer)) as thread,
         as_served(thread.url, engine) as served,
     ):
         yield served
@@ -56,7 +62,7 @@ def shared_thread() -> Iterator[tuple[Switch, str]]:
 def server(engine, tokenizer, shared_thread) -> Iterator[Served]:
     """A server over `engine`."""
     switch, url = shared_thread
-    switch.app = create_app(engine, tokenizer, "base")
+    switch.app = app_of(engine, tokenizer)
     with as_served(url, engine) as served:
         yield served
 

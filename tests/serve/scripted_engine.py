@@ -136,7 +136,9 @@ class ScriptedEngine:
         if request_id in self.running:
             self.aborted.append(request_id)
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+    ) -> AdapterInfo:
         self._check_alive()
         if name in self.adapters and not replace:
             raise AdapterExistsError(

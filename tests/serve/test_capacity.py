@@ -20,9 +20,8 @@ from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
 from moe_lora.dist.lora_server.admin import ServerState
 from moe_lora.provision.demand import DemandWindow
-from moe_lora.serve.app import create_app
 from moe_lora.serve.controller import Controller
-from tests.serve.conftest import as_served
+from tests.serve.conftest import app_of, as_served
 from tests.serve.live_server import Served
 from tests.serve.scripted_engine import TIMING, adapter_info
 from tests.serve.test_metrics import samples, value
@@ -72,7 +71,7 @@ def paper() -> PaperServer:
 @contextlib.contextmanager
 def served_with(shared_thread, engine, tokenizer, controller: Controller | None) -> Iterator[Served]:
     switch, url = shared_thread
-    switch.app = create_app(engine, tokenizer, "base", controller)
+    switch.app = app_of(engine, tokenizer, controller=controller)
     with as_served(url, engine) as served:
         yield served
 
@@ -150,7 +149,7 @@ def test_the_document_names_every_metric_of_the_controller_and_no_other(
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     with_controller = exported(watched.get("/metrics").text)
     switch, _ = shared_thread
-    switch.app = create_app(engine, tokenizer, "base")
+    switch.app = app_of(engine, tokenizer)
     without = exported(watched.get("/metrics").text)
     named = set(re.findall(r"`(moe_lora:\w+)`", page.split("## Placement")[0]))
     assert named == with_controller - without

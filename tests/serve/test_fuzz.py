@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 
 from moe_lora.adapters.registry import Registry
-from moe_lora.serve.app import create_app
 from moe_lora.serve.served_registry import ServedRegistry
 from tests.adapters.peft_folders import BASE
-from tests.serve.conftest import scripted
+from tests.serve.conftest import app_of, scripted
 from tests.small_tokenizers import characters, wrapped
 
 TOKENIZER = wrapped(characters())
 FOLDER = tempfile.TemporaryDirectory()
 REGISTRY = ServedRegistry(Registry(FOLDER.name), BASE)
-APP = create_app(scripted(TOKENIZER), TOKENIZER, "base", registry=REGISTRY)
+APP = app_of(scripted(TOKENIZER), TOKENIZER, registry=REGISTRY)
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
 LIMITED = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -15,10 +15,9 @@ from moe_lora.adapters.peft_files import WEIGHTS_FILE
 from moe_lora.adapters.registry import Registry
 from moe_lora.core.config import EngineConfig, RegistryConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError, RegistryError
-from moe_lora.serve.app import create_app
 from moe_lora.serve.served_registry import ServedRegistry, opened_registry
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder
-from tests.serve.conftest import as_served
+from tests.serve.conftest import app_of, as_served
 from tests.serve.demo_server import DEMO, demo_server
 
 ADAPTERS, LOAD = "/v1/registry/adapters", "/v1/load_lora_adapter"
@@ -40,7 +39,7 @@ def source(tmp_path):
 @pytest.fixture
 def with_registry(shared_thread, engine, tokenizer, registry):
     switch, url = shared_thread
-    switch.app = create_app(engine, tokenizer, "base", registry=ServedRegistry(registry, BASE))
+    switch.app = app_of(engine, tokenizer, registry=ServedRegistry(registry, BASE))
     with as_served(url, engine) as served:
         yield served
 

@@ -15,6 +15,7 @@ from moe_lora.serve.server import bind
 
 PROGRAM = """
     import logging
+    from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.server import bind, run_server
     from tests.serve.conftest import scripted
     from tests.small_tokenizers import characters, wrapped
@@ -22,7 +23,8 @@ PROGRAM = """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     tokenizer = wrapped(characters())
     engine = scripted(tokenizer, step_s=STEP_S)
-    run_server(engine, tokenizer, "base", sock=bind("127.0.0.1", 0), drain_s=1)
+    frontend = Frontend(client=engine, tokenizer=tokenizer, model_name="base")
+    run_server(frontend, bind("127.0.0.1", 0), drain_s=1)
     print("aborted", len(engine.aborted), flush=True)
 """
 LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 100, "stream": True}

@@ -1,0 +1,98 @@
+"""Where the front ends and the controller of a cluster are found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_lora.core.config import RoutingConfig
+from moe_lora.core.errors import ConfigError
+
+CONTROLLER = "controller"
+ONE_FRONT_END = "front-end"
+"""The name of a cluster's only front end, which its file need not name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontEndConfig(RoutingConfig):
+    """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    engines_address: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_port("front_end", self.port)
+        if self.engines_address is not None:
+            parse_host_port("front_end.engines_address", self.engines_address)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontEndPlace:
+    """What one of several front ends has of its own; host, port: None = as `FrontEndConfig` says."""
+
+    engines_address: str
+    host: str | None = None
+    port: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerConfig:
+    """Where the controller listens, both host:port: for front ends (address) and for instances."""
+
+    address: str
+    engines_address: str
+
+
+def parse_host_port(setting: str, address: str) -> tuple[str, int]:
+    """("host", port) of "host:port".  Raises ConfigError."""
+    host, separator, port = address.rpartition(":")
+    if not (separator and host and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"{setting}={address!r} is not host:port, such as 10.0.0.1:7600")
+    return host, int(port)
+
+
+def check_places(
+    front_end: FrontEndConfig, front_ends: Mapping[str, FrontEndPlace], controller: ControllerConfig | None
+) -> None:
+    """Raises ConfigError for places that can't be right together."""
+    addresses = {"front_end.engines_address": front_end.engines_address}
+    if front_ends:
+        _check_several(front_end, front_ends, controller)
+    for name, place in front_ends.items():
+        if place.port is not None:
+            _check_port(f"front_ends.{name}", place.port)
+        addresses[f"front_ends.{name}.engines_address"] = place.engines_address
+    if controller is not None:
+        addresses[f"{CONTROLLER}.address"] = controller.address
+        addresses[f"{CONTROLLER}.engines_address"] = controller.engines_address
+    first: dict[tuple[str, int], str] = {}
+    for setting, address in addresses.items():
+        if address is None:
+            continue
+        other = first.setdefault(parse_host_port(setting, address), setting)
+        if other != setting:
+            raise ConfigError(f"{setting}={address!r} is {other} too; each needs a port of its own")
+
+
+def _check_several(
+    front_end: FrontEndConfig, front_ends: Mapping[str, FrontEndPlace], controller: ControllerConfig | None
+) -> None:
+    if controller is None:
+        raise ConfigError(
+            "front_ends needs a controller: where each decided by itself, their adapters and placements "
+            "would differ; add a controller section with address and engines_address"
+        )
+    if CONTROLLER in front_ends:
+        raise ConfigError(f"front_ends: the name {CONTROLLER!r} is the controller's; give another")
+    if front_end.engines_address is not None:
+        raise ConfigError(
+            "front_end.engines_address and front_ends are both given; give each of front_ends its "
+            "engines_address, and in front_end only what they share"
+        )
+
+
+def _check_port(section: str, port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{section}.port={port} must be between 0 and 65535")

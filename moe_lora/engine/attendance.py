@@ -1,0 +1,100 @@
+"""An engine's part in a roster: in routing while it gets on, out of it while it is silent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from moe_lora.core.clock import Clock, WallClock
+from moe_lora.core.errors import EngineDeadError, EngineSilentError
+
+from .client import EngineClient
+from .heartbeat import Hearing
+from .messages import Beat
+from .roster import Instance, Roster
+
+logger = logging.getLogger(__name__)
+
+_LOOKS_PER_TIMEOUT = 10
+
+
+class BeatingClient(EngineClient, Protocol):
+    """The client of an engine that sends beats (see `LoopClient`)."""
+
+    ended: threading.Event
+    hearing: Hearing
+    on_beat: Callable[[Beat], None]
+
+    def hush(self, error: Exception) -> None: ...
+
+
+class Attendance:
+    """Watches over one engine from its first beat to its end.
+
+    While it is silent it is out of routing, and nobody waits for what it was told; its requests stay with
+    it.  `come` brings it into routing: at first, and again after each silence, in a thread of its own.
+    `give_up` ends an engine that stays silent, or could not be brought.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        instance: Instance,
+        client: BeatingClient,
+        come: Callable[[], None],
+        give_up: Callable[[], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self._roster, self._instance, self._client = roster, instance, client
+        self._come, self._give_up = come, give_up
+        self._clock = clock or WallClock()
+        self._coming: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Until the engine has ended; it is out of routing then."""
+        heartbeat, hearing = self._roster.heartbeat, self._client.hearing
+        self._client.on_beat = self._instance.hear
+        while True:
+            silent_s = hearing.silent_s()
+            if silent_s >= heartbeat.dead_s:
+                logger.error("instance %s is silent for %.0f s; it is ended", self._instance.name, silent_s)
+                self._give_up()
+            elif silent_s >= heartbeat.timeout_s:
+                self._leave(silent_s)
+            elif not self._is_in() and (self._coming is None or not self._coming.is_alive()):
+                self._coming = threading.Thread(target=self._try_to_come, name="catch-up", daemon=True)
+                self._coming.start()
+            looked_s = self._clock.now_s()
+            if self._client.ended.wait(heartbeat.timeout_s / _LOOKS_PER_TIMEOUT):
+                break
+            if self._clock.now_s() - looked_s > heartbeat.timeout_s:
+                hearing.excuse()  # this process itself stood still
+        if self._coming is not None:
+            self._coming.join()
+        self._roster.lose(self._instance, self._client)
+        self._instance.silent = False
+
+    def _is_in(self) -> bool:
+        return self._instance.live and self._instance.client is self._client
+
+    def _leave(self, silent_s: float) -> None:
+        name = self._instance.name
+        if self._roster.drain(self._instance, self._client):
+            logger.warning("instance %s is silent for %.1f s; it gets no requests", name, silent_s)
+        self._client.hush(EngineSilentError(f"instance {name} does not get on; send the request again"))
+
+    def _try_to_come(self) -> None:
+        name = self._instance.name
+        try:
+            self._come()
+        except EngineSilentError:
+            logger.warning("instance %s is silent again before it took part", name)
+        except EngineDeadError as error:
+            if not self._roster.closed.is_set():
+                logger.warning("instance %s left before it took part: %s", name, error)
+            self._give_up()
+        except Exception:
+            logger.exception("instance %s can't be brought to what the others serve; it is ended", name)
+            self._give_up()

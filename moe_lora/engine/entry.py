@@ -1,0 +1,93 @@
+"""How an engine that dialled in comes into routing."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+from .catch_up import catch_up, held_by
+from .directed_roster import DirectedRoster
+from .roster import Instance, Roster
+from .served import Served, ServedAdapter
+
+if TYPE_CHECKING:
+    from .door import DialledClient
+
+RECOVERY_S = 2.0
+"""Engines that are there dial in about twice a second."""
+
+
+class Entry(Protocol):
+    def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        """Put the instance into routing.  Raises EngineDeadError if it ended, or the fleet was closed."""
+        ...
+
+
+class CatchUp:
+    """Gives an engine what it lacks first, takes from it what is not served, and pins.
+
+    recovery: takes over what engines serve already, while it lasts.
+    """
+
+    def __init__(self, roster: Roster, recovery: Recovery | None = None) -> None:
+        self._roster = roster
+        self._recovery = recovery
+
+    def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        have, missing = held_by(client), set[str]()
+        if self._recovery is not None:
+            self._recovery.report(have)
+        while not self._roster.join(instance, client, have, missing, incarnation):
+            catch_up(client, self._roster.adapters, have, missing)
+
+
+class AsItIs:
+    """Takes an engine as it is: a controller looks after what it has.
+
+    Until the controller was heard of, what engines have is what is served.
+    """
+
+    def __init__(self, roster: DirectedRoster) -> None:
+        self._roster = roster
+        self.directed = False
+        """Whether the controller has said what is served."""
+
+    def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        have = held_by(client)
+        if not self.directed:
+            self._roster.recover(Served.of(have))
+        self._roster.join_as_it_is(instance, client, have, incarnation)
+
+
+class Recovery:
+    """The first seconds of a process that looks after instances: it takes over what it finds.
+
+    Until it is over nobody comes into routing; by then the engines that outlived the process before this one
+    have dialled in and said what they serve, and so what was loaded over HTTP is served on.  limit_s: None:
+    until `end` is called.
+    """
+
+    def __init__(self, roster: Roster, limit_s: float | None = RECOVERY_S) -> None:
+        self._roster = roster
+        self._lock = threading.Lock()
+        self._over = False
+        self._holding = ExitStack()
+        self._holding.enter_context(roster.loading())
+        if limit_s is not None:
+            timer = threading.Timer(limit_s, self.end)
+            timer.daemon = True
+            timer.start()
+
+    def report(self, have: dict[str, ServedAdapter]) -> None:
+        """An engine has these; once it is over that changes nothing."""
+        with self._lock:
+            if not self._over:
+                self._roster.recover(Served.of(have))
+
+    def end(self) -> None:
+        """Let them in.  May be called again."""
+        with self._lock:
+            over, self._over = self._over, True
+        if not over:
+            self._holding.close()

@@ -1,0 +1,32 @@
+"""Metrics of a front end's link to its controller (see docs/metrics.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from .link import ControllerLink
+
+
+class LinkCollector:
+    """A link's state as metric families."""
+
+    def __init__(self, model_name: str, link: ControllerLink) -> None:
+        self._link = link
+        self._label = [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        number = 0 if self._link.state is None else self._link.state.number
+        for name, text, value in (
+            ("moe_lora:controller_up", "1 while the controller is there.", self._link.up),
+            ("moe_lora:controller_state", "Number of the state that this front end routes by.", number),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric(self._label, value)
+            yield gauge
+        joins = CounterMetricFamily(
+            "moe_lora:controller_joins", "Connections to the controller so far.", labels=["model_name"]
+        )
+        joins.add_metric(self._label, self._link.num_joins)
+        yield joins

@@ -1,0 +1,160 @@
+"""Engines that dial in: scripted loops behind real connections, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from moe_lora.core.clock import WallClock
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.engine.dial_in import FrontEndLinks
+from moe_lora.engine.directed_roster import DirectedRoster
+from moe_lora.engine.door import Door
+from moe_lora.engine.entry import AsItIs, CatchUp
+from moe_lora.engine.fleet import FleetClient
+from moe_lora.engine.heartbeat import Heartbeat, Pulse
+from moe_lora.engine.inbox import Inbox
+from moe_lora.engine.messages import Abort, Call, Generate, Outputs, Reply, Stop
+from moe_lora.engine.roster import Roster
+from moe_lora.engine.wire import Hello, new_incarnation
+from moe_lora.policies.routing import RoundRobin
+
+from .fleet_parts import INFO
+
+KEY = "a secret"
+ADVICE = "none has dialled in"
+HELD_TOKENS = 9
+
+
+class ScriptedLoop(threading.Thread):
+    """An engine loop that answers every request with its number, unless told to hold requests, or to hang.
+
+    A request of max_tokens HELD_TOKENS is held too.
+    """
+
+    def __init__(
+        self, emit: Callable, inbox: Inbox, number: int, adapters: dict[str, tuple[str, int]]
+    ) -> None:
+        super().__init__(daemon=True)
+        self.inbox = inbox
+        self.pulse = Pulse()
+        self.adapters = adapters
+        self.holds = threading.Event()
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.held: list[str] = []
+        self.aborted: list[str] = []
+        self.calls: list[tuple] = []
+        self.num_steps = 0
+        self._emit = emit
+        self._number = number
+
+    def run(self) -> None:
+        while not isinstance(command := self.inbox.get()[0], Stop):
+            self.pulse.work()
+            self.may_go_on.wait()
+            if isinstance(command, Generate):
+                self._generate(command.request.request_id, command.request.sampling.max_tokens)
+            elif isinstance(command, Abort):
+                self.aborted.append(command.request_id)
+                self._emit(
+                    Outputs([TokenOutput(request_id=command.request_id, token_ids=(), finish_reason="abort")])
+                )
+            elif isinstance(command, Call):
+                self.calls.append((command.method, *command.args))
+                self._emit(Reply(command.call_id, getattr(self, command.method)(*command.args)))
+            else:
+                command()
+            self.pulse.rest()
+
+    def _generate(self, request_id: str, max_tokens: int | None) -> None:
+        self.num_steps += 1
+        if self.holds.is_set() or max_tokens == HELD_TOKENS:
+            self.held.append(request_id)
+            self._emit(Outputs([TokenOutput(request_id=request_id, token_ids=(self._number,))]))
+            return
+        output = TokenOutput(request_id=request_id, token_ids=(self._number,), finish_reason="length")
+        self._emit(Outputs([output]))
+
+    def model_info(self):
+        return INFO
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_steps=self.num_steps)
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        return [self._info(name) for name in self.adapters]
+
+    def load_adapter(self, name: str, path: str, replaces: bool, version: int) -> AdapterInfo:
+        assert replaces
+        self.adapters[name] = (path, version)
+        return self._info(name)
+
+    def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
+    def _info(self, name: str) -> AdapterInfo:
+        path, version = self.adapters[name]
+        return AdapterInfo(
+            name=name, version=version, lora_rank=1, nbytes=1, targets=(), path=path, residency="host"
+        )
+
+
+class Instance:
+    """An instance's process, as far as the front end can tell."""
+
+    def __init__(self, name: str, *ports: int, number=0, key=KEY, info=INFO, adapters=None, incarnation=None):
+        self.incarnation = incarnation or new_incarnation()
+        doors = {f"door-{port}": ("127.0.0.1", port) for port in ports}
+        inbox = Inbox()
+        self.dial = FrontEndLinks(doors, key, inbox, info.max_model_len)
+        self.loop = ScriptedLoop(self.dial.emit, inbox, number, dict(adapters or {}))
+        hello = Hello(name, self.incarnation, info)
+        self._thread = threading.Thread(target=self.dial.run, args=(hello, self.loop.pulse), daemon=True)
+        self.loop.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.loop.may_go_on.set()
+        self.dial.stop()
+        self._thread.join(10)
+        self.loop.join(10)
+        assert not self._thread.is_alive()
+        assert not self.loop.is_alive()
+
+
+class FrontEnd:
+    def __init__(
+        self, port: int = 0, adapters=(), heartbeat: Heartbeat | None = None, make_entry=CatchUp
+    ) -> None:
+        make_roster = DirectedRoster if make_entry is AsItIs else Roster
+        self.roster = make_roster((), adapters, ADVICE, heartbeat)
+        self.fleet = FleetClient(self.roster, RoundRobin(), WallClock())
+        self.entry = make_entry(self.roster)
+        self.door = Door("127.0.0.1", port, KEY, self.roster, self.entry)
+        self.port = self.door.port
+
+    def names(self) -> list[str]:
+        return sorted(instance.name for instance in self.roster.live)
+
+    def ask(self, request_id: str, max_tokens: int = 4) -> tuple[int, ...]:
+        async def collect() -> tuple[int, ...]:
+            request = GenerateRequest(
+                request_id=request_id, prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=max_tokens)
+            )
+            return tuple([t async for output in self.fleet.generate(request) for t in output.token_ids])
+
+        return asyncio.run(collect())
+
+    def close(self) -> None:
+        self.door.close()
+        asyncio.run(self.fleet.close())
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,142 @@
+"""A controller and front ends in one event loop, over real connections; engines that count stand behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from moe_lora.core.clock import VirtualClock
+from moe_lora.core.config import ProvisionConfig, RoutingConfig
+from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine.directed_roster import DirectedRoster
+from moe_lora.engine.entry import AsItIs, Recovery
+from moe_lora.engine.fleet import FleetClient
+from moe_lora.engine.roster import Roster
+from moe_lora.serve.control.book import StateBook
+from moe_lora.serve.control.desk import Desk
+from moe_lora.serve.control.directed import DirectedFleet, DirectedProvision, DirectedRouting
+from moe_lora.serve.control.director import Decisions, Director
+from moe_lora.serve.control.link import ControllerLink
+from moe_lora.serve.controller import Controller
+from moe_lora.serve.routes import make_routes
+from moe_lora.serve.served_registry import ServedRegistry
+from tests.engine.fleet_parts import CountingEngine
+
+KEY = "a secret"
+START = (("a", "places/a"), ("b", "places/b"))
+NAMES = ("one", "two")
+
+
+def engines(num_engines: int = 2) -> list[CountingEngine]:
+    return [CountingEngine(adapters=dict(START)) for _ in range(num_engines)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not within 20 s")
+
+
+class ControllerSide:
+    """A controller's process, but for its own door.  clock: of demand and placement."""
+
+    def __init__(
+        self,
+        fleet_engines: list[CountingEngine],
+        placement: str | None = None,
+        registry: ServedRegistry | None = None,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.roster = Roster(fleet_engines, START)
+        self.routes = make_routes(RoutingConfig(placement=placement, placement_interval_s=3600.0), 8, "sgmv")
+        self.fleet = FleetClient(
+            self.roster, self.routes.router, self.clock, meter=self.routes.meter, ranks=self.routes.ranks
+        )
+        self.placement = self.routes.placement(self.fleet)
+        self.provision = Controller(ProvisionConfig(), self.fleet, None, self.clock)
+        self.book = StateBook(self.roster, self.routes, self.placement)
+        self.director = Director(
+            Decisions(
+                fleet=self.fleet,
+                meter=self.routes.meter,
+                placement=self.placement,
+                provision=self.provision,
+                registry=registry,
+            ),
+            self.book,
+            Recovery(self.roster, None),
+            NAMES,
+        )
+
+    async def start(self, port: int = 0) -> int:
+        """Listen; the port."""
+        self.desk = Desk("127.0.0.1", port, KEY, self.director, asyncio.get_running_loop())
+        threading.Thread(target=self.desk.serve_forever, args=(0.02,), daemon=True).start()
+        self.task = asyncio.create_task(self.director.run())
+        return self.desk.port
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.desk.closing = True
+        await asyncio.to_thread(self.desk.shutdown)
+        self.desk.server_close()
+
+
+class FrontEndSide:
+    """A front end's process, but for HTTP and its door."""
+
+    def __init__(
+        self, name: str, port: int, fleet_engines: list[CountingEngine], placement: str | None = None
+    ):
+        self.link = ControllerLink("127.0.0.1", port, KEY, name)
+        self.roster = DirectedRoster(fleet_engines, START)
+        self.routes = make_routes(RoutingConfig(placement=placement), 8, "sgmv")
+        self.fleet = DirectedFleet(self.roster, self.routes, self.link, VirtualClock())
+        self.provision = DirectedProvision(ProvisionConfig(), False, self.link)
+        self.routing = DirectedRouting(self.roster, self.routes, AsItIs(self.roster), self.provision)
+        self.link.follower = self.routing
+        self.task = asyncio.create_task(self.link.run())
+
+    async def ask(self, request_id: str, adapter: str | None = None, max_tokens: int = 4) -> list[int]:
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=(0, 1),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            adapter=adapter,
+        )
+        return [token async for output in self.fleet.generate(request) for token in output.token_ids]
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+class Cluster:
+    """One controller and two front ends over two engines."""
+
+    def __init__(self, placement: str | None = None, registry: ServedRegistry | None = None) -> None:
+        self.placement = placement
+        self.registry = registry
+        self.engines = engines()
+
+    async def __aenter__(self) -> Cluster:
+        self.controller = ControllerSide(self.engines, self.placement, self.registry)
+        self.port = await self.controller.start()
+        self.front_ends = [FrontEndSide(name, self.port, self.engines, self.placement) for name in NAMES]
+        await until(lambda: all(one.link.state is not None for one in self.front_ends))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for one in self.front_ends:
+            await one.stop()
+        await self.controller.stop()
+
+    async def restart_controller(self) -> None:
+        """Another process, that knows what the file says."""
+        self.controller = ControllerSide(self.engines, self.placement)
+        await self.controller.start(self.port)
+        await until(lambda: all(one.link.up for one in self.front_ends))

@@ -1,0 +1,56 @@
+"""A front end's link, message by message."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moe_lora.core.errors import ControllerAwayError
+from moe_lora.engine.directed_roster import DirectedRoster
+from moe_lora.engine.messages import Reply
+from moe_lora.engine.served import Served, ServedAdapter
+from moe_lora.serve.control.link import ControllerLink
+from moe_lora.serve.control.messages import ClusterState, Figures, Report
+
+
+class Follower:
+    def __init__(self) -> None:
+        self.states: list[int] = []
+
+    def follow(self, state: ClusterState) -> None:
+        self.states.append(state.number)
+
+    def show(self, figures: Figures) -> None:
+        raise AssertionError("there are none")
+
+    def report(self) -> Report | None:
+        return None
+
+
+@pytest.fixture
+def link() -> ControllerLink:
+    made = ControllerLink("127.0.0.1", 1, "a key", "one")
+    made.follower = Follower()
+    return made
+
+
+def test_states_that_come_late_or_again_are_ignored(link):
+    for number in (3, 5, 4, 5, 3, 6):
+        link.receive(ClusterState(number=number))
+    assert link.follower.states == [3, 5, 6]
+    assert link.state.number == 6
+
+
+def test_an_answer_that_nobody_waits_for_is_ignored(link):
+    link.receive(Reply(7, "late"))
+    with pytest.raises(ControllerAwayError):
+        asyncio.run(link.call("load_adapter", "a", "path", False))
+
+
+def test_what_is_served_is_taken_over_whole():
+    roster = DirectedRoster((), [("start", "places/start")])
+    served = Served({"new": ServedAdapter("places/new", 4, pinned=True)}, {"start": 2, "new": 4})
+    roster.follow(served, {})
+    assert roster.served == served
+    assert roster.next_version("start") == 3
