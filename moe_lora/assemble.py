@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,8 @@ from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
 
 if TYPE_CHECKING:
+    from moe_lora.engine.pool_directory import PoolDirectory
+    from moe_lora.engine.process import ProcessClient
     from moe_lora.serve.controller import Controller
 
 
@@ -45,6 +47,7 @@ def serve(
     registry: see `ClusterConfig`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
     start.
     """
+    from moe_lora.engine.shares import check_pool
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
@@ -55,6 +58,7 @@ def serve(
         raise ConfigError(
             "a placement is over several instances; give --instances 2 or more, or leave it out"
         )
+    check_pool(config)
     tokenizer = load_tokenizer(config.model_dir)
     name = served_model_name or Path(config.model_dir).resolve().name
     with (
@@ -83,6 +87,7 @@ def serve_front_end(cluster: ClusterConfig) -> None:
     from moe_lora.dist.cluster import parse_host_port
     from moe_lora.engine.door import Door
     from moe_lora.engine.fleet import FleetClient
+    from moe_lora.engine.pool_directory import PoolDirectory
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.routes import make_routes
@@ -100,7 +105,8 @@ def serve_front_end(cluster: ClusterConfig) -> None:
         bind(front_end.host, front_end.port) as sock,
         opened_registry(cluster.registry, config, name) as (config, served),
     ):
-        roster = Roster((), config.adapters, advice)
+        pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
+        roster = Roster((), config.adapters, advice, pool)
         routes = make_routes(front_end, config.max_num_seqs)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster)
@@ -160,6 +166,7 @@ def engine_processes(
 
     from moe_lora.core.clock import WallClock
     from moe_lora.engine.fleet import FleetClient
+    from moe_lora.engine.pool_directory import PoolDirectory
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.supervisor import Supervisor
     from moe_lora.policies.routers import make_router
@@ -169,14 +176,27 @@ def engine_processes(
 
     router = make_router(routing) if isinstance(routing, str) else routing
     clock = WallClock()
+    pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
     clients = start_processes([instance_config(config, i, 0, config.adapters) for i in range(count)])
-    roster = Roster(clients, config.adapters)
+    if pool is not None:
+        _fill(pool, clients, config.adapters)
+    roster = Roster(clients, config.adapters, pool=pool)
     fleet = FleetClient(roster, router, clock, meter=meter, ranks=ranks)
     Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
     try:
         yield fleet
     finally:
         asyncio.run(fleet.close())
+
+
+def _fill(pool: PoolDirectory, clients: list[ProcessClient], adapters: Sequence[tuple[str, str]]) -> None:
+    """Divide the adapters over new instances; if one can't be served, none of these stays."""
+    try:
+        pool.fill(clients, adapters)
+    except BaseException:
+        for client in clients:
+            client.shut_down()
+        raise
 
 
 @contextmanager

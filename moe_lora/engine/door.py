@@ -132,9 +132,12 @@ class Door:
         client = DialledClient(connection, hello.name)
         try:
             instance = self._roster.enter(hello.name, client)
+            pool = self._roster.pool
+            if pool is not None:
+                pool.enter(client)
             have, missing = _adapters_of(client), set[str]()
             while not self._roster.join(instance, client, have, missing, hello.incarnation):
-                catch_up(client, self._roster.adapters, have, missing)
+                catch_up(client, self._roster.adapters, have, missing, pool)
             logger.info("instance %s dialled in from %s", hello.name, host)
             client.ended.wait()
             self._roster.lose(instance, client)

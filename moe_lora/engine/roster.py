@@ -16,6 +16,7 @@ from moe_lora.policies.instance_load import InstanceLoad
 
 from .client import EngineClient
 from .fleet_views import add_counters
+from .pool_directory import PoolDirectory
 
 
 @dataclass(eq=False)
@@ -63,7 +64,8 @@ class Roster:
     """The instances and the adapters that they serve.
 
     clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
-    pairs of the start.  advice: what to do when no instance is live, where they come by themselves.
+    pairs of the start.  advice: what to do when no instance is live, where they come by themselves.  pool:
+    where adapters are held; None: every instance has them all.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class Roster:
         clients: Sequence[EngineClient],
         adapters: Sequence[tuple[str, str]] = (),
         advice: str | None = None,
+        pool: PoolDirectory | None = None,
     ) -> None:
         self.instances = [Instance(index, client, str(index)) for index, client in enumerate(clients)]
         self.closed = threading.Event()
+        self.pool = pool
         self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
         self._num_loading = 0

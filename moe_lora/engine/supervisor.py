@@ -121,6 +121,9 @@ class Supervisor:
             if name in served and os.path.isdir(served[name].path)
         }
         adapters = tuple((name, adapter.path) for name, adapter in have.items())
+        pool = self._roster.pool
+        if pool is not None:
+            have = {}  # an engine of a pool begins without any
         client = self._launch(instance.index, instance.num_restarts + 1, adapters)
         try:
             if not self._roster.start(instance, client):
@@ -128,7 +131,7 @@ class Supervisor:
             client.await_start()
             missing: set[str] = set()
             while not self._roster.join(instance, client, have, missing):
-                catch_up(client, self._roster.adapters, have, missing)
+                catch_up(client, self._roster.adapters, have, missing, pool)
         except BaseException:
             client.shut_down()
             raise

@@ -14,6 +14,7 @@ import uvicorn
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.engine.client import EngineClient
+from moe_lora.engine.fleet import FleetClient
 
 from .app import create_app
 from .controller import Controller
@@ -115,7 +116,8 @@ async def serve_forever(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.stop)
-    watching = [asyncio.create_task(one.run()) for one in (controller, placement) if one is not None]
+    pool = client.pool if isinstance(client, FleetClient) else None
+    watching = [asyncio.create_task(one.run()) for one in (controller, placement, pool) if one is not None]
     try:
         await server.serve(sockets=[sock])
     finally:
