@@ -32,6 +32,9 @@ from .text import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 
+PEER_TIMEOUT_S = 10.0
+"""An instance that does not give a layer of an adapter in this time is left for the next holder."""
+
 
 def build_engine(config: EngineConfig, followers: Followers | None = None) -> EngineCore:
     """Load the model and the adapters, allocate the arena, compile the decode step.
@@ -108,9 +111,9 @@ def _pool(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> PoolAd
     """This instance's part of the adapter pool, if there is one."""
     if config.pool is None:
         return None
-    options: dict[str, Any] = (
-        {"host": config.pool.host or "127.0.0.1"} if config.pool.transport == "gloo" else {}
-    )
+    options: dict[str, Any] = {}
+    if config.pool.transport == "gloo":
+        options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
     transport = make_transport(config.pool.transport, name=config.instance, **options)
     return PoolAdapters(transport, lambda path, name: read_adapter(Path(path), shape, dtype, name))
 

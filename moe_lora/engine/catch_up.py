@@ -29,6 +29,8 @@ def catch_up(
             client.call("unload_adapter", name).result()
         missing.discard(name)
         del have[name]
+        if pool is not None:
+            pool.forget(name)
     for name, adapter in served.items():
         if have.get(name) == adapter:
             continue

@@ -24,7 +24,6 @@ from moe_lora.core.request import (
 )
 from moe_lora.core.shape import ModelShape
 
-from .adapter_version import AdapterVersion
 from .cache_figures import CacheFigures
 from .followers import Followers
 from .pool_adapters import PoolAdapters
@@ -226,9 +225,13 @@ class EngineCore:
         """Whether a request of one of these versions is not done yet."""
         return any(sequence.adapter_uid in uids for sequence in self._sequences.values())
 
-    def known_adapter(self, name: str) -> AdapterVersion:
-        """The version of an adapter that new requests use.  Raises AdapterNotFoundError."""
-        return self._residency.current(name)
+    def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:
+        """The version of an adapter that new requests use, and what is kept of it.
+
+        Raises AdapterNotFoundError.
+        """
+        adapter = self._residency.current(name)
+        return self._residency.info(adapter), adapter.packed
 
     def list_adapters(self) -> list[AdapterInfo]:
         return [self._residency.info(adapter) for adapter in self._residency.known()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from moe_lora.core.errors import EngineDeadError
@@ -86,8 +86,9 @@ class FleetPool:
             sources = [entry.source for _, entry in answers]
             others = [instance for instance in instances if instance not in homes]
             if others:
-                more, errors = await self._ask(others, "pool_know", facts, path, replace, sources)
-                answers += more
+                with suppress(EngineDeadError):  # all of them: they hear of it when they are back
+                    more, errors = await self._ask(others, "pool_know", facts, path, replace, sources)
+                    answers += more
         if not errors:
             self._note(answers, path)
         return [(instance, entry.info) for instance, entry in answers], errors

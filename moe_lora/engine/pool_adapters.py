@@ -13,6 +13,7 @@ from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.window_layout import (
     adapter_in,
+    adapter_without_data,
     facts_of,
     has_data,
     layout_of,
@@ -88,7 +89,7 @@ class PoolAdapters(KeptAdapters):
                 held = self._waiting.pop(content_hash, None)
             if held is not None or content_hash not in self._held:
                 self.hold(held or self._place(packed))
-            packed = without_data(packed)
+            packed = adapter_without_data(facts_of(packed))
         if path is not None:
             self._paths[content_hash] = path
         return super().keep(packed)
@@ -99,7 +100,8 @@ class PoolAdapters(KeptAdapters):
         return super().find(content_hash) if held is None else held.packed
 
     def forget(self, packed: PackedAdapter) -> None:
-        super().forget(packed)
+        with self._lock:
+            super().forget(packed)
         content_hash = packed.content_hash
         if content_hash not in self._kept:
             self._sources.pop(content_hash, None)
@@ -215,7 +217,7 @@ class PoolAdapters(KeptAdapters):
 
 
 def _allow_many_files() -> None:
-    """Each window in shared memory is an open file."""
+    """Each window in shared memory is two open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

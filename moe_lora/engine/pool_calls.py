@@ -8,7 +8,6 @@ from typing import Any
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.window_layout import adapter_without_data, facts_of
 from moe_lora.core.errors import AdapterNotFoundError
-from moe_lora.core.request import AdapterInfo
 
 from .core import EngineCore
 from .pool_adapters import PoolAdapters
@@ -44,9 +43,9 @@ class PoolCalls:
 
     def know(self, facts: AdapterFacts, path: str, replace: bool, sources: Sources) -> PoolEntry:
         """Serve an adapter whose bytes other instances hold."""
-        info = self._core.add_adapter(adapter_without_data(facts), path, replace=replace)
+        self._core.add_adapter(adapter_without_data(facts), path, replace=replace)
         self._pool.set_sources(facts.content_hash, sources)
-        return self._entry(info)
+        return self._entry(facts.name)
 
     def set_sources(self, sources: Mapping[str, Sources]) -> None:
         """From now on read these adapters (content hashes) from there."""
@@ -56,14 +55,14 @@ class PoolCalls:
 
     def state(self) -> list[PoolEntry]:
         """The adapters known here."""
-        return [self._entry(info) for info in self._core.list_adapters()]
+        return [self._entry(info.name) for info in self._core.list_adapters()]
 
     def _read(self, name: str, path: str, replace: bool) -> Any:
         return self._core.read_adapter(name, path)
 
     def _add(self, packed: Any, name: str, path: str, replace: bool) -> PoolEntry:
         """Serve an adapter and hold it."""
-        return self._entry(self._core.add_adapter(packed, path, replace=replace))
+        return self._entry(self._core.add_adapter(packed, path, replace=replace).name)
 
     def _fetch(self, content_hash: str, sources: Sources) -> Any:
         if not self._pool.knows(content_hash):
@@ -78,6 +77,6 @@ class PoolCalls:
         self._pool.hold(held)
         return self._pool.source(content_hash)
 
-    def _entry(self, info: AdapterInfo) -> PoolEntry:
-        packed = self._core.known_adapter(info.name).packed
+    def _entry(self, name: str) -> PoolEntry:
+        info, packed = self._core.known_adapter(name)
         return PoolEntry(info=info, facts=facts_of(packed), source=self._pool.source(packed.content_hash))

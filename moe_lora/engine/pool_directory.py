@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
@@ -187,9 +187,7 @@ class PoolDirectory:
 
 
 def _file_bytes(path: str) -> int:
-    """About what an adapter takes: its files."""
-    return sum(entry.stat().st_size for entry in _files(path))
-
-
-def _files(path: str) -> Iterable[os.DirEntry[str]]:
-    return [entry for entry in os.scandir(path) if entry.is_file()] if os.path.isdir(path) else ()
+    """About what an adapter takes: its files, at least a byte."""
+    if not os.path.isdir(path):
+        return 1
+    return max(1, sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file()))

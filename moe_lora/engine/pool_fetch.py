@@ -168,14 +168,20 @@ class LayerReader:
             self._left = list(self._list_sources())
         if self._packed is None and not self._left:
             logger.info("adapter %s: no instance that holds it answers; read from disk", self._facts.name)
-            packed = self._read_again()
-            if packed.content_hash != self._facts.content_hash:
+            try:
+                self._packed = self._from_directory()
+            except AdapterError:
                 self._counters.count("failed_sources")
-                raise AdapterError(
-                    f"adapter {self._facts.name!r}: no instance holds it, and what lies in its directory now "
-                    "is not what was loaded; load it again with load_inplace=true"
-                )
-            self._packed = packed
+                raise
+
+    def _from_directory(self) -> PackedAdapter:
+        packed = self._read_again()
+        if packed.content_hash != self._facts.content_hash:
+            raise AdapterError(
+                f"adapter {self._facts.name!r}: no instance holds it, and what lies in its directory now is "
+                "not what was loaded; load it again with load_inplace=true"
+            )
+        return packed
 
     def _open(self) -> RemoteWindow:
         assert self._left

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig, RegistryConfig
+from moe_lora.core.config import EngineConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster import FrontEndConfig, read_cluster
 
@@ -77,6 +77,15 @@ def test_the_load_is_watched_as_the_file_says(read):
     assert found == ProvisionConfig(window_s=60.0, auto_resize=True)
 
 
+def test_adapters_lie_in_a_pool_as_the_file_says(read):
+    assert read("model_dir: m").instance().pool is None
+    assert read("model_dir: m\npool: {}").instance().pool == PoolConfig()
+    given = "{replicas: 2, transport: gloo, host: 10.0.0.3}"
+    assert read(f"model_dir: m\npool: {given}").instance("one").pool == PoolConfig(
+        replicas=2, transport="gloo", host="10.0.0.3"
+    )
+
+
 def test_the_key_is_not_shown(read):
     assert "secret" not in repr(read("model_dir: m\nkey: secret"))
 
@@ -109,6 +118,9 @@ def test_the_key_is_not_shown(read):
             "provision.target_iar=95.0 must be above 0 and at most 1",
         ),
         ("model_dir: m\nprovision: {auto_resize: true}", "provision.auto_resize needs a LoRA Server"),
+        ("model_dir: m\npool: {copies: 1}", "pool.copies is not a setting; allowed are replicas, transport"),
+        ("model_dir: m\npool: {replicas: 0}", "pool.replicas=0 must be 1 or more"),
+        ("model_dir: m\npool: {}\nlora_server: {}", "pool and a LoRA Server do not go together"),
         ("model_dir: m\nadapters: [a]", "adapters must be a mapping"),
         ("model_dir: m\nadapters: {'a,b': x}", "without commas"),
         ("model_dir: m\nadapters: {m: x}", "names the base model and an adapter"),
@@ -148,6 +160,6 @@ def test_where_instances_dial_in_must_be_known(read):
 def test_docs_describe_every_field():
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     left_out = {"model_dir", "lora_server", "instance", "key"}
-    for kind in (EngineConfig, LoraServerConfig, FrontEndConfig, ProvisionConfig, RegistryConfig):
+    for kind in (EngineConfig, LoraServerConfig, FrontEndConfig, ProvisionConfig, RegistryConfig, PoolConfig):
         for one in fields(kind):
             assert one.name in left_out or f"`{one.name}`" in text, one.name
