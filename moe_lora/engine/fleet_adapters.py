@@ -57,6 +57,8 @@ async def unload_everywhere(roster: Roster, name: str, pool: FleetPool | None = 
     if pool is not None:
         pool.forget(name)
     answers, errors = await ask(roster, instances, lambda client: client.unload_adapter(name))
+    if pool is not None:
+        await pool.sweep()
     for _, error in errors:
         if not answers or not isinstance(error, AdapterNotFoundError):
             raise error

@@ -57,6 +57,27 @@ class FleetPool:
         async with self._round:
             await self._make_copies()
             await self._drop_copies()
+        await self.sweep()
+
+    async def sweep(self) -> None:
+        """Free what no instance serves any more, nor has a request of.
+
+        Instances say what that is, so whatever kept it from being freed before does not matter.
+        """
+        with suppress(EngineDeadError):
+            answers, _ = await self._ask(self._roster.live, "pool_orphans")
+            orphans = sorted({content_hash for _, found in answers for content_hash in found})
+            if not orphans:
+                return
+            known, errors = await self._ask(self._roster.live, "pool_known", orphans)
+            used = {content_hash for _, found in known for content_hash in found}
+            calls = [
+                _loop_client(instance).call("pool_free", content_hash)
+                for instance, found in answers
+                for content_hash in found
+                if content_hash not in used and not errors
+            ]
+            await asyncio.gather(*map(asyncio.wrap_future, calls), return_exceptions=True)
 
     @asynccontextmanager
     async def moving(self, table: Table) -> AsyncIterator[None]:
@@ -104,7 +125,7 @@ class FleetPool:
         return errors
 
     def forget(self, name: str) -> None:
-        """The name is no longer served; instances let go of its bytes with its last request."""
+        """The name is no longer served."""
         self._directory.forget(name)
 
     def _note(self, answers: list[tuple[Instance, PoolEntry]], path: str) -> None:
@@ -187,8 +208,8 @@ class FleetPool:
 
     async def _ask(
         self, instances: list[Instance], method: str, *args: Any
-    ) -> tuple[list[tuple[Instance, PoolEntry]], list[tuple[Instance, Exception]]]:
-        def call(client: object) -> asyncio.Future[PoolEntry]:
+    ) -> tuple[list[tuple[Instance, Any]], list[tuple[Instance, Exception]]]:
+        def call(client: object) -> asyncio.Future[Any]:
             assert isinstance(client, LoopClient)
             return asyncio.wrap_future(client.call(method, *args))
 

@@ -100,15 +100,22 @@ class PoolAdapters(KeptAdapters):
         return super().find(content_hash) if held is None else held.packed
 
     def forget(self, packed: PackedAdapter) -> None:
+        """What is held stays, an orphan: other instances may still compute requests of that version."""
         with self._lock:
             super().forget(packed)
         content_hash = packed.content_hash
         if content_hash not in self._kept:
             self._sources.pop(content_hash, None)
             self._paths.pop(content_hash, None)
-            held = self._held.pop(content_hash, None)
-            if held is not None:
-                held.window.free()
+
+    def orphans(self) -> list[str]:
+        """Content hashes of what is held and not kept any more."""
+        return [content_hash for content_hash in self._held if content_hash not in self._kept]
+
+    def free_orphan(self, content_hash: str) -> None:
+        """Free it, unless it is kept again."""
+        if content_hash in self._held and content_hash not in self._kept:
+            self._held.pop(content_hash).window.free()
 
     def knows(self, content_hash: str) -> bool:
         return content_hash in self._kept

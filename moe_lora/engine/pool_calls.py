@@ -31,6 +31,9 @@ class PoolCalls:
             "pool_drop": self._pool.drop,
             "pool_sources": self.set_sources,
             "pool_state": self.state,
+            "pool_orphans": self._pool.orphans,
+            "pool_known": self.known,
+            "pool_free": self._pool.free_orphan,
         }
 
     def slow(self) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
@@ -52,6 +55,10 @@ class PoolCalls:
         for content_hash, places in sources.items():
             if self._pool.knows(content_hash):
                 self._pool.set_sources(content_hash, places)
+
+    def known(self, content_hashes: Sequence[str]) -> list[str]:
+        """Which of these adapters are served here, or have requests of a version that no longer is."""
+        return [content_hash for content_hash in content_hashes if self._pool.knows(content_hash)]
 
     def state(self) -> list[PoolEntry]:
         """The adapters known here."""

@@ -40,13 +40,15 @@ def facts_of(name: str, path: str) -> AdapterFacts:
 
 
 class Engine(LoopClient):
-    """As much of an engine loop as a pool sees.  refuse: paths that can't be read.  log: of all engines."""
+    """As much of an engine loop as a pool sees.  refuse: paths that can't be read.  log: of all engines.
+    used: content hashes of which there are requests."""
 
     def __init__(self, name: str, log: Log, refuse: tuple[str, ...] = ()) -> None:
         super().__init__(lambda command: None)
         self.name, self.log, self.refuse = name, log, refuse
         self.known: dict[str, tuple[AdapterFacts, str]] = {}
         self.held: set[str] = set()
+        self.used: set[str] = set()
         self.sources: dict[str, Sequence[bytes]] = {}
 
     def call(self, method: str, *args: Any) -> Future[Any]:
@@ -77,7 +79,17 @@ class Engine(LoopClient):
 
     def _forget(self, name: str) -> None:
         if name in self.known:
-            self.held.discard(self.known.pop(name)[0].content_hash)
+            del self.known[name]
+
+    def _pool_known(self, content_hashes: Sequence[str]) -> list[str]:
+        served = {facts.content_hash for facts, _ in self.known.values()} | self.used
+        return [content_hash for content_hash in content_hashes if content_hash in served]
+
+    def _pool_orphans(self) -> list[str]:
+        return sorted(self.held - set(self._pool_known(sorted(self.held))))
+
+    def _pool_free(self, content_hash: str) -> None:
+        self.held.discard(content_hash)
 
     def _pool_load(self, name: str, path: str, replace: bool) -> PoolEntry:
         if path in self.refuse:
@@ -189,11 +201,28 @@ def test_adapter_is_loaded_where_least_is_held_and_known_everywhere():
     assert all(engine.known.keys() == {"x", "y", "z"} for engine in fleet.engines)
     fleet.check_sources()
     asyncio.run(fleet.client.load_adapter("x", "tiny", replace=True))
-    assert [fleet.holders("big"), fleet.holders("tiny")] != [[0], [1]]
     fleet.step()
+    assert (fleet.holders("big"), len(fleet.holders("tiny"))) == ([], 1)
     fleet.check_sources()
     asyncio.run(fleet.client.unload_adapter("x"))
     assert not any("x" in engine.known for engine in fleet.engines)
+
+
+@pytest.mark.parametrize("change", ["replace", "unload"])
+def test_a_version_is_held_while_any_instance_has_a_request_of_it(change):
+    fleet = Fleet(2, ["old"])
+    home = fleet.holders("old")[0]
+    fleet.engines[1 - home].used.add("#old")
+    if change == "unload":
+        asyncio.run(fleet.client.unload_adapter("old"))
+    else:
+        asyncio.run(fleet.client.load_adapter("old", "new", replace=True))
+    fleet.step()
+    assert fleet.holders("old") == [home]
+    fleet.engines[1 - home].used.clear()
+    fleet.step()
+    assert fleet.holders("old") == []
+    assert len(fleet.holders("new")) == (change == "replace")
 
 
 def test_load_that_one_refuses_is_taken_back_by_the_others():
@@ -203,7 +232,8 @@ def test_load_that_one_refuses_is_taken_back_by_the_others():
         with pytest.raises(AdapterError):
             asyncio.run(fleet.client.load_adapter(name, "bad", replace=replace))
         assert all(engine.known.keys() == {"old"} for engine in fleet.engines)
-        assert not fleet.holders("bad")
+    fleet.step()
+    assert not fleet.holders("bad")
     fleet.step()
     assert len(fleet.holders("old")) == 1
     fleet.check_sources()

@@ -122,8 +122,24 @@ def test_held_adapter_is_not_kept_a_second_time(instances, packed):
     assert one.counters()["pool_adapters"] == 1
     one.forget(again)
     assert has_data(one.find(packed.content_hash))
-    one.forget(again)
-    assert one.counters()["pool_bytes"] == 0
+    assert one.orphans() == []
+    one.free_orphan(packed.content_hash)
+    assert one.counters()["pool_adapters"] == 1
+
+
+def test_what_is_not_kept_any_more_can_be_fetched_until_it_is_freed(instances, packed):
+    one, two = instances(), instances()
+    source = holder_of(one, packed)
+    two.keep(bare(packed), "nowhere")
+    two.set_sources(packed.content_hash, [source])
+    one.forget(bare(packed))
+    assert one.orphans() == [packed.content_hash]
+    assert fetched(two.reader(packed.content_hash), packed)
+    one.keep(bare(packed))
+    assert (one.orphans(), one.source(packed.content_hash)) == ([], source)
+    one.forget(bare(packed))
+    one.free_orphan(packed.content_hash)
+    assert (one.orphans(), one.counters()["pool_bytes"]) == ([], 0)
 
 
 def test_holder_that_lets_go_in_the_middle_is_left_for_the_next_one(instances, packed):

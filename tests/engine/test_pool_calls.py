@@ -65,6 +65,14 @@ def pool_stats(client: InProcessClient) -> tuple[int, int, int]:
     return stats.pool_adapters, stats.pool_peer_fetches, stats.pool_disk_fetches
 
 
+def free_all(client: InProcessClient) -> None:
+    """Free what is held and not served, and see that nothing else is held."""
+    for content_hash in call(client, "pool_orphans"):
+        assert call(client, "pool_known", [content_hash]) == []
+        call(client, "pool_free", content_hash)
+    assert pool_stats(client)[0] == 0
+
+
 def test_one_serves_what_the_other_holds(engines, path):
     one, two = engines
     entry: PoolEntry = call(one, "pool_load", "a", path, False)
@@ -82,7 +90,7 @@ def test_one_serves_what_the_other_holds(engines, path):
     for engine in engines:
         assert ask(engine, "a")[0] == tokens
         call(engine, "unload_adapter", "a")
-        assert pool_stats(engine)[0] == 0
+        free_all(engine)
     with pytest.raises(AdapterNotFoundError):
         call(one, "pool_hold", entry.facts.content_hash, [])
 
@@ -92,6 +100,7 @@ def test_request_whose_adapter_is_nowhere_ends_with_an_error_and_the_engine_goes
     entry: PoolEntry = call(one, "pool_load", "a", path, False)
     tokens, _ = ask(one, "a")
     call(one, "unload_adapter", "a")
+    free_all(one)
     call(two, "pool_know", entry.facts, path, False, [entry.source])
     shutil.rmtree(path)
     _, last = ask(two, "a")
@@ -104,6 +113,23 @@ def test_request_whose_adapter_is_nowhere_ends_with_an_error_and_the_engine_goes
     call(two, "unload_adapter", "a")
 
 
+def test_request_that_waits_for_a_version_is_answered_by_it_though_another_one_took_its_place(engines, path):
+    one, two = engines
+    entry: PoolEntry = call(one, "pool_load", "a", path, False)
+    tokens, _ = ask(one, "a")
+    call(two, "pool_know", entry.facts, path, False, [entry.source])
+    shutil.rmtree(path)
+    shutil.copytree(DEMO / "adapters" / "reverse", path)
+    new: PoolEntry = call(one, "pool_load", "a", path, True)
+    assert ask(two, "a")[0] == tokens, "it has not heard of the new version yet"
+    call(two, "pool_know", new.facts, path, True, [new.source])
+    assert ask(two, "a")[0] == ask(one, "a")[0] != tokens
+    assert call(two, "pool_known", [entry.facts.content_hash]) == []
+    for engine in engines:
+        call(engine, "unload_adapter", "a")
+        free_all(engine)
+
+
 def test_load_that_is_refused_leaves_nothing(engines, path):
     one, _ = engines
     call(one, "pool_load", "a", path, False)
@@ -112,7 +138,7 @@ def test_load_that_is_refused_leaves_nothing(engines, path):
             call(one, "pool_load", name, place, False)
     assert pool_stats(one)[0] == 1
     call(one, "unload_adapter", "a")
-    assert pool_stats(one)[0] == 0
+    free_all(one)
 
 
 def test_settings_that_do_not_go_with_a_pool_are_refused():
