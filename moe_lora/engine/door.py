@@ -143,7 +143,7 @@ class Door:
             self._roster.lose(instance, client)
             if not self._roster.closed.is_set():
                 logger.warning("instance %s left; its requests go on elsewhere", hello.name)
-        except EngineDeadError as error:
+        except (EngineDeadError, ConfigError) as error:
             logger.warning("instance %s left before it took part: %s", hello.name, error)
         finally:
             client.shut_down()

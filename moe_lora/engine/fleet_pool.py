@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -47,8 +47,6 @@ class FleetPool:
             await asyncio.sleep(INTERVAL_S)
             try:
                 await self.step()
-            except EngineDeadError:
-                continue  # those that are left are asked the next time
             except Exception as error:  # whatever it is, requests find their adapters as before
                 self._failed(f"the adapter pool can't be kept: {error!r}")
 
@@ -72,12 +70,12 @@ class FleetPool:
             known, errors = await self._ask(self._roster.live, "pool_known", orphans)
             used = {content_hash for _, found in known for content_hash in found}
             calls = [
-                _loop_client(instance).call("pool_free", content_hash)
+                _call(_loop_client(instance), "pool_free", content_hash)
                 for instance, found in answers
                 for content_hash in found
                 if content_hash not in used and not errors
             ]
-            await asyncio.gather(*map(asyncio.wrap_future, calls), return_exceptions=True)
+            await asyncio.gather(*calls, return_exceptions=True)
 
     @asynccontextmanager
     async def moving(self, table: Table) -> AsyncIterator[None]:
@@ -162,7 +160,7 @@ class FleetPool:
         for content_hash in content_hashes:
             sources = self._directory.sources(content_hash, client, instance.index)
             try:
-                source = await asyncio.wrap_future(client.call("pool_hold", content_hash, sources))
+                source = await _call(client, "pool_hold", content_hash, sources)
             except EngineDeadError:
                 return
             except Exception as error:  # adapters that were unloaded meanwhile, memory that is full
@@ -181,8 +179,8 @@ class FleetPool:
         for content_hash, index in drops:
             self._directory.note(clients[index], content_hash, None)
         await self._tell()
-        calls = [clients[index].call("pool_drop", content_hash) for content_hash, index in drops]
-        await asyncio.gather(*map(asyncio.wrap_future, calls), return_exceptions=True)
+        calls = [_call(clients[index], "pool_drop", content_hash) for content_hash, index in drops]
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def _tell(self) -> None:
         """Tell each instance the sources that changed."""
@@ -190,8 +188,8 @@ class FleetPool:
         for instance in self._roster.live:
             client = _loop_client(instance)
             if news := self._directory.news(client, instance.index):
-                calls.append(client.call("pool_sources", news))
-        await asyncio.gather(*map(asyncio.wrap_future, calls), return_exceptions=True)
+                calls.append(_call(client, "pool_sources", news))
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def _target(self) -> dict[str, frozenset[int]]:
         """Who should hold what: by the placement, where there is one."""
@@ -209,15 +207,19 @@ class FleetPool:
     async def _ask(
         self, instances: list[Instance], method: str, *args: Any
     ) -> tuple[list[tuple[Instance, Any]], list[tuple[Instance, Exception]]]:
-        def call(client: object) -> asyncio.Future[Any]:
+        def call(client: object) -> Awaitable[Any]:
             assert isinstance(client, LoopClient)
-            return asyncio.wrap_future(client.call(method, *args))
+            return _call(client, method, *args)
 
         return await ask(self._roster, instances, call)
 
     def _failed(self, problem: str) -> None:
         if self._problem.is_new(problem):
             logger.warning(problem)
+
+
+async def _call(client: LoopClient, method: str, *args: Any) -> Any:
+    return await asyncio.wrap_future(client.call(method, *args))
 
 
 def _loop_client(instance: Instance) -> LoopClient:

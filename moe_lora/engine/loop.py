@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 
 from .core import EngineCore
@@ -101,7 +101,12 @@ class EngineLoop(threading.Thread):
             if last is not None:
                 self._emit(Outputs([last]))
         elif isinstance(command, Call):
-            self.methods[command.method](command)
+            method = self.methods.get(command.method)
+            if method is None:
+                problem = f"this engine has no {command.method}: its settings are not those of the front end"
+                self._emit(Reply(command.call_id, error=ConfigError(problem)))
+            else:
+                method(command)
         else:
             command()
 

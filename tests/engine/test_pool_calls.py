@@ -158,3 +158,13 @@ def test_settings_that_do_not_go_with_a_pool_are_refused():
             check_pool(EngineConfig(model_dir="", pool=PoolConfig(replicas=3), num_instances=count))
     with pytest.raises(ConfigError, match="several instances"):
         LLM(str(DEMO / "model"), pool=PoolConfig())
+
+
+def test_engine_without_a_pool_says_so_and_goes_on():
+    client = InProcessClient(build_engine(EngineConfig(model_dir=str(DEMO / "model"), **SETTINGS)))
+    try:
+        with pytest.raises(ConfigError, match="has no pool_state"):
+            call(client, "pool_state")
+        assert call(client, "list_adapters") == []
+    finally:
+        client.shut_down()
