@@ -13,6 +13,7 @@ from moe_lora.core.problems import LastProblem
 from moe_lora.core.request import AdapterInfo
 from moe_lora.policies.pool_moves import copies_to_drop, copies_to_make, place_holders
 
+from .client import EngineClient
 from .fan_out import ask
 from .loop_client import LoopClient
 from .pool_directory import PoolDirectory
@@ -24,21 +25,23 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 2.0
 """From one look at whether every adapter has its holders to the next."""
 
+_State = tuple[int, list[EngineClient]]
 Table = Mapping[str, Sequence[tuple[int, float]]]
 
 
 class FleetPool:
     """Loads adapters into the pool, moves them as placements want, and replaces holders that ended.
 
-    Belongs to one event loop.  num_moves: copies made since the start, beside those that loading made.
+    Belongs to one event loop.
     """
 
     def __init__(self, roster: Roster, directory: PoolDirectory) -> None:
-        self.num_moves = 0
         self._roster = roster
         self._directory = directory
         self._wanted: dict[str, list[int]] | None = None
         self._round = asyncio.Lock()
+        self._at_rest: _State | None = None
+        """In which nothing was left to do."""
         self._problem = LastProblem()
 
     async def run(self) -> None:
@@ -53,8 +56,9 @@ class FleetPool:
     async def step(self) -> None:
         """Replace holders that ended, drop copies too many, tell everyone where adapters are."""
         async with self._round:
-            await self._make_copies()
-            await self._drop_copies()
+            if self._state() != self._at_rest:
+                await self._make_copies()
+                await self._drop_copies()
         await self.sweep()
 
     async def sweep(self) -> None:
@@ -143,8 +147,8 @@ class FleetPool:
 
     async def _make_copies(self) -> None:
         """Those that are missing, side by side on different instances; then say where everything is."""
-        target, held = self._target(), self._held()
-        moves = copies_to_make(target, held)
+        state = self._state()
+        moves = await asyncio.to_thread(lambda: copies_to_make(self._target(), self._held()))
         await asyncio.gather(
             *(
                 self._hold(
@@ -154,6 +158,7 @@ class FleetPool:
             )
         )
         await self._tell()
+        self._at_rest = None if moves else state
 
     async def _hold(self, instance: Instance, content_hashes: list[str]) -> None:
         client = _loop_client(instance)
@@ -167,13 +172,13 @@ class FleetPool:
                 self._failed(f"instance {instance.name} can't hold an adapter: {error}")
                 continue
             self._directory.note(client, content_hash, source)
-            self.num_moves += 1
 
     async def _drop_copies(self) -> None:
         """Those that nobody asks for: told to all first, so that nobody reads what is about to go."""
-        drops = copies_to_drop(self._target(), self._held())
+        drops = await asyncio.to_thread(lambda: copies_to_drop(self._target(), self._held()))
         if not drops:
             return
+        self._at_rest = None
         clients = {instance.index: _loop_client(instance) for instance in self._roster.live}
         drops = [(content_hash, index) for content_hash, index in drops if index in clients]
         for content_hash, index in drops:
@@ -198,6 +203,10 @@ class FleetPool:
             wanted.setdefault(content_hash, set()).update((self._wanted or {}).get(name, ()))
         live = [instance.index for instance in self._roster.live]
         return place_holders(self._directory.sizes(), self._held(), live, self._directory.replicas, wanted)
+
+    def _state(self) -> _State:
+        """What decides who should hold what, beside the wishes."""
+        return self._directory.version, [instance.client for instance in self._roster.live]
 
     def _held(self) -> dict[str, list[int]]:
         return self._directory.held(

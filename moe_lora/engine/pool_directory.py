@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 class PoolDirectory:
     """Adapters by name, and the live engines that hold each content hash.  Used from any thread.
 
-    replicas: holders that each adapter should have.
+    replicas: holders that each adapter should have.  version: another one after each change.
     """
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
+        self.version = 0
         self._facts: dict[str, AdapterFacts] = {}
         self._paths: dict[str, str] = {}
         self._num_names: Counter[str] = Counter()
@@ -42,6 +43,7 @@ class PoolDirectory:
     def serve(self, facts: AdapterFacts, path: str) -> None:
         """From now on these are the facts of a name.  path: its PEFT directory."""
         with self._lock:
+            self.version += 1
             before = self._facts.get(facts.name)
             self._facts[facts.name], self._paths[facts.name] = facts, path
             self._num_names[facts.content_hash] += 1
@@ -51,6 +53,7 @@ class PoolDirectory:
     def forget(self, name: str) -> None:
         """The name is served no more."""
         with self._lock:
+            self.version += 1
             before = self._facts.pop(name, None)
             if before is not None:
                 del self._paths[name]
@@ -66,6 +69,7 @@ class PoolDirectory:
             else:
                 self._holders[content_hash].pop(client, None)
             self._changes.append(content_hash)
+            self.version += 1
 
     def content_hashes(self) -> dict[str, str]:
         """Name -> content hash."""
@@ -122,24 +126,47 @@ class PoolDirectory:
 
         Raises EngineDeadError, and what keeps the engine from serving it.
         """
+        if self._know(client, name, path):
+            return
         with self._joining:
-            facts = self._facts.get(name)
-            if facts is None or self._paths[name] != path:
-                self._load(client, name, path)
-                return
-            content_hash = facts.content_hash
-            sources = self.sources(content_hash, client)
-            entry: PoolEntry = client.call("pool_know", facts, path, True, sources).result()
-            source = entry.source
-            if source is None and len(sources) < self.replicas:
-                try:
-                    source = client.call("pool_hold", content_hash, sources).result()
-                except EngineDeadError:
-                    raise
-                except Exception:
-                    client.call("unload_adapter", name).result()
-                    raise
-            self.note(client, content_hash, source)
+            if not self._know(client, name, path):  # others may hold it by now
+                self._take(client, name, path)
+
+    def _know(self, client: LoopClient, name: str, path: str) -> bool:
+        """Have an engine serve an adapter that enough others hold; False if they don't."""
+        facts = self._facts_at(name, path)
+        if facts is None:
+            return False
+        sources = self.sources(facts.content_hash, client)
+        if len(sources) < self.replicas:
+            return False
+        entry: PoolEntry = client.call("pool_know", facts, path, True, sources).result()
+        self.note(client, facts.content_hash, entry.source)
+        return True
+
+    def _take(self, client: LoopClient, name: str, path: str) -> None:
+        """Have an engine serve an adapter and hold it, with the content that is served so far."""
+        facts = self._facts_at(name, path)
+        if facts is None:
+            self._load(client, name, path)
+            return
+        sources = self.sources(facts.content_hash, client)
+        entry: PoolEntry = client.call("pool_know", facts, path, True, sources).result()
+        source = entry.source
+        if source is None:
+            try:
+                source = client.call("pool_hold", facts.content_hash, sources).result()
+            except EngineDeadError:
+                raise
+            except Exception:
+                client.call("unload_adapter", name).result()
+                raise
+        self.note(client, facts.content_hash, source)
+
+    def _facts_at(self, name: str, path: str) -> AdapterFacts | None:
+        """What is known of the name, if it is served from that path."""
+        with self._lock:
+            return self._facts[name] if self._paths.get(name) == path else None
 
     def fill(self, clients: Sequence[LoopClient], adapters: Sequence[tuple[str, str]]) -> None:
         """Divide adapters over engines that have none yet: each is read from disk by its holders alone.

@@ -285,6 +285,21 @@ def test_fetched_adapter_is_on_the_device_and_comes_back_from_the_host_arena(ins
     assert device.has(packed)
 
 
+@pytest.mark.gpu
+def test_layers_arrive_on_a_gpu_through_buffers_of_this_process(instances, packed):
+    one, two = instances(), instances()
+    source = holder_of(one, packed)
+    two.keep(bare(packed), "nowhere")
+    two.set_sources(packed.content_hash, [source])
+    sizes = [layer.nbytes for layer in packed.layers]
+    arena = torch.zeros(sum(sizes), dtype=torch.uint8, device="cuda")
+    reader = two.reader(packed.content_hash)
+    assert reader is not None
+    fetch_layers(reader, arena.split(sizes))
+    torch.cuda.synchronize()
+    assert torch.equal(arena.cpu(), torch.cat([layer.data.view(torch.uint8) for layer in packed.layers]))
+
+
 @pytest.mark.parametrize("instances", ["shm"], indirect=True)
 def test_adapter_that_was_dropped_comes_back_from_the_host_arena(instances, packed, place):
     one = instances()
