@@ -119,6 +119,12 @@ _INSTANCES = (
     ),
     click.option("--placement-interval-s", type=float, help="From one placement to the next.  [default: 30]"),
     click.option(
+        "--pool-replicas",
+        type=int,
+        help="Keep each adapter in the host memory of this many instances only; the others read it there "
+        "(docs/placement.md).  [default: every instance has all]",
+    ),
+    click.option(
         "--operating-points",
         metavar="FILE",
         help='{"rank": tokens/s} that an instance serves of a rank alone.  [default: all ranks alike]',

@@ -27,6 +27,7 @@ from moe_lora.scheduling.scheduler import Scheduler
 
 from .cache_figures import CacheFigures
 from .followers import Followers
+from .pool_adapters import PoolAdapters
 from .request_check import check_request
 from .residency import Residency
 from .runner import ModelRunner
@@ -43,7 +44,8 @@ NUM_TRIES = 3
 class EngineCore:
     """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
 
-    Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.
+    Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.  pool: its
+    adapters, where they lie in a pool.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class EngineCore:
         clock: Clock,
         seed: int,
         followers: Followers | None = None,
+        pool: PoolAdapters | None = None,
     ) -> None:
         self.info = info
         self._shape = shape
@@ -69,6 +72,7 @@ class EngineCore:
         self._transfers = transfers
         self._clock = clock
         self._followers = followers
+        self.pool = pool
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
         self.stalled = False
@@ -220,6 +224,14 @@ class EngineCore:
     def adapters_in_use(self, uids: frozenset[int]) -> bool:
         """Whether a request of one of these versions is not done yet."""
         return any(sequence.adapter_uid in uids for sequence in self._sequences.values())
+
+    def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:
+        """The version of an adapter that new requests use, and what is kept of it.
+
+        Raises AdapterNotFoundError.
+        """
+        adapter = self._residency.current(name)
+        return self._residency.info(adapter), adapter.packed
 
     def list_adapters(self) -> list[AdapterInfo]:
         return [self._residency.info(adapter) for adapter in self._residency.known()]

@@ -84,7 +84,8 @@ class Director:
     async def run(self) -> None:
         """Recover, then decide and give out, until cancelled."""
         await self._recover()
-        tasks = [asyncio.create_task(task) for task in (self._place(), self._provision(), self._show())]
+        work = (self._place(), self._provision(), self._keep_pool(), self._show())
+        tasks = [asyncio.create_task(task) for task in work]
         try:
             while True:
                 await self._learn_ranks()
@@ -126,6 +127,10 @@ class Director:
     async def _provision(self) -> None:
         if self._decisions.provision is not None:
             await self._decisions.provision.run()
+
+    async def _keep_pool(self) -> None:
+        if self._decisions.fleet.pool is not None:
+            await self._decisions.fleet.pool.run()
 
     async def _show(self) -> None:
         """Tell front ends what their metrics are to say of the controller."""
