@@ -130,8 +130,8 @@ class PoolAdapters(KeptAdapters):
         """Let the bytes go; the adapter stays known.  Copies under way end with the bytes they began with."""
         held = self._held.pop(content_hash, None)
         if held is not None:
-            with self._lock:
-                self._kept[content_hash] = without_data(held.packed)
+            if self.knows(content_hash):
+                self.learn_tables(without_data(held.packed))
             held.window.free()
 
     def fetch_held(self, content_hash: str, sources: Sequence[bytes]) -> Held:
