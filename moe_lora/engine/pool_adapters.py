@@ -25,7 +25,8 @@ from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.transport.contract import Transport, Window
 
 from .kept_adapters import KeptAdapters
-from .pool_fetch import LayerReader, PeerWindows, PoolCounters
+from .pool_fetch import LayerReader
+from .pool_peers import PeerWindows, PoolCounters
 
 logger = logging.getLogger(__name__)
 
