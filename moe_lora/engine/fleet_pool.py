@@ -103,7 +103,13 @@ class FleetPool:
         What they answered, and what those that refused raised, as `fan_out.ask` has it.
         """
         homes = [instance for instance in instances if instance.index in self._emptiest(instances)]
-        answers, errors = await self._ask(homes, "pool_load", name, path, replace, version)
+        try:
+            answers, errors = await self._ask(homes, "pool_load", name, path, replace, version)
+        except EngineDeadError:
+            left = [instance for instance in instances if instance.live]
+            if not 0 < len(left) < len(instances):
+                raise
+            return await self.load(left, name, path, replace=replace, version=version)
         if answers and not errors:
             facts = answers[0][1].facts
             sources = [entry.source for _, entry in answers]

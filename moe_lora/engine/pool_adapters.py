@@ -25,7 +25,8 @@ from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.transport.contract import Transport, Window
 
 from .kept_adapters import KeptAdapters
-from .pool_fetch import LayerReader, PeerWindows, PoolCounters
+from .pool_fetch import LayerReader
+from .pool_peers import PeerWindows, PoolCounters
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +131,8 @@ class PoolAdapters(KeptAdapters):
         """Let the bytes go; the adapter stays known.  Copies under way end with the bytes they began with."""
         held = self._held.pop(content_hash, None)
         if held is not None:
-            with self._lock:
-                self._kept[content_hash] = without_data(held.packed)
+            if self.knows(content_hash):
+                self.learn_tables(without_data(held.packed))
             held.window.free()
 
     def fetch_held(self, content_hash: str, sources: Sequence[bytes]) -> Held:

@@ -225,6 +225,19 @@ def test_a_version_is_held_while_any_instance_has_a_request_of_it(change):
     assert len(fleet.holders("new")) == (change == "replace")
 
 
+def test_adapter_is_loaded_elsewhere_when_its_holder_has_ended():
+    fleet = Fleet(3, ["big"])
+    home = fleet.holders("big")[0]
+    emptiest = min({0, 1, 2} - {home})
+    fleet.engines[emptiest].end()  # nobody has noticed yet
+    asyncio.run(fleet.client.load_adapter("x", "small"))
+    assert fleet.holders("small") == [3 - home - emptiest]
+    for engine in fleet.engines:
+        engine.end()
+    with pytest.raises(EngineDeadError):
+        asyncio.run(fleet.client.load_adapter("y", "tiny"))
+
+
 def test_load_that_one_refuses_is_taken_back_by_the_others():
     fleet = Fleet(2, ["old"])
     fleet.engines[1 - fleet.holders("old")[0]].refuse = ("bad",)

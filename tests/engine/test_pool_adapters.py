@@ -140,6 +140,10 @@ def test_what_is_not_kept_any_more_can_be_fetched_until_it_is_freed(instances, p
     one.forget(bare(packed))
     one.free_orphan(packed.content_hash)
     assert (one.orphans(), one.counters()["pool_bytes"]) == ([], 0)
+    one.keep(one.prepare(packed))
+    one.forget(bare(packed))
+    one.drop(packed.content_hash)
+    assert not one.knows(packed.content_hash)
 
 
 def test_holder_that_lets_go_in_the_middle_is_left_for_the_next_one(instances, packed):
