@@ -102,7 +102,10 @@ def main(
     source: str | None,
 ) -> None:
     """Four instances under several placements, routers and kernels, in one run."""
-    check_targets(out=out, plot=plot)
+    try:
+        check_targets(out=out, plot=plot)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     if part == "simulated":
         from .cluster_simulated import simulate
 

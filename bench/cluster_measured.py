@@ -130,19 +130,20 @@ def _run_cell(
     turn %= len(others)
     for system in [*cell.systems[: len(cell.systems) - len(others)], *others[turn:], *others[:turn]]:
         on_run(f"{cell.name}, {system.name}")
-        start_s, busy_s = time.monotonic(), _busy_s()
+        start_s, busy_s, own_s = time.monotonic(), _busy_s(), time.process_time()
         outcome = _answer(setup, cell, system, requests, known.bare)
-        busy = (_busy_s() - busy_s) / (time.monotonic() - start_s) / (os.cpu_count() or 1)
+        elapsed_s = time.monotonic() - start_s
         if not system.lora:
             known.bare = outcome
         elif known.first is None:
             known.first = outcome
         same = _same(known.first, outcome) if known.first is not None and system.lora else None
-        figures = _figures(setup, outcome, known.bare)
-        yield (
-            _config(setup.plan, cell, system, rate_per_s),
-            figures | {"machine_busy": busy, "same_answers": same},
-        )
+        figures = _figures(setup, outcome, known.bare) | {
+            "machine_busy": (_busy_s() - busy_s) / elapsed_s / (os.cpu_count() or 1),
+            "front_end_busy": (time.process_time() - own_s) / elapsed_s,
+            "same_answers": same,
+        }
+        yield _config(setup.plan, cell, system, rate_per_s), figures
 
 
 def _answer(

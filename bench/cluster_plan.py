@@ -164,8 +164,8 @@ def demand_at_start(plan: Plan, trace: str, requests: Sequence[PlannedRequest]) 
     return {name: share * tokens_per_s for name, share in pairs}
 
 
-def make_cells(load: float, rates: tuple[float, ...]) -> tuple[Cell, ...]:
-    """All traces with the padding kernel, three with true ranks; the last one with all routers and rates."""
+def make_cells(low: float, load: float, high: float) -> tuple[Cell, ...]:
+    """All traces with the padding kernel, three with true ranks; the last with all routers, and all loads."""
     last = "production"
     cells = [
         Cell(trace=trace, kernel=PADDED, load=load, systems=(NO_LORA, *PLACED))
@@ -176,9 +176,11 @@ def make_cells(load: float, rates: tuple[float, ...]) -> tuple[Cell, ...]:
         Cell(trace=trace, kernel=TRUE_RANK, load=load, systems=PLACED)
         for trace in ("poisson uniform", "poisson shifting")
     ]
-    cells.append(Cell(trace=last, kernel=PADDED, load=load, systems=(NO_LORA, *PLACED, *ROUTED)))
+    for rate in (low, load):
+        cells.append(Cell(trace=last, kernel=PADDED, load=rate, systems=(NO_LORA, *PLACED, *ROUTED)))
     cells.append(Cell(trace=last, kernel=TRUE_RANK, load=load, systems=(*PLACED, *ROUTED)))
-    return (*cells, *(Cell(trace=last, kernel=PADDED, load=rate, systems=PLACED) for rate in rates))
+    cells.append(Cell(trace=last, kernel=PADDED, load=high, systems=(NO_LORA, *PLACED)))
+    return tuple(cells)
 
 
 FULL_PLAN = Plan(
@@ -190,22 +192,22 @@ FULL_PLAN = Plan(
     max_prompt_tokens=384,
     mean_output_tokens=10,
     max_output_tokens=40,
-    duration_s=9.0,
+    duration_s=8.0,
     warm_up_s=2.0,
-    placement_s=2.5,
+    placement_s=2.0,
     profile_rounds=3,
     mixing_rounds=3,
     mixing_s=4.0,
-    cells=make_cells(0.5, (0.35, 0.65)),
+    cells=make_cells(0.35, 0.5, 0.65),
 )
 QUICK_PLAN = replace(
     FULL_PLAN,
-    duration_s=3.0,
-    warm_up_s=1.0,
+    duration_s=2.5,
+    warm_up_s=0.5,
     placement_s=1.0,
     profile_rounds=1,
     mixing_rounds=1,
-    mixing_s=2.0,
+    mixing_s=1.5,
     cells=(
         Cell(trace="poisson uniform", kernel=PADDED, load=0.5, systems=(NO_LORA, *PLACED, ROUTED[0])),
         Cell(trace="poisson uniform", kernel=TRUE_RANK, load=0.5, systems=PLACED[::4]),

@@ -22,6 +22,7 @@ _SHOWN: tuple[tuple[str, str, str], ...] = (
     ("tpt_attainment", "TPT SLO", ".1%"),
     ("failed", "failed", "d"),
     ("machine_busy", "busy", ".0%"),
+    ("front_end_busy", "front end", ".0%"),
     ("same_answers", "same", ".3f"),
 )
 
