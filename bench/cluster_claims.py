@@ -29,13 +29,14 @@ def _lines(records: Sequence[Record]) -> Iterator[str]:
             ratios = _ratios(padded, other, ours, "p95_ttft_ms")
             if ratios:
                 yield f"P95 TTFT of {other} by that of {ours}, padded: {_spread(ratios)} ({claim})"
-    used = [
-        statistics.mean(of["toppings"]["adapters_used"]) / statistics.mean(of["loraserve"]["adapters_used"])
-        for of in padded
-        if "toppings" in of and "loraserve" in of
-    ]
-    if used:
-        yield f"adapters used per instance, toppings by loraserve: {_spread(used)} (paper: held, up to 16)"
+    for ours in ("loraserve", "optimal"):
+        held = [
+            of["toppings"]["adapters_held"]["most"] / of[ours]["adapters_held"]["most"]
+            for of in padded
+            if {"toppings", ours} <= of.keys()
+        ]
+        if held:
+            yield f"most adapters held by an instance, toppings by {ours}: {_spread(held)} (paper: up to 16)"
     for other, points in (("dlora", "+21 or +26"), ("random", "+21 or +26"), ("first fit", "more")):
         yield from _scheduler(padded, other, points)
     for name, of in highest_rates(records).items():

@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.report.latency import SloTargets
-from moe_lora.report.records import RequestRecord
 from moe_lora.report.results import write_json
-from moe_lora.report.summary import summarize
 from moe_lora.workload.plan import PlannedRequest
 
-from .cluster_fleet import TIMEOUT_S, Fleet, Outcome, Unloaded, run_system, started, unloaded
+from .cluster_figures import busy_s, figures, same_answers, tpt_ms
+from .cluster_fleet import Fleet, Unloaded, started, unloaded
 from .cluster_mixing import run_mixing
 from .cluster_models import (
     TPT_RATIO,
@@ -31,7 +29,9 @@ from .cluster_models import (
     routing_model,
     write_files,
 )
-from .cluster_plan import NO_LORA, PADDED, Cell, Plan, System, demand_at_start, requests_of
+from .cluster_plan import NO_LORA, PADDED, Cell, Plan, System
+from .cluster_requests import demand_at_start, requests_of
+from .cluster_systems import Outcome, run_system
 
 Found = tuple[dict[str, Any], dict[str, Any]]
 _NO_TPOT_LIMIT_S = 1e6
@@ -130,27 +130,27 @@ def _run_cell(
     turn %= len(others)
     for system in [*cell.systems[: len(cell.systems) - len(others)], *others[turn:], *others[:turn]]:
         on_run(f"{cell.name}, {system.name}")
-        start_s, busy_s, own_s = time.monotonic(), _busy_s(), time.process_time()
+        start_s, before_s, own_s = time.monotonic(), busy_s(), time.process_time()
         outcome = _answer(setup, cell, system, requests, known.bare)
         elapsed_s = time.monotonic() - start_s
         if not system.lora:
             known.bare = outcome
         elif known.first is None:
             known.first = outcome
-        same = _same(known.first, outcome) if known.first is not None and system.lora else None
-        figures = _figures(setup, outcome, known.bare) | {
-            "machine_busy": (_busy_s() - busy_s) / elapsed_s / (os.cpu_count() or 1),
+        same = same_answers(known.first, outcome) if known.first is not None and system.lora else None
+        found = figures(setup.plan, setup.ttft_slo_s, outcome, known.bare) | {
+            "machine_busy": (busy_s() - before_s) / elapsed_s / (os.cpu_count() or 1),
             "front_end_busy": (time.process_time() - own_s) / elapsed_s,
             "same_answers": same,
         }
-        yield _config(setup.plan, cell, system, rate_per_s), figures
+        yield _config(setup.plan, cell, system, rate_per_s), found
 
 
 def _answer(
     setup: Setup, cell: Cell, system: System, requests: Sequence[PlannedRequest], bare: Outcome | None
 ) -> Outcome:
     """Routers by a model are told the SLO on the time per token, where it is known."""
-    tpt_s = np.inf if bare is None else float(np.mean(_tpt_ms(bare.records))) / 1e3
+    tpt_s = np.inf if bare is None else float(np.mean(tpt_ms(bare.records))) / 1e3
     load_s = setup.alone[cell.kernel].load_s_per_rank
     model = routing_model(setup.models[cell.kernel], tpt_s, load_s)
     if not system.lora:
@@ -171,58 +171,3 @@ def _config(plan: Plan, cell: Cell, system: System, rate_per_s: float) -> dict[s
         "router": system.router,
         **_settings(plan),
     }
-
-
-def _figures(setup: Setup, outcome: Outcome, bare: Outcome | None) -> dict[str, Any]:
-    """Of the requests that arrived after the warm-up."""
-    judged = _judged(setup.plan, outcome.records)
-    last_s = max((one.timing.end_s for one in judged if one.timing is not None), default=0.0)
-    slo = SloTargets(ttft_s=setup.ttft_slo_s, tpot_s=_NO_TPOT_LIMIT_S)
-    result = summarize(judged, max(last_s, setup.plan.duration_s) - setup.plan.warm_up_s, slo)
-    # What failed had waited as long as a request may.
-    waited_ms = [1e3 * TIMEOUT_S if one.timing is None else one.timing.ttft_ms for one in judged]
-    p95_ttft_ms = float(np.percentile(waited_ms, 95))
-    held = [len(outcome.used[index]) for index in range(setup.plan.num_instances)]
-    return {
-        key: result[key] for key in ("completed", "failed", "mean_ttft_ms", "p95_itl_ms", "mean_tpot_ms")
-    } | {
-        "p95_ttft_ms": p95_ttft_ms,
-        "mean_tpt_ms": result["mean_tpt_ms"],
-        "p99_send_delay_ms": result["p99_send_delay_ms"],
-        "requests_per_s": result["request_throughput"],
-        "requests_per_s_within_slo": result["request_goodput"],
-        "ttft_attainment": result["slo_attainment"],
-        "tpt_attainment": None if bare is None else _tpt_attainment(setup.plan, outcome, bare),
-        "ttft_slo_met": p95_ttft_ms <= 1e3 * setup.ttft_slo_s,
-        "adapters_used": held,
-        "adapter_loads": outcome.loads,
-    }
-
-
-def _judged(plan: Plan, records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    return [one for one in records if one.arrival_s >= plan.warm_up_s]
-
-
-def _tpt_ms(records: Sequence[RequestRecord]) -> list[float]:
-    return [one.timing.tpt_ms for one in records if one.timing is not None]
-
-
-def _tpt_attainment(plan: Plan, outcome: Outcome, bare: Outcome) -> float:
-    """Share of requests whose time per token is at most TPT_RATIO times the mean without LoRA."""
-    limit_ms = TPT_RATIO * float(np.mean(_tpt_ms(_judged(plan, bare.records))))
-    judged = _judged(plan, outcome.records)
-    return sum(tpt <= limit_ms for tpt in _tpt_ms(judged)) / len(judged)
-
-
-def _same(first: Outcome, other: Outcome) -> float:
-    """Share of the requests, of those that both answered, whose tokens are all the same."""
-    both = first.answers.keys() & other.answers.keys()
-    return float(np.mean([first.answers[key] == other.answers[key] for key in both])) if both else 0.0
-
-
-def _busy_s() -> float:
-    """Time that this machine's cores were busy, with anything."""
-    user, nice, system, _idle, _iowait, irq, softirq, steal = (
-        int(value) for value in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
-    )
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -12,9 +12,11 @@ import numpy as np
 from moe_lora.report.records import RequestRecord
 from moe_lora.workload.plan import PlannedRequest, WorkloadOptions, make_plan
 
-from .cluster_fleet import Fleet, run_system
-from .cluster_models import MachineModel, mean_lengths
-from .cluster_plan import LORA_RANKS, PADDED, Plan, System, lengths
+from .cluster_fleet import Fleet
+from .cluster_models import MachineModel
+from .cluster_plan import LORA_RANKS, PADDED, Plan, System
+from .cluster_requests import lengths, mean_lengths
+from .cluster_systems import run_system
 
 PAPER_RATIO = 1.84
 LOW, HIGH = LORA_RANKS[0], LORA_RANKS[-1]

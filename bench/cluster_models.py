@@ -17,7 +17,8 @@ from moe_lora.provision.router_model import router_fields
 from moe_lora.provision.simulated_points import simulated_run
 from moe_lora.report.results import write_json
 
-from .cluster_plan import LORA_RANKS, PADDED, Plan, lengths
+from .cluster_plan import LORA_RANKS, PADDED, Plan
+from .cluster_requests import mean_lengths
 from .random_model import write_adapter, write_model
 
 TTFT_RATIO = 20.0
@@ -143,13 +144,6 @@ def _points(plan: Plan, model: StepModel, load: PointLoad, goal: SloGoal) -> dic
         )
         points[rank], rate_per_s = found.tokens_per_s, found.rate_per_s
     return points
-
-
-def mean_lengths(plan: Plan) -> tuple[float, float]:
-    """Tokens of a prompt and of an answer."""
-    requests = lengths(plan).requests
-    prompts = sum(one.prompt_tokens for one in requests) / len(requests)
-    return prompts, sum(one.output_tokens for one in requests) / len(requests)
 
 
 def rate_of(plan: Plan, trace: str, load: float, models: dict[str, MachineModel]) -> float:

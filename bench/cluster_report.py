@@ -66,7 +66,7 @@ def cell_tables(records: Sequence[Record]) -> Iterator[str]:
         rows = [
             {"system": name}
             | {title: _text(result[key], form) for key, title, form in _SHOWN}
-            | {"used": _mean_most(result["adapters_used"]), "loads": str(sum(result["adapter_loads"]))}
+            | {"held": _held(result), "used": _used(result), "loads": str(sum(result["adapter_loads"]))}
             for name, result in systems.items()
         ]
         yield table(rows, f"\n{trace}, {KERNEL_NAMES[kernel]} kernel, load {load:g}")
@@ -83,7 +83,7 @@ def markdown(records: Sequence[Record]) -> str:
         ("Mean TPOT in ms", lambda result: _text(result["mean_tpot_ms"], ".1f")),
         ("Requests/s within the TTFT SLO", lambda result: _text(result["requests_per_s_within_slo"], ".1f")),
         ("Requests within 1.5 times the time per token without LoRA", _tpt),
-        ("Adapters used per instance, mean / most, and adapters loaded", _adapters),
+        ("Adapters of an instance: held, used (mean / most); adapters loaded", _adapters),
     ]
     return "\n\n".join(_markdown_table(cells, title, shown) for title, shown in parts)
 
@@ -111,10 +111,15 @@ def _tpt(result: dict[str, Any]) -> str:
 
 
 def _adapters(result: dict[str, Any]) -> str:
-    return f"{_mean_most(result['adapters_used'])}, {sum(result['adapter_loads'])}"
+    return f"{_held(result)}, {_used(result)}; {sum(result['adapter_loads'])}"
 
 
-def _mean_most(counts: Sequence[int]) -> str:
+def _held(result: dict[str, Any]) -> str:
+    return f"{result['adapters_held']['mean']:.1f} / {result['adapters_held']['most']:.0f}"
+
+
+def _used(result: dict[str, Any]) -> str:
+    counts = result["adapters_used"]
     return f"{sum(counts) / len(counts):.1f} / {max(counts)}"
 
 

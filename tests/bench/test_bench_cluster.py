@@ -20,10 +20,9 @@ from bench.cluster_plan import (
     TINY_PLAN,
     TRACES,
     TRUE_RANK,
-    demand_at_start,
-    requests_of,
 )
 from bench.cluster_report import highest_rates, least_agreement, markdown
+from bench.cluster_requests import demand_at_start, requests_of
 from moe_lora.report.results import read_results
 
 
@@ -58,6 +57,7 @@ def test_every_system_of_the_tiny_plan_is_measured_on_the_same_requests(tmp_path
         if one["config"]["system"] != NO_LORA.name:
             assert found["same_answers"] >= 0.99
             assert sum(found["adapters_used"]) >= TINY_PLAN.num_adapters
+            assert found["adapters_held"]["mean"] <= found["adapters_held"]["most"] <= TINY_PLAN.num_adapters
         assert 0 <= found["tpt_attainment"] <= 1
     assert "P95 TTFT in ms" in printed
     assert "figure 1, sgmv" in printed
@@ -118,13 +118,14 @@ def test_claims_compare_kernels_on_the_requests_that_both_had() -> None:
             system,
             p95_ttft_ms=time,
             ttft_slo_met=time < 200,
-            adapters_used=[4, 6],
+            adapters_held={"mean": 10.0, "most": 20.0 if system == "toppings" else 10.0},
             tpt_attainment=0.5,
         )
         for (kernel, system), time in times.items()
     ]
     text = claims(records)
     assert "P95 TTFT of toppings by that of loraserve, padded: 4.00" in text
+    assert "most adapters held by an instance, toppings by loraserve: 2.00" in text
     assert "worst by best P95 TTFT of 2 systems 4.0 padded and 1.2 with true ranks" in text
     assert "all within the SLO with true ranks" in text
 
