@@ -31,7 +31,7 @@ def measure(out: Path | None, *, size: str, only: str | None) -> list[dict[str, 
     plan = {"full": FULL_PLAN, "quick": QUICK_PLAN, "tiny": TINY_PLAN}[size]
     records: list[dict[str, Any]] = []
     env = environment()
-    with TemporaryDirectory(prefix="moe_lora_bench_") as folder, _progress(plan.num_runs) as on_run:
+    with TemporaryDirectory(prefix="moe_lora_bench_") as folder, _progress(plan.num_runs(only)) as on_run:
         for config, result in run_measured(plan, Path(folder), only, on_run):
             config = {"part": "measured", "size": size, **config}
             records.append({"kind": "measured", "config": config, "result": result, "env": env})

@@ -34,7 +34,6 @@ from .cluster_requests import demand_at_start, requests_of
 from .cluster_systems import Outcome, run_system
 
 Found = tuple[dict[str, Any], dict[str, Any]]
-_NO_TPOT_LIMIT_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +73,9 @@ def run_measured(
         setup = Setup(plan=plan, models=models, fleets=fleets, alone=alone)
         yield from _machine(setup, files)
         known: dict[tuple[str, float], _Known] = defaultdict(_Known)
-        for turn, cell in enumerate(plan.cells):
-            if only is None or only in cell.name:
-                yield from _run_cell(setup, cell, turn, known[cell.trace, cell.load], on_run)
-        if only is None or only in "figure 1":
+        for turn, cell in enumerate(plan.chosen_cells(only)):
+            yield from _run_cell(setup, cell, turn, known[cell.trace, cell.load], on_run)
+        if plan.mixes(only):
             yield from run_mixing(plan, fleets, models, on_run)
 
 

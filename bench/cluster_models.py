@@ -40,8 +40,8 @@ class Files:
 @dataclass(frozen=True, kw_only=True)
 class MachineModel:
     """Of one kernel.  points: rank -> tokens/s of an instance with a core of its own.  router: for routing by
-    a model, but for slo_s and the time of a load.  quality: R² of the fits, by form and phase.  ttft_s: of a
-    prompt of the median length at rank 128 that nothing waits beside.
+    a model when all instances share the cores; lacks slo_s and the time of a load.  quality: R² of the fits,
+    by form and phase.  ttft_s: of a prompt of the median length at rank 128 that nothing waits beside.
     """
 
     points: dict[int, float]
@@ -100,12 +100,13 @@ def _machine_model(plan: Plan, kernel: str, content: dict[str, Any], profile: Pa
     )
     points = _points(plan, model, load, goal)
     fields = router_fields(read_step_model(profile, kernel=kernel, form="toppings"), prompt)
+    stretch = max(1.0, plan.num_instances / usable_cores())
     router = PerformanceModel(
         kernel=fields["kernel"],
-        prefill=LinearTime(**fields["prefill"]),
-        decode=LinearTime(**fields["decode"]),
+        prefill=_stretched(fields["prefill"], stretch),
+        decode=_stretched(fields["decode"], stretch),
         mean_output_tokens=answer,
-        token_s=sum(1 / point for point in points.values()) / len(points),
+        token_s=stretch * sum(1 / point for point in points.values()) / len(points),
     )
     quality = {
         f"{one['form']} {phase}": found["r2_held_out"]
@@ -114,6 +115,10 @@ def _machine_model(plan: Plan, kernel: str, content: dict[str, Any], profile: Pa
         for phase, found in one["quality"].items()
     }
     return MachineModel(points=points, router=router, quality=quality, ttft_s=ttft_s)
+
+
+def _stretched(seconds: dict[str, float], stretch: float) -> LinearTime:
+    return LinearTime(**{name: stretch * value for name, value in seconds.items()})
 
 
 def _points(plan: Plan, model: StepModel, load: PointLoad, goal: SloGoal) -> dict[int, float]:

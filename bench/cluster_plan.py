@@ -123,10 +123,17 @@ class Plan:
     def popularity(self, trace: str) -> AdapterChoice:
         return parse_popularity(TRACES[trace][0], self.adapters)
 
-    @property
-    def num_runs(self) -> int:
-        mixing = 2 * len(self.kernels) * self.mixing_rounds
-        return mixing + sum(len(cell.systems) for cell in self.cells)
+    def chosen_cells(self, only: str | None) -> list[Cell]:
+        """Those whose name has `only` in it; None: all."""
+        return [cell for cell in self.cells if only is None or only in cell.name]
+
+    def mixes(self, only: str | None) -> bool:
+        """Whether figure 1 is among what was chosen."""
+        return only is None or only in "figure 1"
+
+    def num_runs(self, only: str | None) -> int:
+        mixing = 2 * len(self.kernels) * self.mixing_rounds if self.mixes(only) else 0
+        return mixing + sum(len(cell.systems) for cell in self.chosen_cells(only))
 
 
 def make_cells(low: float, load: float, high: float) -> tuple[Cell, ...]:
