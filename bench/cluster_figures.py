@@ -14,8 +14,8 @@ from moe_lora.report.records import RequestRecord
 from moe_lora.report.summary import summarize
 
 from .cluster_models import TPT_RATIO
-from .cluster_plan import Plan
-from .cluster_systems import TIMEOUT_S, Outcome
+from .cluster_plan import TIMEOUT_S, Plan
+from .cluster_systems import Outcome
 
 _NO_TPOT_LIMIT_S = 1e6
 

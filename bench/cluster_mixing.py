@@ -20,7 +20,7 @@ from .cluster_systems import run_system
 
 PAPER_RATIO = 1.84
 LOW, HIGH = LORA_RANKS[0], LORA_RANKS[-1]
-LOAD = 0.2
+LOAD = 0.15
 """Requests/s by what an instance could serve of rank 8 alone; of rank 128 it could serve about a third."""
 _SYSTEM = System(name="one instance", router="least_outstanding")
 

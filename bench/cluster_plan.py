@@ -57,6 +57,9 @@ ROUTED = (
 )
 SYSTEM_NAMES = tuple(one.name for one in (NO_LORA, *PLACED, *ROUTED))
 
+TIMEOUT_S = 5.0
+"""A request that takes longer has failed, so that an overloaded system ends."""
+
 EVEN = 1e6
 """Burstiness of LoRAServe's uniform arrivals: gaps vary by a thousandth."""
 TRACES = {
@@ -170,7 +173,7 @@ FULL_PLAN = Plan(
     profile_rounds=3,
     mixing_rounds=3,
     mixing_s=4.0,
-    cells=make_cells(0.35, 0.5, 0.65),
+    cells=make_cells(0.3, 0.45, 0.6),
 )
 QUICK_PLAN = replace(
     FULL_PLAN,
@@ -181,8 +184,8 @@ QUICK_PLAN = replace(
     mixing_rounds=1,
     mixing_s=1.5,
     cells=(
-        Cell(trace="poisson uniform", kernel=PADDED, load=0.5, systems=(NO_LORA, *PLACED, ROUTED[0])),
-        Cell(trace="poisson uniform", kernel=TRUE_RANK, load=0.5, systems=PLACED[::4]),
+        Cell(trace="poisson uniform", kernel=PADDED, load=0.45, systems=(NO_LORA, *PLACED, ROUTED[0])),
+        Cell(trace="poisson uniform", kernel=TRUE_RANK, load=0.45, systems=PLACED[::4]),
     ),
 )
 TINY_PLAN = replace(

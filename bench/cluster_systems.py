@@ -29,12 +29,10 @@ from moe_lora.serve.placement import PlacementController
 from moe_lora.workload.plan import PlannedRequest
 
 from .cluster_fleet import Fleet, idle
-from .cluster_plan import System
+from .cluster_plan import TIMEOUT_S, System
 from .disagg_client import EngineCompletions
 
 BASE_MODEL = "base"
-TIMEOUT_S = 5.0
-"""A request that takes longer has failed, so that an overloaded system ends."""
 
 Answers = dict[tuple[str | None, tuple[int, ...]], tuple[int, ...]]
 """(adapter, prompt) -> tokens, of requests that came to their end."""
