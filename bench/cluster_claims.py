@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .cluster_plan import PADDED, TIMEOUT_S, TRUE_RANK
-from .cluster_report import PLACED_NAMES, Record, by_cell, highest_rates, of_section
+from .cluster_report import PLACED_NAMES, Record, by_cell, disturbed, highest_rates, of_section
 
 Systems = dict[str, dict[str, Any]]
 
@@ -49,6 +49,8 @@ def _lines(records: Sequence[Record]) -> Iterator[str]:
         ratio = found["ratio"]
         yield f"figure 1, {kernel}: beside rank 128, rank 8 has {ratio:.2f} times its P95 TTFT (paper: 1.84)"
     yield from _true_rank(records)
+    if number := disturbed(records):
+        yield f"other programs took more than 5 % of the machine beside {number} runs: measure again alone"
 
 
 def _is_lost(systems: Systems) -> bool:

@@ -32,6 +32,7 @@ from .cluster_models import (
 from .cluster_plan import NO_LORA, PADDED, Cell, Plan, System
 from .cluster_requests import demand_at_start, requests_of
 from .cluster_systems import Outcome, run_system
+from .disagg_runs import cpu_s
 
 Found = tuple[dict[str, Any], dict[str, Any]]
 
@@ -128,17 +129,23 @@ def _run_cell(
     turn %= len(others)
     for system in [*cell.systems[: len(cell.systems) - len(others)], *others[turn:], *others[:turn]]:
         on_run(f"{cell.name}, {system.name}")
-        start_s, before_s, own_s = time.monotonic(), busy_s(), time.process_time()
+        start_s, before_s = time.monotonic(), (busy_s(), cpu_s(), time.process_time())
         outcome = _answer(setup, cell, system, requests, known.bare)
         elapsed_s = time.monotonic() - start_s
+        all_s, own_s, front_end_s = (
+            now_s - then_s
+            for now_s, then_s in zip((busy_s(), cpu_s(), time.process_time()), before_s, strict=True)
+        )
+        cores_s = elapsed_s * (os.cpu_count() or 1)
         if not system.lora:
             known.bare = outcome
         elif known.first is None:
             known.first = outcome
         same = same_answers(known.first, outcome) if known.first is not None and system.lora else None
         found = figures(setup.plan, setup.ttft_slo_s, outcome, known.bare) | {
-            "machine_busy": (busy_s() - before_s) / elapsed_s / (os.cpu_count() or 1),
-            "front_end_busy": (time.process_time() - own_s) / elapsed_s,
+            "machine_busy": all_s / cores_s,
+            "others_busy": max(0.0, all_s - own_s) / cores_s,
+            "front_end_busy": front_end_s / elapsed_s,
             "same_answers": same,
         }
         yield _config(setup.plan, cell, system, rate_per_s), found

@@ -22,6 +22,7 @@ _SHOWN: tuple[tuple[str, str, str], ...] = (
     ("tpt_attainment", "TPT SLO", ".1%"),
     ("failed", "failed", "d"),
     ("machine_busy", "busy", ".0%"),
+    ("others_busy", "others", ".0%"),
     ("front_end_busy", "front end", ".0%"),
     ("same_answers", "same", ".3f"),
 )
@@ -131,6 +132,11 @@ def least_agreement(records: Sequence[Record]) -> float:
     """The least share of equal answers of all systems; 1 where none was compared."""
     found = (record["result"].get("same_answers") for record in records)
     return min((share for share in found if share is not None), default=1.0)
+
+
+def disturbed(records: Sequence[Record], share: float = 0.05) -> int:
+    """Runs beside which other programs took more than that share of the machine."""
+    return sum(record["result"].get("others_busy", 0.0) > share for record in records)
 
 
 def highest_rates(records: Sequence[Record]) -> dict[str, dict[str, float | None]]:

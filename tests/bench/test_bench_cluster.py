@@ -21,7 +21,7 @@ from bench.cluster_plan import (
     TRACES,
     TRUE_RANK,
 )
-from bench.cluster_report import highest_rates, least_agreement, markdown
+from bench.cluster_report import disturbed, highest_rates, least_agreement, markdown
 from bench.cluster_requests import demand_at_start, requests_of
 from moe_lora.report.results import read_results
 
@@ -59,6 +59,7 @@ def test_every_system_of_the_tiny_plan_is_measured_on_the_same_requests(tmp_path
             assert sum(found["adapters_used"]) >= TINY_PLAN.num_adapters
             assert found["adapters_held"]["mean"] <= found["adapters_held"]["most"] <= TINY_PLAN.num_adapters
         assert 0 <= found["tpt_attainment"] <= 1
+        assert 0 <= found["others_busy"] <= found["machine_busy"]
     assert "P95 TTFT in ms" in printed
     assert "figure 1, sgmv" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -128,6 +129,11 @@ def test_claims_compare_kernels_on_the_requests_that_both_had() -> None:
     assert "most adapters held by an instance, toppings by loraserve: 2.00" in text
     assert "worst by best P95 TTFT of 2 systems 4.0 padded and 1.2 with true ranks" in text
     assert "all within the SLO with true ranks" in text
+
+
+def test_runs_beside_other_programs_are_counted() -> None:
+    records = [record("production", PADDED, 0.5, "toppings", others_busy=share) for share in (0.0, 0.04, 0.2)]
+    assert disturbed(records) == 1
 
 
 def test_cells_in_which_every_placement_timed_out_are_not_compared() -> None:
