@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from moe_lora.report.summary import summarize
 from .cluster_models import TPT_RATIO
 from .cluster_plan import TIMEOUT_S, Plan
 from .cluster_systems import Outcome
+from .disagg_runs import cpu_s
 
 _NO_TPOT_LIMIT_S = 1e6
 
@@ -77,9 +79,28 @@ def same_answers(first: Outcome, other: Outcome) -> float | None:
     return float(np.mean([first.answers[key] == other.answers[key] for key in both])) if both else None
 
 
-def busy_s() -> float:
-    """Time that this machine's cores were busy, with anything."""
-    user, nice, system, _idle, _iowait, irq, softirq, steal = (
-        int(value) for value in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
-    )
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+class Busy:
+    """How busy the machine is from now on, and with what."""
+
+    def __init__(self) -> None:
+        self._before_s = self._now_s()
+
+    def shares(self) -> dict[str, float]:
+        """machine, others: of all cores; others: what is neither this process nor below it.  front end: this
+        process, of one core.
+        """
+        pairs = zip(self._now_s(), self._before_s, strict=True)
+        elapsed_s, all_s, own_s, front_end_s = (now_s - before_s for now_s, before_s in pairs)
+        cores_s = elapsed_s * (os.cpu_count() or 1)
+        return {
+            "machine_busy": all_s / cores_s,
+            "others_busy": max(0.0, all_s - own_s) / cores_s,
+            "front_end_busy": front_end_s / elapsed_s,
+        }
+
+    @staticmethod
+    def _now_s() -> tuple[float, float, float, float]:
+        fields = Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
+        busy_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), busy_s, cpu_s(), time.process_time()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +14,7 @@ import numpy as np
 from moe_lora.report.results import write_json
 from moe_lora.workload.plan import PlannedRequest
 
-from .cluster_figures import busy_s, figures, same_answers, tpt_ms
+from .cluster_figures import Busy, figures, same_answers, tpt_ms
 from .cluster_fleet import Fleet, Unloaded, started, unloaded
 from .cluster_mixing import run_mixing
 from .cluster_models import (
@@ -32,7 +30,6 @@ from .cluster_models import (
 from .cluster_plan import NO_LORA, PADDED, Cell, Plan, System
 from .cluster_requests import demand_at_start, requests_of
 from .cluster_systems import Outcome, run_system
-from .disagg_runs import cpu_s
 
 Found = tuple[dict[str, Any], dict[str, Any]]
 
@@ -129,26 +126,16 @@ def _run_cell(
     turn %= len(others)
     for system in [*cell.systems[: len(cell.systems) - len(others)], *others[turn:], *others[:turn]]:
         on_run(f"{cell.name}, {system.name}")
-        start_s, before_s = time.monotonic(), (busy_s(), cpu_s(), time.process_time())
+        busy = Busy()
         outcome = _answer(setup, cell, system, requests, known.bare)
-        elapsed_s = time.monotonic() - start_s
-        all_s, own_s, front_end_s = (
-            now_s - then_s
-            for now_s, then_s in zip((busy_s(), cpu_s(), time.process_time()), before_s, strict=True)
-        )
-        cores_s = elapsed_s * (os.cpu_count() or 1)
+        shares = busy.shares()
         if not system.lora:
             known.bare = outcome
         elif known.first is None:
             known.first = outcome
         same = same_answers(known.first, outcome) if known.first is not None and system.lora else None
-        found = figures(setup.plan, setup.ttft_slo_s, outcome, known.bare) | {
-            "machine_busy": all_s / cores_s,
-            "others_busy": max(0.0, all_s - own_s) / cores_s,
-            "front_end_busy": front_end_s / elapsed_s,
-            "same_answers": same,
-        }
-        yield _config(setup.plan, cell, system, rate_per_s), found
+        found = figures(setup.plan, setup.ttft_slo_s, outcome, known.bare)
+        yield _config(setup.plan, cell, system, rate_per_s), found | shares | {"same_answers": same}
 
 
 def _answer(
