@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
 from moe_lora.report.environment import environment
-from moe_lora.report.results import append_result, read_results
+from moe_lora.report.results import append_result
 
 from .cluster_sim_loraserve import loraserve_cells
 from .cluster_sim_report import summary_tables
@@ -42,20 +43,6 @@ def simulate(out: Path | None, *, quick: bool, only: str | None) -> None:
     click.echo(summary_tables(records))
 
 
-@click.command()
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines file.")
-@click.option("--quick", is_flag=True, help="Two small cells.")
-@click.option("--only", help="Cells whose label has this in it.")
-@click.option("--markdown", is_flag=True, help="Only print the records in --out, as Markdown.")
-def main(out: Path | None, quick: bool, only: str | None, markdown: bool) -> None:
-    """Simulate clusters."""
-    if markdown:
-        if out is None:
-            raise click.UsageError("--markdown prints the records of --out FILE; give it")
-        click.echo(summary_tables(read_results(out), markdown=True))
-        return
-    simulate(out, quick=quick, only=only)
-
-
-if __name__ == "__main__":
-    main()
+def print_markdown(records: list[dict[str, Any]]) -> None:
+    """The tables of records that exist."""
+    click.echo(summary_tables(records, markdown=True))
