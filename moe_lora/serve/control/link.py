@@ -127,8 +127,8 @@ class ControllerLink:
             if not future.done():
                 future.set_exception(
                     ControllerAwayError(
-                        "the controller was lost before it answered, so it is not known whether this was done; "
-                        "look what is there (GET /v1/adapters) once it is back, then send it again"
+                        "the controller was lost before it answered, so it is not known whether this was "
+                        "done; look what is there (GET /v1/adapters) once it is back, then send it again"
                     )
                 )
 
