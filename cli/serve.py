@@ -188,7 +188,7 @@ def _placed(cluster: ClusterConfig, name: str | None, options: dict[str, Any]) -
     """The cluster with the front end of that name where the options say."""
     from dataclasses import replace
 
-    if name not in cluster.front_ends:
+    if name is None or name not in cluster.front_ends:
         return cluster
     given = {one: options[one] for one in ("host", "port") if options[one] is not None}
     place = replace(cluster.front_ends[name], **given)
