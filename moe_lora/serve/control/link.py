@@ -151,7 +151,9 @@ class ControllerLink:
             except OSError as error:
                 problem = f"no controller answers: {error!r}"
             else:
-                if not problem:
+                if problem:
+                    connection.close()
+                else:
                     logger.info("joined the controller at %s:%d", self._host, self._port)
                     self._read(Channel(connection), post)
             if not problem:
