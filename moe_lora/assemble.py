@@ -195,8 +195,10 @@ def _frontend(
     registry: ServedRegistry | None,
 ) -> Frontend:
     """A front end that decides for itself: its controllers run beside its requests."""
+    from moe_lora.engine.fleet import FleetClient
     from moe_lora.serve.frontend import Frontend
 
+    pool = client.pool if isinstance(client, FleetClient) else None
     return Frontend(
         client=client,
         tokenizer=tokenizer,
@@ -204,7 +206,7 @@ def _frontend(
         controller=controller,
         placement=placement,
         registry=registry,
-        tasks=[one for one in (controller, placement) if one is not None],
+        tasks=[one for one in (controller, placement, pool) if one is not None],
     )
 
 

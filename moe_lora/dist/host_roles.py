@@ -37,15 +37,19 @@ class Role:
 class HostRoles:
     """Keeps roles running; one thread waits for each.
 
-    failed: whether all of a kind ended too often within a short time to be started again.
+    over: set when the roles are to be stopped.  failed: whether all of a kind ended too often within a short
+    time to be started again.
     """
 
     def __init__(
-        self, roles: Sequence[Role], clock: Clock | None = None, policy: RestartPolicy | None = None
+        self,
+        roles: Sequence[Role],
+        over: threading.Event,
+        clock: Clock | None = None,
+        policy: RestartPolicy | None = None,
     ) -> None:
         self.failed = False
-        self.over = threading.Event()
-        """Set when the roles are to be stopped."""
+        self.over = over
         self._clock = clock or WallClock()
         self._policy = policy or RestartPolicy()
         self._lock = threading.Lock()
@@ -129,10 +133,11 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def run_roles(roles: Sequence[Role]) -> bool:
     """Keep the roles running until SIGINT or SIGTERM; whether all did their part up to then."""
-    kept = HostRoles(roles)
-    before = {number: signal.signal(number, lambda *_: kept.over.set()) for number in _SIGNALS}
+    over = threading.Event()
+    before = {number: signal.signal(number, lambda *_: over.set()) for number in _SIGNALS}
+    kept = HostRoles(roles, over)
     try:
-        kept.over.wait()
+        over.wait()
     finally:
         kept.stop()
         for number, handler in before.items():

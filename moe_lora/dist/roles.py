@@ -85,7 +85,8 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
             f"start it with torchrun --nproc-per-node {config.expert_parallel}"
         )
     if config.pool is not None and config.pool.host is None:
-        config = replace(config, pool=replace(config.pool, host=own_host(cluster.engines_address())))
+        nearest = "{}:{}".format(*next(iter(doors.values())))
+        config = replace(config, pool=replace(config.pool, host=own_host(nearest)))
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())
     # Instances and incarnations that began with one seed would give unseeded requests the same answers.
     seed = config.seed + zlib.crc32(f"{name} {time.time_ns()}".encode())

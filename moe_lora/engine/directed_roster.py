@@ -18,6 +18,8 @@ class DirectedRoster(Roster):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._holdings: Mapping[str, Holding] = {}
+        self.directed = False
+        """Whether the controller has said what is served; until then it is what instances have."""
 
     def join_as_it_is(
         self, instance: Instance, client: EngineClient, have: dict[str, ServedAdapter], incarnation: str
@@ -30,6 +32,8 @@ class DirectedRoster(Roster):
         with self._changed:
             if self.closed.is_set():
                 raise EngineDeadError("the instances were closed")
+            if not self.directed:
+                self.recover(Served.of(have))
             holding = self._holdings.get(instance.name)
             if holding is not None and holding.incarnation == incarnation:
                 missing = set(holding.missing)
@@ -43,6 +47,7 @@ class DirectedRoster(Roster):
         One that the controller does not see did not get what is new.
         """
         with self._changed:
+            self.directed = True
             new = served.lacking(self._adapters)
             self._adapters, self._versions = dict(served.adapters), dict(served.versions)
             self._holdings = holdings

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.engine.fleet import FleetClient
 
 from .app import create_app
 from .frontend import Frontend
@@ -91,9 +90,7 @@ async def serve_forever(frontend: Frontend, sock: socket.socket, drain_s: float 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.stop)
-    pool = frontend.client.pool if isinstance(frontend.client, FleetClient) else None
-    watched = (*frontend.tasks, *(() if pool is None else (pool,)))
-    tasks = [asyncio.create_task(one.run()) for one in watched]
+    tasks = [asyncio.create_task(one.run()) for one in frontend.tasks]
     try:
         if frontend.ready is not None:
             await frontend.ready()

@@ -19,13 +19,13 @@ from moe_lora.serve.placement import PlacementController
 from moe_lora.serve.served_registry import ServedRegistry
 
 from .book import StateBook
+from .channel import BEAT_S
 from .desk import Session
 from .messages import Figures, FrontEndHello, Report, Taken, ToController
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-FIGURES_S = 1.0
 TAKEN_S = 5.0
 """A call is answered without a front end that does not take the new state for so long."""
 SETTLE_S = 1.0
@@ -83,10 +83,11 @@ class Director:
 
     async def run(self) -> None:
         """Recover, then decide and give out, until cancelled."""
-        await self._recover()
-        work = (self._place(), self._provision(), self._keep_pool(), self._show())
-        tasks = [asyncio.create_task(task) for task in work]
+        tasks = [asyncio.create_task(self._show())]
         try:
+            await self._recover()
+            work = (self._place(), self._provision(), self._keep_pool())
+            tasks += [asyncio.create_task(task) for task in work]
             while True:
                 await self._learn_ranks()
                 self._give_out()
@@ -133,9 +134,9 @@ class Director:
             await self._decisions.fleet.pool.run()
 
     async def _show(self) -> None:
-        """Tell front ends what their metrics are to say of the controller."""
+        """Tell front ends that the controller goes on, and what their metrics are to say of it."""
         placement, provision = self._decisions.placement, self._decisions.provision
-        while placement is not None or provision is not None:
+        while True:
             figures = Figures(
                 num_copies=0 if placement is None else placement.num_copies,
                 num_problems=0 if placement is None else placement.num_problems,
@@ -144,7 +145,7 @@ class Director:
             )
             for session in self._sessions:
                 session.channel.send(figures)
-            await asyncio.sleep(FIGURES_S)
+            await asyncio.sleep(BEAT_S)
 
     async def _learn_ranks(self) -> None:
         """As soon as an instance is there; of later ones the loading tells."""
@@ -168,13 +169,14 @@ class Director:
             if hello.state is not None:
                 self._book.recover(hello.state)
             return
-        if hello.state is not None and hello.state.number > self._book.state.number:
+        before, now = hello.state, self._book.state
+        if before is not None and before.number >= now.number and before != now:
             logger.warning(
                 "front end %s had state %d of an earlier controller, which is given up: it came too late",
                 session.name,
-                hello.state.number,
+                before.number,
             )
-            self._book.count_above(hello.state)
+            self._book.count_above(before)
         session.channel.send(self._book.state)
 
     def left(self, session: Session) -> None:

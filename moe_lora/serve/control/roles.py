@@ -102,10 +102,9 @@ def serve_directed(
     roster = DirectedRoster((), config.adapters, advice, heartbeat)
     routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
     fleet = DirectedFleet(roster, routes, link, WallClock())
-    entry = AsItIs(roster)
     has_server = cluster.lora_server is not None
     provision = DirectedProvision(cluster.provision or ProvisionConfig(), has_server, link)
-    link.follower = routing = DirectedRouting(roster, routes, entry, provision)
+    link.follower = routing = DirectedRouting(roster, routes, provision)
     frontend = Frontend(
         client=fleet,
         tokenizer=tokenizer,
@@ -117,7 +116,7 @@ def serve_directed(
         tasks=(link,),
         ready=routing.ready,
     )
-    door = Door(*place, key, roster, entry)
+    door = Door(*place, key, roster, AsItIs(roster))
     try:
         run_server(frontend, sock)
     finally:

@@ -10,7 +10,7 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.core.config import ProvisionConfig, RoutingConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.directed_roster import DirectedRoster
-from moe_lora.engine.entry import AsItIs, Recovery
+from moe_lora.engine.entry import Recovery
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster
 from moe_lora.serve.control.book import StateBook
@@ -97,7 +97,7 @@ class FrontEndSide:
         self.routes = make_routes(RoutingConfig(placement=placement), 8, "sgmv")
         self.fleet = DirectedFleet(self.roster, self.routes, self.link, VirtualClock())
         self.provision = DirectedProvision(ProvisionConfig(), False, self.link)
-        self.routing = DirectedRouting(self.roster, self.routes, AsItIs(self.roster), self.provision)
+        self.routing = DirectedRouting(self.roster, self.routes, self.provision)
         self.link.follower = self.routing
         self.task = asyncio.create_task(self.link.run())
 
