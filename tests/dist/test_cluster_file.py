@@ -102,6 +102,13 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nengine: {max_loras: 0}", "max_loras=0 must be 1 or more"),
         ("model_dir: m\nlora_server: {capacity: 0}", "lora_server.capacity=0 must be 1 or more"),
         ("model_dir: m\nfront_end: {port: 70000}", "front_end.port=70000 must be between"),
+        ("model_dir: m\nfront_end: {performance_form: half}", "choose one of toppings, full"),
+        ("model_dir: m\nfront_end: {slo_tpot_s: 0}", "slo_tpot_s=0.0 must be positive and finite"),
+        ("model_dir: m\nfront_end: {mean_output_tokens: .inf}", "mean_output_tokens=inf must be positive"),
+        (
+            "model_dir: m\nfront_end: {adapter_load_s_per_rank: -1}",
+            "adapter_load_s_per_rank=-1.0 must be seconds",
+        ),
         ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
         ("model_dir: m\nprovision: {slo: 1}", "provision.slo is not a setting; allowed are target_iar"),
         (
