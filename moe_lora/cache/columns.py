@@ -94,7 +94,7 @@ class Columns:
         self._vacant.append(row)
 
     def recall(self, node: Node, now_s: float) -> None:
-        """The node was made; if it was dropped before, it goes on counting where it stopped."""
+        """The node was made, or is longer; if that had been dropped, it goes on counting where it stopped."""
         self._now_s = now_s
         if self._learns_reuse and (uses := self.ghosts.recall(node, now_s)):
             self.turn[node.row] = max(self.turn.item(node.row), int(uses) + 1)

@@ -32,23 +32,29 @@ class Exchange:
         self._max_pages = max_pages
 
     def tick(self, now_s: float) -> None:
-        """One decision: the most valued first, each for the least valued that make its room."""
+        """One decision: the most valued first, each for the least valued that make its room.  A kind that is
+        at its limit, and has nothing to give way, does not keep the other out.
+        """
+        columns = self._columns
         left = self._max_pages - sum(
             node.num_pages for node in self._residence.moving.values() if node.moving_in
         )
-        known = KnownValues(self._ranking, now_s)
+        known, full = KnownValues(self._ranking, now_s), np.zeros(2, dtype=np.bool_)
         for _ in range(MAX_ENTERING):
-            rows = self._columns.where(CAN_ENTER)
-            rows = rows[self._columns.pages[rows] <= left]
+            rows = columns.where(CAN_ENTER)
+            rows = rows[(columns.pages[rows] <= left) & ~full[columns.is_adapter[rows].astype(int)]]
             if not rows.size:
                 return
             values = known.of(rows)
             best = int(np.argmax(values))
-            entering = self._columns.nodes[int(rows[best])]
+            entering = columns.nodes[int(rows[best])]
             assert entering is not None
-            if not self._enter(entering, float(values[best]), known):
+            if self._enter(entering, float(values[best]), known):
+                left -= entering.num_pages
+            elif self._over_limit(entering) > 0:
+                full[int(entering.is_adapter)] = True
+            else:
                 return
-            left -= entering.num_pages
 
     def _enter(self, entering: Node, value: float, known: KnownValues) -> bool:
         device = self._residence.device
@@ -67,13 +73,18 @@ class Exchange:
         return True
 
     def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
-        """What gives way; None if that would be worth too much."""
-        columns, device = self._columns, self._residence.device
-        missing = entering.num_pages + self._kept_free - device.num_free
-        if missing <= 0:
+        """What gives way: one of its kind where that has reached its limit.  None if that would be worth too
+        much.
+        """
+        columns = self._columns
+        missing = entering.num_pages + self._kept_free - self._residence.device.num_free
+        over = self._over_limit(entering)
+        if missing <= 0 and over <= 0:
             return []
         rows = columns.where(CAN_LEAVE)
         rows = rows[columns.has(rows, BACKED)]
+        if over > 0:
+            rows, missing = rows[columns.is_adapter[rows] == entering.is_adapter], max(missing, over)
         at_most = missing + 2  # each has a page, and its parent and adapter are passed over
         rows = ascending(rows, known.of(rows), at_most)
         victims: list[Node] = []
@@ -86,3 +97,10 @@ class Exchange:
             victims.append(victim)
             missing -= victim.num_pages
         return victims if missing <= 0 else None
+
+    def _over_limit(self, entering: Node) -> int:
+        """Pages of its kind that must leave for it, however many are free: of adapters, those of any one."""
+        residence, limits = self._residence, self._room.limits
+        if entering.is_adapter:
+            return int(residence.num_device_adapters >= limits.num_adapters)
+        return residence.device.num_kv + entering.num_pages - limits.kv_pages

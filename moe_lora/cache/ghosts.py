@@ -58,16 +58,16 @@ class Ghosts:
         self._place[key] = place
 
     def recall(self, node: Node, now_s: float) -> float:
-        """A node was made: what was dropped where it stands now is used again.  The uses of the last of
-        these, 0 if there are none.
+        """A node was made, or is longer than at the last call: what was dropped where it stands now is used
+        again.  The uses of the last of these, 0 if there are none.
         """
-        start, uses = 0, 0.0
-        while self._place and start < len(node.tokens):
-            place = self._place.get(self._key_of(node, start))
+        uses = 0.0
+        while self._place and node.recalled < len(node.tokens):
+            place = self._place.get(self._key_of(node, node.recalled))
             if place is None:
                 break
             uses = self.uses.item(place)
-            start += self._num_bytes[place]
+            node.recalled += self._num_bytes[place]
             self._end(place, now_s, visited=True)
         return uses
 

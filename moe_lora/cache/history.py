@@ -158,7 +158,7 @@ class History:
         tail = table.tail
         if tail is not None and table.owns_tail and _can_be_lengthened(tail):
             self._residence.device.hand_over(pages, tail.row)
-            self._tree.lengthen(tail, tokens, pages)
+            self._tree.lengthen(tail, tokens, pages, now_s)
         else:
             node = self._tree.add_kv(parent, tokens, now_s)
             self._residence.settle(node, pages)

@@ -13,9 +13,10 @@ class Node:
     """An adapter (layer_pages given) or a run of full KV blocks after its parent's (tokens given).
 
     row: its place in `Columns`.  tokens: as `encode` gives them.  first_token: tokens of the prompt before
-    its own.  device_pages, host_pages: None where it is not; both may be there ("backed").  moving_in,
-    moving_out: an order is under way, and the pages of its target hold nothing yet.  leaves: the device pages
-    go once moving_out is done.  pins: users that keep it, and so all above it, on the device.
+    its own.  recalled: bytes of its tokens whose ghosts were found (`cache.ghosts`).  device_pages,
+    host_pages: None where it is not; both may be there ("backed").  moving_in, moving_out: an order is under
+    way, and the pages of its target hold nothing yet.  leaves: the device pages go once moving_out is done.
+    pins: users that keep it, and so all above it, on the device.
     num_device_children: children with device pages.  heir: the child that was found or added last, if it can
     still be found.  gone: no longer found, and freed when its last user goes.  lost: gone because its bytes
     did not arrive.  reachable: False for an adapter without pages here that the LoRA Server does not hold.
@@ -29,6 +30,7 @@ class Node:
     layer_pages: tuple[int, ...] | None = None
     tokens: bytes = b""
     first_token: int = 0
+    recalled: int = 0
     device_pages: list[int] | None = None
     host_pages: list[int] | None = None
     moving_in: bool = False

@@ -150,6 +150,7 @@ class DependencyTree:
             self._child[self._key(node)] = parent.heir = head
         node.parent, node.tokens = head, node.tokens[cut:]
         node.first_token += head.num_tokens
+        node.recalled = max(0, node.recalled - cut)
         node.num_pages -= num_blocks
         self._child[self._key(node)] = node
         self.graph.remove_edge(parent, node)
@@ -160,13 +161,14 @@ class DependencyTree:
             self.refresh(part)
         return head
 
-    def lengthen(self, node: Node, tokens: bytes, pages: list[int]) -> None:
+    def lengthen(self, node: Node, tokens: bytes, pages: list[int], now_s: float) -> None:
         """Add blocks to the end of a leaf that is on the device only."""
         assert node.device_pages is not None
         node.tokens += tokens
         node.device_pages += pages
         node.num_pages += len(pages)
         self._measure(node)
+        self.columns.recall(node, now_s)
 
     def children(self, node: Node) -> Iterator[Node]:
         return self.graph.successors(node)

@@ -163,6 +163,14 @@ class RoutingConfig:
         if self.routing is not None:
             _choice("routing", self.routing, ROUTINGS)
         _choice("performance_form", self.performance_form, PERFORMANCE_FORMS)
+        for name in ("slo_tpot_s", "mean_output_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value} must be positive and finite (or leave it out)")
+        if not 0 <= self.adapter_load_s_per_rank < math.inf:
+            raise ConfigError(
+                f"adapter_load_s_per_rank={self.adapter_load_s_per_rank} must be seconds, 0 or more"
+            )
         if self.placement is not None:
             _choice("placement", self.placement, PLACEMENTS)
         if not 0 < self.placement_interval_s <= MAX_COUNT:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
+
 from moe_lora.cache.orders import Copy
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import CacheLoad, Floats, NodeColumns, Traits
 
 from .consistency import check
-from .test_unified_adapters import confirm, leave_history
+from .test_unified_adapters import bring, confirm, leave_history
 
 NUM_HISTORIES, NUM_BLOCKS = 40, 10
 
@@ -76,3 +78,51 @@ def test_no_more_is_on_its_way_than_a_tick_may_order():
     cache.tick(101.0, 1)
     cache.tick(101.1, 1)
     assert moves(cache)[0] == NUM_BLOCKS
+
+
+def test_history_comes_in_for_other_history_where_that_is_at_its_limit():
+    """100 pages of 400 for KV: much of the device is free, and stays so."""
+    policy = ByAge()
+    cache = UnifiedCache(
+        num_device_pages=400, num_host_pages=400, block_size=4, policy=policy, max_kv_pages=100
+    )
+    for number in range(NUM_HISTORIES):
+        leave_history(cache, None, [number] * (4 * NUM_BLOCKS), float(number))
+        cache.tick(float(number), 1)
+        confirm(cache)
+    policy.newest_first = False
+    for moment in range(5):
+        cache.tick(101.0 + moment, 1)
+        assert moves(cache)[0] == NUM_BLOCKS * (moment == 0)
+        assert cache.usage()["device_kv"] <= 100
+    check(cache, [], Counter())
+
+
+@pytest.mark.parametrize("backed", [True, False])
+def test_adapter_without_a_slot_comes_in_for_another_adapter_or_lets_history_come(backed):
+    """Adapter 2, which the host has too or not, has pushed 1, worth more now, out of the only slot of a full
+    device.
+    """
+    policy = ByAge()
+    cache = UnifiedCache(
+        num_device_pages=400, num_host_pages=800, block_size=4, policy=policy, max_adapters=1
+    )
+    for namespace in (1, 2):
+        cache.add_adapter(namespace, (2,), 0.0)
+        bring(cache, namespace, float(namespace))
+    if not backed:
+        cache.pin(2)
+    for number in range(NUM_HISTORIES + 5):
+        leave_history(cache, None, [number] * (4 * NUM_BLOCKS), 10.0 + number)
+        cache.tick(10.0 + number, 1)
+        confirm(cache)
+    if backed:  # it had been swapped out meanwhile
+        bring(cache, 2, 60.0)
+    else:
+        cache.unpin(2)
+    policy.newest_first = False
+    cache.tick(101.0, 1)
+    orders = confirm(cache)
+    assert cache.place(1) == ("device" if backed else "disk")
+    assert any(isinstance(order, Copy) and order.to_device for order in orders) != backed
+    check(cache, [], Counter())

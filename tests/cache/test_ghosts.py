@@ -59,6 +59,24 @@ def test_a_new_node_recalls_all_that_lay_in_its_place():
     assert noted.intervals == [(2.0, 8, 50.0, True), (1.0, 12, 50.0, True)]
 
 
+def test_what_comes_back_in_chunks_recalls_all_that_was_dropped():
+    """12 tokens, then 8: three ghosts, the second of which begins in the first chunk and ends in the next."""
+    policy = Recency(traits=Traits(learns_reuse=True))
+    cache = UnifiedCache(num_device_pages=9, block_size=BLOCK, policy=policy)
+    columns = cache._tree.columns
+    tokens = list(range(100, 121))
+    for end_s, num_tokens in enumerate((8, 16, 20)):
+        leave_history(cache, None, tokens[:num_tokens], float(end_s))
+    leave_history(cache, None, [7] * 36, 10.0)  # takes the place of all
+    assert len(columns.ghosts) == 3
+    table = cache.match(None, tokens, 20.0)
+    for num_computed in (12, 20):
+        assert cache.grow(table, num_computed, 20.0)
+        cache.publish(table, tokens, num_computed, 20.0)
+    left = columns.ghosts.last_used_s[columns.ghosts.uses > 0]
+    assert (left == 10.0).all()  # of what made room for it
+
+
 @pytest.mark.parametrize(
     "asked", [node_of(0, [9] * 8), node_of(4, [1] * 8), node_of(0, [1] * 8, namespace="b")]
 )

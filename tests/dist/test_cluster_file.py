@@ -124,6 +124,13 @@ def test_the_key_is_not_shown(read):
             "model_dir: m\nfront_end: {heartbeat_timeout_s: 40}",
             "heartbeat_timeout_s=40.0 must be positive and below heartbeat_dead_s=30.0",
         ),
+        ("model_dir: m\nfront_end: {performance_form: half}", "choose one of toppings, full"),
+        ("model_dir: m\nfront_end: {slo_tpot_s: 0}", "slo_tpot_s=0.0 must be positive and finite"),
+        ("model_dir: m\nfront_end: {mean_output_tokens: .inf}", "mean_output_tokens=inf must be positive"),
+        (
+            "model_dir: m\nfront_end: {adapter_load_s_per_rank: -1}",
+            "adapter_load_s_per_rank=-1.0 must be seconds",
+        ),
         ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
         ("model_dir: m\nfront_ends: {a: {engines_address: 'h:1'}}", "front_ends needs a controller"),
         ("model_dir: m\nfront_ends: [a]", "front_ends must be a mapping"),

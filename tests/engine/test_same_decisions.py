@@ -33,7 +33,7 @@ def test_engine_and_simulator_compute_the_same_steps(policy, seed):
     simulated = SimulatedParts(NUM_PAGES, policy=make_caching_policy(policy, costs), max_adapters=3, **ROOM)
     versions = {name: real.residency.add(packed(name, pages), None) for name, pages in NUM_PAGES.items()}
     sequences, num_left = {}, {}
-    for number in range(250):
+    for number in range(300):
         if number % 3 == 0 and number < 150:
             name, adapter = str(number), rng.choice([None, *NUM_PAGES])
             first = 100 * rng.randrange(3)
