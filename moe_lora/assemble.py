@@ -93,12 +93,17 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
 
     Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
     """
-    from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of, run_roles
+    from moe_lora.dist.host_roles import run_roles
+    from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
+    from moe_lora.engine.process import usable_cores
+    from moe_lora.engine.shares import thread_share
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.server import bind
 
-    make_routes(cluster.front_end, cluster.engine.max_num_seqs)  # says what can't work
+    # What can't work is said here, once, and not by each process.
+    make_routes(cluster.front_end, cluster.engine.max_num_seqs)
     _check_placement(cluster.front_end, cluster.engine)
+    thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
     options = cluster.lora_server and {
         name: value for name, value in cluster.lora_server.items() if name not in ("address", "store_dir")
     }

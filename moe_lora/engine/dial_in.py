@@ -92,9 +92,9 @@ class FrontEndLink:
             try:
                 connection, welcome = dial(self._host, self._port, self._key, hello)
             except (OSError, EOFError, AuthenticationError) as error:
-                problem = f"no front end answers: {error!r}"
+                problem = f"nobody answers: {error!r}"
                 if isinstance(error, AuthenticationError | EOFError):
-                    problem = f"the front end turned this instance away ({error!r}); is the key the same?"
+                    problem = f"this instance was turned away ({error!r}); is the key the same?"
             else:
                 problem = welcome.refusal or ""
                 if not problem:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from .catch_up import catch_up, held_by
+from .directed_roster import DirectedRoster
 from .roster import Instance, Roster
 from .served import Served, ServedAdapter
 
@@ -42,21 +43,13 @@ class CatchUp:
 
 
 class AsItIs:
-    """Takes an engine as it is: a controller looks after what it has.
+    """Takes an engine as it is: a controller looks after what it has."""
 
-    Until the controller was heard of, what engines have is what is served.
-    """
-
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: DirectedRoster) -> None:
         self._roster = roster
-        self.directed = False
-        """Whether the controller has said what is served."""
 
     def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        have = held_by(client)
-        if not self.directed:
-            self._roster.recover(Served.of(have))
-        self._roster.join_as_it_is(instance, client, have, incarnation)
+        self._roster.join_as_it_is(instance, client, held_by(client), incarnation)
 
 
 class Recovery:

@@ -6,7 +6,7 @@ Shared by the front end's event loop and the supervisor's threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -86,7 +86,6 @@ class Roster:
         self.closed = threading.Event()
         self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
-        self._holdings: Mapping[str, Holding] = {}
         self._numbers = {instance.name: instance.index for instance in self.instances}
         self._num_loading = 0
         self._advice = advice
@@ -190,24 +189,6 @@ class Roster:
             self._route_to(instance, client, missing, incarnation)
             return True
 
-    def join_as_it_is(
-        self, instance: Instance, client: EngineClient, have: dict[str, ServedAdapter], incarnation: str
-    ) -> None:
-        """Put an instance into routing whose adapters a controller looks after.
-
-        It is no candidate for those of which `have` lacks what is served, unless the controller, which may
-        have brought them meanwhile, says that it holds them.  Raises EngineDeadError if the fleet was closed.
-        """
-        with self._changed:
-            if self.closed.is_set():
-                raise EngineDeadError("the instances were closed")
-            holding = self._holdings.get(instance.name)
-            if holding is not None and holding.incarnation == incarnation:
-                missing = set(holding.missing)
-            else:
-                missing = self.served.lacking(have)
-            self._route_to(instance, client, missing, incarnation)
-
     def _route_to(
         self, instance: Instance, client: EngineClient, missing: set[str], incarnation: str | None
     ) -> None:
@@ -224,22 +205,6 @@ class Roster:
         """What the live instances hold, by name."""
         with self._changed:
             return {one.name: Holding(one.incarnation, frozenset(one.missing)) for one in self.live}
-
-    def follow(self, served: Served, holdings: Mapping[str, Holding]) -> None:
-        """From now on this is served, as a controller says, and its instances hold that.
-
-        One that the controller does not see did not get what is new.
-        """
-        with self._changed:
-            new = served.lacking(self._adapters)
-            self._adapters, self._versions = dict(served.adapters), dict(served.versions)
-            self._holdings = holdings
-            for instance in self.instances:
-                holding = holdings.get(instance.name)
-                if holding is not None and holding.incarnation == instance.incarnation:
-                    instance.missing = set(holding.missing)
-                else:
-                    instance.missing |= new
 
     def start(self, instance: Instance, client: EngineClient) -> bool:
         """Note a process that is starting, so that closing ends it; False if the fleet was closed."""

@@ -177,18 +177,66 @@ def test_options_say_how_the_load_is_watched(served, cluster_file, model_dir):
 
 
 def test_front_end_alone_serves_the_cluster_of_the_file(monkeypatch, cluster_file):
-    clusters = []
-    monkeypatch.setattr("moe_lora.assemble.serve_front_end", clusters.append)
+    calls = []
+    monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given: calls.append(given))
     assert run("--config", cluster_file, "--role", "front-end", "--host", "0.0.0.0").exit_code == 0
-    [cluster] = clusters
+    [(cluster, name, listen_fd)] = calls
+    assert (name, listen_fd) == (None, None)
     assert (cluster.front_end.host, cluster.front_end.port) == ("0.0.0.0", 77)
     assert (cluster.engines_address(), cluster.secret()) == ("h:2", "secret")
 
 
-def test_front_end_alone_needs_a_file(model_dir):
-    result = run(model_dir, "--role", "front-end")
+@pytest.mark.parametrize("role", ["front-end", "controller"])
+def test_a_role_alone_needs_a_file(model_dir, role):
+    result = run(model_dir, "--role", role)
     assert result.exit_code == 2
-    assert "--config" in result.output
+    assert f"--role {role} needs --config" in result.output
+
+
+def test_a_name_is_a_front_ends(cluster_file):
+    result = run("--config", cluster_file, "--role", "controller", "--name", "one")
+    assert result.exit_code == 2
+    assert "--name is a front end's" in result.output
+
+
+def test_a_controller_needs_its_section(cluster_file):
+    result = run("--config", cluster_file, "--role", "controller")
+    assert result.exit_code == 1
+    assert "no controller section" in result.output
+
+
+def test_a_front_end_that_the_file_does_not_have(cluster_file):
+    result = run("--config", cluster_file, "--role", "front-end", "--name", "three")
+    assert result.exit_code == 1
+    assert "front_ends has none named 'three'" in result.output
+
+
+def test_several_front_ends_are_processes_of_this_host(monkeypatch, model_dir):
+    calls = []
+
+    def serve_host(cluster, num_front_ends):
+        calls.append((cluster, num_front_ends))
+        return 0
+
+    monkeypatch.setattr("moe_lora.assemble.serve_host", serve_host)
+    options = ("--front-ends", "2", "--instances", "3", "--placement", "loraserve", "--port", "79")
+    assert run(model_dir, *options).exit_code == 0
+    [(cluster, num_front_ends)] = calls
+    assert (num_front_ends, cluster.engine.num_instances, cluster.front_end.port) == (2, 3, 79)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--placement", "loraserve"), "a placement is over several instances"),
+        (("--threads", "4096"), "num_threads=4096"),
+        (("--routing", "rank_aware"), "needs a performance model"),
+    ],
+)
+def test_several_front_ends_that_can_not_work_start_nothing(model_dir, options, reason):
+    result = run(model_dir, "--front-ends", "2", "--port", "0", *options)
+    assert result.exit_code == 1
+    assert reason in result.output
 
 
 def test_neither_model_nor_file_is_an_error_that_names_both(served):

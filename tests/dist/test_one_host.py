@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,8 @@ from moe_lora.core.config import EngineConfig, ProvisionConfig, RegistryConfig
 from moe_lora.dist.cluster import ClusterConfig, read_cluster
 from moe_lora.dist.cluster_text import cluster_text
 from moe_lora.dist.front_ends import FrontEndConfig
-from moe_lora.dist.one_host import HostRoles, Role, cluster_file, on_loopback, roles_of
+from moe_lora.dist.host_roles import HostRoles, Role
+from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
 from moe_lora.engine.supervisor import RestartPolicy
 
 from .cluster_jobs import alive, until
@@ -74,7 +76,7 @@ def test_each_role_has_a_door_of_its_own_and_a_fresh_key(cluster):
 
 def test_what_ends_is_started_again_and_what_keeps_ending_ends_all(caplog):
     caplog.set_level("INFO", logger="moe_lora")
-    kept = HostRoles([SLEEPING, FAILING], policy=QUICK)
+    kept = HostRoles([SLEEPING, FAILING], threading.Event(), policy=QUICK)
     try:
         assert kept.over.wait(60)
         assert kept.failed
@@ -85,7 +87,7 @@ def test_what_ends_is_started_again_and_what_keeps_ending_ends_all(caplog):
 
 
 def test_one_that_keeps_ending_is_given_up_while_others_stand_in(caplog):
-    kept = HostRoles([SLEEPING, replace(FAILING, kind="one")], policy=QUICK)
+    kept = HostRoles([SLEEPING, replace(FAILING, kind="one")], threading.Event(), policy=QUICK)
     until(lambda: "is not started again" in caplog.text, lambda: caplog.text)
     assert not kept.over.is_set()
     kept.stop()
@@ -94,7 +96,7 @@ def test_one_that_keeps_ending_is_given_up_while_others_stand_in(caplog):
 
 def test_stopping_ends_what_runs(caplog):
     caplog.set_level("INFO", logger="moe_lora")
-    kept = HostRoles([SLEEPING], policy=QUICK)
+    kept = HostRoles([SLEEPING], threading.Event(), policy=QUICK)
     until(lambda: "sleeper started" in caplog.text, lambda: caplog.text)
     pid = int(re.search(r"sleeper started \(process (\d+)\)", caplog.text)[1])
     kept.stop()

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.engine.dial_in import FrontEndLinks
+from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.door import Door
-from moe_lora.engine.entry import CatchUp
+from moe_lora.engine.entry import AsItIs, CatchUp
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.heartbeat import Heartbeat, Pulse
 from moe_lora.engine.inbox import Inbox
@@ -128,7 +129,8 @@ class FrontEnd:
     def __init__(
         self, port: int = 0, adapters=(), heartbeat: Heartbeat | None = None, make_entry=CatchUp
     ) -> None:
-        self.roster = Roster((), adapters, ADVICE, heartbeat)
+        make_roster = DirectedRoster if make_entry is AsItIs else Roster
+        self.roster = make_roster((), adapters, ADVICE, heartbeat)
         self.fleet = FleetClient(self.roster, RoundRobin(), WallClock())
         self.entry = make_entry(self.roster)
         self.door = Door("127.0.0.1", port, KEY, self.roster, self.entry)

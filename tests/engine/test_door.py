@@ -269,7 +269,6 @@ def test_directed_front_end_routes_by_what_its_controller_says(directed, join):
     seen, unseen = join("seen", adapters=START), join("unseen", adapters=START)
     until(lambda: directed.names() == ["seen", "unseen"])
     served = Served.of({"start": ServedAdapter("places/start", 1), "new": ServedAdapter("places/new", 1)})
-    directed.entry.directed = True
     directed.roster.follow(served, {"seen": Holding(seen.incarnation)})
     assert [one.name for one in directed.roster.candidates("new")] == ["seen"]
     assert sorted(one.name for one in directed.roster.candidates("start")) == ["seen", "unseen"]

@@ -37,9 +37,10 @@ def front_ends(made) -> list[FrontEnd]:
 
 @pytest.fixture
 def join(made, front_ends):
-    def make(name: str, **facts) -> Instance:
-        made.append(Instance(name, *(one.port for one in front_ends), adapters=START, **facts))
-        until(lambda: all(name in one.names() for one in front_ends))
+    def make(name: str, num_doors: int = 2, **facts) -> Instance:
+        dialled = front_ends[:num_doors]
+        made.append(Instance(name, *(one.port for one in dialled), adapters=START, **facts))
+        until(lambda: all(name in one.names() for one in dialled))
         return made[-1]
 
     return make
@@ -123,7 +124,7 @@ def test_front_ends_see_the_load_that_the_others_brought(front_ends, join):
 
 
 def test_loop_that_hangs_in_one_step_is_silent_until_it_goes_on(front_ends, join):
-    hanging, other = join("one", number=1), join("two", number=2)
+    hanging, other = join("one", 1, number=1), join("two", 1, number=2)
     front_end = front_ends[0]
     front_end.ask("first")  # so that it knows the model
     hanging.loop.may_go_on.clear()
@@ -145,8 +146,8 @@ def test_loop_that_hangs_in_one_step_is_silent_until_it_goes_on(front_ends, join
 
 
 def test_load_under_way_does_not_wait_for_one_that_falls_silent(front_ends, join):
-    hanging = join("one", number=1)
-    join("two", number=2)
+    hanging = join("one", 1, number=1)
+    join("two", 1, number=2)
     hanging.loop.may_go_on.clear()
     front_end = front_ends[0]
     asyncio.run(front_end.fleet.load_adapter("later", "places/later", replace=True))

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.engine.wire import Welcome, greet
-from moe_lora.provision.demand import Visit
+from moe_lora.provision.demand import DemandWindow, Visit
 
 from .channel import Channel
-from .messages import PROTOCOL, FrontEndHello, ToController
+from .messages import PROTOCOL, FrontEndHello, ToController, VisitEvent
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,24 @@ class Session:
     channel: Channel
     taken: int = 0
     visits: dict[int, Visit] = field(default_factory=dict)
+
+    def see(self, window: DemandWindow, event: VisitEvent) -> None:
+        """Bring what a request did into the window of the load."""
+        if event.kind == "begin":
+            assert event.adapter is not None
+            self.visits[event.number] = window.begin(event.adapter)
+            return
+        visit = self.visits.get(event.number)
+        if visit is None:  # it began before this controller
+            return
+        if event.kind == "start":
+            visit.start()
+            return
+        del self.visits[event.number]
+        if event.kind == "refuse":
+            visit.refuse()
+        else:
+            visit.end(event.timing)
 
 
 class Host(Protocol):

@@ -14,9 +14,8 @@ from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import AdapterNotFoundError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, RequestTiming, TokenOutput
 from moe_lora.dist.lora_server.admin import ServerState
-from moe_lora.engine.entry import AsItIs
+from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.fleet import FleetClient
-from moe_lora.engine.roster import Roster
 from moe_lora.policies.phi_routing import PhiRouting
 from moe_lora.provision.online import Outlook
 from moe_lora.provision.placement_quality import PlacementQuality
@@ -35,7 +34,7 @@ class DirectedFleet(FleetClient):
     What is only asked (lists, statistics) comes from the instances, also while the controller is away.
     """
 
-    def __init__(self, roster: Roster, routes: Routes, link: ControllerLink, clock: Clock) -> None:
+    def __init__(self, roster: DirectedRoster, routes: Routes, link: ControllerLink, clock: Clock) -> None:
         super().__init__(roster, routes.router, clock, meter=routes.meter, ranks=routes.ranks)
         self._link = link
 
@@ -68,10 +67,9 @@ class DirectedRouting:
     It is also what the front end shows as its placement: see `serve.views.PlacementView`.
     """
 
-    def __init__(self, roster: Roster, routes: Routes, entry: AsItIs, provision: DirectedProvision) -> None:
+    def __init__(self, roster: DirectedRoster, routes: Routes, provision: DirectedProvision) -> None:
         self._roster = roster
         self._routes = routes
-        self._entry = entry
         self._provision = provision
         self._figures = Figures()
 
@@ -81,12 +79,11 @@ class DirectedRouting:
         Until then one that starts again beside others leaves requests to them.
         """
         waited_s = 0.0
-        while waited_s < READY_S and not (self._entry.directed and self._roster.live):
+        while waited_s < READY_S and not (self._roster.directed and self._roster.live):
             await asyncio.sleep(_LOOK_S)
             waited_s += _LOOK_S
 
     def follow(self, state: ClusterState) -> None:
-        self._entry.directed = True
         self._roster.follow(state.served, state.holdings)
         self._routes.ranks.clear()
         self._routes.ranks.update(state.ranks)

@@ -19,13 +19,13 @@ from moe_lora.serve.placement import PlacementController
 from moe_lora.serve.served_registry import ServedRegistry
 
 from .book import StateBook
+from .channel import BEAT_S
 from .desk import Session
-from .messages import Figures, FrontEndHello, Report, Taken, ToController, VisitEvent
+from .messages import Figures, FrontEndHello, Report, Taken, ToController
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-FIGURES_S = 1.0
 TAKEN_S = 5.0
 """A call is answered without a front end that does not take the new state for so long."""
 SETTLE_S = 1.0
@@ -43,6 +43,22 @@ class Decisions:
     placement: PlacementController | None = None
     provision: Controller | None = None
     registry: ServedRegistry | None = None
+
+    def methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        """What front ends may call."""
+        fleet, provision, registry = self.fleet, self.provision, self.registry
+        found: dict[str, Callable[..., Awaitable[Any]]] = {
+            "load_adapter": lambda name, path, replace: fleet.load_adapter(name, path, replace=replace),
+            "unload_adapter": fleet.unload_adapter,
+            "pin_adapter": lambda name, pinned: fleet.pin_adapter(name, pinned=pinned),
+        }
+        if provision is not None:
+            found |= {"server_state": provision.server_state, "resize": provision.resize}
+        if registry is not None:
+            found["registry_base"] = registry.base
+            found["resolve"] = registry.resolve
+            found["registry"] = lambda method, args, keywords: registry.call(method, *args, **keywords)
+        return found
 
 
 class Director:
@@ -63,28 +79,14 @@ class Director:
         self._taken = asyncio.Condition()
         self._ready = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        fleet = decisions.fleet
-        self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
-            "load_adapter": lambda name, path, replace: fleet.load_adapter(name, path, replace=replace),
-            "unload_adapter": fleet.unload_adapter,
-            "pin_adapter": lambda name, pinned: fleet.pin_adapter(name, pinned=pinned),
-        }
-        if decisions.provision is not None:
-            self._methods["server_state"] = decisions.provision.server_state
-            self._methods["resize"] = decisions.provision.resize
-        if decisions.registry is not None:
-            registry = decisions.registry
-            self._methods["registry_base"] = registry.base
-            self._methods["resolve"] = registry.resolve
-            self._methods["registry"] = lambda method, args, keywords: registry.call(
-                method, *args, **keywords
-            )
+        self._methods = decisions.methods()
 
     async def run(self) -> None:
         """Recover, then decide and give out, until cancelled."""
-        await self._recover()
-        tasks = [asyncio.create_task(task) for task in (self._place(), self._provision(), self._show())]
+        tasks = [asyncio.create_task(self._show())]
         try:
+            await self._recover()
+            tasks += [asyncio.create_task(task) for task in (self._place(), self._provision())]
             while True:
                 await self._learn_ranks()
                 self._give_out()
@@ -127,9 +129,9 @@ class Director:
             await self._decisions.provision.run()
 
     async def _show(self) -> None:
-        """Tell front ends what their metrics are to say of the controller."""
+        """Tell front ends that the controller goes on, and what their metrics are to say of it."""
         placement, provision = self._decisions.placement, self._decisions.provision
-        while placement is not None or provision is not None:
+        while True:
             figures = Figures(
                 num_copies=0 if placement is None else placement.num_copies,
                 num_problems=0 if placement is None else placement.num_problems,
@@ -138,7 +140,7 @@ class Director:
             )
             for session in self._sessions:
                 session.channel.send(figures)
-            await asyncio.sleep(FIGURES_S)
+            await asyncio.sleep(BEAT_S)
 
     async def _learn_ranks(self) -> None:
         """As soon as an instance is there; of later ones the loading tells."""
@@ -186,28 +188,9 @@ class Director:
         elif isinstance(message, Report):
             for adapter, num_tokens in message.tokens.items():
                 self._decisions.meter.add(adapter, num_tokens)
-            for event in message.visits:
-                self._see(session, event)
-
-    def _see(self, session: Session, event: VisitEvent) -> None:
-        """Bring an event of a request into the window of the load."""
-        if self._decisions.provision is None:
-            return
-        if event.kind == "begin":
-            assert event.adapter is not None
-            session.visits[event.number] = self._decisions.provision.window.begin(event.adapter)
-            return
-        visit = session.visits.get(event.number)
-        if visit is None:  # it began before this controller
-            return
-        if event.kind == "start":
-            visit.start()
-            return
-        del session.visits[event.number]
-        if event.kind == "refuse":
-            visit.refuse()
-        else:
-            visit.end(event.timing)
+            if self._decisions.provision is not None:
+                for event in message.visits:
+                    session.see(self._decisions.provision.window, event)
 
     async def _answer(self, session: Session, call: Call) -> None:
         """Carry out a call; answer it when all front ends have what it changed."""

@@ -16,8 +16,8 @@ from moe_lora.core.problems import LastProblem
 from moe_lora.engine.messages import Call, Reply
 from moe_lora.engine.wire import dial
 
-from .channel import Channel
-from .messages import ClusterState, Figures, FrontEndHello, Report, Taken, ToFrontEnd
+from .channel import BEAT_S, Channel
+from .messages import Beat, ClusterState, Figures, FrontEndHello, Report, Taken, ToFrontEnd
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +80,15 @@ class ControllerLink:
         """Keep the connection and report what happens, until cancelled."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._stay, args=(loop,), name="controller-link", daemon=True).start()
+        said_s = loop.time()
         try:
             while True:
                 await asyncio.sleep(REPORT_S)
                 # While nobody listens what was counted is dropped: no later time step is to have it.
                 report = None if self.follower is None else self.follower.report()
-                if report is not None and self._channel is not None:
-                    self._channel.send(report)
+                if self._channel is not None and (report is not None or loop.time() - said_s >= BEAT_S):
+                    self._channel.send(report or Beat())
+                    said_s = loop.time()
         finally:
             self._stopping.set()
             if self._channel is not None:
@@ -125,7 +127,7 @@ class ControllerLink:
             if not future.done():
                 future.set_exception(
                     ControllerAwayError(
-                        "the controller ended before it answered, so it is not known whether this was done; "
+                        "the controller was lost before it answered, so it is not known whether this was done; "
                         "look what is there (GET /v1/adapters) once it is back, then send it again"
                     )
                 )

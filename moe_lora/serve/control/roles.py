@@ -12,6 +12,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster import ClusterConfig
 from moe_lora.dist.front_ends import CONTROLLER, ONE_FRONT_END, parse_host_port
 from moe_lora.dist.lora_server.admin import LoraServerAdmin
+from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.door import Door
 from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
 from moe_lora.engine.fleet import FleetClient
@@ -95,13 +96,13 @@ def serve_directed(
     assert cluster.controller is not None
     place, key, config = cluster.doors()[name], cluster.secret(), cluster.engine
     link = ControllerLink(*parse_host_port("controller.address", cluster.controller.address), key, name)
-    roster = Roster((), config.adapters, ABSENCE.format(*place), Heartbeat.of(cluster.front_end))
+    advice, heartbeat = ABSENCE.format(*place), Heartbeat.of(cluster.front_end)
+    roster = DirectedRoster((), config.adapters, advice, heartbeat)
     routes = make_routes(cluster.front_end, config.max_num_seqs)
     fleet = DirectedFleet(roster, routes, link, WallClock())
-    entry = AsItIs(roster)
     has_server = cluster.lora_server is not None
     provision = DirectedProvision(cluster.provision or ProvisionConfig(), has_server, link)
-    link.follower = routing = DirectedRouting(roster, routes, entry, provision)
+    link.follower = routing = DirectedRouting(roster, routes, provision)
     frontend = Frontend(
         client=fleet,
         tokenizer=tokenizer,
@@ -113,7 +114,7 @@ def serve_directed(
         tasks=(link,),
         ready=routing.ready,
     )
-    door = Door(*place, key, roster, entry)
+    door = Door(*place, key, roster, AsItIs(roster))
     try:
         run_server(frontend, sock)
     finally:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.config import ProvisionConfig, RoutingConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.engine.entry import AsItIs, Recovery
+from moe_lora.engine.directed_roster import DirectedRoster
+from moe_lora.engine.entry import Recovery
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster
 from moe_lora.serve.control.book import StateBook
@@ -19,6 +20,7 @@ from moe_lora.serve.control.director import Decisions, Director
 from moe_lora.serve.control.link import ControllerLink
 from moe_lora.serve.controller import Controller
 from moe_lora.serve.routes import make_routes
+from moe_lora.serve.served_registry import ServedRegistry
 from tests.engine.fleet_parts import CountingEngine
 
 KEY = "a secret"
@@ -41,7 +43,12 @@ async def until(condition: Callable[[], object]) -> None:
 class ControllerSide:
     """A controller's process, but for its own door.  clock: of demand and placement."""
 
-    def __init__(self, fleet_engines: list[CountingEngine], placement: str | None = None) -> None:
+    def __init__(
+        self,
+        fleet_engines: list[CountingEngine],
+        placement: str | None = None,
+        registry: ServedRegistry | None = None,
+    ) -> None:
         self.clock = VirtualClock()
         self.roster = Roster(fleet_engines, START)
         self.routes = make_routes(RoutingConfig(placement=placement, placement_interval_s=3600.0), 8)
@@ -57,6 +64,7 @@ class ControllerSide:
                 meter=self.routes.meter,
                 placement=self.placement,
                 provision=self.provision,
+                registry=registry,
             ),
             self.book,
             Recovery(self.roster, None),
@@ -85,11 +93,11 @@ class FrontEndSide:
         self, name: str, port: int, fleet_engines: list[CountingEngine], placement: str | None = None
     ):
         self.link = ControllerLink("127.0.0.1", port, KEY, name)
-        self.roster = Roster(fleet_engines, START)
+        self.roster = DirectedRoster(fleet_engines, START)
         self.routes = make_routes(RoutingConfig(placement=placement), 8)
         self.fleet = DirectedFleet(self.roster, self.routes, self.link, VirtualClock())
         self.provision = DirectedProvision(ProvisionConfig(), False, self.link)
-        self.routing = DirectedRouting(self.roster, self.routes, AsItIs(self.roster), self.provision)
+        self.routing = DirectedRouting(self.roster, self.routes, self.provision)
         self.link.follower = self.routing
         self.task = asyncio.create_task(self.link.run())
 
@@ -110,12 +118,13 @@ class FrontEndSide:
 class Cluster:
     """One controller and two front ends over two engines."""
 
-    def __init__(self, placement: str | None = None) -> None:
+    def __init__(self, placement: str | None = None, registry: ServedRegistry | None = None) -> None:
         self.placement = placement
+        self.registry = registry
         self.engines = engines()
 
     async def __aenter__(self) -> Cluster:
-        self.controller = ControllerSide(self.engines, self.placement)
+        self.controller = ControllerSide(self.engines, self.placement, self.registry)
         self.port = await self.controller.start()
         self.front_ends = [FrontEndSide(name, self.port, self.engines, self.placement) for name in NAMES]
         await until(lambda: all(one.link.state is not None for one in self.front_ends))

@@ -7,9 +7,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from moe_lora.adapters.registry import Registry
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, ControllerAwayError
 from moe_lora.core.request import RequestTiming
 from moe_lora.serve.control import director, link
+from moe_lora.serve.control.directed import DirectedRegistry
+from moe_lora.serve.served_registry import ServedRegistry
+from tests.adapters.peft_folders import BASE, peft_folder
 from tests.serve.control.parts import Cluster, FrontEndSide, until
 
 TIMING = RequestTiming(queue_s=0.1, adapter_load_s=0.0, prefill_s=0.2, first_decode_s=0.1)
@@ -192,6 +196,20 @@ def test_the_load_on_adapters_is_seen_from_all_front_ends():
         assert window._num_started == 1
 
     in_cluster(test)
+
+
+def test_the_registry_is_where_the_controller_is(tmp_path):
+    async def test(registry: Registry) -> None:
+        async with Cluster(registry=ServedRegistry(registry, BASE)) as cluster:
+            remote = DirectedRegistry(cluster.front_ends[0].link)
+            source = str(peft_folder(tmp_path / "source", 1))
+            added = await remote.call("add", "new", source, base_hash=await remote.base(), owner="me")
+            assert added == await remote.resolve("new") == registry.get("new")
+            with pytest.raises(AdapterNotFoundError):
+                await remote.call("versions", "nobody")
+
+    with Registry(tmp_path / "registry", create=True) as registry:
+        asyncio.run(test(registry))
 
 
 def test_one_that_joins_later_gets_the_state():

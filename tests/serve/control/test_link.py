@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from moe_lora.core.errors import ControllerAwayError
+from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.messages import Reply
-from moe_lora.engine.roster import Roster
 from moe_lora.engine.served import Served, ServedAdapter
 from moe_lora.serve.control.link import ControllerLink
 from moe_lora.serve.control.messages import ClusterState, Figures, Report
@@ -49,7 +49,7 @@ def test_an_answer_that_nobody_waits_for_is_ignored(link):
 
 
 def test_what_is_served_is_taken_over_whole():
-    roster = Roster((), [("start", "places/start")])
+    roster = DirectedRoster((), [("start", "places/start")])
     served = Served({"new": ServedAdapter("places/new", 4, pinned=True)}, {"start": 2, "new": 4})
     roster.follow(served, {})
     assert roster.served == served
