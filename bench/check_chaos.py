@@ -96,6 +96,8 @@ def as_result(report: ChaosReport) -> dict[str, Any]:
         "num_requests": report.num_asked,
         **{name: report.counts[name] for name in ("answered", "refused", "cut")},
         "resent": report.num_resent,
+        "published": report.num_published,
+        "publications_refused": report.num_refused,
         "tables": report.num_tables,
         "moves": report.num_moves,
         "fetches": report.fetches,
@@ -120,7 +122,7 @@ def tell(console: Console, plan: ChaosPlan, report: ChaosReport) -> None:
 
 def summarise(plans: Sequence[ChaosPlan], reports: Sequence[ChaosReport]) -> None:
     """Print a line for each round."""
-    names = ("answered", "refused", "cut", "resent", "tables", "moves")
+    names = ("answered", "refused", "cut", "resent", "published", "tables", "moves")
     table = Table("seed", "pool", *names, "fetched from peers, disk", "complaints")
     for plan, report in zip(plans, reports, strict=True):
         result = as_result(report)

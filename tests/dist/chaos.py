@@ -12,6 +12,7 @@ from pathlib import Path
 from .chaos_cluster import ChaosCluster
 from .chaos_faults import Strike, Striker
 from .chaos_model import ChaosModel, Question
+from .chaos_publisher import Publisher
 from .chaos_replay import Replay
 
 START_S = 240.0
@@ -43,7 +44,8 @@ class ChaosPlan:
 @dataclass
 class ChaosReport:
     """began_s: on the monotonic clock.  num_asked: requests; counts: of them, see `Outcomes`; num_resent: of
-    them, those that went on at another instance.  num_tables, num_moves: of the placement.  fetches: of the
+    them, those that went on at another instance.  num_published, num_refused: publications of versions of one
+    adapter that were confirmed, and that were not.  num_tables, num_moves: of the placement.  fetches: of the
     pool, by source.  complaints: what must not be; none if all is well.  log_end: the last that the processes
     wrote, if there are complaints.
     """
@@ -53,6 +55,8 @@ class ChaosReport:
     num_asked: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     num_resent: int = 0
+    num_published: int = 0
+    num_refused: int = 0
     num_tables: int = 0
     num_moves: int = 0
     fetches: dict[str, int] = field(default_factory=dict)
@@ -72,11 +76,14 @@ def run_chaos(
     try:
         url = cluster.wait_for_url(START_S)
         cluster.until(cluster.is_whole, "all parts have started", START_S)
-        replay = Replay(url, questions, plan.num_requests, plan.seed)
+        publisher = Publisher(url, model, questions, (model.adapters[0], model.adapters[-1]))
+        replay = Replay(url, questions, publisher, plan.num_requests, plan.seed)
         striker = Striker(cluster, replay, plan.faults, random.Random(plan.seed))
         report.began_s = time.monotonic()
-        report.complaints += asyncio.run(_drive(replay, striker))
+        report.complaints += asyncio.run(_drive(replay, publisher, striker))
         _fill_in(report, cluster, replay, striker)
+        report.num_published, report.num_refused = publisher.num_done, publisher.num_refused
+        report.complaints += publisher.complaints
     except AssertionError as error:
         report.complaints.append(str(error))
     finally:
@@ -86,10 +93,14 @@ def run_chaos(
     return report
 
 
-async def _drive(replay: Replay, striker: Striker) -> list[str]:
-    """Both until they are over; what went wrong with the strikes."""
+async def _drive(replay: Replay, publisher: Publisher, striker: Striker) -> list[str]:
+    """All until they are over; what went wrong with the strikes."""
+    await publisher.publish()
+    publishing = asyncio.create_task(publisher.run())
     striking = asyncio.create_task(asyncio.to_thread(striker.run))
     await replay.run()
+    publisher.stop()
+    await publishing
     [error] = await asyncio.gather(striking, return_exceptions=True)
     if error is not None and not isinstance(error, AssertionError):
         raise error

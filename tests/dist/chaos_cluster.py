@@ -145,6 +145,7 @@ class ChaosCluster:
     def _left_behind(self, code: int | None, pids: list[int]) -> list[str]:
         found = [] if code == 0 else [f"the server ended with exit code {code}"]
         found += [f"process {pid} was left" for pid in pids]
+        found += ["a traceback was logged"] if "Traceback" in self.text() else []
         found += [f"{path} was left" for path in self.temporary.rglob("*")]
         return found + [f"/dev/shm/{name} was left" for name in _orphans(self._shared)]
 

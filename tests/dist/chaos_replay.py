@@ -13,10 +13,13 @@ from typing import Any
 import httpx
 
 from .chaos_model import NUM_TOKENS, Question, next_question
+from .chaos_publisher import ChangingQuestion, Publisher
 
 NUM_AT_ONCE = 12
 SHIFT = 25
 """After so many requests other adapters are popular."""
+CHANGING_SHARE = 0.15
+"""Of requests for the adapter that is replaced meanwhile."""
 _PAUSE_S, _PAUSE_REFUSED_S = 0.02, 0.2
 REQUEST_S = 150.0
 """A request that takes longer counts as one that hangs."""
@@ -50,9 +53,19 @@ class Outcomes:
 
 
 class Replay:
-    """Asks `questions` in an order drawn from `seed`, until `stop` was called and `least` were asked."""
+    """Asks `questions`, and those to the publisher's adapter, in an order drawn from `seed`, until `stop` was
+    called and `least` were asked.
+    """
 
-    def __init__(self, url: str, questions: dict[str | None, list[Question]], least: int, seed: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        questions: dict[str | None, list[Question]],
+        publisher: Publisher,
+        least: int,
+        seed: int,
+    ) -> None:
+        self._publisher = publisher
         self.outcomes = Outcomes()
         self._url, self._questions, self.least = url, questions, least
         self._rng = random.Random(seed)
@@ -75,10 +88,15 @@ class Replay:
     async def _worker(self, http: httpx.AsyncClient) -> None:
         while not self._stopping or self.num_asked < self.least:
             number, self.num_asked = self.num_asked, self.num_asked + 1
-            kind = await self._ask(http, number, next_question(self._questions, number, self._rng, SHIFT))
+            kind = await self._ask(http, number, self._question(number))
             await asyncio.sleep(_PAUSE_REFUSED_S if kind == "refused" else _PAUSE_S)
 
-    async def _ask(self, http: httpx.AsyncClient, number: int, question: Question) -> str:
+    def _question(self, number: int) -> Question | ChangingQuestion:
+        if self._rng.random() < CHANGING_SHARE:
+            return self._publisher.question(self._rng)
+        return next_question(self._questions, number, self._rng, SHIFT)
+
+    async def _ask(self, http: httpx.AsyncClient, number: int, question: Question | ChangingQuestion) -> str:
         """One request; every other one is streamed."""
         body = {
             "model": question.adapter or "base",
@@ -99,9 +117,9 @@ class Replay:
             return self._count("cut")
         except Exception as wrong:
             return self._complain(number, question, repr(wrong))
-        right = question.answer[: len(tokens)] if error else question.answer
-        if tuple(tokens) != right:
-            return self._complain(number, question, f"{tokens} is not {list(right)}")
+        right = question.right(began_s, time.monotonic())
+        if not any(tokens == list(one[: len(tokens)] if error else one) for one in right):
+            return self._complain(number, question, f"{tokens} is not {right}")
         if error is None:
             return self._count("answered")
         if (error.get("code"), error.get("type")) != (503, "ServiceUnavailableError") or not error.get(
@@ -114,7 +132,7 @@ class Replay:
         self.outcomes.counts[kind] += 1
         return kind
 
-    def _complain(self, number: int, question: Question, what: str) -> str:
+    def _complain(self, number: int, question: Question | ChangingQuestion, what: str) -> str:
         self.outcomes.complaints.append(f"request {number} for {question.adapter or 'base'}: {what}")
         return "wrong"
 
