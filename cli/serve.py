@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +10,9 @@ from moe_lora.core.config import CACHE_POLICIES, LORA_KERNELS, PLACEMENTS, ROUTI
 
 from .errors import user_errors
 from .variadic import VariadicCommand
+
+if TYPE_CHECKING:
+    from moe_lora.dist.cluster import ClusterConfig
 
 _FOLDER = click.Path(exists=True, file_okay=False)
 _AUTO = "[default: chosen from the model and the memory that is free]"
@@ -181,6 +184,17 @@ _PROVISION = (
 )
 
 
+def _placed(cluster: ClusterConfig, name: str | None, options: dict[str, Any]) -> ClusterConfig:
+    """The cluster with the front end of that name where the options say."""
+    from dataclasses import replace
+
+    if name is None or name not in cluster.front_ends:
+        return cluster
+    given = {one: options[one] for one in ("host", "port") if options[one] is not None}
+    place = replace(cluster.front_ends[name], **given)
+    return replace(cluster, front_ends={**cluster.front_ends, name: place})
+
+
 def _options(function: Any) -> Any:
     groups = _CLUSTER + _ADAPTERS + _CACHE + _WHERE + _INSTANCES + _LORA_SERVER + _PROVISION + _ENGINE
     for option in reversed(groups):
@@ -223,7 +237,7 @@ def serve(
     if parent is not None:
         end_with(parent)
     if role == "front-end":
-        assemble.serve_front_end(cluster, name, listen_fd)
+        assemble.serve_front_end(_placed(cluster, name, options), name, listen_fd)
         return
     if role == "controller":
         assemble.serve_controller(cluster)

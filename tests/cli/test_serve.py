@@ -205,6 +205,20 @@ def test_a_controller_needs_its_section(cluster_file):
     assert "no controller section" in result.output
 
 
+def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
+    file = tmp_path / "several.yaml"
+    file.write_text(
+        "model_dir: base\nkey: secret\nfront_ends:\n  one: {port: 81, engines_address: 'h:2'}\n"
+        "  two: {port: 82, engines_address: 'h:3'}\n"
+        "controller: {address: 'h:4', engines_address: 'h:5'}\n"
+    )
+    calls = []
+    monkeypatch.setattr("moe_lora.assemble.serve_front_end", lambda *given: calls.append(given))
+    assert run("--config", str(file), "--role", "front-end", "--name", "two", "--port", "90").exit_code == 0
+    [(cluster, name, _)] = calls
+    assert (name, cluster.front_end_named("two").port, cluster.front_end_named("one").port) == ("two", 90, 81)
+
+
 def test_a_front_end_that_the_file_does_not_have(cluster_file):
     result = run("--config", cluster_file, "--role", "front-end", "--name", "three")
     assert result.exit_code == 1

@@ -30,6 +30,7 @@ class CountingEngine:
 
     dies_at: int | None = None
     adapters: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
     refuse: frozenset[str] = frozenset()
     alive: bool = True
     closed: bool = False
@@ -84,6 +85,7 @@ class CountingEngine:
         if path in self.refuse:
             raise AdapterError(f"{path} can't be read")
         self.adapters[name] = path
+        self.versions[name] = version or 1
         return self._info(name)
 
     async def unload_adapter(self, name: str) -> None:
@@ -118,7 +120,7 @@ class CountingEngine:
     def _info(self, name: str) -> AdapterInfo:
         return AdapterInfo(
             name=name,
-            version=1,
+            version=self.versions.get(name, 1),
             lora_rank=1,
             nbytes=1,
             targets=(),

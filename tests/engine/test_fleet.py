@@ -210,6 +210,11 @@ def test_adapters_are_loaded_and_unloaded_everywhere():
         await fleet.load_adapter("a", "q", replace=True)
         [info] = await fleet.list_adapters()
         assert (info.name, info.version, info.path) == ("a", 2, "q")
+        assert [engine.versions for engine in engines] == [{"a": 2}] * 2
+        engines[1].refuse = frozenset({"r"})
+        with pytest.raises(AdapterError, match="the others took it back"):
+            await fleet.load_adapter("a", "r", replace=True)
+        assert [engine.versions for engine in engines] == [{"a": 2}] * 2
         await fleet.unload_adapter("a")
         assert [engine.adapters for engine in engines] == [{}, {}]
         with pytest.raises(AdapterNotFoundError):

@@ -143,6 +143,15 @@ def test_new_version_serves_new_requests_while_the_old_one_finishes():
     assert old.slot is None
 
 
+def test_version_has_the_number_that_is_given_or_the_next_one():
+    parts = Parts()
+    versions = [
+        parts.residency.add(packed("a", value=float(number or 0)), None, replace=True, version=number).version
+        for number in (7, None, 8)
+    ]
+    assert versions == [7, 8, 8]
+
+
 def test_removed_adapter_is_unknown_and_its_pages_are_free():
     parts = Parts()
     adapter = parts.residency.add(packed("a", num_pages=2), None)

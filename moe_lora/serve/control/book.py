@@ -69,5 +69,5 @@ class StateBook:
                 self._placement.resume(state.demand)
 
     def count_above(self, state: ClusterState) -> None:
-        """Let the next number be higher than that of a state which came too late to be recovered."""
-        self.state = replace(self.state, number=max(self.state.number, state.number))
+        """Give the state a higher number than one that came too late to be recovered."""
+        self.state = replace(self.state, number=max(self.state.number, state.number) + 1)

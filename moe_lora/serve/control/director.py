@@ -164,13 +164,14 @@ class Director:
             if hello.state is not None:
                 self._book.recover(hello.state)
             return
-        if hello.state is not None and hello.state.number > self._book.state.number:
+        before, now = hello.state, self._book.state
+        if before is not None and before.number >= now.number and before != now:
             logger.warning(
                 "front end %s had state %d of an earlier controller, which is given up: it came too late",
                 session.name,
-                hello.state.number,
+                before.number,
             )
-            self._book.count_above(hello.state)
+            self._book.count_above(before)
         session.channel.send(self._book.state)
 
     def left(self, session: Session) -> None:

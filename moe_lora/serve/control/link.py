@@ -127,8 +127,8 @@ class ControllerLink:
             if not future.done():
                 future.set_exception(
                     ControllerAwayError(
-                        "the controller was lost before it answered, so it is not known whether this was done; "
-                        "look what is there (GET /v1/adapters) once it is back, then send it again"
+                        "the controller was lost before it answered, so it is not known whether this was "
+                        "done; look what is there (GET /v1/adapters) once it is back, then send it again"
                     )
                 )
 
@@ -151,7 +151,9 @@ class ControllerLink:
             except OSError as error:
                 problem = f"no controller answers: {error!r}"
             else:
-                if not problem:
+                if problem:
+                    connection.close()
+                else:
                     logger.info("joined the controller at %s:%d", self._host, self._port)
                     self._read(Channel(connection), post)
             if not problem:

@@ -10,8 +10,10 @@ import pytest
 from moe_lora.adapters.registry import Registry
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, ControllerAwayError
 from moe_lora.core.request import RequestTiming
+from moe_lora.engine.served import Served, ServedAdapter
 from moe_lora.serve.control import director, link
 from moe_lora.serve.control.directed import DirectedRegistry
+from moe_lora.serve.control.messages import ClusterState
 from moe_lora.serve.served_registry import ServedRegistry
 from tests.adapters.peft_folders import BASE, peft_folder
 from tests.serve.control.parts import Cluster, FrontEndSide, until
@@ -194,6 +196,37 @@ def test_the_load_on_adapters_is_seen_from_all_front_ends():
         cluster.controller.clock.advance(1.0)
         window.demand()
         assert window._num_started == 1
+
+    in_cluster(test)
+
+
+def test_a_connection_that_comes_back_changes_no_number(caplog):
+    async def test(cluster: Cluster) -> None:
+        [one, _] = cluster.front_ends
+        await cluster.front_ends[1].fleet.load_adapter("new", "places/new")
+        number = one.link.state.number
+        one.link._channel.close(at_once=True)
+        await until(lambda: one.link.num_joins == 2 and one.link.up)
+        await one.fleet.pin_adapter("new", pinned=True)
+        assert one.link.state.number == number + 1
+        assert "given up" not in caplog.text
+
+    in_cluster(test)
+
+
+def test_a_state_that_comes_too_late_is_given_up_but_counted_above(caplog):
+    async def test(cluster: Cluster) -> None:
+        late = FrontEndSide("late", cluster.port, cluster.engines)
+        await late.stop()
+        stranger = Served.of({"stranger": ServedAdapter("places/stranger", 3)})
+        late.link.receive(ClusterState(number=1000, served=stranger))
+        running = asyncio.create_task(late.link.run())
+        await until(lambda: late.link.state.number > 1000)
+        assert late.roster.adapters == cluster.controller.roster.adapters
+        await cluster.front_ends[0].fleet.load_adapter("new", "places/new")
+        assert await late.ask("r", "new") == [2, 3, 4, 5]
+        assert "given up: it came too late" in caplog.text
+        running.cancel()
 
     in_cluster(test)
 
