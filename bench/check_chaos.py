@@ -123,17 +123,17 @@ def tell(console: Console, plan: ChaosPlan, report: ChaosReport) -> None:
 def summarise(plans: Sequence[ChaosPlan], reports: Sequence[ChaosReport]) -> None:
     """Print a line for each round."""
     names = ("answered", "refused", "cut", "resent", "published", "tables", "moves")
-    table = Table("seed", "pool", *names, "fetched from peers, disk", "complaints")
+    table = Table("seed", "pool", *names, "from peers", "from disk", "complaints")
     for plan, report in zip(plans, reports, strict=True):
         result = as_result(report)
         table.add_row(
             str(plan.seed),
             str(plan.pool_replicas or NO_POOL),
             *(str(result[name]) for name in names),
-            f"{report.fetches.get('peer', 0)}, {report.fetches.get('disk', 0)}",
+            *(str(report.fetches.get(source, 0)) for source in ("peer", "disk")),
             str(len(report.complaints)),
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from .chaos_replay import Replay
 START_S = 240.0
 FEW_FAULTS = ("instance killed", "controller killed")
 FAULTS = (
-    *FEW_FAULTS,
+    "instance killed twice",
+    "controller killed twice",
     "instance silent",
     "front end killed",
     "controller and instance killed",

@@ -62,6 +62,10 @@ class ChaosCluster:
     def text(self) -> str:
         return self.log.read_text()
 
+    def count(self, pattern: str) -> int:
+        """How often the log says it."""
+        return len(re.findall(pattern, self.text()))
+
     def until(self, condition: Callable[[], object], what: str, limit_s: float) -> None:
         """Raises AssertionError, with the end of the log, if the condition does not come true in time."""
 

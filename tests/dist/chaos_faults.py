@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from collections import Counter
@@ -36,8 +35,8 @@ class Strike:
 class Striker:
     """Does the `faults` one after the other while a replay runs, each when the cluster is whole again.
 
-    strikes: those that were done.  resent: requests that an instance left to another, by the
-    front end's process.
+    strikes: those that were done.  resent: requests that an instance left to another, by the front end's
+    process.  num_kills: by role; they are spread, since one that ends again and again is given up.
     """
 
     cluster: ChaosCluster
@@ -46,6 +45,7 @@ class Striker:
     rng: random.Random
     strikes: list[Strike] = field(default_factory=list)
     resent: Counter[int] = field(default_factory=Counter)
+    num_kills: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> None:
         """Raises AssertionError if the cluster does not become whole; the replay ends in any case."""
@@ -67,21 +67,33 @@ class Striker:
         return self.cluster.table_version() > version
 
     def _strike(self, fault: str) -> None:
-        figures = self.count_resent()
-        victims = VICTIMS[fault](self, figures)
-        pids = self.cluster.pids()
-        stop = fault in SILENCES
-        said = SILENCES.get(fault, "")
-        before = len(re.findall(said, self.cluster.text()))
-        strike = Strike(fault, victims, time.monotonic(), self.replay.outcomes.num_ended)
-        self.strikes.append(strike)
-        for name in victims:
-            os.kill(pids[name], signal.SIGSTOP if stop else signal.SIGKILL)
-        if stop:
-            self._wait(lambda: len(re.findall(said, self.cluster.text())) > before, f"{fault} is noticed")
-            for name in victims:
-                os.kill(pids[name], signal.SIGCONT)
+        victims = VICTIMS[fault](self, self.count_resent())
+        self.strikes.append(Strike(fault, victims, time.monotonic(), self.replay.outcomes.num_ended))
+        if fault in SILENCES:
+            self._silence(victims, SILENCES[fault])
             return
+        said = AGAIN.get(fault, "")
+        before = self.cluster.count(said)
+        self._kill(victims)
+        if said:
+            self._wait(lambda: self.cluster.count(said) > before, f"{victims} say {said!r}")
+            self._kill(victims)
+
+    def _silence(self, victims: Sequence[str], said: str) -> None:
+        """Stop processes until the log has noticed."""
+        pids, before = self.cluster.pids(), self.cluster.count(said)
+        for name in victims:
+            os.kill(pids[name], signal.SIGSTOP)
+        self._wait(lambda: self.cluster.count(said) > before, f"the silence of {victims} is noticed")
+        for name in victims:
+            os.kill(pids[name], signal.SIGCONT)
+
+    def _kill(self, victims: Sequence[str]) -> None:
+        """Kill processes; return when others have their roles."""
+        pids = self.cluster.pids()
+        self.num_kills.update(victims)
+        for name in victims:
+            os.kill(pids[name], signal.SIGKILL)
         self._wait(lambda: not any(alive(pids[name]) for name in victims), f"{victims} end")
         self._wait(
             lambda: all(self.cluster.pids()[name] != pids[name] for name in victims),
@@ -106,16 +118,16 @@ def _busy_instance(striker: Striker, figures: Figures) -> tuple[str, ...]:
         values = next(iter(figures.values()))
         busy = [i for (name, i), v in values.items() if name == "instance_requests_running" and v]
         if busy:
-            return (striker.rng.choice(busy),)
+            return (min(busy, key=lambda one: (striker.num_kills[one], striker.rng.random())),)
         figures = striker.cluster.figures()
 
 
 def _holder(striker: Striker, figures: Figures) -> tuple[str, ...]:
-    """The instance that holds most adapters for the others."""
+    """Of the instances that hold adapters one that was killed least; of these the one with most."""
     held = {i: v for (name, i), v in next(iter(figures.values())).items() if name == "instance_pool_adapters"}
-    name = max(held, key=lambda one: held[one])
-    assert held[name], f"no instance holds an adapter: {held}"
-    return (name,)
+    holders = [one for one, number in held.items() if number]
+    assert holders, f"no instance holds an adapter: {held}"
+    return (min(holders, key=lambda one: (striker.num_kills[one], -held[one])),)
 
 
 def _all_instances(striker: Striker, _: Figures) -> tuple[str, ...]:
@@ -140,6 +152,8 @@ def _both(one: Choice, other: Choice) -> Choice:
 VICTIMS: dict[str, Choice] = {
     "instance killed": _busy_instance,
     "holder killed": _holder,
+    "instance killed twice": _busy_instance,
+    "controller killed twice": _controller,
     "all instances killed": _all_instances,
     "controller killed": _controller,
     "front end killed": _front_end,
@@ -149,6 +163,8 @@ VICTIMS: dict[str, Choice] = {
     "instance silent for long": _busy_instance,
     "controller silent": _controller,
 }
+AGAIN = {"instance killed twice": "engine ready", "controller killed twice": "the controller listens"}
+"""Faults that kill a second time, when the new process says this: while it comes in."""
 SILENCES = {
     "instance silent": r"is silent for [\d.]+ s; it gets no requests",
     "instance silent for long": r"is silent for \d+ s; it is ended",
