@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -32,21 +35,29 @@ def pids(server: DemoServer) -> dict[str, int]:
     return {name: int(pid) for name, pid in found}
 
 
-def complete(server: DemoServer, model: str = "upper") -> str:
-    """Over a connection of its own, which either front end may take."""
+def ask(server: DemoServer, model: str) -> tuple[int, str]:
+    """Over a connection of its own, which either front end may take: status, and the text or what it says."""
     body = {"model": model, "prompt": prompt_for("abc"), "max_tokens": 4, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
+    return answer.status_code, answer.json()["choices"][0]["text"] if answer.is_success else answer.text
+
+
+def complete(server: DemoServer, model: str = "upper") -> str:
+    status, text = ask(server, model)
+    assert status == 200, text
+    return text
+
+
+def load(server: DemoServer, name: str) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(DEMO / "adapters" / "upper"), "load_inplace": True}
+    return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60, trust_env=False)
 
 
 def test_one_port_outlives_a_front_end_and_all_end_together(server):
     first = pids(server)
     assert sorted(first) == ["controller", "front-end-0", "front-end-1", "instance-0", "instance-1"]
     text = complete(server)
-    body = {"lora_name": "new", "lora_path": str(DEMO / "adapters" / "upper")}
-    loaded = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60, trust_env=False)
-    assert loaded.status_code == 200, loaded.text
+    assert load(server, "new").status_code == 200
     assert [complete(server, "new") for _ in range(8)] == [text] * 8
     os.kill(first["front-end-0"], signal.SIGKILL)
     until(lambda: pids(server)["front-end-0"] != first["front-end-0"], server.log.read_text)
@@ -61,3 +72,41 @@ def test_killed_outright_it_leaves_no_process(server):
     server.process.kill()
     server.process.wait()
     until(lambda: not any(map(alive, everyone)), lambda: "roles outlive what started them")
+
+
+@pytest.mark.slow
+def test_no_request_fails_while_controller_and_instances_are_killed_in_turn(server):
+    names = json.loads((DEMO / "adapters" / "index.json").read_text())
+    alone = {model: complete(server, model) for model in names if model != "demo"}
+    assert load(server, "new").status_code == 200
+    alone["new"] = alone["upper"]
+    over = threading.Event()
+
+    def client(number: int) -> list[tuple[str, tuple[int, str]]]:
+        found = []
+        while not over.is_set() or len(found) < 150:
+            model = [*alone][(number + 5 * len(found)) % len(alone)]
+            found.append((model, ask(server, model)))
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client, number) for number in range(4)]
+        try:
+            for name in ("controller", "instance-0", "controller", "instance-1"):
+                kill_and_await(server, name)
+                until(lambda: load(server, "new").status_code == 200, server.log.read_text)
+        finally:
+            over.set()
+    found = [one for each in clients for one in each.result()]
+    assert len(found) >= 600
+    assert [one for one in found if one[1] != (200, alone[one[0]])] == []
+
+
+def kill_and_await(server: DemoServer, name: str) -> None:
+    """Kill a role's process, and return when the next one takes part."""
+    back, times = (
+        ("front end front-end-0 dialled in", 1) if name == "controller" else (f"{name} dialled in from", 3)
+    )
+    times += server.log.read_text().count(back)
+    os.kill(pids(server)[name], signal.SIGKILL)
+    until(lambda: server.log.read_text().count(back) >= times, server.log.read_text)
