@@ -65,9 +65,9 @@ def run_cell(
     rates = [share * top for share in GRID]
     for policy in policies:
         settings = settings_of(policy)
-        tried = {name: _simulated(cell, make, TRIED_AT * top)["ttft_ms"] for name, make in settings.items()}
+        tried = {name: simulated(cell, make, TRIED_AT * top)["ttft_ms"] for name, make in settings.items()}
         best = min(tried, key=lambda name: tried[name])
-        points = [_simulated(cell, settings[best], rate) for rate in rates]
+        points = [simulated(cell, settings[best], rate) for rate in rates]
         result: dict[str, Any] = {name: _mean(points, name) for name in AVERAGED}
         result |= {"peak_per_s": peak_rate(cell, settings[best], top), "points": points, "settings": tried}
         yield dict(cell.name) | {"policy": policy, "setting": best, "rates_per_s": rates}, result
@@ -77,7 +77,7 @@ def peak_rate(cell: Cell, make: PolicyMaker, guess: float) -> float:
     """By bisection, after a bracket was found by halving or doubling the guess."""
 
     def is_met(rate: float) -> bool:
-        point = _simulated(cell, make, rate, MAX_WAITING)
+        point = simulated(cell, make, rate, MAX_WAITING)
         return not point["aborted"] and point["ttft_ms"] < TARGET_TTFT_MS
 
     low, high = (guess, guess * 1.25) if is_met(guess) else (guess / 1.25, guess)
@@ -92,7 +92,8 @@ def peak_rate(cell: Cell, make: PolicyMaker, guess: float) -> float:
     return low
 
 
-def _simulated(cell: Cell, make: PolicyMaker, rate: float, max_waiting: int = 10**9) -> dict[str, Any]:
+def simulated(cell: Cell, make: PolicyMaker, rate: float, max_waiting: int = 10**9) -> dict[str, Any]:
+    """One rate: its summary (`sim.cached_result`)."""
     requests = cell.requests(rate)
     policy = make(cell.config.costs())
     result = simulate_cached(cell.config, policy, requests, max_waiting=max_waiting)

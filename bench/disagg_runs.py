@@ -167,12 +167,12 @@ def measure(
 ) -> dict[str, Any]:
     """Replay and summarize, in emulated time; only what arrives after the warm-up is judged."""
     options = ReplayOptions(url="", model=_MODEL, vocab_size=TINY.vocab_size, timeout_s=600.0)
-    busy_s, start_s = _cpu_s(), time.monotonic()
+    busy_s, start_s = cpu_s(), time.monotonic()
     outcome = replay(requests, options, connect=partial(completions, client, _MODEL))
     elapsed_s = time.monotonic() - start_s
     if outcome.interrupted:
         raise KeyboardInterrupt  # half a run is no result
-    cpu_share = (_cpu_s() - busy_s) / elapsed_s / (os.cpu_count() or 1)
+    cpu_share = (cpu_s() - busy_s) / elapsed_s / (os.cpu_count() or 1)
     slowdown = plan.slowdown if series.paced else 1.0
     records = [_in_emulated_time(record, slowdown) for record in outcome.records]
     warm_up_s = plan.warm_up_s * plan.slowdown / slowdown
@@ -217,7 +217,7 @@ def _in_emulated_time(record: RequestRecord, slowdown: float) -> RequestRecord:
     )
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """CPU time of this process and all below it."""
     parents, used = {}, {}
     for entry in Path("/proc").iterdir():

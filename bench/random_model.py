@@ -83,7 +83,6 @@ TINY = ModelSize(
 def write_model(path: Path, size: ModelSize, seed: int = 0) -> Path:
     """Write config.json and model.safetensors of a random model; returns the folder."""
     from safetensors.torch import save_file
-    from transformers import MixtralConfig
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -93,6 +92,15 @@ def write_model(path: Path, size: ModelSize, seed: int = 0) -> Path:
         else:
             fan_in = 1 if "embed" in name else shape[-1]
             tensors[name] = _noise(shape, fan_in**-0.5, generator)
+    write_config(path, size)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def write_config(path: Path, size: ModelSize) -> None:
+    """Write config.json alone."""
+    from transformers import MixtralConfig
+
     config = MixtralConfig(
         vocab_size=size.vocab_size,
         hidden_size=size.hidden_size,
@@ -109,8 +117,6 @@ def write_model(path: Path, size: ModelSize, seed: int = 0) -> Path:
         dtype="bfloat16",
     )
     config.save_pretrained(path)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 def write_adapter(

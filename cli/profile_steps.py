@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 @click.argument("model_dir", type=click.Path(exists=True, file_okay=False))
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
 @click.option(
-    "--router-model",
-    type=click.Path(dir_okay=False),
-    help="Also write equation 2 of the one kernel, as `serve --performance-model` takes it.",
-)
-@click.option(
     "--lora-kernel",
     "kernels",
     multiple=True,
@@ -91,22 +86,14 @@ def profile_steps(model_dir: str, out: str, **options: Any) -> None:
     """Time decode and prefill steps of the model in MODEL_DIR with adapters of several ranks.
 
     Adapters are random, on attention and MLP, all resident.  The file holds every batch's times, and
-    performance models fitted to three quarters of the batches with R2 on the rest.  (`moe-lora profile` times
-    parts of a layer, for `provision`.)
+    performance models fitted to three quarters of the batches with R2 on the rest; it is what
+    `serve --performance-model` and `operating-points --simulate` take.
+    (`moe-lora profile` times parts of a layer, for `provision`.)
     """
-    from moe_lora.provision.performance_file import read_step_model
-    from moe_lora.provision.router_model import router_fields
     from moe_lora.report.results import write_json
 
-    router_model = options.pop("router_model")
-    if router_model is not None and len(set(options["kernels"])) > 1:
-        raise click.UsageError("--router-model holds one kernel's model; give one --lora-kernel")
     content = measured_models(model_dir, options)
     write_json(out, content)
-    if router_model is not None:
-        prompts = [n for step in content["steps"] if step["phase"] == "prefill" for n in step["num_tokens"]]
-        model = read_step_model(out, form="toppings")
-        write_json(router_model, router_fields(model, sum(prompts) / len(prompts)))
     for line in summary_lines(content):
         click.echo(line)
     click.echo(f"performance models: {out}")

@@ -113,7 +113,7 @@ _INSTANCES = (
     click.option(
         "--performance-model",
         metavar="FILE",
-        help="Times of batches by rank, for the routers that need them.",
+        help="Step times by rank, of `moe-lora profile-steps`, for the routers that need them.",
     ),
     click.option(
         "--placement",
@@ -121,6 +121,12 @@ _INSTANCES = (
         help="Divide adapters over instances, and route by that.  [default: not at all]",
     ),
     click.option("--placement-interval-s", type=float, help="From one placement to the next.  [default: 30]"),
+    click.option(
+        "--pool-replicas",
+        type=int,
+        help="Keep each adapter in the host memory of this many instances only; the others read it there "
+        "(docs/placement.md).  [default: every instance has all]",
+    ),
     click.option(
         "--operating-points",
         metavar="FILE",

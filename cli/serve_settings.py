@@ -49,7 +49,7 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
 
     Raises ConfigError, click.UsageError and click.BadParameter.
     """
-    from moe_lora.core.config import EngineConfig, ProvisionConfig
+    from moe_lora.core.config import EngineConfig, PoolConfig, ProvisionConfig
     from moe_lora.dist.cluster import ClusterConfig, read_cluster
     from moe_lora.dist.front_ends import FrontEndConfig
 
@@ -66,6 +66,9 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
     else:
         file = ClusterConfig(engine=EngineConfig(model_dir=model_dir), served_model_name="")
     server = _server_options(file.lora_server, given)
+    if "pool_replicas" in given:
+        pool = file.engine.pool or PoolConfig()
+        given["pool"] = replace(pool, replicas=given.pop("pool_replicas"))
     fields = {field: given.pop(option) for option, field in _PROVISION_FIELDS.items() if option in given}
     registry = _registry_options(file.registry, given)
     provision = replace(file.provision or ProvisionConfig(), **fields) if fields else file.provision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,8 @@ from moe_lora.policies.routing import Router
 
 if TYPE_CHECKING:
     from moe_lora.engine.heartbeat import Heartbeat
+    from moe_lora.engine.pool_directory import PoolDirectory
+    from moe_lora.engine.process import ProcessClient
     from moe_lora.engine.text import Tokenizer
     from moe_lora.serve.controller import Controller
     from moe_lora.serve.frontend import Frontend
@@ -52,13 +54,15 @@ def serve(
     start.
     """
     from moe_lora.engine.heartbeat import Heartbeat
+    from moe_lora.engine.shares import check_pool
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
-    routes = make_routes(routing or RoutingConfig(), config.max_num_seqs)
+    routes = make_routes(routing or RoutingConfig(), config.max_num_seqs, config.lora_kernel)
     _check_placement(routes.config, config)
+    check_pool(config)
     tokenizer = load_tokenizer(config.model_dir)
     name = served_model_name or Path(config.model_dir).resolve().name
     with (
@@ -96,13 +100,14 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     from moe_lora.dist.host_roles import run_roles
     from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
     from moe_lora.engine.process import usable_cores
-    from moe_lora.engine.shares import thread_share
+    from moe_lora.engine.shares import check_pool, thread_share
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.server import bind
 
     # What can't work is said here, once, and not by each process.
-    make_routes(cluster.front_end, cluster.engine.max_num_seqs)
+    make_routes(cluster.front_end, cluster.engine.max_num_seqs, cluster.engine.lora_kernel)
     _check_placement(cluster.front_end, cluster.engine)
+    check_pool(cluster.engine)
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
     options = cluster.lora_server and {
         name: value for name, value in cluster.lora_server.items() if name not in ("address", "store_dir")
@@ -147,6 +152,7 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
     from moe_lora.engine.entry import CatchUp, Recovery
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.heartbeat import Heartbeat
+    from moe_lora.engine.pool_directory import PoolDirectory
     from moe_lora.engine.roster import Roster
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
@@ -159,8 +165,9 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
     )
     name = cluster.served_model_name
     with opened_registry(cluster.registry, config, name) as (config, served):
-        roster = Roster((), config.adapters, advice, Heartbeat.of(cluster.front_end))
-        routes = make_routes(cluster.front_end, config.max_num_seqs)
+        pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
+        roster = Roster((), config.adapters, advice, Heartbeat.of(cluster.front_end), pool)
+        routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         entry = CatchUp(roster, Recovery(roster))
         door = Door(*parse_host_port("front_end.engines_address", address), key, roster, entry)
@@ -188,8 +195,10 @@ def _frontend(
     registry: ServedRegistry | None,
 ) -> Frontend:
     """A front end that decides for itself: its controllers run beside its requests."""
+    from moe_lora.engine.fleet import FleetClient
     from moe_lora.serve.frontend import Frontend
 
+    pool = client.pool if isinstance(client, FleetClient) else None
     return Frontend(
         client=client,
         tokenizer=tokenizer,
@@ -197,7 +206,7 @@ def _frontend(
         controller=controller,
         placement=placement,
         registry=registry,
-        tasks=[one for one in (controller, placement) if one is not None],
+        tasks=[one for one in (controller, placement, pool) if one is not None],
     )
 
 
@@ -244,6 +253,7 @@ def engine_processes(
     from moe_lora.core.clock import WallClock
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.heartbeat import Heartbeat
+    from moe_lora.engine.pool_directory import PoolDirectory
     from moe_lora.engine.roster import Roster
     from moe_lora.engine.supervisor import Supervisor
     from moe_lora.policies.routers import make_router
@@ -256,15 +266,28 @@ def engine_processes(
 
     router = make_router(routing) if isinstance(routing, str) else routing
     clock = WallClock()
+    pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
     configs = [instance_config(config, i, 0, config.adapters) for i in range(count)]
     clients = start_processes(configs, beats.interval_s)
-    roster = Roster(clients, config.adapters, heartbeat=beats)
+    if pool is not None:
+        _fill(pool, clients, config.adapters)
+    roster = Roster(clients, config.adapters, heartbeat=beats, pool=pool)
     fleet = FleetClient(roster, router, clock, meter=meter, ranks=ranks)
     Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
     try:
         yield fleet
     finally:
         asyncio.run(fleet.close())
+
+
+def _fill(pool: PoolDirectory, clients: list[ProcessClient], adapters: Sequence[tuple[str, str]]) -> None:
+    """Divide the adapters over new instances; if one can't be served, none of these stays."""
+    try:
+        pool.fill(clients, adapters)
+    except BaseException:
+        for client in clients:
+            client.shut_down()
+        raise
 
 
 @contextmanager

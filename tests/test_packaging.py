@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 TORCH_FREE = (
     *("core", "policies", "cache", "workload", "report", "serve"),
     *("cli.main", "engine.process", "engine.client", "engine.door", "dist.cluster", "dist.roles"),
-    *("adapters.registry", "adapters.base_model"),
+    *("adapters.registry", "adapters.base_model", "scheduling.scheduler"),
 )
 HOME = re.compile(rb"/(?:root|home|work|Users)/[\w.-]+|[A-Z]:\\Users\\")
 MAX_SEARCHED_BYTES = 1_000_000

@@ -76,14 +76,7 @@ def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, whe
 
     Raises AdapterError naming `where` and the key if a value is NaN or infinite, or becomes so in dtype.
     """
-    itemsize = dtype.itemsize
-    offsets: list[tuple[int, int]] = []
-    size = 0
-    for pair in pairs:
-        for matrix in (pair.shrink, *pair.expands):
-            stride = _stride(matrix, itemsize)
-            offsets.append((size, stride))
-            size += stride * matrix.shape[0]
+    offsets, size = _offsets(pairs, dtype.itemsize)
     data = torch.zeros(size, dtype=dtype)
     table = torch.zeros(shape.num_entries, 3, dtype=torch.int64)
     scale = torch.zeros(shape.num_entries, dtype=torch.float32)
@@ -99,6 +92,23 @@ def pack_layer(pairs: Sequence[Pair], shape: ModelShape, dtype: torch.dtype, whe
     if size and not all(math.isfinite(bound) for bound in map(float, torch.aminmax(data))):
         raise _not_finite(pairs, dtype, where)
     return PackedLayer(data=data, table=table, scale=scale)
+
+
+def packed_bytes(pairs: Sequence[Pair], dtype: torch.dtype) -> int:
+    """Bytes of the data that `pack_layer` would make of these pairs; no value is read."""
+    return _offsets(pairs, dtype.itemsize)[1] * dtype.itemsize
+
+
+def _offsets(pairs: Sequence[Pair], itemsize: int) -> tuple[list[tuple[int, int]], int]:
+    """(first element, elements from one of the N matrices to the next) of each tensor; elements in all."""
+    offsets: list[tuple[int, int]] = []
+    size = 0
+    for pair in pairs:
+        for matrix in (pair.shrink, *pair.expands):
+            stride = _stride(matrix, itemsize)
+            offsets.append((size, stride))
+            size += stride * matrix.shape[0]
+    return offsets, size
 
 
 def _stride(matrix: torch.Tensor, itemsize: int) -> int:
@@ -149,11 +159,6 @@ def _not_finite(pairs: Sequence[Pair], dtype: torch.dtype, where: str) -> Adapte
 
 def assemble(name: str, layers: Sequence[PackedLayer], shape: ModelShape) -> PackedAdapter:
     """The packed layers of a whole model as one adapter, with what is derived from them."""
-    digest = hashlib.sha256()
-    for layer in layers:
-        digest.update(str(layer.data.dtype).encode())
-        for tensor in (layer.data, layer.table, layer.scale):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     ranks = torch.stack([layer.table[:, 2] for layer in layers])
     used = ranks.amax(dim=0)
     targets = tuple(
@@ -167,6 +172,16 @@ def assemble(name: str, layers: Sequence[PackedLayer], shape: ModelShape) -> Pac
         layers=tuple(layers),
         max_lora_rank=int(ranks.max()),
         nbytes=sum(layer.nbytes for layer in layers),
-        content_hash=digest.hexdigest(),
+        content_hash=content_hash(layers),
         targets=targets,
     )
+
+
+def content_hash(layers: Sequence[PackedLayer]) -> str:
+    """As `PackedAdapter.content_hash` says."""
+    digest = hashlib.sha256()
+    for layer in layers:
+        digest.update(str(layer.data.dtype).encode())
+        for tensor in (layer.data, layer.table, layer.scale):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..core.errors import AdapterError
 from ..core.shape import ModelShape
 from .config import AdapterConfig
 from .match import match
-from .packed import PackedAdapter, assemble, pack_layer
+from .packed import PackedAdapter, Pair, assemble, pack_layer, packed_bytes
 from .pairs import is_swapped, make_pair
 from .peft_files import not_readable, read_config, weights_file
 
@@ -36,13 +37,31 @@ def read_adapter(
     have the sizes of the base; another name alone is no error, since names move.
     """
     folder = Path(path)
+    with _opened(folder, shape) as (tensors, config, where):
+        return _pack(tensors, config, shape, dtype, name or folder.resolve().name, where)
+
+
+def adapter_layer_bytes(path: str | Path, shape: ModelShape, dtype: torch.dtype) -> list[int]:
+    """Bytes that each layer of the PEFT directory would take packed; no value is read.
+
+    Raises AdapterError as `read_adapter` does, but for values that are not finite.
+    """
+    with _opened(Path(path), shape) as (tensors, config, where):
+        return [packed_bytes(pairs, dtype) for pairs in _pairs(tensors, config, shape, where)]
+
+
+@contextmanager
+def _opened(
+    folder: Path, shape: ModelShape
+) -> Iterator[tuple[Mapping[str, torch.Tensor], AdapterConfig, str]]:
+    """The tensors of a PEFT directory, mapped, its config, and how errors call it."""
     config = read_config(folder)
     _check_base(config, shape)
     weights = weights_file(folder)
     try:
         with safe_open(weights, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-            return _pack(tensors, config, shape, dtype, name or folder.resolve().name, str(weights))
+            yield tensors, config, str(weights)
     except (SafetensorError, OSError) as error:
         raise not_readable(weights, error) from error
 
@@ -78,13 +97,18 @@ def _pack(
     name: str,
     where: str,
 ) -> PackedAdapter:
+    layers = [pack_layer(pairs, shape, dtype, where) for pairs in _pairs(tensors, config, shape, where)]
+    return assemble(name, layers, shape)
+
+
+def _pairs(
+    tensors: Mapping[str, torch.Tensor], config: AdapterConfig, shape: ModelShape, where: str
+) -> Iterator[list[Pair]]:
+    """The pairs of each layer."""
     sources = match(tensors, config, shape, where)
     swapped = is_swapped([source for layer in sources for source in layer], tensors, shape)
-    layers = []
     for layer in sources:
-        pairs = [make_pair(source, tensors, shape, where, swapped) for source in layer]
-        layers.append(pack_layer(pairs, shape, dtype, where))
-    return assemble(name, layers, shape)
+        yield [make_pair(source, tensors, shape, where, swapped) for source in layer]
 
 
 def _check_base(config: AdapterConfig, shape: ModelShape) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moe_lora.policies.caching import NodeColumns
 
 from .flags import BACKED, CAN_BACK_UP, CAN_ENTER, DYING, READY
+from .ghosts import Ghosts
 from .node import Node
 from .reuse import ReuseAges
 
@@ -32,8 +33,9 @@ _COLUMNS = {
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
-    flags: see `flags_of`.  recent_s, adapter_recent_s: time constants of the decayed visits of KV and of
-    adapters.  reuse: after which time nodes are used again, counted if learns_reuse.
+    flags: see `flags_of`.  adapter_recent_s: time constant of the decayed visits of adapters.  reuse: after
+    which time nodes are used again, counted if learns_reuse; ghosts: what counts there although it was
+    dropped.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -48,12 +50,12 @@ class Columns:
     adapter_row: NDArray[np.int64]
     flags: NDArray[np.uint8]
 
-    def __init__(self, recent_s: float, adapter_recent_s: float, *, learns_reuse: bool) -> None:
-        self._recent_s = recent_s
+    def __init__(self, adapter_recent_s: float, *, block_size: int, learns_reuse: bool) -> None:
         self._adapter_recent_s = adapter_recent_s
         self._learns_reuse = learns_reuse
         self._now_s = 0.0
         self.reuse = ReuseAges()
+        self.ghosts = Ghosts(self.reuse, block_size)
         self.nodes: list[Node | None] = []
         self._vacant: list[int] = []
         self._capacity = 1024
@@ -77,12 +79,25 @@ class Columns:
         return len(self.nodes) - 1
 
     def give_back(self, row: int) -> None:
-        """The row's node is removed."""
+        """The row's node is removed.  KV that may be asked for again goes on as a ghost."""
+        node, last_used_s = self.nodes[row], self.last_used_s.item(row)
         self.nodes[row] = None
-        self._note_interval(row, max(0.0, self._now_s - self.last_used_s.item(row)), visited=False)
+        assert node is not None
+        if self._learns_reuse and (uses := self._uses(row)):
+            if node.is_adapter or self.flags.item(row) & DYING:
+                depth = self.first_token.item(row) + self.num_tokens.item(row)
+                self.reuse.note(uses, depth, max(0.0, self._now_s - last_used_s), visited=False)
+            else:
+                self.ghosts.add(node, uses, last_used_s, self._now_s)
         for name in _COLUMNS:
             getattr(self, name)[row] = 0
         self._vacant.append(row)
+
+    def recall(self, node: Node, now_s: float) -> None:
+        """The node was made; if it was dropped before, it goes on counting where it stopped."""
+        self._now_s = now_s
+        if self._learns_reuse and (uses := self.ghosts.recall(node, now_s)):
+            self.turn[node.row] = max(self.turn.item(node.row), int(uses) + 1)
 
     def copy_statistics(self, source: int, target: int) -> None:
         """The target has been used as often and as lately as the source."""
@@ -95,6 +110,9 @@ class Columns:
         flags = self.flags[: len(self.nodes)]
         flags[of_adapter] = (flags[of_adapter] | DYING) & ~np.uint8(CAN_ENTER | CAN_BACK_UP)
         self.visits[adapter_row] = 0
+        node = self.nodes[adapter_row]
+        if self._learns_reuse and node is not None:
+            self.ghosts.forget(node.namespace, self._now_s)
 
     def dying(self) -> list[int]:
         """Rows of dying nodes, those below before those above."""
@@ -105,15 +123,18 @@ class Columns:
 
     def visit(self, nodes: Sequence[Node], now_s: float) -> None:
         """Each of the nodes was used once."""
-        recent, last_used_s = self.recent, self.last_used_s
+        visits, recent, last_used_s = self.visits, self.recent, self.last_used_s
         self._now_s = now_s
         for node in nodes:  # a handful: quicker one by one than as arrays
             row = node.row
-            recent_s = self._adapter_recent_s if node.layer_pages is not None else self._recent_s
-            age_s = now_s - last_used_s.item(row)
-            self._note_interval(row, age_s, visited=True)
-            recent[row] = recent.item(row) * math.exp(-age_s / recent_s) + 1
-            self.visits[row] += 1
+            count, age_s = visits.item(row), now_s - last_used_s.item(row)
+            is_adapter = node.layer_pages is not None
+            if count and self._learns_reuse:
+                uses = recent.item(row) if is_adapter else max(count, self.turn.item(row))
+                self.reuse.note(uses, node.first_token + node.num_tokens, age_s, visited=True)
+            if is_adapter:
+                recent[row] = recent.item(row) * math.exp(-age_s / self._adapter_recent_s) + 1
+            visits[row] = count + 1
             last_used_s[row] = now_s
 
     def refresh_reuse(self, now_s: float) -> None:
@@ -124,15 +145,21 @@ class Columns:
                 self.is_adapter[rows], self.recent[rows], np.maximum(self.visits[rows], self.turn[rows])
             )
             depth = self.first_token[rows] + self.num_tokens[rows]
-            self.reuse.refresh(now_s, uses, depth, now_s - self.last_used_s[rows])
+            last_used_s, ghosts = self.last_used_s[rows], self.ghosts
+            places = np.flatnonzero(ghosts.uses)
+            self.reuse.refresh(
+                now_s,
+                np.concatenate((uses, ghosts.uses[places])),
+                np.concatenate((depth, ghosts.depth[places])),
+                now_s - np.concatenate((last_used_s, ghosts.last_used_s[places])),
+            )
 
-    def _note_interval(self, row: int, age_s: float, *, visited: bool) -> None:
-        visits = self.visits.item(row)
-        if visits and self._learns_reuse:
-            is_adapter = self.is_adapter.item(row)
-            uses = self.recent.item(row) if is_adapter else max(visits, self.turn.item(row))
-            depth = self.first_token.item(row) + self.num_tokens.item(row)
-            self.reuse.note(uses, depth, age_s, visited=visited)
+    def _uses(self, row: int) -> float:
+        """What tells the node's class (`policies.reuse.classes_of`); 0 if it was never used."""
+        visits: float = self.visits.item(row)
+        if not visits:
+            return 0.0
+        return self.recent.item(row) if self.is_adapter.item(row) else max(visits, self.turn.item(row))
 
     def has(self, rows: NDArray[np.int64], flag: int) -> NDArray[np.bool_]:
         """[N]: whether each of the rows has the flag."""
@@ -140,7 +167,7 @@ class Columns:
 
     def where(self, flag: int) -> NDArray[np.int64]:
         """Rows that have the flag."""
-        return np.flatnonzero(self.flags[: len(self.nodes)] & flag)
+        return np.flatnonzero((self.flags[: len(self.nodes)] & flag) != 0)  # of booleans: much quicker
 
     def view(self, rows: NDArray[np.int64], now_s: float) -> NodeColumns:
         """What a policy sees of these rows."""

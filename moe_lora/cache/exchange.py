@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from .flags import BACKED, CAN_ENTER, CAN_LEAVE
+from .known_values import KnownValues
 from .node import Node
+from .ranking import ascending
 from .room import Room
 
 WORTH = 2.0
@@ -34,22 +36,23 @@ class Exchange:
         left = self._max_pages - sum(
             node.num_pages for node in self._residence.moving.values() if node.moving_in
         )
+        known = KnownValues(self._ranking, now_s)
         for _ in range(MAX_ENTERING):
             rows = self._columns.where(CAN_ENTER)
             rows = rows[self._columns.pages[rows] <= left]
             if not rows.size:
                 return
-            values = self._ranking.values(rows, now_s)
+            values = known.of(rows)
             best = int(np.argmax(values))
             entering = self._columns.nodes[int(rows[best])]
             assert entering is not None
-            if not self._enter(entering, float(values[best]), now_s):
+            if not self._enter(entering, float(values[best]), known):
                 return
             left -= entering.num_pages
 
-    def _enter(self, entering: Node, value: float, now_s: float) -> bool:
+    def _enter(self, entering: Node, value: float, known: KnownValues) -> bool:
         device = self._residence.device
-        victims = self._victims(entering, value, now_s)
+        victims = self._victims(entering, value, known)
         if victims is None:
             return False
         for victim in victims:
@@ -63,18 +66,21 @@ class Exchange:
         self._residence.bring_in(entering, pages)
         return True
 
-    def _victims(self, entering: Node, value: float, now_s: float) -> list[Node] | None:
+    def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
         """What gives way; None if that would be worth too much."""
         columns, device = self._columns, self._residence.device
         missing = entering.num_pages + self._kept_free - device.num_free
+        if missing <= 0:
+            return []
         rows = columns.where(CAN_LEAVE)
-        rows = rows[columns.has(rows, BACKED)] if missing > 0 else rows[:0]
-        lost = self._ranking.values(rows, now_s)
+        rows = rows[columns.has(rows, BACKED)]
+        at_most = missing + 2  # each has a page, and its parent and adapter are passed over
+        rows = ascending(rows, known.of(rows), at_most)
         victims: list[Node] = []
-        for place in np.argsort(lost, kind="stable").tolist():
-            if missing <= 0 or lost[place] * WORTH > value:
+        for row, lost in zip(rows.tolist(), known.of(rows).tolist(), strict=True):
+            if missing <= 0 or lost * WORTH > value:
                 break
-            victim = columns.nodes[int(rows[place])]
+            victim = columns.nodes[row]
             if victim is None or victim in (entering.parent, entering.adapter):
                 continue
             victims.append(victim)

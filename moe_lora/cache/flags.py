@@ -11,27 +11,32 @@ LoRA Server.  CAN_LEAVE: device leaves without pins.  CAN_ENTER: host roots.  CA
 host pages nobody depends on.  CAN_BACK_UP: idle KV of the device that the host has not.  DYING: nobody finds
 it any more; it neither enters nor is backed up.
 """
+ONLY_IDLE = CAN_LEAVE | CAN_BACK_UP
+"""Bits that no pinned node has; all others hold with pins or without."""
 
 
 def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
     """All bits that hold for the node; keeps_dependencies: KV needs its adapter on the device."""
-    device, host, is_adapter = node.device_pages is not None, node.host_pages is not None, node.is_adapter
-    flags = (HAS_DEVICE_PAGES if device else 0) | (DYING if node.dying else 0)
+    device, host = node.device_pages is not None, node.host_pages is not None
+    is_adapter, dying = node.layer_pages is not None, node.dying
+    flags = DYING if dying else 0
     if host and not node.moving_out:
         flags |= BACKED
-    if device and not node.moving_in and not node.lost and node.reachable:
-        flags |= READY
-    if not node.num_pages or node.moving_in or node.moving_out:
+    if device:
+        flags |= HAS_DEVICE_PAGES
+        if node.reachable and not (node.moving_in or node.lost):
+            flags |= READY
+    if node.moving_in or node.moving_out or not node.num_pages:
         return flags
     if host and (device or is_adapter or not node.num_children):
         flags |= CAN_LEAVE_HOST
     if not device:
-        if (host or is_adapter) and not node.dying and _may_enter(node.parent, keeps_dependencies):
+        if (host or is_adapter) and not dying and _may_enter(node.parent, keeps_dependencies):
             flags |= CAN_ENTER
     elif not node.pins:
         if not node.num_device_children or (is_adapter and not keeps_dependencies):
             flags |= CAN_LEAVE
-        if not host and not is_adapter and not node.dying:
+        if not (host or is_adapter or dying):
             flags |= CAN_BACK_UP
     return flags
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from .node import Node
 from .orders import Namespace
@@ -34,8 +35,9 @@ class History:
         table = BlockTable(namespace)
         path = self._path(adapter, tokens)
         depth = self._take(table, path)
-        while depth < len(path) and self._bring_in(path[depth], now_s):
-            depth += self._take(table, path[depth : depth + 1])
+        if depth < len(path):
+            self._bring_in(self._worth_loading(path[depth:]), now_s)
+            depth += self._take(table, path[depth:])
         table.num_matched = table.num_shared * self._block_size
         if not again:
             self._count(path[:depth], table, len(tokens), now_s)
@@ -54,6 +56,8 @@ class History:
     def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
         """See `UnifiedCache.publish`."""
         size = self._block_size
+        if (table.num_shared + 1) * size > num_computed:
+            return
         adapter = self._tree.adapters.get(table.namespace)
         if not self._sharing or adapter is None or adapter.gone or (table.tail and table.tail.gone):
             return
@@ -105,14 +109,25 @@ class History:
             path.append(self._residence.split(partial, common))
         return path
 
-    def _bring_in(self, node: Node, now_s: float) -> bool:
-        policy = self._room.ranking.policy
-        if not policy.worth_loading(node.first_token, node.num_tokens, node.num_pages):
-            return False
-        pages = self._room.take_kv(node.num_pages, node.row, now_s)
+    def _worth_loading(self, path: list[Node]) -> list[Node]:
+        """The first ones, up to one that is rather computed anew."""
+        worth = self._room.ranking.policy.worth_loading
+        return list(takewhile(lambda node: worth(node.first_token, node.num_tokens, node.num_pages), path))
+
+    def _bring_in(self, path: list[Node], now_s: float) -> bool:
+        """Order these nodes to the device, the first ones if there is no room for all; whether all."""
+        pages = self._room.take_kv(sum(node.num_pages for node in path), PRIVATE, now_s) if path else []
         if pages is None:
-            return False
-        self._residence.bring_in(node, pages)
+            middle = len(path) // 2
+            return (
+                middle > 0 and self._bring_in(path[:middle], now_s) and self._bring_in(path[middle:], now_s)
+            )
+        at = 0
+        for node in path:
+            part = pages[at : at + node.num_pages]
+            at += node.num_pages
+            self._residence.device.hand_over(part, node.row)
+            self._residence.bring_in(node, part)
         return True
 
     def _take(self, table: BlockTable, path: list[Node]) -> int:
@@ -176,7 +191,7 @@ class History:
         ranking.num_queries += 1
         if path:
             ranking.columns.visit(path, now_s)
-        coming = sum(node.num_tokens for node in table.arriving)
+        coming = sum([node.num_tokens for node in table.arriving])
         counters.kv_query_tokens += num_tokens
         counters.kv_host_hit_tokens += coming
         counters.kv_device_hit_tokens += table.num_matched - coming

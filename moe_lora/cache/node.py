@@ -16,9 +16,9 @@ class Node:
     its own.  device_pages, host_pages: None where it is not; both may be there ("backed").  moving_in,
     moving_out: an order is under way, and the pages of its target hold nothing yet.  leaves: the device pages
     go once moving_out is done.  pins: users that keep it, and so all above it, on the device.
-    num_device_children: children with device pages.  gone: no longer found, and freed when its last user
-    goes.  lost: gone because its bytes did not arrive.  reachable: False for an adapter without pages here
-    that the LoRA Server does not hold.
+    num_device_children: children with device pages.  heir: the child that was found or added last, if it can
+    still be found.  gone: no longer found, and freed when its last user goes.  lost: gone because its bytes
+    did not arrive.  reachable: False for an adapter without pages here that the LoRA Server does not hold.
     """
 
     namespace: Namespace
@@ -37,6 +37,7 @@ class Node:
     pins: int = 0
     num_children: int = 0
     num_device_children: int = 0
+    heir: Node | None = None
     gone: bool = False
     lost: bool = False
     reachable: bool = True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 Namespace = Hashable
 """An adapter version's uid; None: the base model."""
@@ -20,8 +20,7 @@ class Readiness(Enum):
     """Not held: nothing more can be evicted now; ask again later."""
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """Copy device_pages[i] <-> host_pages[i] for all i, towards the device or away from it.
 
     Of an adapter the pages come in layer order.  Until the order is confirmed by `UnifiedCache.copied`, the
@@ -36,8 +35,7 @@ class Copy:
     host_pages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class LoadAdapter:
+class LoadAdapter(NamedTuple):
     """Write an adapter from its packed files into the device arena.
 
     layer_first_pages: where each layer's run of pages starts, -1 for a layer without bytes.

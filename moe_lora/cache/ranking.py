@@ -82,14 +82,13 @@ class Ranking:
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
         """The least valued of the rows, ascending, as many as have `num_pages` pages together (or all)."""
-        values = self.values(rows, now_s)
-        return self._take(rows, values, num_pages)
+        return self._nodes(self._take(rows, self.values(rows, now_s), num_pages))
 
     def highest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
         """The most valued, descending, likewise; those of no value are left out."""
         values = self.values(rows, now_s)
         useful = values > 0
-        return self._take(rows[useful], -values[useful], num_pages)
+        return self._nodes(self._take(rows[useful], -values[useful], num_pages))
 
     def victim(self, kind: Kind, now_s: float) -> Node | None:
         """The next node to give way, or None if there is none."""
@@ -141,28 +140,37 @@ class Ranking:
         elif not self.policy.traits.drops_backed_first:
             backed = np.zeros(len(rows), dtype=np.bool_)
         backed = backed | columns.has(rows, DYING)  # nothing is lost with them either
-        chosen = [_ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
+        chosen = [ascending(rows[part], values[part], BATCH) for part in (backed, ~backed)]
         order = np.concatenate(chosen)[:BATCH][::-1].tolist()
         return [(node, float(columns.last_used_s[row])) for row in order if (node := columns.nodes[row])]
 
-    def leaving_soon(self, now_s: float) -> list[Node]:
-        """The least valued idle nodes of the device, `LEAVING_SHARE` of its pages."""
+    def to_back_up(self, now_s: float) -> list[Node]:
+        """Those that will leave the device soon and that the host has not, the least valued first."""
+        rows = self._leaving_soon(now_s)
+        return self._nodes(rows[self.columns.has(rows, CAN_BACK_UP)])
+
+    def _leaving_soon(self, now_s: float) -> NDArray[np.int64]:
+        """Rows of the least valued idle nodes of the device, `LEAVING_SHARE` of its pages."""
         rows = self.columns.where(CAN_LEAVE | CAN_BACK_UP)
-        return self.lowest(rows, int(LEAVING_SHARE * self.residence.device.num_pages), now_s)
+        num_pages = int(LEAVING_SHARE * self.residence.device.num_pages)
+        return self._take(rows, self.values(rows, now_s), num_pages)
 
     def _stays(self, rows: NDArray[np.int64], now_s: float) -> NDArray[np.bool_]:
         """[N]: whether the node will not leave the device soon, so that its host copy is to spare."""
         stays = np.ones(len(self.columns), dtype=np.bool_)
-        stays[[node.row for node in self.leaving_soon(now_s)]] = False
+        stays[self._leaving_soon(now_s)] = False
         return stays[rows]
 
-    def _take(self, rows: NDArray[np.int64], values: Floats, num_pages: int) -> list[Node]:
-        ordered = _ascending(rows, values, num_pages)  # a node has a page at least
+    def _nodes(self, rows: NDArray[np.int64]) -> list[Node]:
+        return [node for row in rows.tolist() if (node := self.columns.nodes[row])]
+
+    def _take(self, rows: NDArray[np.int64], values: Floats, num_pages: int) -> NDArray[np.int64]:
+        ordered = ascending(rows, values, num_pages)  # a node has a page at least
         enough = int(np.searchsorted(np.cumsum(self.columns.pages[ordered]), num_pages)) + 1
-        return [node for row in ordered[:enough].tolist() if (node := self.columns.nodes[row])]
+        return ordered[:enough]
 
 
-def _ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
+def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
     """The `count` rows of least value, in order, of equal ones the first; all if there are fewer."""
     if len(rows) > count:
         kept = np.sort(np.argpartition(values, count)[:count])

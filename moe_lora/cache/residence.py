@@ -44,7 +44,7 @@ class Residence:
         node.leaves = False
         if node.pins == 1:
             self.held.add(node)
-            self.tree.refresh(node)
+            self.tree.keep(node)
 
     def unpin(self, node: Node) -> None:
         node.pins -= 1
@@ -196,7 +196,8 @@ class Residence:
         parent = node.parent
         if parent is not None:
             parent.num_device_children += -1 if pages is None else 1
-            self.tree.refresh(parent)
+            if not (parent.pins or parent.moving_in):  # then it can't leave, whatever is below it
+                self.tree.refresh(parent)
         if node.num_children > node.num_device_children and not node.gone:  # nothing comes to a dying one
             for child in self.tree.children(node):
                 self.tree.refresh(child)

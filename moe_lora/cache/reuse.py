@@ -32,8 +32,9 @@ _FIRST_S, _STEPS = float(EDGES_S[0]), 2 / math.log(2)
 
 
 class ReuseAges:
-    """A node's time between two visits is an interval; one that ends without a visit (the node is removed)
-    has its length only.  Nodes that are there count up to their present age.
+    """A node's time between two visits is an interval; one that ends without a visit (nobody looks for it any
+    more) has its length only.  Nodes that are there, and `cache.ghosts` of dropped ones, count up to their
+    present age.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class ReuseAges:
         return now_s - self._computed_s >= REFRESH_S
 
     def refresh(self, now_s: float, uses: Floats, depth: NDArray[np.int64], age_s: Floats) -> None:
-        """Compute the rates anew.  uses, depth, age_s [N]: of the nodes that are there."""
+        """Compute the rates anew.  uses, depth, age_s [N]: of nodes and ghosts."""
         kept = math.exp((self._computed_s - now_s) / MEMORY_S) if self._computed_s > -math.inf else 1.0
         self._computed_s = now_s
         hits, ends, within_s = (

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from moe_lora.policies.caching import Traits
 
 from .exchange import Exchange
-from .flags import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE
+from .flags import CAN_ENTER, CAN_LEAVE
 from .host_room import take_host
 from .node import Node
 from .ranking import Ranking
@@ -167,11 +167,9 @@ class Swapper:
 
     def _back_up(self, now_s: float) -> None:
         left = self._back_up_pages
-        for node in self._ranking.leaving_soon(now_s):
+        for node in self._ranking.to_back_up(now_s):
             if left <= 0:
                 return
-            if not self._columns.flags[node.row] & CAN_BACK_UP:
-                continue
             left -= node.num_pages
             pages = take_host(self._ranking, node, now_s)
             if pages is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Sequence
 
 TOKEN_BYTES = 8
@@ -12,7 +12,7 @@ ENCODED_AT_ONCE = 512
 
 def encode(tokens: Sequence[int]) -> bytes:
     """The ids as int64 in the machine's order."""
-    return array("q", tokens).tobytes()
+    return struct.pack(f"{len(tokens)}q", *tokens)
 
 
 def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int) -> bytes:

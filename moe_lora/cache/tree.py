@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 
 from .columns import Columns
-from .flags import flags_of
+from .flags import ONLY_IDLE, flags_of
 from .node import Node
 from .orders import Namespace
 from .tokens import TOKEN_BYTES, encode_more
@@ -32,13 +32,12 @@ class DependencyTree:
         *,
         keeps_dependencies: bool,
         learns_reuse: bool,
-        recent_s: float,
         adapter_recent_s: float,
     ) -> None:
         self.block_size = block_size
         self.keeps_dependencies = keeps_dependencies
         self.graph: nx.DiGraph = nx.DiGraph()
-        self.columns = Columns(recent_s, adapter_recent_s, learns_reuse=learns_reuse)
+        self.columns = Columns(adapter_recent_s, block_size=block_size, learns_reuse=learns_reuse)
         self.adapters: dict[Namespace, Node] = {}
         self._block_bytes = block_size * TOKEN_BYTES
         self._child: dict[tuple[Node, bytes], Node] = {}
@@ -72,12 +71,13 @@ class DependencyTree:
         )
         columns.nodes[row] = node
         columns.adapter_row[row] = parent.adapter.row
-        columns.visits[row] = columns.recent[row] = 1
-        columns.turn[row] = columns.turn[parent.row] + 1
+        columns.visits[row] = 1
+        columns.turn[row] = columns.turn.item(parent.row) + 1
         columns.last_used_s[row] = now_s
         self._measure(node)
+        columns.recall(node, now_s)
         self.graph.add_edge(parent, node)
-        self._child[parent, tokens[: self._block_bytes]] = node
+        self._child[parent, tokens[: self._block_bytes]] = parent.heir = node
         parent.num_children += 1
         return node
 
@@ -86,21 +86,25 @@ class DependencyTree:
         next node, that node and how many of its blocks still agree.
         """
         path: list[Node] = []
-        node, at, size = adapter, 0, self._block_bytes
+        node, at, size, find = adapter, 0, self._block_bytes, self._child.get
         prompt, limit = b"", most * TOKEN_BYTES
         while at + size <= limit:
             if at + size > len(prompt):
                 prompt = encode_more(prompt, tokens, most, at + size)
-            child = self._child.get((node, prompt[at : at + size]))
-            if child is None:
-                break
-            end = at + len(child.tokens)
-            if end > len(prompt):
-                prompt = encode_more(prompt, tokens, most, end)
-            if prompt[at:end] != child.tokens:
-                return path, child, self.common(child.tokens, prompt[at:end])
+            child = node.heir
+            if child is None or not prompt.startswith(child.tokens, at):
+                child = find((node, prompt[at : at + size]))
+                if child is None:
+                    break
+                node.heir = child
+                end = at + len(child.tokens)
+                if end > len(prompt):
+                    prompt = encode_more(prompt, tokens, most, end)
+                if not prompt.startswith(child.tokens, at):
+                    return path, child, self.common(child.tokens, prompt[at:end])
             path.append(child)
-            node, at = child, end
+            node = child
+            at += len(child.tokens)
         return path, None, 0
 
     def common(self, ours: bytes, theirs: bytes) -> int:
@@ -142,9 +146,8 @@ class DependencyTree:
         head.num_children = 1
         head.num_device_children = int(node.device_pages is not None)
         head.gone = node.gone
-        found = self._child.get(self._key(node)) is node
-        if found:
-            self._child[self._key(node)] = head
+        if self._child.get(self._key(node)) is node:
+            self._child[self._key(node)] = parent.heir = head
         node.parent, node.tokens = head, node.tokens[cut:]
         node.first_token += head.num_tokens
         node.num_pages -= num_blocks
@@ -175,8 +178,11 @@ class DependencyTree:
     def hide(self, node: Node) -> None:
         """The node is not found any more."""
         node.gone = True
-        if not node.is_adapter and self._child.get(self._key(node)) is node:
+        parent = node.parent
+        if parent is not None and self._child.get(self._key(node)) is node:
             del self._child[self._key(node)]
+            if parent.heir is node:
+                parent.heir = None
 
     def remove(self, node: Node) -> None:
         """Take out a node without children and without pages."""
@@ -192,6 +198,11 @@ class DependencyTree:
         self.graph.remove_node(node)
         self.columns.give_back(node.row)
 
+    def keep(self, node: Node) -> None:
+        """The node has its first pin: a quicker `refresh`."""
+        flags, row = self.columns.flags, node.row
+        flags[row] = flags.item(row) & ~ONLY_IDLE
+
     def refresh(self, node: Node) -> None:
         """Note anew where the node may move."""
         self.columns.flags[node.row] = flags_of(node, keeps_dependencies=self.keeps_dependencies)
@@ -201,6 +212,7 @@ class DependencyTree:
         return node.parent, node.tokens[: self._block_bytes]
 
     def _measure(self, node: Node) -> None:
-        self.columns.pages[node.row] = node.num_pages
-        self.columns.first_token[node.row] = node.first_token
-        self.columns.num_tokens[node.row] = node.num_tokens
+        columns, row = self.columns, node.row
+        columns.pages[row] = node.num_pages
+        columns.first_token[row] = node.first_token
+        columns.num_tokens[row] = node.num_tokens

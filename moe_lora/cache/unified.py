@@ -55,7 +55,6 @@ class UnifiedCache:
             block_size,
             keeps_dependencies=traits.keeps_dependencies,
             learns_reuse=traits.learns_reuse,
-            recent_s=policy.recent_s,
             adapter_recent_s=policy.adapter_recent_s,
         )
         self._residence = Residence(self._tree, Tier(num_device_pages), Tier(num_host_pages))

@@ -13,7 +13,11 @@ from .step_profile import StageTime, StepProfile
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("shm", "gloo", "nixl")
+POOL_TRANSPORTS = ("shm", "gloo")
+"""Not nixl: it keeps freed windows for as long as the process lives, and pools free them all the time."""
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
+PERFORMANCE_FORMS = ("toppings", "full")
+"""Forms of `policies.step_model.StepModel`."""
 QUEUES = ("fcfs", "sjf-oracle")
 CACHE_POLICIES = (
     "fastlibra",
@@ -129,15 +133,21 @@ PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere")
 class RoutingConfig:
     """How requests are spread over instances (docs/placement.md).
 
-    routing: None: by the placement if there is one, else least_outstanding.  performance_model: file of the
-    routers that need one.  placement: made anew every placement_interval_s.  operating_points: file of
-    {rank: tokens/s}; None: all ranks alike, so that tokens are balanced.  heartbeat_timeout_s: an instance
-    that has not got on for that long gets no requests until it does again; heartbeat_dead_s: its requests go
-    on elsewhere, and it is ended.
+    routing: None: by the placement if there is one, else least_outstanding.  performance_model: file of
+    `moe-lora profile-steps`, for the routers that need one; performance_form: which of its models, "full" or
+    the papers' "toppings".  slo_tpot_s, mean_output_tokens, adapter_load_s_per_rank: what these routers need
+    beside it (`policies.model_routing.CostModel`); slo_tpot_s None: no such SLO.  placement: made anew every
+    placement_interval_s.  operating_points: file of {rank: tokens/s}; None: all ranks alike, so that tokens
+    are balanced.  heartbeat_timeout_s: an instance that has not got on for that long gets no requests until
+    it does again; heartbeat_dead_s: its requests go on elsewhere, and it is ended.
     """
 
     routing: str | None = None
     performance_model: str | None = None
+    performance_form: str = "full"
+    slo_tpot_s: float | None = None
+    mean_output_tokens: float = 128.0
+    adapter_load_s_per_rank: float = 0.0
     placement: str | None = None
     placement_interval_s: float = 30.0
     operating_points: str | None = None
@@ -152,6 +162,7 @@ class RoutingConfig:
             )
         if self.routing is not None:
             _choice("routing", self.routing, ROUTINGS)
+        _choice("performance_form", self.performance_form, PERFORMANCE_FORMS)
         if self.placement is not None:
             _choice("placement", self.placement, PLACEMENTS)
         if not 0 < self.placement_interval_s <= MAX_COUNT:
@@ -181,6 +192,24 @@ class RegistryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """The adapter pool: adapters lie in the host memory of some instances, and others read them there.
+
+    replicas: instances that hold each adapter, at least.  transport: by which they read; "shm" on one host.
+    host: this host's address as its peers reach it, for transports between hosts; None = 127.0.0.1, and for
+    an instance that dials in, the address from which it does.
+    """
+
+    replicas: int = 1
+    transport: str = "shm"
+    host: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("pool.replicas", self.replicas, 1)
+        _choice("pool.transport", self.transport, POOL_TRANSPORTS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How one engine runs one model.
 
@@ -207,7 +236,8 @@ class EngineConfig:
     instance: this engine's name in a cluster.  queue: "fcfs", or "sjf-oracle": least max_tokens first, for
     comparisons where every answer has its full length.  step_profile: another device's step times, emulated
     by sleeping; None = none.  load_gb_per_s: upper bound on the rate of copies to and from the device; None =
-    none.
+    none.  pool: of the instances; None = each keeps all adapters.  With it `adapters` are not loaded at the
+    start, only measured: the pool says what an instance gets.
     """
 
     model_dir: str
@@ -242,6 +272,7 @@ class EngineConfig:
     queue: str = "fcfs"
     step_profile: StepProfile | None = None
     load_gb_per_s: float | None = None
+    pool: PoolConfig | None = None
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
@@ -286,6 +317,8 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}; every running sequence needs one token row per step"
             )
+        if self.pool is not None:
+            _check_pool(self)
         counts = Counter(name for name, _ in self.adapters)
         for name, count in counts.items():
             if not name or count > 1:
@@ -299,6 +332,19 @@ class EngineConfig:
         if self.expert_parallel == 1:
             return self.num_threads
         return max(1, (self.num_threads or os.cpu_count() or 1) // self.expert_parallel)
+
+
+def _check_pool(config: EngineConfig) -> None:
+    if config.expert_parallel > 1:
+        raise ConfigError(
+            f"pool and expert_parallel={config.expert_parallel} do not go together yet: the ranks of an "
+            "instance read adapters from files of its own; leave the pool out, or use expert_parallel=1"
+        )
+    if config.lora_server is not None:
+        raise ConfigError(
+            "pool and a LoRA Server do not go together: the server holds the adapters for all instances "
+            "already; leave one of them out"
+        )
 
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

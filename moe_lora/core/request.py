@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-AdapterResidency = Literal["device", "host", "remote", "disk"]
+AdapterResidency = Literal["device", "host", "peer", "remote", "disk"]
 MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow."""
@@ -88,6 +88,10 @@ class GenerateRequest:
     adapter: str | None = None
     adapter_version: int | None = None
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -143,9 +147,9 @@ class TokenOutput:
 class AdapterInfo:
     """An adapter the engine knows.
 
-    residency: where its bytes are now: in the device's arena, in host memory, on the LoRA Server, or in a
-    file.  num_pages: of the device's arena.  pinned: it does not leave the device.  idle_s: since a request
-    last began or ended; None: none did.
+    residency: where its bytes are now: in the device's arena, in host memory, in that of another instance of
+    the pool, on the LoRA Server, or in a file.  num_pages: of the device's arena.  pinned: it does not leave
+    the device.  idle_s: since a request last began or ended; None: none did.
     """
 
     name: str
@@ -187,6 +191,9 @@ class EngineStats:
     times a request that waited for its bytes gave its room to an older one.
     lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of deltas
     that the engine computed itself instead.  Both count the engine's first rank.
+    pool_adapters, pool_bytes: held in host memory for the adapter pool.  pool_peer_fetches,
+    pool_disk_fetches: adapters fetched that were not held.  pool_fetched_bytes: from peers.
+    pool_failed_sources: peers and directories that did not give what they should.
     """
 
     num_running: int = 0
@@ -222,6 +229,12 @@ class EngineStats:
     host_adapter_bytes: int = 0
     lora_server_requests: int = 0
     lora_server_fallback_rows: int = 0
+    pool_adapters: int = 0
+    pool_bytes: int = 0
+    pool_peer_fetches: int = 0
+    pool_disk_fetches: int = 0
+    pool_fetched_bytes: int = 0
+    pool_failed_sources: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +257,8 @@ class InstanceStats:
     num_restarts: int
     num_resent: int
     silent: bool = False
+    pool_adapters: int = 0
+    pool_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import yaml
 from moe_lora.core.config import (
     EngineConfig,
     LoraServerConfig,
+    PoolConfig,
     ProvisionConfig,
     RegistryConfig,
 )
@@ -42,8 +43,9 @@ _SECTIONS = (
     "front_ends",
     "controller",
     "provision",
+    "pool",
 )
-NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance")
+NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance", "pool")
 _MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.key'
 
 
@@ -74,7 +76,8 @@ class ClusterConfig:
             raise ConfigError("provision.auto_resize needs a LoRA Server, whose capacity it changes; add one")
         if self.lora_server is not None:
             # Values are checked at once, also where address and store are filled in later.
-            LoraServerConfig(**{"address": "-", "store_dir": "-", **self.lora_server}, key="-")
+            server = LoraServerConfig(**{"address": "-", "store_dir": "-", **self.lora_server}, key="-")
+            replace(self.engine, lora_server=server)
         for name, _ in self.engine.adapters:
             if name == self.served_model_name:
                 raise ConfigError(
@@ -181,7 +184,12 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
             server["store_dir"] = str(folder / server["store_dir"])
     return ClusterConfig(
         engine=EngineConfig(
-            model_dir=str(model_dir), adapters=_adapters(given.get("adapters"), folder), **engine
+            model_dir=str(model_dir),
+            adapters=_adapters(given.get("adapters"), folder),
+            pool=PoolConfig(**dataclass_fields(PoolConfig, "pool", given["pool"]))
+            if "pool" in given
+            else None,
+            **engine,
         ),
         served_model_name=model_dir.resolve().name
         if served_name is None

@@ -23,6 +23,7 @@ def cluster_text(cluster: ClusterConfig) -> str:
         "front_end": _given(cluster.front_end),
         "front_ends": {name: _given(place) for name, place in cluster.front_ends.items()},
         "controller": None if cluster.controller is None else _given(cluster.controller),
+        "pool": None if cluster.engine.pool is None else _given(cluster.engine.pool),
         "provision": None if cluster.provision is None else _given(cluster.provision),
         "registry": None if cluster.registry is None else _given(cluster.registry),
     }

@@ -73,6 +73,7 @@ def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
 
 def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
     """One LLM instance, which dials every front end; its first rank is the engine, others follow it."""
+    from moe_lora.dist.lora_server.reach import own_host
     from moe_lora.engine.process import usable_cores, worker_environment
     from moe_lora.engine.shares import thread_share
 
@@ -83,6 +84,9 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
             f"this job has {place.num_ranks} processes, but engine.expert_parallel={config.expert_parallel}; "
             f"start it with torchrun --nproc-per-node {config.expert_parallel}"
         )
+    if config.pool is not None and config.pool.host is None:
+        nearest = "{}:{}".format(*next(iter(doors.values())))
+        config = replace(config, pool=replace(config.pool, host=own_host(nearest)))
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())
     # Instances and incarnations that began with one seed would give unseeded requests the same answers.
     seed = config.seed + zlib.crc32(f"{name} {time.time_ns()}".encode())

@@ -1,1 +1,1 @@
-"""Continuous batching over paged KV: scheduler, runner, sampler and the clients that reach them."""
+"""Continuous batching over paged KV: residency, runner, sampler and the clients that reach them."""

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from moe_lora.adapters.peft_format import read_adapter
+from moe_lora.adapters.peft_format import adapter_layer_bytes, read_adapter
 from moe_lora.core.clock import WallClock
 from moe_lora.core.config import EngineConfig
 from moe_lora.core.expert_parallel import check_expert_parallel
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.transport.make import make_transport
+from moe_lora.scheduling.scheduler import Scheduler
 
 from .build_cache import build_cache
 from .cache_figures import CacheFigures
 from .core import EngineCore
 from .followers import Allocate, Followers, Report, start_followers
 from .kept_adapters import ShardSizes
+from .pool_adapters import PoolAdapters
 from .rank import Rank
 from .residency import Residency
 from .runner import ModelRunner
-from .scheduler import Scheduler
+from .sequence import Sequence
 from .sizing import arena_size, max_model_len
 from .text import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
+
+PEER_TIMEOUT_S = 10.0
+"""An instance that does not give a layer of an adapter in this time is left for the next holder."""
 
 
 def build_engine(config: EngineConfig, followers: Followers | None = None) -> EngineCore:
@@ -55,10 +62,15 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     shape, dtype, layout = rank.shape, rank.dtype, rank.layout
     if followers is not None:
         followers.settle()
-    adapters = [(read_adapter(Path(path), shape, dtype, name), path) for name, path in config.adapters]
+    adapters = []
+    if config.pool is None:
+        adapters = [(read_adapter(Path(path), shape, dtype, name), path) for name, path in config.adapters]
     kept = [rank.kept_entries(other) for other in range(config.expert_parallel)]
     sizes = ShardSizes(shape, layout.page_bytes, kept)
     adapter_pages = [sum(sizes.layer_pages(packed)) for packed, _ in adapters]
+    if config.pool is not None:
+        measured = [adapter_layer_bytes(path, shape, dtype) for _, path in config.adapters]
+        adapter_pages = [sum(map(sizes.num_pages, layers)) for layers in measured]
     size = arena_size(config, shape, layout, adapter_pages, rank.device, rank.free_bytes(), rank.local_sites)
     if followers is not None:
         followers.tell(Allocate(size.num_pages, size.num_host_pages))
@@ -67,7 +79,8 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         followers.settle()
     runner = _runner(rank, followers)
     clock = WallClock()
-    cache, placement, transfers = build_cache(config, rank, size, sizes, followers, clock)
+    pool = _pool(config, shape, dtype)
+    cache, placement, transfers = build_cache(config, rank, size, sizes, followers, clock, pool)
     residency = Residency(placement, clock)
     for packed, path in adapters:
         residency.add(packed, path)
@@ -75,7 +88,7 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     if followers is not None:
         followers.tell(Report())
         followers.settle()
-    scheduler = Scheduler(
+    scheduler: Scheduler[Sequence] = Scheduler(
         cache,
         residency,
         clock,
@@ -91,8 +104,19 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         *(size.num_host_pages * layout.page_bytes / 1e6, config.expert_parallel),
     )
     figures = CacheFigures(cache, layout.page_bytes, size.max_kv_pages)
-    parts = (scheduler, runner, residency, cache, transfers, figures, clock)
-    return EngineCore(info, shape, dtype, *parts, config.seed, followers)
+    parts = (scheduler, runner, residency, transfers, figures, clock)
+    return EngineCore(info, shape, dtype, *parts, config.seed, followers, pool)
+
+
+def _pool(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> PoolAdapters | None:
+    """This instance's part of the adapter pool, if there is one."""
+    if config.pool is None:
+        return None
+    options: dict[str, Any] = {}
+    if config.pool.transport == "gloo":
+        options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
+    transport = make_transport(config.pool.transport, name=config.instance, **options)
+    return PoolAdapters(transport, lambda path, name: read_adapter(Path(path), shape, dtype, name))
 
 
 def _runner(rank: Rank, followers: Followers | None) -> ModelRunner:

@@ -21,6 +21,7 @@ from .kept_adapters import KeptAdapters, ShardSizes
 from .local_placement import LocalPlacement
 from .mover import Mover
 from .placement import Placement
+from .pool_adapters import PoolAdapters
 from .rank import Rank
 from .remote_placement import RemotePlacement, SharedPlacement
 from .sizing import ArenaSize
@@ -34,8 +35,12 @@ def build_cache(
     sizes: ShardSizes,
     followers: Followers | None,
     clock: Clock,
+    pool: PoolAdapters | None = None,
 ) -> tuple[UnifiedCache, Placement, Transfers]:
-    """The cache, what brings adapters in, and what carries out the cache's orders."""
+    """The cache, what brings adapters in, and what carries out the cache's orders.
+
+    pool: what keeps adapters; None: all are kept here.
+    """
     cache = UnifiedCache(
         num_device_pages=size.num_pages,
         num_host_pages=size.num_host_pages,
@@ -47,8 +52,8 @@ def build_cache(
         upper=config.swap_out_above,
         lower=config.swap_in_below,
     )
-    kept = _kept_adapters(rank, size, followers)
-    ranks = Ranks(rank.copier(kept.find), rank.layout.page_bytes, followers)
+    kept = _kept_adapters(rank, size, followers) if pool is None else pool
+    ranks = Ranks(rank.copier(kept.find, pool), rank.layout.page_bytes, followers)
     local = LocalPlacement(
         cache,
         kept,

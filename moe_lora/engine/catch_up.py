@@ -8,6 +8,7 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterInfo
 
 from .loop_client import LoopClient
+from .pool_directory import PoolDirectory
 from .roster import ServedAdapter
 
 logger = logging.getLogger(__name__)
@@ -18,13 +19,19 @@ def catch_up(
     served: dict[str, ServedAdapter],
     have: dict[str, ServedAdapter],
     missing: set[str],
+    pool: PoolDirectory | None = None,
 ) -> None:
-    """Load, unload and pin until the engine has what is `served`; what fails is noted as missing."""
+    """Load, unload and pin until the engine has what is `served`; what fails is noted as missing.
+
+    pool: where adapters are held; None: the engine reads them all.
+    """
     for name in [name for name in have if name not in served]:
         if name not in missing:
             client.call("unload_adapter", name).result()
         missing.discard(name)
         del have[name]
+        if pool is not None:
+            pool.forget(name)
     for name, adapter in served.items():
         if have.get(name) == adapter:
             continue
@@ -32,7 +39,10 @@ def catch_up(
         try:
             before = have.get(name)
             if before is None or (before.path, before.version) != (adapter.path, adapter.version):
-                client.call("load_adapter", name, adapter.path, True, adapter.version).result()
+                if pool is None:
+                    client.call("load_adapter", name, adapter.path, True, adapter.version).result()
+                else:
+                    pool.give(client, name, adapter.path, adapter.version)
                 is_loaded = True
             if adapter.pinned != (before is not None and before.pinned):
                 client.call("pin_adapter", name, adapter.pinned).result()

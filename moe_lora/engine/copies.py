@@ -18,6 +18,9 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.execution.slots import LayerPart, part_bytes, point_slot
 from moe_lora.kernels.step import SlotTable
 
+from .pool_adapters import PoolAdapters
+from .pool_fetch import LayerReader, fetch_layers
+
 
 @dataclass(frozen=True)
 class CopyPages:
@@ -56,7 +59,8 @@ class RankCopier:
     """Carries out orders in one rank's memory.
 
     device, host: 1-D uint8, page after page; host None: there is no host arena.  kept: [X] bool, entries of
-    adapters that this rank computes.  find: content hash -> the packed adapter, mapped or in memory.
+    adapters that this rank computes.  find: content hash -> the packed adapter, mapped or in memory.  pool:
+    has adapters that must be fetched; None: all are here.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class RankCopier:
         shape: ModelShape,
         kept: np.ndarray,
         find: Callable[[str], PackedAdapter],
+        pool: PoolAdapters | None = None,
     ) -> None:
         self._device = device.view(-1, page_bytes)
         self._host = None if host is None else host.view(-1, page_bytes)
@@ -75,12 +80,26 @@ class RankCopier:
         self._shape = shape
         self._kept = None if kept.all() else kept
         self._find = find
+        self._pool = pool
+        assert pool is None or self._kept is None, "adapters are fetched whole"
+
+    def fetches(self, order: RankOrder) -> bool:
+        """Whether the order waits for another process, or a disk."""
+        return self._reader(order) is not None
+
+    def _reader(self, order: RankOrder) -> LayerReader | None:
+        if self._pool is None or not isinstance(order, BringAdapter) or order.pages is not None:
+            return None
+        return self._pool.reader(order.content_hash)
 
     def begin(self, order: RankOrder) -> Callable[[], None]:
         """What carries the order out, on CUDA on the current stream.  The adapter may be forgotten since."""
         if isinstance(order, CopyPages):
             return partial(self._copy_pages, order)
         if isinstance(order, BringAdapter):
+            reader = self._reader(order)
+            if reader is not None:
+                return partial(self._fetch, order, reader)
             return partial(self._bring, order, self._find(order.content_hash))
         return partial(self._slots.clear, order.slot)
 
@@ -90,6 +109,17 @@ class RankCopier:
         for first, host_first, count in _runs(order.device_pages, order.host_pages):
             pages, host_pages = device[first : first + count], host[host_first : host_first + count]
             _copy(host_pages, pages) if order.to_device else _copy(pages, host_pages)
+
+    def _fetch(self, order: BringAdapter, reader: LayerReader) -> None:
+        """Each layer to its place as it comes."""
+        arena, page_bytes = self._device.view(-1), self._device.shape[1]
+        offsets = [max(0, first) * page_bytes for first in order.layer_first_pages]
+        sizes = reader.layer_bytes
+        targets = [arena[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
+        packed = fetch_layers(reader, targets)
+        assert self._pool is not None
+        self._pool.learn_tables(packed)
+        point_slot(self._slots, order.slot, packed, offsets)
 
     def _bring(self, order: BringAdapter, packed: PackedAdapter) -> None:
         parts, page_bytes = self._parts(packed), self._device.shape[1]

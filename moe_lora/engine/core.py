@@ -11,7 +11,6 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft_format import pack_state_dict, read_adapter
-from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterVersionError, EngineDeadError
 from moe_lora.core.request import (
@@ -23,14 +22,16 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 from moe_lora.core.shape import ModelShape
+from moe_lora.scheduling.plan import Scheduled
+from moe_lora.scheduling.scheduler import Scheduler
 
 from .cache_figures import CacheFigures
 from .followers import Followers
+from .pool_adapters import PoolAdapters
 from .request_check import check_request
 from .residency import Residency
 from .runner import ModelRunner
 from .sampler import sample
-from .scheduler import Scheduled, Scheduler
 from .sequence import Sequence
 from .transfers import Transfers
 
@@ -43,7 +44,8 @@ NUM_TRIES = 3
 class EngineCore:
     """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
 
-    Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.
+    Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.  pool: its
+    adapters, where they lie in a pool.
     """
 
     def __init__(
@@ -51,15 +53,15 @@ class EngineCore:
         info: ModelInfo,
         shape: ModelShape,
         dtype: torch.dtype,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Sequence],
         runner: ModelRunner,
         residency: Residency,
-        cache: UnifiedCache,
         transfers: Transfers,
         figures: CacheFigures,
         clock: Clock,
         seed: int,
         followers: Followers | None = None,
+        pool: PoolAdapters | None = None,
     ) -> None:
         self.info = info
         self._shape = shape
@@ -67,10 +69,10 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._residency = residency
-        self._cache = cache
         self._transfers = transfers
         self._clock = clock
         self._followers = followers
+        self.pool = pool
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
         self.stalled = False
@@ -229,6 +231,14 @@ class EngineCore:
         """Whether a request of one of these versions is not done yet."""
         return any(sequence.adapter_uid in uids for sequence in self._sequences.values())
 
+    def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:
+        """The version of an adapter that new requests use, and what is kept of it.
+
+        Raises AdapterNotFoundError.
+        """
+        adapter = self._residency.current(name)
+        return self._residency.info(adapter), adapter.packed
+
     def list_adapters(self) -> list[AdapterInfo]:
         return [self._residency.info(adapter) for adapter in self._residency.known()]
 
@@ -272,8 +282,8 @@ class EngineCore:
             seed = int(torch.randint(2**62, (1,), generator=self._seeds))
         return torch.Generator().manual_seed(seed % 2**63)
 
-    def _advance(self, plan: list[Scheduled]) -> None:
-        """Note what has been computed, and make full blocks findable."""
+    def _advance(self, plan: list[Scheduled[Sequence]]) -> None:
+        """Note what has been computed."""
         for item in plan:
             sequence = item.sequence
             if not sequence.counted:
@@ -281,8 +291,7 @@ class EngineCore:
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
                 self._counters["prompt_tokens"] += len(sequence.tokens)
-            sequence.num_computed += item.num_tokens
-            self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, self._clock.now_s())
+        self._scheduler.advance(plan)
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         now_s = self._clock.now_s()

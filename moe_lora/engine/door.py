@@ -142,7 +142,7 @@ class Door:
             Attendance(self._roster, instance, client, come, lambda: hang_up(connection)).run()
             if not self._roster.closed.is_set():
                 logger.warning("instance %s left; its requests go on elsewhere", hello.name)
-        except EngineDeadError as error:
+        except (EngineDeadError, ConfigError) as error:
             logger.warning("instance %s left before it took part: %s", hello.name, error)
         finally:
             client.shut_down()

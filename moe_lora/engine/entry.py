@@ -35,11 +35,14 @@ class CatchUp:
         self._recovery = recovery
 
     def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        pool = self._roster.pool
+        if pool is not None:
+            pool.enter(client)
         have, missing = held_by(client), set[str]()
         if self._recovery is not None:
             self._recovery.report(have)
         while not self._roster.join(instance, client, have, missing, incarnation):
-            catch_up(client, self._roster.adapters, have, missing)
+            catch_up(client, self._roster.adapters, have, missing, pool)
 
 
 class AsItIs:

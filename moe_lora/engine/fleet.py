@@ -26,6 +26,7 @@ from .client import EngineClient
 from .failover import MAX_RESENDS, Course, token_work
 from .fan_out import ask_live
 from .fleet_adapters import load_everywhere, pin_everywhere, unload_everywhere
+from .fleet_pool import FleetPool
 from .fleet_views import merge_adapters, merge_stats
 from .roster import Instance, Roster
 
@@ -63,6 +64,7 @@ class FleetClient:
         self._ranks = ranks
         self._running: dict[str, _Running] = {}
         self._info: ModelInfo | None = None
+        self.pool = None if roster.pool is None else FleetPool(roster, roster.pool)
         # Calls for one adapter come one after the other, or instances could disagree on which was the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -172,7 +174,7 @@ class FleetClient:
         async def load() -> AdapterInfo:
             assert version is None, "the roster counts versions"
             async with self._lock(name):
-                info = await load_everywhere(self._roster, name, path, replace=replace)
+                info = await load_everywhere(self._roster, name, path, replace=replace, pool=self.pool)
                 if self._ranks is not None:
                     self._ranks[name] = info.lora_rank
                 return info
@@ -183,7 +185,7 @@ class FleetClient:
     async def unload_adapter(self, name: str) -> None:
         async def unload() -> None:
             async with self._lock(name):
-                await unload_everywhere(self._roster, name)
+                await unload_everywhere(self._roster, name, self.pool)
 
         await asyncio.shield(unload())
 
@@ -200,10 +202,11 @@ class FleetClient:
     async def list_adapters(self) -> list[AdapterInfo]:
         answers = await ask_live(self._roster, lambda client: client.list_adapters())
         served = self._roster.adapters
-        return [
-            replace(info, version=served[info.name].version) if info.name in served else info
-            for info in merge_adapters(infos for _, infos in answers)
-        ]
+        infos = {info.name: info for info in merge_adapters(infos for _, infos in answers)}
+        for name in served.keys() & infos.keys():
+            infos[name] = replace(infos[name], version=served[name].version)
+        # Instances of a pool got them in different orders.
+        return [infos[name] for name in (*served, *(infos.keys() - served.keys())) if name in infos]
 
     async def stats(self) -> EngineStats:
         answers = await ask_live(self._roster, lambda client: client.stats())
@@ -233,4 +236,6 @@ def _instance_stats(instance: Instance) -> InstanceStats:
         outstanding_tokens=instance.outstanding_tokens,
         num_restarts=instance.num_restarts,
         num_resent=instance.num_resent,
+        pool_adapters=instance.latest.pool_adapters,
+        pool_bytes=instance.latest.pool_bytes,
     )

@@ -10,17 +10,20 @@ from moe_lora.core.request import AdapterInfo
 
 from .client import EngineClient
 from .fan_out import ask
+from .fleet_pool import FleetPool
 from .fleet_views import merge_adapters
 from .roster import Instance, Roster, ServedAdapter
 
 logger = logging.getLogger(__name__)
 
 
-async def load_everywhere(roster: Roster, name: str, path: str, *, replace: bool) -> AdapterInfo:
+async def load_everywhere(
+    roster: Roster, name: str, path: str, *, replace: bool, pool: FleetPool | None = None
+) -> AdapterInfo:
     """Serve the directory as `name` on all live instances; those that come back later load it too.
 
     If one instance refuses, the others go back to what they served before.  Calls for one name must come
-    one after the other.
+    one after the other.  pool: what has some of them hold it; None: all do.
     """
     with roster.loading():
         previous = roster.adapters.get(name)
@@ -29,13 +32,16 @@ async def load_everywhere(roster: Roster, name: str, path: str, *, replace: bool
                 f"adapter {name!r} is already loaded; unload it first or load it in place"
             )
         instances, version = roster.candidates(None), roster.next_version(name)
-        answers, errors = await ask(
-            roster,
-            instances,
-            lambda client: client.load_adapter(name, path, replace=replace, version=version),
-        )
+        if pool is None:
+            answers, errors = await ask(
+                roster,
+                instances,
+                lambda client: client.load_adapter(name, path, replace=replace, version=version),
+            )
+        else:
+            answers, errors = await pool.load(instances, name, path, replace=replace, version=version)
         if errors:
-            await _take_back(roster, [instance for instance, _ in answers], name, previous)
+            await _take_back(roster, [instance for instance, _ in answers], name, previous, pool)
             raise _refusal(name, answers, errors)
         for instance, _ in answers:
             instance.missing.discard(name)
@@ -43,14 +49,18 @@ async def load_everywhere(roster: Roster, name: str, path: str, *, replace: bool
         return answers[0][1]
 
 
-async def unload_everywhere(roster: Roster, name: str) -> None:
+async def unload_everywhere(roster: Roster, name: str, pool: FleetPool | None = None) -> None:
     """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
 
     Raises AdapterNotFoundError if no instance knows the name.
     """
     instances = roster.candidates(None)
     roster.forget(name)
+    if pool is not None:
+        pool.forget(name)
     answers, errors = await ask(roster, instances, lambda client: client.unload_adapter(name))
+    if pool is not None:
+        await pool.sweep()
     for _, error in errors:
         if not answers or not isinstance(error, AdapterNotFoundError):
             raise error
@@ -78,7 +88,11 @@ async def pin_everywhere(roster: Roster, name: str, *, pinned: bool) -> AdapterI
 
 
 async def _take_back(
-    roster: Roster, instances: list[Instance], name: str, previous: ServedAdapter | None
+    roster: Roster,
+    instances: list[Instance],
+    name: str,
+    previous: ServedAdapter | None,
+    pool: FleetPool | None,
 ) -> None:
     """Undo a load; an instance where that fails gets no more requests for the adapter."""
 
@@ -89,7 +103,10 @@ async def _take_back(
 
     if not instances:
         return
-    _, errors = await ask(roster, instances, undo)
+    if pool is None:
+        _, errors = await ask(roster, instances, undo)
+    else:
+        errors = await pool.take_back(instances, name, previous)
     for instance, error in errors:
         logger.error("instance %s can't go back to what it served as %s: %r", instance.name, name, error)
         instance.missing.add(name)

@@ -30,6 +30,10 @@ COUNTERS = (
     "swapped_out_bytes",
     "lora_server_requests",
     "lora_server_fallback_rows",
+    "pool_peer_fetches",
+    "pool_disk_fetches",
+    "pool_fetched_bytes",
+    "pool_failed_sources",
 )
 SUMMED_GAUGES = (
     "num_running",
@@ -41,8 +45,10 @@ SUMMED_GAUGES = (
     "host_bytes",
     "host_kv_bytes",
     "host_adapter_bytes",
+    "pool_adapters",
+    "pool_bytes",
 )
-BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "disk")
+BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "disk")
 NAMES = ("running_adapters", "waiting_adapters", "resident_adapters")
 
 

@@ -13,6 +13,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.shard import shard_layer
 from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.core.request import AdapterResidency
 from moe_lora.core.shape import ModelShape
 
 
@@ -52,10 +53,11 @@ class KeptAdapters:
         if self._store is not None and not self._num_kept[content_hash] and content_hash in self._store:
             self._store.remove(content_hash)
 
-    def keep(self, packed: PackedAdapter) -> PackedAdapter:
+    def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
         """Take on an adapter, once for each time that `forget` will end it; returns what to keep of it.
 
-        Raises CapacityError if there is no room for that.
+        path: its PEFT directory, of use to those who read it again.  Raises CapacityError if there is no room
+        for that.
         """
         if self._store is not None:
             packed = _stored(packed, self._store)
@@ -81,6 +83,17 @@ class KeptAdapters:
         if self._store is not None:
             self._before_removal()
             self._store.remove(content_hash)
+
+    def place(self, content_hash: str) -> AdapterResidency:
+        """Where a kept adapter's bytes are."""
+        return "disk" if self.in_files else "host"
+
+    def counters(self) -> dict[str, int]:
+        """Counters of `EngineStats` by their names there."""
+        return {}
+
+    def close(self) -> None:
+        """The engine ends."""
 
     @property
     def num_prepared(self) -> int:
@@ -123,7 +136,11 @@ class ShardSizes:
         self._all_kept = all(entries.all() for entries in kept)
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
-        return [-(-num_bytes // self.page_bytes) for num_bytes in self._layer_bytes(packed)]
+        return [self.num_pages(num_bytes) for num_bytes in self._layer_bytes(packed)]
+
+    def num_pages(self, num_bytes: int) -> int:
+        """Whole pages that so many bytes take."""
+        return -(-num_bytes // self.page_bytes)
 
     def _layer_bytes(self, packed: PackedAdapter) -> list[int]:
         if self._all_kept:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from moe_lora.core.config import EngineConfig
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -41,6 +42,8 @@ class _Engine:
             adapters=tuple((name, str(path)) for name, path in (adapters or {}).items()),
             **settings,
         )
+        if config.pool is not None:
+            raise ConfigError("an adapter pool is over several instances, but this is one; leave pool out")
         self.tokenizer = load_tokenizer(config.model_dir)
         self.client = InProcessClient(build_engine(config))
 

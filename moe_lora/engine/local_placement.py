@@ -64,7 +64,7 @@ class LocalPlacement:
         layer_pages = self._sizes.layer_pages(adapter.packed)
         num_pages = sum(layer_pages)
         self._room.check_fits(adapter.name, num_pages, self._pinned_pages())
-        adapter.packed = self._kept.keep(adapter.packed)
+        adapter.packed = self._kept.keep(adapter.packed, adapter.path)
         try:
             self._cache.add_adapter(
                 adapter.uid, layer_pages, self._clock.now_s(), inherits=self._latest(adapter.name)
@@ -145,7 +145,7 @@ class LocalPlacement:
         place = self._cache.place(adapter.uid)
         if place == "device":
             return "device", self._num_pages[adapter.uid]
-        return ("disk" if place == "disk" and self._kept.in_files else "host"), 0
+        return (self._kept.place(adapter.packed.content_hash) if place == "disk" else "host"), 0
 
     def resident(self) -> Iterator[AdapterVersion]:
         return (adapter for adapter in self._known.values() if adapter.slot is not None)
@@ -156,11 +156,12 @@ class LocalPlacement:
             self._cache.note_remote(adapter.uid, ready)
 
     def counters(self) -> dict[str, int]:
-        """None of its own: see `EngineCore.stats` for the cache's."""
-        return {}
+        """Those of the adapters kept: see `EngineCore.stats` for the cache's."""
+        return self._kept.counters()
 
     def close(self) -> None:
-        """Nothing to do: the arena goes with the engine."""
+        """The arena goes with the engine."""
+        self._kept.close()
 
     def translate(self, order: Order) -> tuple[RankOrder, int] | None:
         """The order as ranks understand it, and how many pages it moves; None for an adapter that was dropped

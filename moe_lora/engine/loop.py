@@ -7,16 +7,18 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 
 from .core import EngineCore
 from .heartbeat import Pulse
 from .inbox import Inbox
 from .messages import Abort, Call, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
+from .pool_calls import PoolCalls
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ class EngineLoop(threading.Thread):
             "stats": lambda call: self._reply(call, self._core.stats),
             "model_info": lambda call: self._reply(call, lambda: self._core.info),
         }
+        if core.pool is not None:
+            self.methods |= self._pool_methods(PoolCalls(core, core.pool))
 
     def run(self) -> None:
         try:
@@ -107,7 +111,12 @@ class EngineLoop(threading.Thread):
             if last is not None:
                 self._emit(Outputs([last]))
         elif isinstance(command, Call):
-            self.methods[command.method](command)
+            method = self.methods.get(command.method)
+            if method is None:
+                problem = f"this engine has no {command.method}: its settings are not those of the front end"
+                self._emit(Reply(command.call_id, error=ConfigError(problem)))
+            else:
+                method(command)
         else:
             command()
 
@@ -119,21 +128,38 @@ class EngineLoop(threading.Thread):
 
     def _load_adapter(self, call: Call) -> None:
         """Read the files in another thread, so that steps go on, then add the adapter in this one."""
-        name, path, replace, version = call.args
 
-        def read() -> None:
+        def read(name: str, path: str, replace: bool, version: int | None) -> PackedAdapter:
+            return self._core.read_adapter(name, path)
+
+        def add(
+            packed: PackedAdapter, name: str, path: str, replace: bool, version: int | None
+        ) -> AdapterInfo:
+            return self._core.add_adapter(packed, path, replace=replace, version=version)
+
+        self._in_two_parts(read, add, call)
+
+    def _pool_methods(self, calls: PoolCalls) -> dict[str, Callable[[Call], None]]:
+        methods: dict[str, Callable[[Call], None]] = {
+            name: lambda call, method=method: self._reply(call, method, *call.args)  # type: ignore[misc]
+            for name, method in calls.quick().items()
+        }
+        for name, parts in calls.slow().items():
+            methods[name] = partial(self._in_two_parts, *parts)
+        return methods
+
+    def _in_two_parts(self, first: Callable[..., Any], second: Callable[..., Any], call: Call) -> None:
+        """Run the first part in the thread for files, then the second in this one, with what it returned."""
+
+        def run() -> None:
             try:
-                packed = self._core.read_adapter(name, path)
+                result = first(*call.args)
             except Exception as error:
                 self._emit(Reply(call.call_id, error=error))
             else:
-                self.inbox.put(
-                    lambda: self._reply(
-                        call, lambda: self._core.add_adapter(packed, path, replace=replace, version=version)
-                    )
-                )
+                self.inbox.put(lambda: self._reply(call, second, result, *call.args))
 
-        self._files.submit(read)
+        self._files.submit(run)
 
     def _publish(self, packed: PackedAdapter, path: str | None) -> AdapterInfo:
         return self._core.add_adapter(packed, path, replace=True)

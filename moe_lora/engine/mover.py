@@ -63,16 +63,27 @@ class Mover(threading.Thread):
             self.join(CLOSE_TIMEOUT_S)
 
     def run(self) -> None:
-        while (order := self._orders.get()) is not None and not self._closing.is_set():
-            number, num_bytes, copy, launched = order
-            error: Exception | None = None
-            try:
-                self._carry_out(num_bytes, copy, launched)
-            except Exception as problem:
-                logger.exception("a copy of %d bytes failed", num_bytes)
-                error = problem
-            self._done.put((number, error))
-            self._on_done()
+        while self._take_one():
+            continue
+
+    def _take_one(self) -> bool:
+        """Wait for an order and carry it out; False at the end.
+
+        A method of its own, so that nothing holds what was copied, an adapter's memory, while it waits.
+        """
+        order = self._orders.get()
+        if order is None or self._closing.is_set():
+            return False
+        number, num_bytes, copy, launched = order
+        error: Exception | None = None
+        try:
+            self._carry_out(num_bytes, copy, launched)
+        except Exception as problem:
+            logger.exception("a copy of %d bytes failed", num_bytes)
+            error = problem
+        self._done.put((number, error))
+        self._on_done()
+        return True
 
     def _carry_out(self, num_bytes: int, copy: Callable[[], None], launched: torch.cuda.Event | None) -> None:
         start_s = time.monotonic()

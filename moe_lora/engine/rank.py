@@ -27,6 +27,7 @@ from moe_lora.models.families import load_model
 
 from .copies import RankCopier
 from .followers import RENDEZVOUS
+from .pool_adapters import PoolAdapters
 from .runner import ModelRunner
 from .sizing import free_bytes
 from .step_batch import StepBatch
@@ -104,8 +105,8 @@ class Rank:
                 kept[site.entry_base : site.entry_base + site.num_entries] = False
         return kept
 
-    def copier(self, find: Callable[[str], PackedAdapter]) -> RankCopier:
-        """What copies in this rank's memory; `find` gives adapters by content hash."""
+    def copier(self, find: Callable[[str], PackedAdapter], pool: PoolAdapters | None = None) -> RankCopier:
+        """What copies in this rank's memory; `find` and `pool` give adapters by content hash."""
         return RankCopier(
             self.arena,
             self.host_arena,
@@ -114,6 +115,7 @@ class Rank:
             self.shape,
             self.kept_entries(self.dist_rank),
             find,
+            pool,
         )
 
     def runner(

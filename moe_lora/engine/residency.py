@@ -16,7 +16,9 @@ from .placement import Placement
 
 
 class Residency:
-    """Names, versions and users of adapters; a `Placement` makes them ready for computing."""
+    """Names, versions and users of adapters (the scheduler's `Adapters`); a `Placement` makes them ready for
+    computing.
+    """
 
     def __init__(self, placement: Placement, clock: Clock) -> None:
         self.placement = placement
@@ -117,6 +119,24 @@ class Residency:
             idle_s=None if last_used_s is None else self._clock.now_s() - last_used_s,
         )
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether it may depend on another process that an adapter becomes ready."""
+        return self.placement.waits_for_others
+
+    def enqueue(self, adapter: AdapterVersion) -> None:
+        """One more request of the adapter waits, holding nothing."""
+        adapter.num_waiting += 1
+
+    def dequeue(self, adapter: AdapterVersion) -> None:
+        """One of those holds the adapter now, or has left."""
+        adapter.num_waiting -= 1
+        self.settle(adapter)
+
+    def begin_round(self) -> None:
+        """Requests are about to be admitted, one `acquire` after the other."""
+        self.placement.begin_round()
+
     def acquire(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
         """Hold the adapter for one request, its bytes on their way if they are not there.
 
@@ -127,6 +147,10 @@ class Residency:
             adapter.num_running += 1
             adapter.last_used_s = self._clock.now_s()
         return readiness
+
+    def has_unused_lease(self, adapter: AdapterVersion) -> bool:
+        """Whether others wait for its place, which is kept for this engine, though no request uses it."""
+        return self.placement.has_unused_lease(adapter)
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         """Of an adapter that was acquired: whether its bytes are there."""

@@ -18,6 +18,7 @@ from .client import EngineClient
 from .fleet_views import add_counters
 from .heartbeat import Heartbeat
 from .messages import Beat
+from .pool_directory import PoolDirectory
 from .served import Holding, Served, ServedAdapter
 
 
@@ -71,7 +72,8 @@ class Roster:
 
     clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
     pairs of the start.  advice: what to do when no instance is live, where they come by themselves.
-    heartbeat: when an instance counts as silent.
+    heartbeat: when an instance counts as silent.  pool: where adapters are held; None: every instance has
+    them all.
     """
 
     def __init__(
@@ -80,10 +82,12 @@ class Roster:
         adapters: Sequence[tuple[str, str]] = (),
         advice: str | None = None,
         heartbeat: Heartbeat | None = None,
+        pool: PoolDirectory | None = None,
     ) -> None:
         self.heartbeat = heartbeat or Heartbeat()
         self.instances = [Instance(index, client, str(index)) for index, client in enumerate(clients)]
         self.closed = threading.Event()
+        self.pool = pool
         self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
         self._numbers = {instance.name: instance.index for instance in self.instances}

@@ -17,8 +17,9 @@ from moe_lora.execution.context import ExecutionContext
 from moe_lora.kernels.step import LeasedAdapter, LeasedRows, StepTables
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.layers import DecoderLayer
+from moe_lora.scheduling.plan import Scheduled
 
-from .scheduler import Scheduled
+from .sequence import Sequence
 from .step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class ModelRunner:
         for size in sizes:
             self._run(self._batch([], size, any_rows=not self._buckets and size > 1))
 
-    def run(self, plan: Seq[Scheduled]) -> torch.Tensor:
+    def run(self, plan: Seq[Scheduled[Sequence]]) -> torch.Tensor:
         """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order."""
         decode = all(item.num_tokens == 1 for item in plan)
         num_rows = sum(item.num_tokens for item in plan)
@@ -88,7 +89,7 @@ class ModelRunner:
         rows = (batch.tokens, batch.positions, live, batch.logit_rows)
         return self._model(*rows, self._context.channels, layer_forward)
 
-    def _batch(self, plan: Seq[Scheduled], num_rows: int, *, any_rows: bool = False) -> StepBatch:
+    def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:
         tokens, positions, logit_rows = self._rows(plan, num_rows)
         return StepBatch(
             tokens=tokens,
@@ -100,13 +101,15 @@ class ModelRunner:
             any_rows=any_rows,
         )
 
-    def _fits_graph(self, plan: Seq[Scheduled], num_rows: int) -> bool:
+    def _fits_graph(self, plan: Seq[Scheduled[Sequence]], num_rows: int) -> bool:
         """Without buckets any step does, with buckets a decode step of a bucket."""
         if self._eager:
             return False
         return not self._buckets or (num_rows in self._buckets and all(item.num_tokens == 1 for item in plan))
 
-    def _rows(self, plan: Seq[Scheduled], num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _rows(
+        self, plan: Seq[Scheduled[Sequence]], num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids [T], positions [T] and the rows whose logits are wanted, all int64."""
         tokens = np.zeros(num_rows, dtype=np.int64)
         positions = np.zeros(num_rows, dtype=np.int64)
@@ -125,7 +128,7 @@ class ModelRunner:
             self._tensor(np.array(logit_rows, dtype=np.int64)),
         )
 
-    def _tables(self, plan: Seq[Scheduled], num_rows: int) -> StepTables:
+    def _tables(self, plan: Seq[Scheduled[Sequence]], num_rows: int) -> StepTables:
         """Step tables; rows beyond the plan belong to a padding sequence each (seq_lens 0, no adapter)."""
         counts = [item.num_tokens for item in plan]
         counts += [1] * (num_rows - sum(counts))
@@ -154,7 +157,9 @@ class ModelRunner:
             decode=all(item.num_tokens == 1 for item in plan),
         )
 
-    def _leased_rows(self, plan: Seq[Scheduled], query_start: np.ndarray, num_rows: int) -> LeasedRows | None:
+    def _leased_rows(
+        self, plan: Seq[Scheduled[Sequence]], query_start: np.ndarray, num_rows: int
+    ) -> LeasedRows | None:
         """Rows whose deltas the LoRA Server computes: all that have an adapter."""
         index_of: dict[int, int] = {}
         adapters: list[LeasedAdapter] = []

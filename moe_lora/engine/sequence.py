@@ -8,6 +8,7 @@ import torch
 
 from moe_lora.cache.tables import BlockTable
 from moe_lora.core.request import FinishReason, GenerateRequest, RequestTiming
+from moe_lora.scheduling.waits import Waits
 
 from .adapter_version import AdapterVersion
 
@@ -18,9 +19,7 @@ class Sequence:
 
     tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
     matched: its prompt was looked up in the cache.  adapter_hit: it never waited for its adapter to come.
-    limit_tokens: total length at which it must end.  loading_s, adapter_s: when it began to wait for bytes
-    on their way, and when those of its adapter were there; None: it does not wait, they are not.
-    held_back_s: since when it waits for an adapter's place.
+    limit_tokens: total length at which it must end.
     """
 
     request: GenerateRequest
@@ -35,12 +34,7 @@ class Sequence:
     matched: bool = False
     adapter_hit: bool = True
     table: BlockTable = field(init=False)
-    admitted_s: float | None = None
-    loading_s: float | None = None
-    adapter_s: float | None = None
-    adapter_load_s: float = 0.0
-    held_back_s: float | None = None
-    kv_load_s: float = 0.0
+    waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None
     second_token_s: float | None = None
 
@@ -66,13 +60,6 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 
-    def loaded(self, now_s: float) -> None:
-        """Adapter and history are on the device; later loads, after a preemption, are no part of the wait."""
-        if self.admitted_s is None and self.loading_s is not None and self.adapter_s is not None:
-            self.adapter_load_s += self.adapter_s - self.loading_s
-            self.kv_load_s += now_s - self.adapter_s
-        self.loading_s = None
-
     def append(self, token: int, now_s: float, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Take the sampled token; says whether it ends the request."""
         self.tokens.append(token)
@@ -87,20 +74,15 @@ class Sequence:
         return "length" if len(self.tokens) >= self.limit_tokens else None
 
     def timing(self, now_s: float) -> RequestTiming:
-        admitted = now_s if self.admitted_s is None else self.admitted_s
+        waits = self.waits
+        admitted = now_s if waits.admitted_s is None else waits.admitted_s
         first = now_s if self.first_token_s is None else self.first_token_s
         second = first if self.second_token_s is None else self.second_token_s
         return RequestTiming(
-            queue_s=admitted - self.arrival_s - self.adapter_load_s - self.kv_load_s,
-            adapter_load_s=self.adapter_load_s,
-            kv_load_s=self.kv_load_s,
+            queue_s=waits.queue_s(self.arrival_s, now_s),
+            adapter_load_s=waits.adapter_load_s,
+            kv_load_s=waits.kv_load_s,
             prefill_s=first - admitted,
             first_decode_s=second - first,
-            adapter_wait_s=self._adapter_wait_s(admitted),
+            adapter_wait_s=waits.adapter_wait_s(now_s),
         )
-
-    def _adapter_wait_s(self, admitted_s: float) -> float:
-        """From the moment it was held back until its bytes began to move."""
-        if self.held_back_s is None:
-            return 0.0
-        return max(0.0, admitted_s - self.held_back_s - self.adapter_load_s - self.kv_load_s)

@@ -24,6 +24,21 @@ def thread_share(num_threads: int | None, num_instances: int, num_cores: int) ->
     return num_threads or share
 
 
+def check_pool(config: EngineConfig) -> None:
+    """Raises ConfigError for an adapter pool that `config.num_instances` on this machine can't keep."""
+    pool = config.pool
+    if pool is None:
+        return
+    if config.num_instances < 2:
+        raise ConfigError(
+            "an adapter pool is over several instances; give --instances 2 or more, or leave it out"
+        )
+    if pool.replicas > config.num_instances:
+        raise ConfigError(
+            f"pool.replicas={pool.replicas} is more than the {config.num_instances} instances; choose fewer"
+        )
+
+
 def instance_config(
     config: EngineConfig, index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]
 ) -> EngineConfig:

@@ -127,6 +127,9 @@ class Supervisor:
             if name in served and os.path.isdir(served[name].path)
         }
         adapters = tuple((name, adapter.path) for name, adapter in have.items())
+        pool = self._roster.pool
+        if pool is not None:
+            have = {}  # an engine of a pool begins without any
         client = self._launch(instance.index, instance.num_restarts + 1, adapters)
         try:
             if not self._roster.start(instance, client):
@@ -144,5 +147,5 @@ class Supervisor:
         missing: set[str] = set()
         found = dict(have) if have is not None and instance.client is not client else held_by(client)
         while not self._roster.join(instance, client, found, missing, str(client.pid)):
-            catch_up(client, self._roster.adapters, found, missing)
+            catch_up(client, self._roster.adapters, found, missing, self._roster.pool)
         logger.info("instance %d is back (process %d)", instance.index, client.pid)

@@ -32,12 +32,17 @@ class Ranks:
             self._followers.tell(order)
         return self._own.begin(order)
 
+    def fetches(self, order: RankOrder) -> bool:
+        """Whether the order waits for another process, or a disk."""
+        return self._own.fetches(order)
+
 
 class Transfers:
     """Takes orders of the cache, has them carried out beside the steps, confirms them.
 
     translate: an order as ranks understand it; None if nobody wants it any more.  on_done: told of each order
     that was confirmed.  interval_s: time between two looks of the cache at what to move ahead of need.
+    Adapters that a pool has elsewhere are brought by a second mover, so that they hold no other copy up.
     Called by the engine's own thread.
     """
 
@@ -60,7 +65,9 @@ class Transfers:
         self._clock = clock
         self._translate = translate
         self._on_done = on_done
+        self._make_mover = make_mover
         self._mover = make_mover(self._tell)
+        self._fetcher: Mover | None = None
         self._interval_s = interval_s
         self._balanced = False
         self._next_tick_s = clock.now_s()
@@ -73,7 +80,8 @@ class Transfers:
 
     def settle(self) -> None:
         """Confirm what is done, and what can't be done: the cache goes on without it."""
-        for number, error in self._mover.finished():
+        finished = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
+        for number, error in finished:
             order = self._under_way.pop(number)
             if error is not None:
                 self._cache.failed(number)
@@ -111,11 +119,19 @@ class Transfers:
             rank_order, num_pages = translated
             self._under_way[order.copy_id] = order
             num_bytes = num_pages * self._ranks.page_bytes
-            self._mover.submit(order.copy_id, num_bytes, self._ranks.begin(rank_order))
+            mover = self._fetching() if self._ranks.fetches(rank_order) else self._mover
+            mover.submit(order.copy_id, num_bytes, self._ranks.begin(rank_order))
         return bool(orders)
+
+    def _fetching(self) -> Mover:
+        if self._fetcher is None:
+            self._fetcher = self._make_mover(self._tell)
+        return self._fetcher
 
     def close(self) -> None:
         self._mover.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
 
     def _tell(self) -> None:
         if self.on_change is not None:

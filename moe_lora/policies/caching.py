@@ -55,9 +55,11 @@ class NodeColumns:
     """Nodes to be valued.  All [N].
 
     is_adapter bool; pages int64; visits float64: since the node was made, not decayed; recent float64:
-    visits decayed by exp(-t / `recent_s`) up to the last one; idle_s float64: since the last use;
+    visits decayed by exp(-t / `adapter_recent_s`) up to the last one (0 for KV); idle_s float64: since the
+    last use;
     backed bool: the host has it; first_token, num_tokens int64: where in its prompt a KV node lies (0
-    for adapters); turn int64: nodes of its dialogue up to it (0 for adapters); wanted int64: queued requests
+    for adapters); turn int64: nodes of its dialogue up to it, or the uses of what had
+    been dropped in its place and one more (0 for adapters); wanted int64: queued requests
     that need it; adapter_ready bool: its adapter (itself, for an adapter) is on this device or the LoRA
     Server.
     """
@@ -126,13 +128,8 @@ class CachingPolicy(Protocol):
     def traits(self) -> Traits: ...
 
     @property
-    def recent_s(self) -> float:
-        """Time constant of `NodeColumns.recent` for KV."""
-        ...
-
-    @property
     def adapter_recent_s(self) -> float:
-        """The same for adapters."""
+        """Time constant of `NodeColumns.recent`."""
         ...
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:

@@ -40,7 +40,6 @@ class FastLibra:
     time_unit_s: float = 60.0
     rewards_adapters: bool = True
     keeps_dependencies: bool = True
-    recent_s: float = 60.0
     adapter_recent_s: float = 60.0
 
     @property

@@ -11,7 +11,8 @@ class InstanceLoad:
     """Requests that have not ended, by adapter (None: the base model).
 
     waiting: those without a token yet: queued, or their prompt is being computed (the simulator counts them
-    until they leave its queue).  running: those that decode.  waiting_tokens: prompt tokens of the first.
+    until they leave its queue).  running: those that decode.  waiting_prompts, waiting_tokens: prompt tokens
+    of the first, by adapter and in all.  num_changes: how often this changed, for who keeps sums of it.
     recent: the adapters of the last requests, at most `max_recent`, the latest last: what the instance most
     likely holds on its device.  num_elsewhere: requests that other front ends gave it, whose adapters are
     not known here.
@@ -20,7 +21,8 @@ class InstanceLoad:
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
         self.waiting: Counter[str | None] = Counter()
         self.running: Counter[str | None] = Counter()
-        self.num_waiting = self.num_running = self.waiting_tokens = 0
+        self.waiting_prompts: Counter[str | None] = Counter()
+        self.num_waiting = self.num_running = self.waiting_tokens = self.num_changes = 0
         self.num_elsewhere = 0
         self.recent: dict[str, None] = {}
         self._max_recent = max_recent
@@ -36,8 +38,10 @@ class InstanceLoad:
     def add(self, adapter: str | None, prompt_tokens: int) -> None:
         """A request comes."""
         self.waiting[adapter] += 1
+        self.waiting_prompts[adapter] += prompt_tokens
         self.num_waiting += 1
         self.waiting_tokens += prompt_tokens
+        self.num_changes += 1
         if adapter is not None:
             self.recent.pop(adapter, None)
             self.recent[adapter] = None
@@ -56,15 +60,18 @@ class InstanceLoad:
             self._leave(adapter, prompt_tokens)
             return
         self.num_running -= 1
-        _take(self.running, adapter)
+        self.num_changes += 1
+        _take(self.running, adapter, 1)
 
     def _leave(self, adapter: str | None, prompt_tokens: int) -> None:
         self.num_waiting -= 1
         self.waiting_tokens -= prompt_tokens
-        _take(self.waiting, adapter)
+        self.num_changes += 1
+        _take(self.waiting, adapter, 1)
+        _take(self.waiting_prompts, adapter, prompt_tokens)
 
 
-def _take(counts: Counter[str | None], adapter: str | None) -> None:
-    counts[adapter] -= 1
+def _take(counts: Counter[str | None], adapter: str | None, number: int) -> None:
+    counts[adapter] -= number
     if not counts[adapter]:
         del counts[adapter]

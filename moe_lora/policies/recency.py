@@ -12,7 +12,6 @@ class Recency:
     """value = 1 / (1 + idle_s): what was used last stays longest, whatever it is."""
 
     traits: Traits = field(default_factory=Traits)
-    recent_s: float = 60.0
     adapter_recent_s: float = 60.0
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:

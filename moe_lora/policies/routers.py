@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from moe_lora.core.errors import ConfigError
 
-from .model_routing import RankAware, ShortestPendingTime
-from .performance import PerformanceModel
+from .model_routing import CostModel, RankAware, ShortestPendingTime
 from .phi_routing import PhiRouting
 from .routing import LeastOutstanding, RoundRobin, Router
 from .spread import AdapterAffinity, FirstFit, JoinShortestQueue, RandomChoice
@@ -21,12 +20,12 @@ class RoutingContext:
     """
 
     max_num_seqs: int = 64
-    model: PerformanceModel | None = None
+    model: CostModel | None = None
     ranks: Mapping[str, int] = field(default_factory=dict)
     table: Mapping[str, Iterable[tuple[int, float]]] = field(default_factory=dict)
     seed: int = 0
 
-    def need_model(self, name: str) -> PerformanceModel:
+    def need_model(self, name: str) -> CostModel:
         if self.model is None:
             raise ConfigError(f"routing={name!r} needs a performance model; give --performance-model FILE")
         return self.model
@@ -41,7 +40,7 @@ ROUTERS: dict[str, Callable[[RoutingContext], Router]] = {
     "adapter_affinity": lambda _: AdapterAffinity(),
     "rank_aware": lambda context: RankAware(context.need_model("rank_aware"), context.ranks),
     "shortest_pending_time": lambda context: ShortestPendingTime(
-        context.need_model("shortest_pending_time"), context.ranks
+        context.need_model("shortest_pending_time"), context.ranks, context.max_num_seqs
     ),
     "phi": lambda context: PhiRouting(context.table),
 }

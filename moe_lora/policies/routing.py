@@ -37,6 +37,9 @@ class RoutedView(Protocol):
     @property
     def adapter(self) -> str | None: ...
 
+    @property
+    def prompt_tokens(self) -> int: ...
+
 
 Instance = TypeVar("Instance", bound=InstanceView)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import Row
+from moe_lora.policies.step_work import Row
 
 from .performance_fit import MeasuredStep
 

@@ -63,7 +63,7 @@ def read_step_model(path: str | Path, *, kernel: str | None = None, form: str = 
 
 
 def _models(top: Section) -> list[StepModel]:
-    if top.text("format") != FORMAT:
+    if not top.has("format") or top.text("format") != FORMAT:
         raise ConfigError(f"format is not {FORMAT!r}; give a file of `moe-lora profile-steps`")
     return [_model(section) for section in top.list_of_sections("models")]
 

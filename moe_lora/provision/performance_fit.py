@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import Row, StepModel, feature_names, features
-
-PHASES = ("decode", "prefill")
+from moe_lora.policies.step_model import PHASES, StepModel, feature_names
+from moe_lora.policies.step_work import Row, features
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,12 @@ COUNTERS = (
         "Rows of deltas that the engine computed because the LoRA Server did not.",
         "lora_server_fallback_rows",
     ),
+    ("moe_lora:pool_fetched_bytes", "Bytes of adapters read from other instances.", "pool_fetched_bytes"),
+    (
+        "moe_lora:pool_failed_sources",
+        "Instances and directories that did not give an adapter as they should.",
+        "pool_failed_sources",
+    ),
 )
 LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     (
@@ -61,6 +67,12 @@ LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         "direction",
         (("in", "swapped_in_bytes"), ("out", "swapped_out_bytes")),
     ),
+    (
+        "moe_lora:pool_fetches",
+        "Adapters fetched that the instance did not hold, by where they came from.",
+        "source",
+        (("peer", "pool_peer_fetches"), ("disk", "pool_disk_fetches")),
+    ),
 )
 """Counters whose label takes these values, and the field of each."""
 TIERS = ("device", "host")
@@ -71,6 +83,8 @@ INSTANCE_GAUGES = (
     ("moe_lora:instance_requests_waiting", "Requests that wait in the instance.", "num_waiting"),
     ("moe_lora:instance_kv_cache_usage", "Share of KV pages in use, 0 to 1.", "kv_usage"),
     ("moe_lora:instance_outstanding_tokens", "Tokens its requests may still need.", "outstanding_tokens"),
+    ("moe_lora:instance_pool_adapters", "Adapters it holds for the pool.", "pool_adapters"),
+    ("moe_lora:instance_pool_bytes", "Host memory that these take.", "pool_bytes"),
 )
 INSTANCE_COUNTERS = (
     ("moe_lora:instance_restarts", "Times it was started again.", "num_restarts"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import cast
 
 from moe_lora.core.clock import Clock, WallClock
@@ -14,6 +15,7 @@ from moe_lora.core.problems import LastProblem
 from moe_lora.core.request import FleetStats
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.client import EngineClient
+from moe_lora.engine.fleet import FleetClient
 from moe_lora.policies.phi_routing import PhiRouting
 from moe_lora.provision.demand_history import DemandHistory
 from moe_lora.provision.operating_points_file import read_operating_points
@@ -52,6 +54,8 @@ class PlacementController:
         points = config.operating_points
         self._points = None if points is None else read_operating_points(points)
         self._client = client
+        pool = client.pool if isinstance(client, FleetClient) else None
+        self._moving = nullcontext if pool is None else pool.moving
         self._router = router
         self._meter = meter
         self._clock = clock or WallClock()
@@ -118,7 +122,8 @@ class PlacementController:
         table = cast("dict[str, list[tuple[int, float]]]", found)
         self.latest = placement_quality(table, adapters, live, points, demand, before, sizes)
         self.num_copies += self.latest.num_copies
-        self._router.swap(table)
+        async with self._moving(table):
+            self._router.swap(table)
         if self.latest.num_copies:
             logger.info(
                 "placement %d: %d adapters on %d instances, %d moves",

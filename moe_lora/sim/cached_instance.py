@@ -9,11 +9,13 @@ from moe_lora.cache.orders import Namespace
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
+from moe_lora.scheduling.plan import Scheduled
+from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.workload.conversations import TurnRequest
 
+from .cached_adapters import CachedAdapters
 from .cached_requests import CachedRequest
 from .cached_result import CachedResult
-from .cached_scheduler import CachedScheduler, Plan
 from .copy_links import CopyLinks
 from .events import EventQueue
 from .transformer_time import TransformerTime
@@ -23,13 +25,17 @@ STUCK_S = 60.0
 SAMPLE_S = 1.0
 """Time between two looks at what the arenas hold."""
 
+Plan = list[Scheduled[CachedRequest]]
+"""The work of one step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CachedConfig:
     """One instance.
 
     adapter_pages: of each adapter, one extent.  block_size: tokens of a page.  link_bytes_per_s: between host
-    and device, each way.  tick_s: time between two decisions of the cache ahead of need.
+    and device, each way.  tick_s: time between two decisions of the cache ahead of need.  upper, lower: its
+    thresholds (`UnifiedCache`).
     """
 
     time: TransformerTime
@@ -42,6 +48,8 @@ class CachedConfig:
     max_num_batched_tokens: int = 2048
     starvation_s: float = 5.0
     tick_s: float = 0.1
+    upper: float = 0.95
+    lower: float = 0.70
 
     @property
     def page_bytes(self) -> int:
@@ -85,16 +93,18 @@ class CachedInstance:
             num_host_pages=config.num_host_pages,
             block_size=config.block_size,
             policy=policy,
+            upper=config.upper,
+            lower=config.lower,
         )
         for name, pages in config.adapter_pages.items():
             self.cache.add_adapter(name, (pages,), 0.0)
         self.links = CopyLinks(
             self.events, config.link_bytes_per_s, config.page_bytes, self._load_pages, self._copied
         )
-        self.scheduler = CachedScheduler(
+        self.scheduler: Scheduler[CachedRequest] = Scheduler(
             self.cache,
-            self.events.now_s,
-            lambda request: self.links.hurry(request.adapter_uid),
+            CachedAdapters(self.cache, config.adapter_pages, self.events),
+            self.events,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             starvation_s=config.starvation_s,
@@ -117,7 +127,7 @@ class CachedInstance:
 
         def come() -> None:
             self._arrive(index + 1)
-            self.scheduler.waiting.append(CachedRequest(planned))
+            self.scheduler.add(CachedRequest(planned))
             self.state.aborted |= len(self.scheduler.waiting) > self._max_waiting
             self._step()
 
@@ -127,9 +137,9 @@ class CachedInstance:
         if self._over:
             return
         now_s = self.events.now_s()
-        stuck = [*self.scheduler.loading, *self.scheduler.waiting]
-        if stuck and now_s - STUCK_S > max(self.state.last_step_s, stuck[0].arrival_s):
-            index = stuck[0].planned.index
+        oldest = self.scheduler.oldest
+        if oldest is not None and now_s - STUCK_S > max(self.state.last_step_s, oldest.arrival_s):
+            index = oldest.planned.index
             raise CapacityError(f"request {index} alone has no room; raise num_device_pages or shorten it")
         if now_s >= len(self.state.samples) * SAMPLE_S:
             self.state.samples.append(self.cache.usage())
@@ -147,36 +157,35 @@ class CachedInstance:
         if self.state.computing or self._over:
             return
         plan = self.scheduler.schedule()
+        now_s = self.events.now_s()
+        for request in self.scheduler.loading:
+            if request.waits.loading_s == now_s:
+                self.links.hurry(request.adapter_uid)
         self.links.submit(self.cache.take_orders(), urgent=True)
         if plan:
             self.state.computing = True
             self.state.num_steps += 1
-            self.events.at(self.events.now_s() + self._step_s(plan), lambda: self._end(plan))
+            self.events.at(now_s + self._step_s(plan), lambda: self._end(plan))
 
     def _step_s(self, plan: Plan) -> float:
         context = attended = 0.0
-        for request, num_tokens in plan.items():
+        rows = 0
+        for item in plan:
+            request, num_tokens = item.sequence, item.num_tokens
+            rows += num_tokens
             attended += num_tokens * (request.num_computed + num_tokens / 2)
             if num_tokens == 1:
-                context += request.num_total
-        pages = sum(self._config.adapter_pages[name] for name in {r.adapter_uid for r in plan})
-        return self._config.time.step_s(
-            sum(plan.values()), attended, context, pages * self._config.page_bytes
-        )
+                context += len(request.tokens)
+        pages = sum(self._config.adapter_pages[name] for name in {item.sequence.adapter for item in plan})
+        return self._config.time.step_s(rows, attended, context, pages * self._config.page_bytes)
 
     def _end(self, plan: Plan) -> None:
         now_s = self.events.now_s()
         self.state.computing, self.state.last_step_s = False, now_s
-        for request, num_tokens in plan.items():
-            request.num_computed += num_tokens
-            if request.num_uncomputed:
-                continue
-            if request.num_total == len(request.planned.prompt):
-                request.first_token_s = now_s
-                self.cache.publish(request.table, request.tokens, request.num_computed, now_s)
-            request.num_total += 1
-            if request.is_done:
-                request.finish_s = now_s
+        self.scheduler.advance(plan)
+        for item in plan:
+            request = item.sequence
+            if not request.num_uncomputed and request.append(now_s):
                 self.scheduler.finish(request)
                 self.state.done.append(request)
         self._step()

@@ -6,36 +6,33 @@ import math
 from dataclasses import dataclass, field
 
 from moe_lora.cache.tables import BlockTable
+from moe_lora.scheduling.waits import Waits
 from moe_lora.workload.conversations import TurnRequest
 
 
 @dataclass(slots=True, eq=False)
 class CachedRequest:
-    """Stamps in seconds; NaN: not yet; all of the first time, if it was put back since.
+    """A `scheduling.views.Schedulable`; the parts of its TTFT are those of the engine's `RequestTiming`.
 
-    held_s: it holds its adapter, whose bytes may be on their way.  adapter_s, history_s: the step could have
-    begun in which adapter and history were there.  num_total: tokens of prompt and answer so far, of which
-    num_computed have KV in `table`.  num_cached: tokens of its prompt whose KV it found.  adapter_here_s:
-    when its adapter was found there, this time.
+    tokens: of prompt and answer so far, of which num_computed have KV in `table`; num_left are to come.
+    num_cached: tokens of its prompt whose KV it found.  Stamps in seconds; NaN: not yet.
     """
 
     planned: TurnRequest
-    tokens: tuple[int, ...] = field(init=False)
+    tokens: list[int] = field(init=False)
     table: BlockTable = field(init=False)
+    num_left: int = field(init=False)
     num_computed: int = 0
-    num_total: int = 0
-    matched: bool = False
     num_cached: int = 0
-    adapter_here_s: float | None = None
-    held_s: float = math.nan
-    adapter_s: float = math.nan
-    history_s: float = math.nan
+    matched: bool = False
+    adapter_hit: bool = True
+    waits: Waits = field(default_factory=Waits)
     first_token_s: float = math.nan
     finish_s: float = math.nan
 
     def __post_init__(self) -> None:
-        self.tokens = self.planned.prompt + self.planned.answer
-        self.num_total = len(self.planned.prompt)
+        self.tokens = list(self.planned.prompt)
+        self.num_left = len(self.planned.answer)
         self.table = BlockTable(self.planned.adapter)
 
     @property
@@ -43,22 +40,28 @@ class CachedRequest:
         return self.planned.arrival_s
 
     @property
+    def adapter(self) -> str:
+        return self.planned.adapter
+
+    @property
     def adapter_uid(self) -> str:
         return self.planned.adapter
 
     @property
     def num_uncomputed(self) -> int:
-        return self.num_total - self.num_computed
+        return len(self.tokens) - self.num_computed
 
-    @property
-    def is_done(self) -> bool:
-        return self.num_total == len(self.tokens)
-
-    def note_start(self, now_s: float) -> None:
-        """It computes from now on."""
-        if math.isnan(self.history_s):
-            assert self.adapter_here_s is not None
-            self.adapter_s, self.history_s = self.adapter_here_s, now_s
+    def append(self, now_s: float) -> bool:
+        """Take the answer's next token; whether it is the last."""
+        answer = self.planned.answer
+        if self.num_left == len(answer):
+            self.first_token_s = now_s
+        self.tokens.append(answer[-self.num_left])
+        self.num_left -= 1
+        if self.num_left:
+            return False
+        self.finish_s = now_s
+        return True
 
     @property
     def ttft_s(self) -> float:
@@ -67,24 +70,29 @@ class CachedRequest:
     @property
     def queue_s(self) -> float:
         """Waited for the step under way, and for room."""
-        return self.held_s - self.arrival_s
+        return self.waits.queue_s(self.arrival_s, self._admitted_s)
 
     @property
     def adapter_cold_s(self) -> float:
         """Waited for its adapter's bytes, to the next step's begin."""
-        return self.adapter_s - self.held_s
+        return self.waits.adapter_load_s
 
     @property
     def history_cold_s(self) -> float:
         """Waited for its history's bytes, the adapter being there, to the next step's begin."""
-        return self.history_s - self.adapter_s
+        return self.waits.kv_load_s
 
     @property
     def prefill_s(self) -> float:
         """From its first step to its first token."""
-        return self.first_token_s - self.history_s
+        return self.first_token_s - self._admitted_s
 
     @property
     def tpot_s(self) -> float:
         num_tokens = len(self.planned.answer)
         return (self.finish_s - self.first_token_s) / (num_tokens - 1) if num_tokens > 1 else math.nan
+
+    @property
+    def _admitted_s(self) -> float:
+        assert self.waits.admitted_s is not None
+        return self.waits.admitted_s

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.step_profile import StageTime, StepProfile
 from moe_lora.policies.routing import LeastOutstanding, Router
+from moe_lora.policies.step_model import StepModel
 
 AdapterBytes: TypeAlias = float | Mapping[str, float]
 """Bytes of every adapter, or of each by name."""
@@ -36,14 +37,17 @@ def _check_at_least(least: float, **values: float | None) -> None:
 class InstanceConfig:
     """An LLM instance.
 
-    profile: of one of its num_layers equal layers.  max_num_seqs: requests that run at once.  kv_tokens: room
-    for prompts and whole answers of these; None: enough.  prefill: time of a step's prompt tokens, at most
-    max_num_batched_tokens with the decode rows; None: prompts are computed elsewhere, and a request's first
-    step here is a decode step (InfiniLoRA section 2.1).  shortest_first: see `policies.admission`.
+    profile: of one of its num_layers equal layers; or steps: times of whole steps by the ranks in them, where
+    a step with prompts takes as long as a prefill and a decode step one after the other.  max_num_seqs:
+    requests that run at once.  kv_tokens: room for prompts and whole answers of these; None: enough.
+    prefill: time of a step's prompt tokens, at most max_num_batched_tokens with the decode rows; None,
+    without `steps`: prompts are computed elsewhere, and a request's first step here is a decode step
+    (InfiniLoRA section 2.1).  shortest_first: see `policies.admission`.
     """
 
-    profile: StepProfile
-    num_layers: int
+    profile: StepProfile | None = None
+    num_layers: int = 1
+    steps: StepModel | None = None
     max_num_seqs: int = 256
     kv_tokens: float | None = None
     prefill: StageTime | None = None
@@ -51,6 +55,12 @@ class InstanceConfig:
     shortest_first: bool = False
 
     def __post_init__(self) -> None:
+        if (self.profile is None) == (self.steps is None):
+            raise ConfigError("an instance needs a profile of its layers, or a model of its steps; give one")
+        if self.steps is not None and (self.prefill is not None or self.num_layers != 1):
+            raise ConfigError(
+                "steps has the time of prompts and of all layers; leave prefill and num_layers out"
+            )
         _check_at_least(1, num_layers=self.num_layers, max_num_seqs=self.max_num_seqs)
         _check_at_least(1, kv_tokens=self.kv_tokens, max_num_batched_tokens=self.max_num_batched_tokens)
 
@@ -59,18 +69,22 @@ class InstanceConfig:
 class LocalConfig:
     """Every instance has `capacity` adapter slots of its own and loads at load_bytes_per_s (inf: at once).
 
-    starvation_s: a request that has waited for a slot for longer stops younger ones.
+    fetch_bytes_per_s: at which an adapter that a placement has put elsewhere so far comes from another host's
+    memory, before it is loaded.  starvation_s: a request that has waited for a slot for longer stops younger
+    ones.
     """
 
     capacity: int
     load_bytes_per_s: float = math.inf
+    fetch_bytes_per_s: float = math.inf
     starvation_s: float = 5.0
 
     def __post_init__(self) -> None:
         _check_at_least(1, capacity=self.capacity)
         _check_at_least(0, starvation_s=self.starvation_s)
-        if not self.load_bytes_per_s > 0:
-            raise ConfigError(f"load_bytes_per_s={self.load_bytes_per_s} loads nothing; choose more than 0")
+        for name in ("load_bytes_per_s", "fetch_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} brings nothing; choose more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +106,43 @@ class LoraServerConfig(LocalConfig):
         _check_at_least(0, control_s=self.control_s)
 
 
+Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
+"""(tokens of each adapter in the interval that has ended, its seconds) -> {adapter: [(instance, phi), ...]};
+first asked before any request, about no tokens in no time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """planner: makes that of a run, which is asked every interval_s while requests come."""
+
+    planner: Callable[[], Planner]
+    interval_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval_s < math.inf:
+            raise ConfigError(f"interval_s={self.interval_s} must be a number of seconds > 0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SystemConfig:
     """Equal instances and where their adapters are.
 
-    adapters: slots of each instance, or a LoRA Server.  router: makes the router of a run.
+    adapters: slots of each instance, or a LoRA Server.  lora_ranks: of the adapters, which steps go by; one
+    that is not named counts as base model.  router: makes the router of a run.  placement: made
+    anew while requests come, for a router that is a `PhiRouting`; None: every host has all adapters.
     """
 
     num_instances: int
     instance: InstanceConfig
     adapters: LocalConfig | LoraServerConfig
     adapter_bytes: AdapterBytes = 0.0
+    lora_ranks: Mapping[str, int] = field(default_factory=dict)
     router: Callable[[], Router] = LeastOutstanding
+    placement: PlacementConfig | None = None
 
     def __post_init__(self) -> None:
         _check_at_least(1, num_instances=self.num_instances)
+        if self.instance.steps is not None and isinstance(self.adapters, LoraServerConfig):
+            raise ConfigError("steps has the deltas in it; with a LoRA Server give a profile of the layers")
+        if self.placement is not None and isinstance(self.adapters, LoraServerConfig):
+            raise ConfigError("a LoRA Server has all adapters; leave the placement out")

@@ -14,6 +14,7 @@ class EventQueue:
         self._now_s = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._num_asked = 0
+        self._stopped = False
         self.num_events = 0
 
     def now_s(self) -> float:
@@ -26,9 +27,13 @@ class EventQueue:
         self._num_asked += 1
         heapq.heappush(self._heap, (time_s, self._num_asked, call))
 
+    def stop(self) -> None:
+        """Carry out nothing after the event under way."""
+        self._stopped = True
+
     def run(self, until_s: float = math.inf) -> None:
         """Carry out all events up to until_s, and those that they ask for."""
-        while self._heap and self._heap[0][0] <= until_s:
+        while self._heap and not self._stopped and self._heap[0][0] <= until_s:
             self._now_s, _, call = heapq.heappop(self._heap)
             self.num_events += 1
             call()

@@ -20,7 +20,7 @@ from .events import EventQueue
 from .requests import SimRequest
 from .residency import SimResidency
 from .running import RunningRequests
-from .step_time import StepTime, delayed_step_s
+from .step_time import StepTimer, delayed_step_s
 from .stretch import Stretch
 from .waiting import WaitingRequests
 
@@ -35,7 +35,7 @@ class SimInstance:
         self,
         index: int,
         config: InstanceConfig,
-        step_time: StepTime,
+        step_time: StepTimer,
         events: EventQueue,
         on_finish: Callable[[SimRequest], None],
     ) -> None:
@@ -45,7 +45,8 @@ class SimInstance:
         self._events = events
         self._on_finish = on_finish
         self._waiting = WaitingRequests(shortest_first=config.shortest_first)
-        self._running = RunningRequests(None if config.prefill is None else config.max_num_batched_tokens)
+        has_prompts = config.prefill is not None or config.steps is not None
+        self._running = RunningRequests(config.max_num_batched_tokens if has_prompts else None, config.steps)
         self._free_kv_tokens = math.inf if config.kv_tokens is None else config.kv_tokens
         self._stretch: Stretch | None = None
         self._outstanding_tokens = 0
@@ -121,9 +122,7 @@ class SimInstance:
             if running.next_join_s is not None:
                 self._go_on(Stretch(running.next_join_s))
             return
-        has_adapters = running.num_with_adapter > 0
-        layer_s = self._step_time.layer_s(running.num_rows, has_adapters)
-        delta_s = self._step_time.profile.lora.seconds(running.num_rows) if has_adapters else 0.0
+        layer_s, delta_s = self._step_time.layer_s(running)
         step_s = self._step_time.step_s(layer_s, self._source.work(layer_s, delta_s))
         first_s = self._first_step_s(step_s, started, now_s)
         running.stamp_first_decode(now_s + first_s)
@@ -131,8 +130,7 @@ class SimInstance:
 
     def _first_step_s(self, step_s: float, started: list[SimRequest], now_s: float) -> float:
         """A step that has prompt tokens, and waits for the adapters of those that start with it."""
-        if self._config.prefill is not None:
-            step_s += self._config.prefill.seconds(self._running.num_prompt_tokens)
+        step_s += self._step_time.prompts_s(self._running)
         loaded_s = self._residency.loaded_s(started)
         if loaded_s is None:
             return step_s

@@ -27,6 +27,7 @@ class SimRequest:
     adapter_uid: int | None
     prompt_tokens: int
     output_tokens: int
+    lora_rank: int = 0
     instance: int = -1
     num_steps_before: int = 0
     at_once: bool = False
@@ -54,7 +55,7 @@ class SimRequest:
         return (self.finish_s - self.first_token_s) / (self.output_tokens - 1)
 
 
-def from_plan(planned: PlannedRequest, adapter_uid: int | None) -> SimRequest:
+def from_plan(planned: PlannedRequest, adapter_uid: int | None, lora_rank: int = 0) -> SimRequest:
     """The planned request before anything happens to it.  Raises ValueError for an answer of no token."""
     if planned.output_tokens < 1:
         raise ValueError(f"request {planned.index} has output_tokens={planned.output_tokens}; give 1 or more")
@@ -65,4 +66,5 @@ def from_plan(planned: PlannedRequest, adapter_uid: int | None) -> SimRequest:
         adapter_uid,
         planned.prompt_tokens,
         planned.output_tokens,
+        lora_rank,
     )

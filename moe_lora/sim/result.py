@@ -17,7 +17,8 @@ class SimResult:
     """The requests with their stamps, and what it took.
 
     requests: in the order in which they finished.  num_steps: of all instances.  num_loads: of adapters.
-    end_s: when the last one was done.
+    end_s: when the last one was done.  stopped: given up before all were done.  num_fetches: adapters that
+    came from another host.  held: adapters that each table of a placement gave each instance.
     """
 
     requests: Sequence[SimRequest]
@@ -25,6 +26,9 @@ class SimResult:
     num_steps: int
     num_loads: int
     end_s: float
+    stopped: bool = False
+    num_fetches: int = 0
+    held: Sequence[Sequence[int]] = ()
     kind: str = "simulated"
 
     def column(self, name: str, since_s: float = 0.0) -> NDArray[np.float64]:

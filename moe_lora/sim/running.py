@@ -6,6 +6,9 @@ import heapq
 from collections import deque
 from dataclasses import dataclass
 
+from moe_lora.policies.step_model import StepModel
+from moe_lora.policies.step_work import Row, StepWork
+
 from .requests import SimRequest
 
 
@@ -19,13 +22,18 @@ class RunningRequests:
     """Decode rows, and prompts in the order in which they came.
 
     prefill_tokens: rows and prompt tokens of a step, at most; None: prompts are computed elsewhere, and every
-    request begins as a decode row.  num_rows: decode rows of the next step.
+    request begins as a decode row.  num_rows: decode rows of the next step.  steps: makes the batches below;
+    None: nobody asks for them.
     """
 
-    def __init__(self, prefill_tokens: int | None) -> None:
+    def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
         self.num_rows = self.num_steps = self.num_with_adapter = 0
         self.num_prompt_tokens = 0
         """Of the next step."""
+        self.decode: StepWork | None = None if steps is None else steps.work()
+        """Decode rows of the next step."""
+        self.prompts: list[Row] = []
+        """Prompt tokens of the next step."""
         self._prefill_tokens = prefill_tokens
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._prompts: deque[_Prompt] = deque()
@@ -81,6 +89,7 @@ class RunningRequests:
     def continue_prompts(self) -> None:
         """Plan the next step: tokens of prompts that are under way, the oldest first."""
         self.num_prompt_tokens = 0
+        self.prompts.clear()
         for prompt in self._prompts:
             if not self.has_room:
                 return
@@ -108,6 +117,9 @@ class RunningRequests:
         while self._ends and self._ends[0][0] <= self.num_steps:
             done.append(heapq.heappop(self._ends)[2])
         self.num_rows -= len(done)
+        if self.decode is not None:
+            for request in done:
+                self.decode.take(Row(request.adapter, request.lora_rank))
         while self._prompts and not self._prompts[0].num_left:
             request = self._prompts.popleft().request
             request.first_token_s = now_s
@@ -123,6 +135,8 @@ class RunningRequests:
 
     def _add_row(self, request: SimRequest, num_steps: int) -> None:
         self.num_rows += 1
+        if self.decode is not None:
+            self.decode.add(Row(request.adapter, request.lora_rank))
         self._fresh.append(request)
         heapq.heappush(self._ends, (self.num_steps + num_steps, request.index, request))
 
@@ -131,3 +145,4 @@ class RunningRequests:
         num_tokens = min(prompt.num_left, self._prefill_tokens - self.num_rows - self.num_prompt_tokens)
         prompt.num_left -= num_tokens
         self.num_prompt_tokens += num_tokens
+        self.prompts.append(Row(prompt.request.adapter, prompt.request.lora_rank, num_tokens))

@@ -1,16 +1,66 @@
-"""How long a step of an instance takes, by the formulas that pace an emulated one (`execution.paced`)."""
+"""How long a step of an instance takes: by the formulas that pace an emulated one (`execution.paced`), or by
+a performance model.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.step_profile import StepProfile
+from moe_lora.core.step_profile import StageTime, StepProfile
+from moe_lora.policies.step_model import StepModel
+
+from .config import InstanceConfig
+from .running import RunningRequests
+
+
+class StepTimer(Protocol):
+    """Asked before each step; it has decode rows, or prompt tokens, or both."""
+
+    def layer_s(self, running: RunningRequests) -> tuple[float, float]:
+        """Seconds of a layer's decode rows, the LoRA Server working for nobody else, and of their deltas."""
+        ...
+
+    def step_s(self, layer_s: float, server_s: float) -> float:
+        """Decode rows of all layers.  server_s: see `StepTime.step_s`."""
+        ...
+
+    def prompts_s(self, running: RunningRequests) -> float:
+        """What the prompt tokens add."""
+        ...
+
+
+def step_timer(config: InstanceConfig, *, remote: bool) -> StepTimer:
+    """remote: a LoRA Server computes the deltas."""
+    if config.steps is not None:
+        return ModelTime(config.steps)
+    assert config.profile is not None
+    return StepTime(
+        profile=config.profile, num_layers=config.num_layers, remote=remote, prefill=config.prefill
+    )
+
+
+@dataclass(frozen=True)
+class ModelTime:
+    """A decode step over the decode rows and a prefill step over the prompts, one after the other."""
+
+    model: StepModel
+
+    def layer_s(self, running: RunningRequests) -> tuple[float, float]:
+        assert running.decode is not None
+        return self.model.seconds("decode", running.decode), 0.0
+
+    def step_s(self, layer_s: float, server_s: float) -> float:
+        return layer_s
+
+    def prompts_s(self, running: RunningRequests) -> float:
+        return self.model.prefill_step_s(running.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Decode steps of `num_layers` equal layers.
+    """Decode steps of `num_layers` equal layers; prefill: time of the prompt tokens in them, None: none.
 
     A layer of T rows: attention(T) + experts(T) + lora(T), deltas on the instance;
     attention(T) + max(experts(T), transfer(T) + lora(T)), or the sum without overlap, when they are remote.
@@ -19,22 +69,24 @@ class StepTime:
     profile: StepProfile
     num_layers: int
     remote: bool
+    prefill: StageTime | None = None
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
             raise ConfigError(f"num_layers={self.num_layers} makes no model; choose 1 or more")
 
-    def layer_s(self, num_rows: int, has_adapters: bool) -> float:
-        """A layer of a step, the LoRA Server working for nobody else."""
-        profile = self.profile
+    def layer_s(self, running: RunningRequests) -> tuple[float, float]:
+        profile, num_rows = self.profile, running.num_rows
         base_s = profile.experts.seconds(num_rows)
-        delta_s = profile.lora.seconds(num_rows) if has_adapters else 0.0
-        if self.remote and has_adapters:
+        lora_s = delta_s = profile.lora.seconds(num_rows) if running.num_with_adapter else 0.0
+        if self.remote and running.num_with_adapter:
             delta_s += profile.transfer.seconds(num_rows)
         side_by_side = self.remote and profile.overlap
-        return profile.attention.seconds(num_rows) + (
-            max(base_s, delta_s) if side_by_side else base_s + delta_s
-        )
+        both_s = max(base_s, delta_s) if side_by_side else base_s + delta_s
+        return profile.attention.seconds(num_rows) + both_s, lora_s
+
+    def prompts_s(self, running: RunningRequests) -> float:
+        return 0.0 if self.prefill is None else self.prefill.seconds(running.num_prompt_tokens)
 
     def step_s(self, layer_s: float, server_s: float = 0.0) -> float:
         """A step whose layers take layer_s each, and for each of which the server is busy for server_s.

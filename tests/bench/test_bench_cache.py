@@ -1,12 +1,17 @@
 """The cache's benchmark runs, and its tables say what its records say."""
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
 from bench.bench_cache import cells, main
-from bench.cache_plan import POLICIES, config_of
+from bench.cache_plan import OURS, POLICIES, config_of, settings_of
 from bench.cache_report import ratio
+from bench.cache_simulated import simulated
 from moe_lora.report.results import read_results
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
 
 def run(*arguments):
@@ -73,3 +78,23 @@ def test_7b_has_half_a_megabyte_of_kv_a_token_and_adapters_of_67_and_134_megabyt
     sizes = [pages * config.page_bytes for pages in config.adapter_pages.values()]
     assert sizes == [2**26, 2**27]
     assert 40e9 < config.num_device_pages * config.page_bytes < 45e9
+
+
+@pytest.mark.slow
+@pytest.mark.shared_data
+def test_conversations_that_come_back_late_are_found_as_often_as_by_fastlibra():
+    """Most of Mooncake's come back after the host has dropped what was kept by their first use alone."""
+    path = SHARED / "mooncake_synthetic.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not there")
+    (cell,) = (
+        cell
+        for cell in cells(str(path), quick=False)
+        if cell.name["num_adapters"] == 100 and cell.name["application"] == "chatbots (Mooncake)"
+    )
+    ours, theirs = (
+        simulated(cell, settings_of(policy)[unit], 6.0) for policy, unit in ((OURS, ""), ("fastlibra", "60"))
+    )
+    hits = [point["kv_device_hit_rate"] + point["kv_host_hit_rate"] for point in (ours, theirs)]
+    assert hits[0] > hits[1]
+    assert ours["ttft_ms"] < 1.05 * theirs["ttft_ms"]

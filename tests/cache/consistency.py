@@ -63,6 +63,7 @@ def check_structure(cache: UnifiedCache, node: Node) -> None:
     assert node.num_children == len(children)
     assert node.num_device_children == sum(child.device_pages is not None for child in children)
     assert not (node.moving_in and node.moving_out)
+    assert node.heir is None or (node.heir in children and tree.child(node, node.heir.tokens) is node.heir)
     if node.is_adapter:
         check_runs(node)
         return

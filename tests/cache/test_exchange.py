@@ -20,7 +20,6 @@ class ByAge:
     """What was used last is worth most, or least."""
 
     newest_first: bool = True
-    recent_s: float = 60.0
     adapter_recent_s: float = 60.0
     traits = Traits(backs_up=True, exchanges=True, drops_backed_first=False)
 

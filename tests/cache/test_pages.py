@@ -42,12 +42,13 @@ def test_no_page_is_ever_owned_twice_or_lost(operations):
         elif operation >= 0:
             first = pages.alloc_run(operation) if operation else pages.alloc_page()
             if first is not None:
+                highest = max(set(range(16)) - {page for run in held for page in range(run[0], sum(run))})
+                assert operation or first == highest
                 held.append((first, max(operation, 1)))
         owned = [page for first, count in held for page in range(first, first + count)]
         assert len(owned) == len(set(owned))
         assert all(0 <= page < 16 for page in owned)
         assert pages.num_free == 16 - len(owned)
-        assert len(pages._from_top) <= 16
     for first, count in held:
         pages.free(first, count)
     assert sorted(pages.alloc_page() for _ in range(16)) == list(range(16))

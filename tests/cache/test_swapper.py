@@ -107,6 +107,24 @@ def test_request_whose_prefix_is_on_the_host_waits_for_its_copy():
     assert (counters.kv_host_hit_tokens, counters.pages_in, counters.pages_out) == (20, 5, 5)
 
 
+@pytest.mark.parametrize(("num_used", "num_found"), [(8, 3), (9, 2), (12, 2), (13, 1), (17, 0)])
+def test_prefix_on_the_host_comes_as_far_as_there_is_room(num_used, num_found):
+    cache = cache_of(fastlibra_wos())
+    tokens: list[int] = []
+    for number in range(3):
+        tokens += history(number, 4)
+        leave_history(cache, None, tokens, float(number))
+    for node in reversed(cache._history.find(None, [*tokens, 9])[1:]):
+        assert cache._swapper.swap_out(node, 10.0)
+        confirm(cache)
+    in_use = cache.match(None, [7], 11.0)
+    assert cache.grow(in_use, 4 * num_used, 11.0)
+    table = cache.match(None, [*tokens, 9], 11.0)
+    assert table.num_matched == num_found * 16
+    assert len(cache.take_orders()) == num_found
+    check(cache, [in_use, table], Counter())
+
+
 def test_copy_that_failed_is_told_to_who_waits_for_it():
     cache = cache_of(fastlibra_wos())
     for number in range(4):

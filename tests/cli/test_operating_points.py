@@ -9,8 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
+from moe_lora.core.config import RoutingConfig
+from moe_lora.core.errors import ConfigError
 from moe_lora.provision.operating_points_file import read_operating_points
 from moe_lora.provision.performance_file import read_step_model
+from moe_lora.serve.routes import make_routes
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")
 SMALL = ["--ranks", "4,16", "--threads", "1", "--eager"]
@@ -24,7 +27,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         main,
         [
             *("profile-steps", MODEL, "--out", str(folder / "steps.json"), *SMALL, *words),
-            *("--lora-kernel", "bgmv", "--router-model", str(folder / "router.json")),
+            *("--lora-kernel", "bgmv"),
         ],
     )
     assert result.exit_code == 0, result.output
@@ -39,8 +42,15 @@ def test_profile_holds_models_and_what_they_were_fitted_to(profiled: Path) -> No
     assert content["settings"]["ranks"] == [4, 16]
     assert content["env"]["cpu_cores"]
     assert {step["phase"] for step in content["steps"]} == {"prefill", "decode"}
-    router = json.loads((profiled / "router.json").read_text())
-    assert (set(router), router["kernel"]) == ({"kernel", "decode", "prefill"}, "bgmv")
+
+
+@pytest.mark.parametrize("form", ["full", "toppings"])
+def test_routers_take_the_profile(profiled: Path, form: str) -> None:
+    settings = {"performance_model": str(profiled / "steps.json"), "performance_form": form}
+    for name in ("rank_aware", "shortest_pending_time"):
+        make_routes(RoutingConfig(routing=name, **settings), 4, "bgmv")
+    with pytest.raises(ConfigError, match=f"no {form} model of kernel 'sgmv'; it has bgmv"):
+        make_routes(RoutingConfig(routing="rank_aware", **settings), 4, "sgmv")
 
 
 def test_points_simulated_from_the_profile(profiled: Path) -> None:
@@ -73,10 +83,6 @@ def test_points_measured_on_an_engine(tmp_path: Path) -> None:
     [
         (["profile-steps", MODEL, "--ranks", "8,x"], "not a list of whole numbers, as 8,16,32"),
         (["profile-steps", MODEL, "--ranks", "8,1024"], "outside 1 to 512"),
-        (
-            ["profile-steps", MODEL, "--lora-kernel", "sgmv", "--lora-kernel", "bgmv", "--router-model", "r"],
-            "one kernel's model",
-        ),
         (
             ["operating-points", "--slo-ttft-s", "1", "--slo-tpot-s", "1"],
             "give either MODEL_DIR or --simulate",

@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
-from moe_lora.core.config import ProvisionConfig, RegistryConfig
+from moe_lora.core.config import PoolConfig, ProvisionConfig, RegistryConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError
 from moe_lora.dist.front_ends import FrontEndConfig
 
@@ -127,6 +127,27 @@ def test_options_say_how_adapters_are_placed(served, model_dir, cluster_file):
 
 def test_a_placement_needs_instances(model_dir):
     result = run(model_dir, "--port", "0", "--placement", "optimal")
+    assert result.exit_code == 1
+    assert "give --instances 2 or more" in result.output
+
+
+def test_adapters_lie_in_a_pool_if_it_is_asked_for(served, model_dir, cluster_file):
+    assert run(model_dir).exit_code == 0
+    assert run(model_dir, "--instances", "3", "--pool-replicas", "2").exit_code == 0
+    assert [config.pool for config, _ in served] == [None, PoolConfig(replicas=2)]
+    for words, reason in (
+        ([model_dir, "--pool-replicas", "0"], "pool.replicas=0 must be 1 or more"),
+        (["--config", cluster_file, "--pool-replicas", "1"], "a LoRA Server do not go together"),
+        ([model_dir, "--lora-server", "EP1-PP1", "--pool-replicas", "1"], "LoRA Server do not go together"),
+        ([model_dir, "--expert-parallel", "2", "--pool-replicas", "1"], "use expert_parallel=1"),
+    ):
+        result = run(*words)
+        assert result.exit_code == 1
+        assert reason in result.output
+
+
+def test_a_pool_needs_instances(model_dir):
+    result = run(model_dir, "--port", "0", "--pool-replicas", "1")
     assert result.exit_code == 1
     assert "give --instances 2 or more" in result.output
 

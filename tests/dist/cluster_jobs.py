@@ -87,19 +87,26 @@ class Job:
 class Cluster:
     """The jobs of one cluster file, a copy of which lies on every host."""
 
-    def __init__(self, hosts: Mapping[str, Host], *, transport: str, **engine: Any) -> None:
-        """hosts: by role: front-end, lora-server, and instances by their names.  engine: its settings."""
+    def __init__(
+        self, hosts: Mapping[str, Host], *, transport: str, pool: bool = False, **engine: Any
+    ) -> None:
+        """hosts: by role: front-end, lora-server, and instances by their names.  pool: an adapter pool in the
+        LoRA Server's place.  engine: its settings."""
         self.hosts = dict(hosts)
         self.jobs: list[Job] = []
         self.url = f"http://{hosts['front-end'].address}:{free_port()}"
         server = {"layout": "EP2-PP1", "capacity": 4, "transport": transport, "store_dir": "store"}
+        part: dict[str, Any] = {"pool": {"transport": transport}}
+        if not pool:
+            address = f"{hosts['lora-server'].address}:{free_port()}"
+            part = {"lora_server": {**server, "address": address}}
         content = {
             "model_dir": str(DEMO / "model"),
             "served_model_name": "demo",
             "adapters": {name: str(DEMO / "adapters" / name) for name in ADAPTERS},
             "key": "a key of these tests",
             "engine": {"dtype": "float32", "eager": True, "num_threads": 1, "num_instances": 2, **engine},
-            "lora_server": {**server, "address": f"{hosts['lora-server'].address}:{free_port()}"},
+            **part,
             "front_end": {
                 "host": hosts["front-end"].address,
                 "port": int(self.url.rpartition(":")[2]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, ProvisionConfig, RegistryConfig
+from moe_lora.core.config import EngineConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster import read_cluster
 from moe_lora.dist.front_ends import ControllerConfig, FrontEndConfig, FrontEndPlace
@@ -86,6 +86,15 @@ def test_the_load_is_watched_as_the_file_says(read):
     assert found == ProvisionConfig(window_s=60.0, auto_resize=True)
 
 
+def test_adapters_lie_in_a_pool_as_the_file_says(read):
+    assert read("model_dir: m").instance().pool is None
+    assert read("model_dir: m\npool: {}").instance().pool == PoolConfig()
+    given = "{replicas: 2, transport: gloo, host: 10.0.0.3}"
+    assert read(f"model_dir: m\npool: {given}").instance("one").pool == PoolConfig(
+        replicas=2, transport="gloo", host="10.0.0.3"
+    )
+
+
 def test_the_key_is_not_shown(read):
     assert "secret" not in repr(read("model_dir: m\nkey: secret"))
 
@@ -103,7 +112,7 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nengine: {max_seqs: 3}", "engine.max_seqs is not a setting; allowed are dtype"),
         ("model_dir: m\nengine: {model_dir: x}", "engine.model_dir is not a setting"),
         ("model_dir: m\nlora_server: {key: x}", "lora_server.key is not a setting; allowed are layout"),
-        ("model_dir: m\nfront_end: {ports: 1}", "allowed are routing, performance_model, placement"),
+        ("model_dir: m\nfront_end: {ports: 1}", "allowed are routing, performance_model, performance_form"),
         ("model_dir: m\nengine: {max_loras: many}", "engine.max_loras='many' must be a whole number"),
         ("model_dir: m\nengine: {max_loras: true}", "engine.max_loras=True must be a whole number"),
         ("model_dir: m\nengine: {max_model_len: x}", "must be a whole number or null"),
@@ -148,6 +157,9 @@ def test_the_key_is_not_shown(read):
             "provision.target_iar=95.0 must be above 0 and at most 1",
         ),
         ("model_dir: m\nprovision: {auto_resize: true}", "provision.auto_resize needs a LoRA Server"),
+        ("model_dir: m\npool: {copies: 1}", "pool.copies is not a setting; allowed are replicas, transport"),
+        ("model_dir: m\npool: {replicas: 0}", "pool.replicas=0 must be 1 or more"),
+        ("model_dir: m\npool: {}\nlora_server: {}", "pool and a LoRA Server do not go together"),
         ("model_dir: m\nadapters: [a]", "adapters must be a mapping"),
         ("model_dir: m\nadapters: {'a,b': x}", "without commas"),
         ("model_dir: m\nadapters: {m: x}", "names the base model and an adapter"),
@@ -229,6 +241,7 @@ def test_docs_describe_every_field():
         ControllerConfig,
         ProvisionConfig,
         RegistryConfig,
+        PoolConfig,
     )
     for kind in kinds:
         for one in fields(kind):

@@ -22,11 +22,11 @@ from moe_lora.engine.copies import RankCopier
 from moe_lora.engine.kept_adapters import KeptAdapters, ShardSizes
 from moe_lora.engine.local_placement import LocalPlacement
 from moe_lora.engine.residency import Residency
-from moe_lora.engine.scheduler import Scheduler
 from moe_lora.engine.sequence import Sequence
 from moe_lora.engine.sizing import ArenaSize
 from moe_lora.engine.transfers import Ranks, Transfers
 from moe_lora.kernels.step import SlotTable
+from moe_lora.scheduling.scheduler import Scheduler
 
 PAGE_BYTES = 64
 BLOCK_SIZE = 4
@@ -232,11 +232,9 @@ class Parts:
         sampling = [item.sequence for item in plan if item.samples]
         now_s = self.clock.now_s()
         for item in plan:
-            sequence = item.sequence
-            self._check_adapter(sequence)
-            self._compute(sequence, item.num_tokens)
-            sequence.num_computed += item.num_tokens
-            self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
+            self._check_adapter(item.sequence)
+            self._compute(item.sequence, item.num_tokens)
+        self.scheduler.advance(plan)
         for sequence in sampling:
             sequence.append(token, now_s, ())
         return {item.sequence.request.request_id: item.num_tokens for item in plan}

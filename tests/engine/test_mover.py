@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 
 import torch
 
@@ -61,3 +63,18 @@ def test_closing_ends_a_copy_that_is_slowed_down():
     mover.submit(1, 1_000_000, lambda: None)
     mover.close()
     assert not mover.is_alive()
+
+
+def test_nothing_of_the_last_copy_is_held_while_there_is_no_other():
+    source = torch.zeros(4)
+    alive = weakref.ref(source)
+    done = threading.Event()
+    mover = Mover(CPU, done.set)
+    mover.submit(1, 4, source.clone)
+    del source
+    assert done.wait(60)
+    deadline = time.monotonic() + 60
+    while alive() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    mover.close()

@@ -5,46 +5,6 @@ from moe_lora.cache.tables import BlockTable
 from .parts import Parts, packed
 
 
-def test_prompts_are_prefilled_then_decoded_token_by_token():
-    parts = Parts()
-    parts.add("a", range(5))
-    parts.add("b", range(10, 13))
-    assert parts.step() == {"a": 5, "b": 3}
-    assert parts.step() == {"a": 1, "b": 1}
-
-
-def test_long_prompt_is_prefilled_in_chunks_beside_decoding_ones():
-    parts = Parts(max_num_batched_tokens=8)
-    parts.add("short", range(3))
-    parts.add("long", range(100, 118))
-    assert parts.step() == {"short": 3, "long": 5}
-    assert parts.step() == {"short": 1, "long": 7}
-    assert parts.step() == {"short": 1, "long": 6}
-    assert parts.step() == {"short": 1, "long": 1}
-
-
-def test_no_more_sequences_run_than_allowed():
-    parts = Parts(max_num_seqs=2)
-    for name in "abc":
-        parts.add(name, range(3))
-    assert set(parts.step()) == {"a", "b"}
-    parts.scheduler.finish(parts.scheduler.running[0])
-    assert set(parts.step()) == {"b", "c"}
-
-
-def test_youngest_gives_way_when_pages_run_out_and_comes_back():
-    parts = Parts(num_pages=6, kv_pages=4, max_num_batched_tokens=32)
-    old = parts.add("old", range(8))
-    young = parts.add("young", range(50, 58))
-    assert set(parts.step()) == {"old", "young"}
-    assert parts.step() == {"old": 1}
-    assert parts.scheduler.num_preemptions == 1
-    assert list(parts.scheduler.waiting) == [young]
-    parts.scheduler.finish(old)
-    assert set(parts.step()) == {"young"}
-    assert young.tokens[8] == 7
-
-
 def test_equal_prompt_reuses_computed_blocks_of_its_adapter_version_only():
     parts = Parts()
     adapter = parts.residency.add(packed("a"), None)
@@ -214,42 +174,6 @@ def test_adapter_load_after_a_preemption_is_no_part_of_the_first_wait(monkeypatc
     assert (timing.adapter_load_s, timing.queue_s) == (0.0, 2.0)
 
 
-def test_oracle_queue_admits_the_request_with_least_to_generate_first():
-    parts = Parts(max_num_seqs=1, shortest_first=True)
-    parts.add("long", range(4)).limit_tokens = 40
-    parts.add("short", range(4)).limit_tokens = 6
-    assert list(parts.step()) == ["short"]
-
-
-def test_oldest_request_waits_with_what_it_has_for_copies_under_way_and_nobody_is_admitted():
-    parts = Parts(num_pages=7, room_pages=4, prompt=False, max_num_batched_tokens=32)
-    old, young = (parts.residency.add(packed(name, num_pages=2), None) for name in ("old", "young"))
-    first = parts.add("first", range(16), old)
-    second = parts.add("second", range(50, 54), young)
-    parts.step()
-    parts.mover.work(1)
-    num_loads = parts.cache.counters.adapter_loads
-    for _ in range(5):
-        assert parts.step() == {}
-        assert (parts.scheduler.loading, list(parts.scheduler.waiting)) == ([first], [second])
-    assert parts.scheduler.num_put_back == 1
-    assert parts.cache.counters.adapter_loads == num_loads
-    parts.mover.work()
-    assert parts.step() == {"first": 16}
-
-
-def test_running_request_that_is_left_alone_keeps_its_pages_until_copies_are_done():
-    parts = Parts(num_pages=7, room_pages=4, prompt=False, max_num_batched_tokens=32)
-    adapter = parts.residency.add(packed("a", num_pages=3), None)
-    first = parts.add("first", range(16))
-    parts.add("second", range(50, 54), adapter)
-    parts.step()
-    assert parts.step() == {}
-    assert (parts.scheduler.running, parts.scheduler.num_preemptions) == ([first], 0)
-    parts.mover.work()
-    assert parts.step() == {"first": 1}
-
-
 def test_request_whose_adapter_fails_to_come_is_ended_and_others_go_on():
     parts = Parts(prompt=False)
     broken, sound = (parts.residency.add(packed(name), None) for name in ("broken", "sound"))
@@ -287,17 +211,3 @@ def test_request_whose_history_fails_to_come_computes_it_again():
     parts.break_copies(1)
     parts.mover.work()
     assert parts.step() == {"again": 13}
-
-
-def test_copies_that_take_several_steps_each_keep_no_request_from_starting():
-    parts = Parts(num_pages=9, room_pages=3, max_loras=4, prompt=False, max_num_batched_tokens=64)
-    first, *others = (parts.residency.add(packed(f"a{i}", pages), None) for i, pages in enumerate((1, 3, 3)))
-    parts.add("oldest", range(24), first)
-    for number, adapter in enumerate(others * 2):
-        parts.add(str(number), range(100 * number, 100 * number + 4), adapter)
-    for _ in range(20):
-        if parts.step():
-            break
-        parts.mover.work(1)
-    assert [sequence.request.request_id for sequence in parts.scheduler.running] == ["oldest"]
-    assert parts.cache.counters.adapter_loads == 3

@@ -16,7 +16,7 @@ from moe_lora.engine.open_loop import OverloadError, serve_open_loop
 from moe_lora.engine.random_adapters import random_adapter
 from moe_lora.engine.step_times import StepClock
 from moe_lora.models.families import read_config
-from moe_lora.policies.step_model import Row
+from moe_lora.policies.step_work import Row
 from moe_lora.workload.plan import PlannedRequest
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from .parts import Parts, packed
+from moe_lora.engine.copies import BringAdapter
+
+from .parts import HeldMover, Parts, packed
 
 
 def test_idle_engine_is_called_again_only_while_there_is_something_to_move():
@@ -33,3 +35,23 @@ def test_tick_moves_history_out_of_a_full_device_by_itself():
     usage = parts.cache.usage()
     assert usage["host_kv"] > 0
     assert usage["device_free"] > 0
+
+
+def test_adapter_that_must_be_fetched_holds_no_other_copy_up():
+    parts = Parts(prompt=False)
+    parts.transfers._ranks.fetches = lambda order: (
+        isinstance(order, BringAdapter) and "far" in order.content_hash
+    )
+    movers = [parts.mover]
+    parts.transfers._make_mover = lambda on_done: movers.append(HeldMover(on_done)) or movers[-1]
+    far, near = (parts.residency.add(packed(name), None) for name in ("far", "near"))
+    for adapter in (far, near):
+        parts.residency.acquire(adapter)
+    parts.transfers.send()
+    movers[0].work()
+    parts.transfers.settle()
+    assert (near.slot is not None, far.slot is not None) == (True, False)
+    assert parts.transfers.busy
+    movers[1].work()
+    parts.transfers.settle()
+    assert far.slot is not None

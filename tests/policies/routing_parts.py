@@ -28,6 +28,7 @@ class Instance:
 @dataclass
 class Request:
     adapter: str | None = None
+    prompt_tokens: int = 1
 
 
 BASE = Request()

@@ -41,7 +41,7 @@ LOAD = load_of()
 
 
 def values(*nodes: dict[str, object]) -> list[float]:
-    return CostAware(costs=COSTS, queue_s=1.0).values(columns(*nodes), LOAD).tolist()
+    return CostAware(costs=COSTS, queue_s=1.0, behind_per_s=0.0).values(columns(*nodes), LOAD).tolist()
 
 
 def test_value_is_time_saved_per_page_and_second():
@@ -74,7 +74,7 @@ def test_queued_request_outweighs_past_visits():
 
 
 def test_what_was_learned_of_the_age_decides():
-    policy, nodes = CostAware(costs=COSTS), columns({"idle_s": 0.0}, {"idle_s": 20.0})
+    policy, nodes = CostAware(costs=COSTS, behind_per_s=0.0), columns({"idle_s": 0.0}, {"idle_s": 20.0})
     new, old = policy.values(nodes, load_of(0.01, 0.04))
     assert old == pytest.approx(4 * new)
 
@@ -85,7 +85,7 @@ def test_adapter_never_used_is_worth_nothing():
 
 def test_waiting_counts_once_per_request():
     """A prefix of two nodes is worth one wait together, its adapter one by itself."""
-    policy = CostAware(costs=replace(COSTS, wait_s=0.5))
+    policy = CostAware(costs=replace(COSTS, wait_s=0.5), behind_per_s=0.0)
     nodes = columns(
         {"is_adapter": True, "backed": True, "num_tokens": 0},
         {"backed": True},
@@ -97,7 +97,7 @@ def test_waiting_counts_once_per_request():
 
 
 def test_host_copy_is_worth_what_computing_takes_longer():
-    policy = CostAware(costs=COSTS)
+    policy = CostAware(costs=COSTS, behind_per_s=0.0)
     kv, adapter, short = policy.host_values(
         columns({}, {"is_adapter": True}, {"num_tokens": 1, "pages": 10}), LOAD
     ).tolist()
@@ -110,7 +110,7 @@ def test_size_does_not_count_per_page():
     """Twice the pages and twice the tokens at no attention: the same value per page."""
     linear = CacheCosts(page_bytes=1, attention_s_per_token2=0.0, wait_s=0.0)
     nodes = columns({"pages": 1, "num_tokens": 16}, {"pages": 2, "num_tokens": 32})
-    one, two = CostAware(costs=linear).values(nodes, LOAD)
+    one, two = CostAware(costs=linear, behind_per_s=0.0).values(nodes, LOAD)
     assert one == pytest.approx(two)
 
 
@@ -120,6 +120,22 @@ def test_kv_of_an_adapter_that_is_not_ready_counts_less():
 
 
 def test_long_prefixes_are_loaded_and_short_ones_computed():
-    policy = CostAware(costs=COSTS)
+    policy = CostAware(costs=COSTS, behind_per_s=0.0)
     assert policy.worth_loading(0, 160, 10)
     assert not policy.worth_loading(0, 5, 10)
+
+
+def test_computing_counts_by_how_many_wait_behind_it():
+    """100 tokens take 100 ms, with attention off; at 10 per s one more waits for as long."""
+    costs = replace(COSTS, attention_s_per_token2=0.0)
+    nodes = columns({"num_tokens": 100}, {"num_tokens": 200, "pages": 2})
+    alone = CostAware(costs=costs, behind_per_s=0.0).values(nodes, LOAD)
+    crowded = CostAware(costs=costs, behind_per_s=10.0).values(nodes, LOAD)
+    assert alone.tolist() == pytest.approx([0.1 * USES_PER_S, 0.1 * USES_PER_S])
+    assert crowded.tolist() == pytest.approx([0.2 * USES_PER_S, 0.3 * USES_PER_S])
+
+
+def test_copying_is_not_in_the_way_of_others():
+    nodes = columns({"backed": True, "num_tokens": 100}, {"is_adapter": True, "num_tokens": 0})
+    alone = CostAware(costs=COSTS, behind_per_s=0.0).values(nodes, LOAD)
+    assert CostAware(costs=COSTS, behind_per_s=10.0).values(nodes, LOAD).tolist() == alone.tolist()

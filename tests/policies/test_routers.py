@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
@@ -12,20 +11,27 @@ from hypothesis import strategies as st
 from moe_lora.core.config import ROUTINGS
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.instance_load import InstanceLoad
-from moe_lora.policies.model_routing import RankAware, ShortestPendingTime
-from moe_lora.policies.performance import Batch, LinearTime, PerformanceModel, read_performance_model
+from moe_lora.policies.model_routing import CostModel, RankAware, ShortestPendingTime
 from moe_lora.policies.routers import ROUTERS, RoutingContext, make_router
 from moe_lora.policies.spread import AdapterAffinity, FirstFit, JoinShortestQueue, RandomChoice
+from moe_lora.policies.step_model import StepModel
 
 from .routing_parts import BASE, Instance, Request
 
 RANKS = {"small": 8, "large": 128}
 
 
-def model(**settings) -> PerformanceModel:
-    """A unit of work (a request times a rank) is 1 ms of decoding and 10 ms of prefill."""
-    times = {"prefill": LinearTime(alpha_s=0.010, beta_s=0.5), "decode": LinearTime(alpha_s=0.001)}
-    return PerformanceModel(**{"mean_output_tokens": 10.0, **times, **settings})
+def model(kernel: str = "bgmv", **settings) -> CostModel:
+    """A token times a rank is 1 ms of decoding, 10 ms of prefill; a prompt token 0.1 s, a prefill 0.5 s."""
+    ranks = "padded_ranks" if kernel == "bgmv" else "ranks"
+    steps = StepModel(
+        kernel=kernel,
+        form="toppings",
+        expert_share=1.0,
+        decode_s={ranks: 0.001},
+        prefill_s={"step": 0.5, "tokens": 0.1, ranks: 0.010},
+    )
+    return CostModel(**{"steps": steps, "mean_output_tokens": 10.0, **settings})
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 9), st.integers(0, 2)))
@@ -90,19 +96,43 @@ def test_affinity_holds_until_the_imbalance_is_too_great():
 
 
 def test_cost_is_what_the_request_adds_for_those_that_are_there():
-    load = Instance(0).give("small").run("small", "small").load
-    # bgmv: queue 1 · 8 -> 2 · 128, 10 ms each; all 3 · 8 -> 4 · 128, 1 ms each; 3 requests.
-    expected = 3 * ((2 * 128 - 8) * 0.010 / 10 + (4 * 128 - 3 * 8) * 0.001)
-    assert RankAware(model(), RANKS).cost_s(128, load) == pytest.approx(expected)
-    # mbgmv: queue 8 -> 136, all 24 -> 152.
-    expected = 3 * (128 * 0.010 / 10 + 128 * 0.001)
-    assert RankAware(model(kernel="mbgmv"), RANKS).cost_s(128, load) == pytest.approx(expected)
+    one = Instance(0).give("small", prompt_tokens=2).run("small", "small")
+    # queue: 2 tokens at rank 8 -> 5 at 128, 10 ms each, and 3 tokens;
+    # all: 3 · 8 -> 4 · 128, 1 ms each; 3 requests.
+    expected = 3 * ((3 * 0.1 + (5 * 128 - 2 * 8) * 0.010) / 10 + (4 * 128 - 3 * 8) * 0.001)
+    request = Request("large", prompt_tokens=3)
+    assert RankAware(model(), RANKS).cost_s(request, one) == pytest.approx(expected)
+    # True ranks: queue 3 · 128 more, all 128 more.
+    expected = 3 * ((3 * 0.1 + 3 * 128 * 0.010) / 10 + 128 * 0.001)
+    assert RankAware(model("mbgmv"), RANKS).cost_s(request, one) == pytest.approx(expected)
 
 
 def test_an_empty_queue_pays_the_fixed_part_of_a_prefill():
-    load = Instance(0).run("small").load
-    assert RankAware(model(), RANKS).cost_s(8, load) == pytest.approx((8 * 0.010 + 0.5) / 10 + 8 * 0.001)
-    assert RankAware(model(), RANKS).cost_s(8, InstanceLoad()) == 0.0
+    one, request = Instance(0).run("small"), Request("small")
+    expected = (0.1 + 8 * 0.010 + 0.5) / 10 + 8 * 0.001
+    assert RankAware(model(), RANKS).cost_s(request, one) == pytest.approx(expected)
+    assert RankAware(model(), RANKS).cost_s(request, Instance(0)) == 0.0
+
+
+def test_a_long_prompt_costs_more_than_a_short_one():
+    one, router = Instance(0).give("large").run("small"), RankAware(model(), RANKS)
+    costs = [router.cost_s(Request("small", prompt_tokens=number), one) for number in (1, 10, 100)]
+    assert costs == sorted(set(costs))
+
+
+@given(EVENTS, st.sampled_from(["small", "large", None]))
+def test_a_router_that_keeps_sums_costs_as_one_that_counts_anew(events, adapter):
+    one, request, keeping = Instance(0), Request(adapter, prompt_tokens=3), RankAware(model(), RANKS)
+    for name, tokens, fate in events:
+        name = {"a": "small", "b": "large", None: None}[name]
+        one.load.add(name, tokens)
+        keeping.cost_s(request, one)
+        if fate:
+            one.load.start(name, tokens)
+        if fate == 2:
+            one.load.end(name, tokens, started=True)
+        fresh = RankAware(model(), RANKS)
+        assert keeping.cost_s(request, one) == fresh.cost_s(request, one)
 
 
 def test_high_ranks_gather_where_padding_costs_nothing_more():
@@ -114,32 +144,34 @@ def test_high_ranks_gather_where_padding_costs_nothing_more():
 
 def test_an_instance_that_would_miss_its_slo_is_left_out_while_another_would_not():
     instances = [Instance(0, 5).run("small"), Instance(1, 3).run("large"), Instance(2, 9).run("large")]
-    router = RankAware(model(slo_s=0.100), RANKS)
+    router = RankAware(model(slo_tpot_s=0.100), RANKS)
     assert router.choose(Request("small"), instances).index == 0
     assert router.choose(Request("large"), instances).index == 1  # all would: the least work left
 
 
 def test_pending_time_is_queue_and_load():
-    settings = {"token_s": 0.01, "adapter_load_s_per_rank": 0.001}
-    router = ShortestPendingTime(model(**settings), RANKS)
-    there, idle = Instance(0, 10).run("large"), Instance(1, 0)
-    assert router.pending_s("large", there) == pytest.approx(0.10)
+    router = ShortestPendingTime(model(adapter_load_s_per_rank=0.001), RANKS, 2)
+    there, idle = Instance(0, 10).run("large", "small"), Instance(1, 0)
+    # 10 tokens of two requests are 5 steps of 2 · 128 ms.
+    assert router.pending_s("large", there) == pytest.approx(5 * 2 * 128 * 0.001)
     assert router.pending_s("large", idle) == pytest.approx(0.128)
+    assert router.choose(Request("large"), [there, idle]).index == 1
+    there.outstanding_tokens = 0
     assert router.choose(Request("large"), [there, idle]).index == 0
-    assert router.choose(Request("small"), [there, idle]).index == 1
-    assert router.choose(BASE, [there, idle]).index == 1
+    assert router.choose(BASE, [there, idle]).index == 0
 
 
-@given(st.dictionaries(st.sampled_from(["small", "large", "unknown", None]), st.integers(1, 5)))
-def test_a_batch_is_the_sum_of_its_requests(counts):
-    one_by_one = Batch(0, 0, 0)
-    for adapter, count in counts.items():
-        for _ in range(count):
-            one_by_one = one_by_one.with_one(RANKS.get(adapter, 0))
-    assert Batch.of(counts, RANKS) == one_by_one
-    assert one_by_one + Batch.of(counts, RANKS) == Batch.of(
-        {adapter: 2 * count for adapter, count in counts.items()}, RANKS
-    )
+def test_a_batch_with_room_is_a_shorter_queue_the_less_work_it_has():
+    router = ShortestPendingTime(model(), RANKS, 16)
+    one, several = Instance(0, 20).run("small"), Instance(1, 80).run(*["small"] * 4)
+    assert router.pending_s(None, one) == pytest.approx(20 * 8 * 0.001 / 16)
+    assert router.pending_s(None, several) == pytest.approx(80 * 4 * 8 * 0.001 / 16)
+
+
+def test_prompts_that_wait_are_pending_for_their_prefill():
+    one = Instance(0, 7).give("small", prompt_tokens=7)
+    expected = 0.5 + 7 * 0.1 + 7 * 8 * 0.010
+    assert ShortestPendingTime(model(), RANKS, 2).pending_s(None, one) == pytest.approx(expected)
 
 
 @given(
@@ -148,7 +180,7 @@ def test_a_batch_is_the_sum_of_its_requests(counts):
     st.lists(st.sampled_from(["small", "large", "unknown", None]), min_size=1),
 )
 def test_every_router_chooses_one_of_the_instances_and_repeats_itself(name, loads, adapters):
-    context = RoutingContext(model=model(token_s=0.1), ranks=RANKS, table={"small": [(0, 0.5), (7, 0.5)]})
+    context = RoutingContext(model=model(), ranks=RANKS, table={"small": [(0, 0.5), (7, 0.5)]})
     runs = []
     for _ in range(2):
         router = make_router(name, context)
@@ -172,32 +204,9 @@ def test_unknown_names_and_missing_models_say_what_to_do():
             make_router(name)
 
 
-def test_a_model_is_read_from_its_file(tmp_path):
-    path = tmp_path / "model.json"
-    parts = {"prefill": {"alpha_s": 1e-3}, "decode": {"alpha_s": 1e-4, "beta_s": 0.02}}
-    path.write_text(json.dumps({**parts, "kernel": "mbgmv", "slo_s": 0.1}))
-    found = read_performance_model(path)
-    assert found.decode == LinearTime(alpha_s=1e-4, beta_s=0.02)
-    assert (found.kernel, found.slo_s) == ("mbgmv", 0.1)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "a mapping of fields is needed"),
-        ('{"prefill": {"alpha_s": 1}}', "decode is needed"),
-        ('{"prefill": {"alpha_s": 1}, "decode": {}}', "decode.alpha_s is needed"),
-        ('{"prefill": {"alpha_s": 1}, "decode": {"alpha_s": 1}, "slo": 1}', "'slo' is not a field"),
-        ('{"prefill": {"alpha_s": "1"}, "decode": {"alpha_s": 1}}', "alpha_s='1' must be a number"),
-        ('{"prefill": {"alpha_s": -1}, "decode": {"alpha_s": 1}}', "must be 0 or more"),
-        ('{"prefill": {"alpha_s": 1}, "decode": {"alpha_s": 1}, "kernel": "sgmv"}', "kernel='sgmv'"),
-        ('{"prefill": {"alpha_s": 1}, "decode": {"alpha_s": 1}, "slo_s": 0}', "slo_s=0 must be positive"),
-    ],
-)
-def test_a_bad_model_is_refused_by_file_and_field(tmp_path, content, message):
-    path = tmp_path / "model.json"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=message) as caught:
-        read_performance_model(path)
-    assert str(path) in str(caught.value)
+@pytest.mark.parametrize("name", ["slo_tpot_s", "mean_output_tokens"])
+def test_costs_by_what_can_not_be_are_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}=0 must be positive"):
+        model(**{name: 0})
+    with pytest.raises(ConfigError, match="adapter_load_s_per_rank=-1 must be 0 or more"):
+        model(adapter_load_s_per_rank=-1)

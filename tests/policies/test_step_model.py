@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import FEATURES, Row, StepModel, feature_names, features
+from moe_lora.policies.step_model import StepModel, feature_names
+from moe_lora.policies.step_work import FEATURES, Row, StepWork, features
 
 MIXED = [Row("a", 8), Row("b", 32), Row("a", 8), Row(None, 0)]
 
@@ -60,6 +61,28 @@ def test_nothing_takes_no_time() -> None:
 @given(st.permutations(MIXED))
 def test_order_of_requests_does_not_matter(rows: list[Row]) -> None:
     assert features(rows, 0.5) == pytest.approx(features(MIXED, 0.5))
+
+
+ROWS = st.lists(
+    st.builds(
+        lambda name, tokens: Row(name, {"a": 8, "b": 64, "c": 8, None: 0}[name], tokens),
+        st.sampled_from(["a", "b", "c", None]),
+        st.integers(1, 9),
+    ),
+    max_size=8,
+)
+
+
+@given(ROWS, ROWS, st.sampled_from([0.25, 1.0]))
+def test_a_batch_that_changed_is_the_batch_of_what_is_left(
+    stay: list[Row], go: list[Row], share: float
+) -> None:
+    work = StepWork(share, [*go, *stay])
+    for row in go:
+        work.take(row)
+    assert work.features() == pytest.approx(features(stay, share), abs=1e-9)
+    for row in go:
+        assert work.features(row) == pytest.approx(features([*stay, row], share), abs=1e-9)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 64)), max_size=12), st.integers(1, 64))

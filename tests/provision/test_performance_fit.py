@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import FORMS, Row, StepModel, feature_names
+from moe_lora.policies.step_model import FORMS, StepModel, feature_names
+from moe_lora.policies.step_work import Row
 from moe_lora.provision.performance_batches import adapter_names, batches_to_time, measure
 from moe_lora.provision.performance_file import file_content, read_step_model
 from moe_lora.provision.performance_fit import MeasuredStep, fit_model, r_squared
-from moe_lora.provision.router_model import router_fields
 
 SECONDS = {
     "step": 5e-3,
@@ -193,21 +193,10 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         ("[]", "must be a JSON object"),
         ("{", "not a JSON object"),
         ('{"format": "other"}', "format is not"),
+        ('{"kernel": "bgmv", "decode": {"alpha_s": 1e-6}}', "format is not .*profile-steps"),
         (json.dumps({**json.loads(both.read_text()), "models": {}}), "models must be a list"),
     ):
         bad = tmp_path / "bad.json"
         bad.write_text(text)
         with pytest.raises(ConfigError, match=words):
             read_step_model(bad)
-
-
-def test_equation_2_as_routers_take_it() -> None:
-    fields = router_fields(truth("bgmv", "toppings"), 100.0)
-    assert fields == {
-        "kernel": "bgmv",
-        "decode": {"alpha_s": 3e-6, "beta_s": 5e-3},
-        "prefill": {"alpha_s": pytest.approx(3e-4), "beta_s": 5e-3},
-    }
-    assert router_fields(truth("sgmv", "toppings"), 1.0)["kernel"] == "mbgmv"
-    with pytest.raises(ConfigError, match="not equation 2"):
-        router_fields(truth("bgmv", "full"), 1.0)

@@ -13,6 +13,7 @@ from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster
 from moe_lora.policies.phi_routing import PhiRouting
+from moe_lora.provision.performance_file import FORMAT
 from moe_lora.serve.metrics import Metrics
 from moe_lora.serve.placement import PlacementController
 from moe_lora.serve.routes import make_routes
@@ -28,7 +29,7 @@ class Cluster:
         self.clock = VirtualClock()
         self.engines = [CountingEngine(adapters=dict.fromkeys(NAMES, "p")) for _ in range(num_engines)]
         self.config = RoutingConfig(placement=placement, **settings)
-        self.routes = make_routes(self.config, 8)
+        self.routes = make_routes(self.config, 8, "sgmv")
         self.roster = Roster(self.engines, [(name, "p") for name in NAMES])
         meter = self.routes.meter
         self.fleet = FleetClient(
@@ -144,9 +145,16 @@ def test_a_placement_that_can_not_be_made_leaves_the_table(tmp_path, caplog):
 
 
 def test_ranks_are_known_to_the_routers_that_need_them(tmp_path):
-    model = tmp_path / "model.json"
-    model.write_text(json.dumps({"prefill": {"alpha_s": 1e-3}, "decode": {"alpha_s": 1e-3}}))
-    routes = make_routes(RoutingConfig(routing="rank_aware", performance_model=str(model)), 8)
+    path = tmp_path / "steps.json"
+    model = {
+        "kernel": "bgmv",
+        "form": "full",
+        "expert_share": 1.0,
+        "decode_s": {"step": 1e-3},
+        "prefill_s": {},
+    }
+    path.write_text(json.dumps({"format": FORMAT, "models": [model]}))
+    routes = make_routes(RoutingConfig(routing="rank_aware", performance_model=str(path)), 8, "bgmv")
     engines = [CountingEngine(adapters={"a": "p"}) for _ in range(2)]
     fleet = FleetClient(Roster(engines, [("a", "p")]), routes.router, VirtualClock(), ranks=routes.ranks)
     asyncio.run(fleet.model_info())

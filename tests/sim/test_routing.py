@@ -9,19 +9,22 @@ import numpy as np
 import pytest
 
 from moe_lora.core.step_profile import StageTime
-from moe_lora.policies.performance import LinearTime, PerformanceModel
+from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import ROUTERS, RoutingContext, make_router
+from moe_lora.policies.step_model import StepModel
 from moe_lora.sim.system import System
 from tests.sim.systems import asked, coupled, served, server
 
 NAMES = tuple("abcdef")
 RANKS = dict(zip(NAMES, (8, 8, 8, 8, 128, 128), strict=True))
-MODEL = PerformanceModel(
-    prefill=LinearTime(alpha_s=1e-4),
-    decode=LinearTime(alpha_s=1e-4),
-    token_s=0.01,
-    adapter_load_s_per_rank=0.01,
+STEPS = StepModel(
+    kernel="bgmv",
+    form="toppings",
+    expert_share=1.0,
+    decode_s={"step": 0.01, "padded_ranks": 1e-4},
+    prefill_s={"padded_ranks": 1e-4},
 )
+MODEL = CostModel(steps=STEPS, adapter_load_s_per_rank=0.01)
 TABLE = {name: [(0, 0.5), (1, 0.5)] if name == "a" else [(2, 1.0)] for name in NAMES}
 CONTEXT = RoutingContext(max_num_seqs=3, model=MODEL, ranks=RANKS, table=TABLE)
 

@@ -1,5 +1,7 @@
 """Step times, against the way an emulated device passes a layer's sites."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from moe_lora.core.errors import ConfigError
@@ -35,7 +37,8 @@ def paced_layer_s(profile, num_rows, remote, has_adapters=True):
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_a_layer_takes_as_long_as_on_an_emulated_device(num_rows, remote, overlap, has_adapters):
     profile = StepProfile(attention=ATTENTION, experts=EXPERTS, lora=LORA, transfer=TRANSFER, overlap=overlap)
-    found = StepTime(profile=profile, num_layers=3, remote=remote).layer_s(num_rows, has_adapters)
+    batch = SimpleNamespace(num_rows=num_rows, num_with_adapter=int(has_adapters))
+    found, _ = StepTime(profile=profile, num_layers=3, remote=remote).layer_s(batch)
     assert found == pytest.approx(paced_layer_s(profile, num_rows, remote, has_adapters))
 
 

@@ -26,7 +26,7 @@ def own_host(address: str) -> str:
             return str(sock.getsockname()[0])
     except OSError as error:
         raise LoraServerError(
-            f"there is no way to lora_server.address={address} from this host ({error}); correct the address"
+            f"there is no way to the address {address} from this host ({error}); correct it"
         ) from error
 
 

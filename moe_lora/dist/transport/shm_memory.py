@@ -84,7 +84,10 @@ def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
             "use transport 'gloo' or 'nixl')"
         ) from None
     try:
-        known = os.pread(fd, _HEADER.size, 0)
+        try:
+            known = os.pread(fd, _HEADER.size, 0)
+        except OSError:  # what has the number now can't be read so: a pipe, a process's handle
+            known = b""
         magic, its_tag, its_bytes, its_signals = _HEADER.unpack(known.ljust(_HEADER.size, b"\0"))
         if (magic, its_tag) != (_MAGIC, tag):
             raise PeerUnreachableError(

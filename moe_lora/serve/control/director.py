@@ -86,7 +86,8 @@ class Director:
         tasks = [asyncio.create_task(self._show())]
         try:
             await self._recover()
-            tasks += [asyncio.create_task(task) for task in (self._place(), self._provision())]
+            work = (self._place(), self._provision(), self._keep_pool())
+            tasks += [asyncio.create_task(task) for task in work]
             while True:
                 await self._learn_ranks()
                 self._give_out()
@@ -127,6 +128,10 @@ class Director:
     async def _provision(self) -> None:
         if self._decisions.provision is not None:
             await self._decisions.provision.run()
+
+    async def _keep_pool(self) -> None:
+        if self._decisions.fleet.pool is not None:
+            await self._decisions.fleet.pool.run()
 
     async def _show(self) -> None:
         """Tell front ends that the controller goes on, and what their metrics are to say of it."""

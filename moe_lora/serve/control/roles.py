@@ -17,6 +17,7 @@ from moe_lora.engine.door import Door
 from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.heartbeat import Heartbeat
+from moe_lora.engine.pool_directory import PoolDirectory
 from moe_lora.engine.roster import Roster
 from moe_lora.serve.controller import Controller
 from moe_lora.serve.frontend import Frontend
@@ -49,8 +50,9 @@ def serve_controller(cluster: ClusterConfig) -> None:
     host, port = parse_host_port("controller.address", cluster.controller.address)
     place, key, config = cluster.doors()[CONTROLLER], cluster.secret(), cluster.engine
     with opened_registry(cluster.registry, config, cluster.served_model_name) as (config, registry):
-        roster = Roster((), config.adapters, ABSENCE.format(*place), Heartbeat.of(cluster.front_end))
-        routes = make_routes(cluster.front_end, config.max_num_seqs)
+        pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
+        roster = Roster((), config.adapters, ABSENCE.format(*place), Heartbeat.of(cluster.front_end), pool)
+        routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         placement = routes.placement(fleet)
         recovery = Recovery(roster, None)
@@ -98,7 +100,7 @@ def serve_directed(
     link = ControllerLink(*parse_host_port("controller.address", cluster.controller.address), key, name)
     advice, heartbeat = ABSENCE.format(*place), Heartbeat.of(cluster.front_end)
     roster = DirectedRoster((), config.adapters, advice, heartbeat)
-    routes = make_routes(cluster.front_end, config.max_num_seqs)
+    routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
     fleet = DirectedFleet(roster, routes, link, WallClock())
     has_server = cluster.lora_server is not None
     provision = DirectedProvision(cluster.provision or ProvisionConfig(), has_server, link)

@@ -51,7 +51,7 @@ class ControllerSide:
     ) -> None:
         self.clock = VirtualClock()
         self.roster = Roster(fleet_engines, START)
-        self.routes = make_routes(RoutingConfig(placement=placement, placement_interval_s=3600.0), 8)
+        self.routes = make_routes(RoutingConfig(placement=placement, placement_interval_s=3600.0), 8, "sgmv")
         self.fleet = FleetClient(
             self.roster, self.routes.router, self.clock, meter=self.routes.meter, ranks=self.routes.ranks
         )
@@ -94,7 +94,7 @@ class FrontEndSide:
     ):
         self.link = ControllerLink("127.0.0.1", port, KEY, name)
         self.roster = DirectedRoster(fleet_engines, START)
-        self.routes = make_routes(RoutingConfig(placement=placement), 8)
+        self.routes = make_routes(RoutingConfig(placement=placement), 8, "sgmv")
         self.fleet = DirectedFleet(self.roster, self.routes, self.link, VirtualClock())
         self.provision = DirectedProvision(ProvisionConfig(), False, self.link)
         self.routing = DirectedRouting(self.roster, self.routes, self.provision)

@@ -18,7 +18,7 @@ class Kept:
 
     def __init__(self, *names: str) -> None:
         self.roster = Roster((), [("a", "p")])
-        self.routes = make_routes(RoutingConfig(placement="loraserve"), 8)
+        self.routes = make_routes(RoutingConfig(placement="loraserve"), 8, "sgmv")
         fleet = FleetClient(self.roster, self.routes.router, VirtualClock())
         self.placement = self.routes.placement(fleet)
         self.book = StateBook(self.roster, self.routes, self.placement)

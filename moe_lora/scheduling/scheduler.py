@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable
+from itertools import chain, islice
+from typing import Any, Generic
 
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.tables import BlockTable
@@ -12,26 +13,14 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.policies.admission import admissible, shortest_first
 
-from .residency import Residency
-from .sequence import Sequence
+from .plan import Scheduled, Sequence
+from .views import Adapters
 
 LOOK_AHEAD = 16
 """Queued requests that the cache is told of."""
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """`num_tokens` of a sequence from its first uncomputed one; `samples` if its last token is among them."""
-
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        return self.sequence.num_uncomputed == self.num_tokens
-
-
-class Scheduler:
+class Scheduler(Generic[Sequence]):
     """Decode rows first, then prefill chunks, then newcomers, within the step's token budget.
 
     running: sequences that compute.  loading: those whose adapter or history is on its way to the device;
@@ -49,7 +38,7 @@ class Scheduler:
     def __init__(
         self,
         cache: UnifiedCache,
-        residency: Residency,
+        adapters: Adapters[Any],
         clock: Clock,
         *,
         max_num_seqs: int,
@@ -66,7 +55,7 @@ class Scheduler:
         self.num_put_back = 0
         self.num_preemptions = self.num_adapter_hits = self.num_adapter_misses = 0
         self._cache = cache
-        self._residency = residency
+        self._adapters = adapters
         self._clock = clock
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -81,21 +70,22 @@ class Scheduler:
     @property
     def oldest(self) -> Sequence | None:
         """The first to have what it needs: nobody can go on if it can't for ever."""
-        return next(iter([*self.running, *self.loading, *self.waiting]), None)
+        return next(chain(self.running, self.loading, self.waiting), None)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
         if sequence.adapter is not None:
-            sequence.adapter.num_waiting += 1
+            self._adapters.enqueue(sequence.adapter)
 
-    def schedule(self) -> list[Scheduled]:
+    def schedule(self) -> list[Scheduled[Sequence]]:
         """The next step's work; its pages are reserved.  Empty if nothing can run."""
         plan: dict[Sequence, int] = {}
         self._is_short = False
         self._drop_lost()
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
-            if budget and sequence in self.running:
+            put_back = self._is_short and sequence not in self.running
+            if budget and not put_back:
                 budget -= self._continue(sequence, budget, plan)
         budget = self._max_num_batched_tokens - sum(plan.values())
         for sequence in list(self.loading):
@@ -106,6 +96,14 @@ class Scheduler:
             self._admit(budget, plan)
         self._tell_queue()
         return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
+
+    def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
+        """The planned step is computed: what it filled of blocks can be found from now on."""
+        now_s = self._clock.now_s()
+        for item in plan:
+            sequence = item.sequence
+            sequence.num_computed += item.num_tokens
+            self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence ended (or its client left), wherever it is."""
@@ -142,16 +140,15 @@ class Scheduler:
         """Have waiting sequences start, or their bytes brought in, while there is room for them."""
         if not self.waiting or not self._has_room(budget):
             return
-        self._residency.placement.begin_round()
+        self._adapters.begin_round()
         queue = shortest_first(self.waiting) if self._shortest_first else list(self.waiting)
         now_s = self._clock.now_s()
-        passes = self._has_unused_lease if self._residency.placement.waits_for_others else None
+        passes = self._has_unused_lease if self._adapters.waits_for_others else None
         for sequence in admissible(queue, self._acquire, now_s, self._starvation_s, passes):
             self.waiting.remove(sequence)
             self._stop_waiting(sequence)
             self.loading.append(sequence)
-            sequence.loading_s = self._clock.now_s()
-            sequence.adapter_s = None
+            sequence.waits.load(self._clock.now_s())
             self._match(sequence)
             if self._is_loaded(sequence):
                 if not self._start(sequence, budget, plan):
@@ -160,8 +157,8 @@ class Scheduler:
             if not self._has_room(budget):
                 return
         for sequence in self.waiting:
-            if sequence.held_back_s is None and sequence.admitted_s is None:
-                sequence.held_back_s = now_s
+            if sequence.waits.held_back_s is None and sequence.waits.admitted_s is None:
+                sequence.waits.held_back_s = now_s
 
     def _tell_queue(self) -> None:
         """Tell the cache what the next requests need, if that has changed."""
@@ -176,14 +173,14 @@ class Scheduler:
     def _acquire(self, sequence: Sequence) -> bool:
         if sequence.adapter is None:
             return True
-        readiness = self._residency.acquire(sequence.adapter, again=sequence.matched)
-        if sequence.admitted_s is None and readiness is Readiness.COMING:
+        readiness = self._adapters.acquire(sequence.adapter, again=sequence.matched)
+        if sequence.waits.admitted_s is None and readiness is Readiness.COMING:
             sequence.adapter_hit = False
         return readiness is not Readiness.NO_ROOM
 
     def _has_unused_lease(self, sequence: Sequence) -> bool:
         adapter = sequence.adapter
-        return adapter is not None and self._residency.placement.has_unused_lease(adapter)
+        return adapter is not None and self._adapters.has_unused_lease(adapter)
 
     def _match(self, sequence: Sequence) -> None:
         now_s = self._clock.now_s()
@@ -194,14 +191,14 @@ class Scheduler:
     def _is_loaded(self, sequence: Sequence) -> bool:
         """Whether the adapter and the history of a loading sequence have come."""
         now_s = self._clock.now_s()
-        if sequence.adapter_s is None:
+        if sequence.waits.adapter_s is None:
             adapter = sequence.adapter
-            if adapter is not None and self._residency.readiness(adapter) is not Readiness.READY:
+            if adapter is not None and self._adapters.readiness(adapter) is not Readiness.READY:
                 return False
-            sequence.adapter_s = now_s
+            sequence.waits.adapter_s = now_s
         if not sequence.table.ready:
             return False
-        sequence.loaded(now_s)
+        sequence.waits.loaded(now_s)
         return True
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
@@ -217,8 +214,8 @@ class Scheduler:
         self.loading.remove(sequence)
         self.running.append(sequence)
         sequence.num_computed = table.num_matched
-        if sequence.admitted_s is None:
-            sequence.admitted_s = self._clock.now_s()
+        if sequence.waits.admitted_s is None:
+            sequence.waits.admitted_s = self._clock.now_s()
             sequence.num_cached = table.num_matched
             if sequence.adapter is not None:
                 self.num_adapter_hits += sequence.adapter_hit
@@ -236,7 +233,7 @@ class Scheduler:
         """Of requests that load: without the adapter none can go on, without the history they start over."""
         for sequence in list(self.loading):
             adapter = sequence.adapter
-            if adapter is not None and self._residency.readiness(adapter) is Readiness.NO_ROOM:
+            if adapter is not None and self._adapters.readiness(adapter) is Readiness.NO_ROOM:
                 self.loading.remove(sequence)
                 self._give_back(sequence)
                 self.failed.append(sequence)
@@ -258,7 +255,7 @@ class Scheduler:
     def _put_back(self, sequence: Sequence) -> None:
         """Wait again, before all others, holding nothing."""
         if sequence.adapter is not None:
-            sequence.adapter.num_waiting += 1
+            self._adapters.enqueue(sequence.adapter)
         self._give_back(sequence)
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)
@@ -267,9 +264,8 @@ class Scheduler:
         """Pages first, then the adapter that they depend on."""
         self._cache.release(sequence.table, self._clock.now_s())
         if sequence.adapter is not None:
-            self._residency.release(sequence.adapter)
+            self._adapters.release(sequence.adapter)
 
     def _stop_waiting(self, sequence: Sequence) -> None:
         if sequence.adapter is not None:
-            sequence.adapter.num_waiting -= 1
-            self._residency.settle(sequence.adapter)
+            self._adapters.dequeue(sequence.adapter)

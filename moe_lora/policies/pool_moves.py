@@ -1,0 +1,92 @@
+"""Which instances hold which adapters of a pool in their host memory, and which copies may go.
+
+The order is: copies are made and confirmed, requests are routed by the new placement, then what is no longer
+wanted is dropped.  So at any moment an adapter has the holders it had, or as many as are asked for.
+
+Source: LoRAServe section IV-B (an adapter is deleted only after it was copied).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=str)
+Holders = Mapping[Key, Collection[int]]
+
+UNEVEN = 0.1
+"""Without a placement, adapters move only if the fullest instance holds this part of the mean more than the
+emptiest does."""
+
+
+def place_holders(
+    sizes: Mapping[Key, int],
+    held: Holders,
+    live: Sequence[int],
+    replicas: int,
+    wanted: Holders | None = None,
+) -> dict[Key, frozenset[int]]:
+    """The holders of each adapter: all live ones that are wanted, and as many more as `replicas` asks for.
+
+    sizes: bytes of each adapter.  held: instances that hold it now.  live: instances there are.  wanted: by a
+    placement; an adapter that it lacks, or all if there is none, keeps its holders and else goes where the
+    fewest bytes are held; what is held by no placement is evened out.  Never fewer than min(replicas, live).
+    """
+    load = dict.fromkeys(live, 0)
+    holders: dict[Key, set[int]] = {}
+    fixed: dict[Key, set[int]] = {}
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        fixed[key] = set(() if wanted is None else wanted.get(key, ())) & load.keys()
+        holders[key] = set(fixed[key])
+        now = held.get(key, ())
+        others = sorted(load.keys() - holders[key], key=lambda one: (one not in now, load[one], one))
+        holders[key].update(others[: max(0, replicas - len(holders[key]))])
+        for instance in holders[key]:
+            load[instance] += sizes[key]
+    _even_out(sizes, load, holders, fixed)
+    return {key: frozenset(instances) for key, instances in holders.items()}
+
+
+def _even_out(
+    sizes: Mapping[Key, int], load: dict[int, int], holders: dict[Key, set[int]], fixed: dict[Key, set[int]]
+) -> None:
+    """Move adapters from the fullest instance to the emptiest, the largest that does not turn them around."""
+    movable: defaultdict[int, set[Key]] = defaultdict(set)
+    for key, instances in holders.items():
+        for instance in instances - fixed[key]:
+            movable[instance].add(key)
+    while len(load) > 1:
+        full, empty = (pick(load, key=lambda one: (load[one], one)) for pick in (max, min))
+        gap = load[full] - load[empty]
+        if gap <= UNEVEN * sum(load.values()) / len(load):
+            return
+        fitting = [key for key in movable[full] if empty not in holders[key] and 0 < 2 * sizes[key] <= gap]
+        if not fitting:
+            return
+        key = max(fitting, key=lambda key: (sizes[key], key))
+        movable[full].remove(key)
+        movable[empty].add(key)
+        holders[key] = holders[key] - {full} | {empty}
+        load[full] -= sizes[key]
+        load[empty] += sizes[key]
+
+
+def copies_to_make(target: Mapping[Key, frozenset[int]], held: Holders) -> list[tuple[Key, int]]:
+    """(adapter, instance that should hold it and does not), adapters without any holder first."""
+    missing = [
+        (key, instance)
+        for key, instances in target.items()
+        for instance in sorted(instances - set(held.get(key, ())))
+    ]
+    return sorted(missing, key=lambda move: bool(held.get(move[0])))
+
+
+def copies_to_drop(target: Mapping[Key, frozenset[int]], held: Holders) -> list[tuple[Key, int]]:
+    """(adapter, instance that may let it go): only where all that should hold it are known to."""
+    return [
+        (key, instance)
+        for key, instances in target.items()
+        if instances and instances <= set(held.get(key, ()))
+        for instance in sorted(set(held[key]) - instances)
+    ]

@@ -1,0 +1,1 @@
+"""Which sequences compute in a step: one scheduler for the engine and for the simulator.  No torch here."""

@@ -1,0 +1,59 @@
+"""The engine's sequences and adapters, and the simulator's, under the one scheduler."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moe_lora.policies.caching import CacheCosts
+from moe_lora.policies.caching_names import make_caching_policy
+from tests.scheduling.parts import Parts as SimulatedParts
+
+from .parts import PAGE_BYTES, Parts, packed
+
+NUM_PAGES = {"a0": 1, "a1": 2, "a2": 3, "a3": 1, "a4": 2}
+"""Of each adapter."""
+ROOM = {
+    "num_pages": 11,
+    "num_host_pages": 16,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 16,
+    "starvation_s": 0.5,
+    "prompt": False,
+}
+
+
+@pytest.mark.parametrize("policy", ["fastlibra", "cost-aware", "lru", "slora"])
+@pytest.mark.parametrize("seed", range(3))
+def test_engine_and_simulator_compute_the_same_steps(policy, seed):
+    rng = random.Random(seed)
+    real = Parts(policy=policy, room_pages=3, max_loras=3, **ROOM)
+    costs = CacheCosts(page_bytes=PAGE_BYTES)
+    simulated = SimulatedParts(NUM_PAGES, policy=make_caching_policy(policy, costs), max_adapters=3, **ROOM)
+    versions = {name: real.residency.add(packed(name, pages), None) for name, pages in NUM_PAGES.items()}
+    sequences, num_left = {}, {}
+    for number in range(250):
+        if number % 3 == 0 and number < 150:
+            name, adapter = str(number), rng.choice([None, *NUM_PAGES])
+            first = 100 * rng.randrange(3)
+            prompt, num_answer = range(first, first + rng.randint(1, 18)), rng.randint(1, 6)
+            sequences[name] = real.add(name, prompt, versions.get(adapter))
+            num_left[name] = num_answer
+            simulated.add(name, prompt, adapter, num_answer)
+        real.clock.advance(0.06)
+        simulated.clock.advance(0.06)
+        step = real.step()
+        assert simulated.step() == step
+        for name in step:
+            if sequences[name].num_generated == num_left[name]:
+                real.scheduler.finish(sequences[name])
+                del num_left[name]
+        if number % 2:
+            real.mover.work(1)
+            simulated.work(1)
+    assert not num_left
+    assert simulated.cache.counters == real.cache.counters
+    assert simulated.cache.usage() == real.cache.usage()
+    assert simulated.scheduler.num_put_back == real.scheduler.num_put_back > 0
+    assert simulated.scheduler.num_preemptions == real.scheduler.num_preemptions

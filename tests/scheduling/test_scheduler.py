@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from .parts import Parts
+
+
+def test_prompts_are_prefilled_then_decoded_token_by_token():
+    parts = Parts()
+    parts.add("a", range(5))
+    parts.add("b", range(10, 13))
+    assert parts.step() == {"a": 5, "b": 3}
+    assert parts.step() == {"a": 1, "b": 1}
+
+
+def test_long_prompt_is_prefilled_in_chunks_beside_decoding_ones():
+    parts = Parts(max_num_batched_tokens=8)
+    parts.add("short", range(3))
+    parts.add("long", range(100, 118))
+    assert parts.step() == {"short": 3, "long": 5}
+    assert parts.step() == {"short": 1, "long": 7}
+    assert parts.step() == {"short": 1, "long": 6}
+    assert parts.step() == {"short": 1, "long": 1}
+
+
+def test_no_more_sequences_run_than_allowed():
+    parts = Parts(max_num_seqs=2)
+    for name in "abc":
+        parts.add(name, range(3))
+    assert set(parts.step()) == {"a", "b"}
+    parts.scheduler.finish(parts.scheduler.running[0])
+    assert set(parts.step()) == {"b", "c"}
+
+
+def test_youngest_gives_way_when_pages_run_out_and_comes_back():
+    parts = Parts(num_pages=6, kv_pages=4, max_num_batched_tokens=32)
+    old = parts.add("old", range(8))
+    young = parts.add("young", range(50, 58))
+    assert set(parts.step()) == {"old", "young"}
+    assert parts.step() == {"old": 1}
+    assert parts.scheduler.num_preemptions == 1
+    assert list(parts.scheduler.waiting) == [young]
+    parts.scheduler.finish(old)
+    assert set(parts.step()) == {"young"}
+    assert young.tokens[8] == 7
+
+
+def test_put_back_request_finds_the_blocks_that_it_computed():
+    parts = Parts(num_pages=6, kv_pages=5, max_num_batched_tokens=32)
+    old = parts.add("old", range(7))
+    young = parts.add("young", range(50, 58))
+    parts.step()
+    parts.step()
+    parts.step()
+    assert list(parts.scheduler.waiting) == [young]
+    parts.scheduler.finish(old)
+    assert parts.step() == {"young": 2}, "two blocks of ten tokens are found"
+
+
+def test_request_whose_adapter_finds_no_place_is_passed_by_others():
+    parts = Parts({"a": 1, "b": 1}, max_adapters=1)
+    running = parts.add("one", range(3), "a")
+    parts.step()
+    parts.add("two", range(3), "b")
+    parts.add("three", range(10, 13), "a")
+    parts.step()
+    assert parts.names() == (["one", "three"], [], ["two"])
+    parts.scheduler.finish(running)
+    parts.scheduler.finish(parts.scheduler.running[0])
+    parts.step()
+    assert parts.names() == ([], ["two"], [])
+
+
+def test_request_that_waits_too_long_for_an_adapters_place_stops_younger_ones():
+    parts = Parts({"a": 1, "b": 1}, max_adapters=1, starvation_s=1.0)
+    parts.add("one", range(3), "a")
+    parts.step()
+    parts.add("two", range(3), "b")
+    parts.clock.advance(2.0)
+    parts.add("three", range(10, 13), "a")
+    parts.step()
+    assert parts.names() == (["one"], [], ["two", "three"])
+
+
+def test_oracle_queue_admits_the_request_with_least_to_generate_first():
+    parts = Parts(max_num_seqs=1, shortest_first=True)
+    parts.add("long", range(4), num_answer=36)
+    parts.add("short", range(4), num_answer=2)
+    assert list(parts.step()) == ["short"]
+
+
+def test_oldest_request_waits_with_what_it_has_for_copies_under_way_and_nobody_is_admitted():
+    parts = Parts({"old": 2, "young": 2}, num_pages=7, prompt=False, max_num_batched_tokens=32)
+    parts.add("first", range(16), "old")
+    parts.add("second", range(50, 54), "young")
+    parts.step()
+    parts.work(1)
+    num_loads = parts.cache.counters.adapter_loads
+    for _ in range(5):
+        assert parts.step() == {}
+        assert parts.names() == ([], ["first"], ["second"])
+    assert parts.scheduler.num_put_back == 1
+    assert parts.cache.counters.adapter_loads == num_loads
+    parts.work()
+    assert parts.step() == {"first": 16}
+
+
+def test_running_request_that_is_left_alone_keeps_its_pages_until_copies_are_done():
+    parts = Parts({"a": 3}, num_pages=7, prompt=False, max_num_batched_tokens=32)
+    parts.add("first", range(16))
+    parts.add("second", range(50, 54), "a")
+    parts.step()
+    assert parts.step() == {}
+    assert (parts.names()[0], parts.scheduler.num_preemptions) == (["first"], 0)
+    parts.work()
+    assert parts.step() == {"first": 1}
+
+
+def test_copies_that_take_several_steps_each_keep_no_request_from_starting():
+    adapters = {"a0": 1, "a1": 3, "a2": 3}
+    parts = Parts(adapters, num_pages=9, max_adapters=4, prompt=False, max_num_batched_tokens=64)
+    parts.add("oldest", range(24), "a0")
+    for number, adapter in enumerate(["a1", "a2"] * 2):
+        parts.add(str(number), range(100 * number, 100 * number + 4), adapter)
+    for _ in range(20):
+        if parts.step():
+            break
+        parts.work(1)
+    assert parts.names()[0] == ["oldest"]
+    assert parts.cache.counters.adapter_loads == 3
+
+
+def test_waits_are_told_apart_by_what_was_missing():
+    parts = Parts({"a": 1}, prompt=False)
+    request = parts.add("one", range(3), "a")
+    parts.clock.advance(0.5)
+    parts.step()
+    parts.clock.advance(2.0)
+    parts.work()
+    parts.step()
+    waits = request.waits
+    assert (waits.queue_s(0.0, 9.0), waits.adapter_load_s, waits.kv_load_s) == (0.5, 2.0, 0.0)
+    assert not request.adapter_hit
+    assert parts.scheduler.num_adapter_misses == 1
+
+
+def test_cache_is_told_of_the_queue_only_when_it_changes():
+    parts = Parts(max_num_seqs=1)
+    told = []
+    parts.cache.look_ahead = told.append
+    parts.add("one", range(3))
+    parts.add("two", range(4))
+    for _ in range(3):
+        parts.step()
+    assert told == [[(None, [0, 1, 2, 3])]]
+    parts.scheduler.finish(parts.scheduler.running[0])
+    parts.step()
+    assert told[1:] == [[]]
