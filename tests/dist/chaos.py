@@ -16,7 +16,7 @@ from .chaos_publisher import Publisher
 from .chaos_replay import Replay
 
 START_S = 240.0
-FEW_FAULTS = ("instance killed", "controller killed")
+FEW_FAULTS = ("holder killed", "controller killed")
 FAULTS = (
     "instance killed twice",
     "controller killed twice",

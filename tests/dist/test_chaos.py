@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .chaos import FAULTS, FEW_FAULTS, ChaosPlan, ChaosReport, run_chaos
+from .chaos import FAULTS, FEW_FAULTS, HOLDER_FAULTS, ChaosPlan, ChaosReport, run_chaos
 from .chaos_model import ChaosModel, Question, ask_undisturbed, make_chaos_model
 
 Asked = tuple[ChaosModel, dict[str | None, list[Question]]]
@@ -29,13 +29,20 @@ def check(asked: Asked, folder: Path, plan: ChaosPlan) -> ChaosReport:
     return report
 
 
-def test_an_instance_and_the_controller_are_killed(asked, tmp_path):
-    report = check(asked, tmp_path, ChaosPlan(num_requests=150, faults=FEW_FAULTS))
+def test_the_only_holder_of_adapters_and_the_controller_are_killed(asked, tmp_path):
+    report = check(asked, tmp_path, ChaosPlan(num_requests=150, faults=FEW_FAULTS, pool_replicas=1))
     assert report.counts["cut"] == 0
+    assert report.fetches["peer"] >= 1
 
 
 @pytest.mark.slow
-def test_every_part_is_killed_or_stopped(asked, tmp_path):
-    report = check(asked, tmp_path, ChaosPlan(num_requests=500, faults=FAULTS, seed=1))
+@pytest.mark.parametrize(
+    ("pool_replicas", "faults"), [(None, FAULTS), (1, HOLDER_FAULTS + FAULTS), (2, HOLDER_FAULTS + FAULTS)]
+)
+def test_every_part_is_killed_or_stopped(pool_replicas, faults, asked, tmp_path):
+    plan = ChaosPlan(num_requests=500, faults=faults, seed=1, pool_replicas=pool_replicas)
+    report = check(asked, tmp_path, plan)
     assert report.counts["refused"] >= 1, "for a while no instance was there"
     assert report.num_resent >= 1
+    assert report.num_published >= 1
+    assert (report.fetches["peer"] >= 1) == (pool_replicas is not None)
