@@ -46,7 +46,7 @@ class Engine(LoopClient):
     def __init__(self, name: str, log: Log, refuse: tuple[str, ...] = ()) -> None:
         super().__init__(lambda command: None)
         self.name, self.log, self.refuse = name, log, refuse
-        self.known: dict[str, tuple[AdapterFacts, str]] = {}
+        self.known: dict[str, tuple[AdapterFacts, str, int]] = {}
         self.held: set[str] = set()
         self.used: set[str] = set()
         self.sources: dict[str, Sequence[bytes]] = {}
@@ -62,10 +62,10 @@ class Engine(LoopClient):
         return future
 
     def _entry(self, name: str) -> PoolEntry:
-        facts, path = self.known[name]
+        facts, path, version = self.known[name]
         info = AdapterInfo(
             name=name,
-            version=1,
+            version=version,
             lora_rank=8,
             nbytes=facts.nbytes,
             targets=(),
@@ -82,7 +82,7 @@ class Engine(LoopClient):
             del self.known[name]
 
     def _pool_known(self, content_hashes: Sequence[str]) -> list[str]:
-        served = {facts.content_hash for facts, _ in self.known.values()} | self.used
+        served = {facts.content_hash for facts, *_ in self.known.values()} | self.used
         return [content_hash for content_hash in content_hashes if content_hash in served]
 
     def _pool_orphans(self) -> list[str]:
@@ -91,29 +91,29 @@ class Engine(LoopClient):
     def _pool_free(self, content_hash: str) -> None:
         self.held.discard(content_hash)
 
-    def _pool_load(self, name: str, path: str, replace: bool) -> PoolEntry:
+    def _pool_load(self, name: str, path: str, replace: bool, version: int) -> PoolEntry:
         if path in self.refuse:
             raise AdapterError(f"{path} can't be read")
         self.log.append(("read", self.name, path))
         self._forget(name)
         facts = facts_of(name, path)
-        self.known[name] = facts, path
+        self.known[name] = facts, path, version
         self.held.add(facts.content_hash)
         return self._entry(name)
 
     def _pool_know(
-        self, facts: AdapterFacts, path: str, replace: bool, sources: Sequence[bytes]
+        self, facts: AdapterFacts, path: str, replace: bool, version: int, sources: Sequence[bytes]
     ) -> PoolEntry:
         if path in self.refuse:
             raise AdapterError(f"{path} is too large")
         if self.known.get(facts.name, (None,))[0] != facts:
             self._forget(facts.name)
-        self.known[facts.name] = facts, path
+        self.known[facts.name] = facts, path, version
         self.sources[facts.content_hash] = sources
         return self._entry(facts.name)
 
     def _pool_hold(self, content_hash: str, sources: Sequence[bytes]) -> bytes | None:
-        if content_hash not in {facts.content_hash for facts, _ in self.known.values()}:
+        if content_hash not in {facts.content_hash for facts, *_ in self.known.values()}:
             raise AdapterNotFoundError(content_hash)
         if "hold" in self.refuse:
             raise AdapterError("no memory is left")
@@ -170,7 +170,7 @@ class Fleet:
         """Every live engine knows the true place of what it does not hold."""
         live = [engine for engine in self.engines if not engine.ended.is_set()]
         for engine in live:
-            for facts, _ in engine.known.values():
+            for facts, *_ in engine.known.values():
                 true = {other._source(facts.content_hash) for other in live if other is not engine} - {None}
                 if facts.content_hash not in engine.held:
                     assert set(engine.sources[facts.content_hash]) == true

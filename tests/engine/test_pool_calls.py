@@ -75,9 +75,9 @@ def free_all(client: InProcessClient) -> None:
 
 def test_one_serves_what_the_other_holds(engines, path):
     one, two = engines
-    entry: PoolEntry = call(one, "pool_load", "a", path, False)
+    entry: PoolEntry = call(one, "pool_load", "a", path, False, 1)
     before = pool_stats(two)
-    known: PoolEntry = call(two, "pool_know", entry.facts, "nowhere", False, [entry.source])
+    known: PoolEntry = call(two, "pool_know", entry.facts, "nowhere", False, 1, [entry.source])
     assert (known.source, known.info.residency, entry.info.residency) == (None, "peer", "host")
     tokens, _ = ask(one, "a")
     assert ask(two, "a")[0] == tokens
@@ -97,11 +97,11 @@ def test_one_serves_what_the_other_holds(engines, path):
 
 def test_request_whose_adapter_is_nowhere_ends_with_an_error_and_the_engine_goes_on(engines, path):
     one, two = engines
-    entry: PoolEntry = call(one, "pool_load", "a", path, False)
+    entry: PoolEntry = call(one, "pool_load", "a", path, False, 1)
     tokens, _ = ask(one, "a")
     call(one, "unload_adapter", "a")
     free_all(one)
-    call(two, "pool_know", entry.facts, path, False, [entry.source])
+    call(two, "pool_know", entry.facts, path, False, 1, [entry.source])
     shutil.rmtree(path)
     _, last = ask(two, "a")
     assert last.finish_reason == "error"
@@ -115,14 +115,14 @@ def test_request_whose_adapter_is_nowhere_ends_with_an_error_and_the_engine_goes
 
 def test_request_that_waits_for_a_version_is_answered_by_it_though_another_one_took_its_place(engines, path):
     one, two = engines
-    entry: PoolEntry = call(one, "pool_load", "a", path, False)
+    entry: PoolEntry = call(one, "pool_load", "a", path, False, 1)
     tokens, _ = ask(one, "a")
-    call(two, "pool_know", entry.facts, path, False, [entry.source])
+    call(two, "pool_know", entry.facts, path, False, 1, [entry.source])
     shutil.rmtree(path)
     shutil.copytree(DEMO / "adapters" / "reverse", path)
-    new: PoolEntry = call(one, "pool_load", "a", path, True)
+    new: PoolEntry = call(one, "pool_load", "a", path, True, 2)
     assert ask(two, "a")[0] == tokens, "it has not heard of the new version yet"
-    call(two, "pool_know", new.facts, path, True, [new.source])
+    call(two, "pool_know", new.facts, path, True, 2, [new.source])
     assert ask(two, "a")[0] == ask(one, "a")[0] != tokens
     assert call(two, "pool_known", [entry.facts.content_hash]) == []
     for engine in engines:
@@ -132,10 +132,10 @@ def test_request_that_waits_for_a_version_is_answered_by_it_though_another_one_t
 
 def test_load_that_is_refused_leaves_nothing(engines, path):
     one, _ = engines
-    call(one, "pool_load", "a", path, False)
+    call(one, "pool_load", "a", path, False, 1)
     for name, place in (("a", path), ("b", path + "-missing")):
         with pytest.raises(ValueError, match=r"already loaded|missing"):
-            call(one, "pool_load", name, place, False)
+            call(one, "pool_load", name, place, False, 1)
     assert pool_stats(one)[0] == 1
     call(one, "unload_adapter", "a")
     free_all(one)
