@@ -22,6 +22,10 @@ class AdapterNotFoundError(MoeLoraError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class AdapterVersionError(MoeLoraError):
+    """An answer that one version of an adapter began can't go on, since another has taken its place."""
+
+
 class AdapterExistsError(MoeLoraError, ValueError):
     """A name that is already taken."""
 

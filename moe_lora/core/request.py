@@ -76,12 +76,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """One prompt for one adapter (None: the base model)."""
+    """One prompt for one adapter (None: the base model).
+
+    adapter_version: the only one that may compute it, since it began an answer that is to go on; None: the
+    current one.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     adapter: str | None = None
+    adapter_version: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -123,7 +128,10 @@ class RequestTiming:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutput:
-    """Tokens a request gained in one step.  finish_reason ends the stream; timing comes with it."""
+    """Tokens a request gained in one step.  finish_reason ends the stream; timing comes with it.
+
+    adapter_version: which version of the request's adapter made them.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -132,6 +140,7 @@ class TokenOutput:
     error: str | None = None
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
+    adapter_version: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

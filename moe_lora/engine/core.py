@@ -12,7 +12,7 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft_format import pack_state_dict, read_adapter
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import AdapterVersionError, EngineDeadError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -162,7 +162,8 @@ class EngineCore:
         )
 
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
-        """Queue a request.  Raises ValueError, or AdapterNotFoundError for an unknown adapter.
+        """Queue a request.  Raises ValueError, AdapterNotFoundError for an unknown adapter, or
+        AdapterVersionError where another version than the request's is served.
 
         arrival_s: when it came, by the engine's clock; None: now.
         """
@@ -170,6 +171,11 @@ class EngineCore:
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is already running")
         adapter = None if request.adapter is None else self._residency.current(request.adapter)
+        if adapter is not None and request.adapter_version not in (None, adapter.version):
+            raise AdapterVersionError(
+                f"the answer was begun with version {request.adapter_version} of adapter {adapter.name!r}, "
+                f"and version {adapter.version} is served here; send the request again"
+            )
         max_tokens = request.sampling.max_tokens
         limit_tokens = self.info.max_model_len
         if max_tokens is not None:
@@ -302,4 +308,5 @@ class EngineCore:
             finish_reason=reason,
             num_cached_tokens=sequence.num_cached,
             timing=sequence.timing(now_s) if reason is not None else None,
+            adapter_version=None if sequence.adapter is None else sequence.adapter.version,
         )

@@ -15,7 +15,8 @@ MAX_RESENDS = 3
 class Course:
     """What of a request's answer has been handed on.
 
-    adapter_version: of the request's adapter when it came.  Times are in seconds of the caller's clock.
+    adapter_version: of the request's adapter: the one that began the answer, and until then the one that was
+    served when it came.  Times are in seconds of the caller's clock.
     """
 
     request: GenerateRequest
@@ -38,6 +39,7 @@ class Course:
         sampling = self.request.sampling
         return replace(
             self.request,
+            adapter_version=self.adapter_version,
             prompt_token_ids=self.request.prompt_token_ids + tuple(self.delivered),
             sampling=replace(
                 sampling,
@@ -69,6 +71,8 @@ class Course:
                 timing = replace(timing, queue_s=timing.queue_s + self._waited_s)
             output = replace(output, num_cached_tokens=self._num_cached, timing=timing)
         self.delivered += output.token_ids
+        if output.adapter_version is not None:
+            self.adapter_version = output.adapter_version
         return output
 
 

@@ -142,9 +142,11 @@ class FleetClient:
             raise EngineDeadError(
                 f"{where}, as {MAX_RESENDS} did before, so it is not tried again: {error}"
             ) from error
-        adapter = course.request.adapter
+        adapter, begun = course.request.adapter, course.adapter_version
         version = self._roster.version(adapter)
-        if version != course.adapter_version and (course.delivered or version is None):
+        # While a new version is being loaded some engines have it; what they began only they can go on with.
+        replaced = version is not None and begun is not None and version > begun
+        if adapter is not None and (version is None or (course.delivered and replaced)):
             raise EngineDeadError(
                 f"{where}, and adapter {adapter!r} was {'unloaded' if version is None else 'replaced'} "
                 "meanwhile, so that the answer can't go on with the version it began with"

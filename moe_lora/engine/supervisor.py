@@ -120,8 +120,9 @@ class Supervisor:
     def _start(self, instance: Instance) -> tuple[ProcessClient, dict[str, ServedAdapter]]:
         served = self._roster.adapters
         # A directory that is gone would keep the whole engine from starting; loading it fails alone.
+        # An engine counts what it starts with as version 1; what was replaced it loads again, by its number.
         have = {
-            name: replace(served[name], pinned=False)
+            name: replace(served[name], version=1, pinned=False)
             for name in self._start_adapters
             if name in served and os.path.isdir(served[name].path)
         }

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
     AdapterNotFoundError,
+    AdapterVersionError,
     ConfigError,
     EngineDeadError,
 )
@@ -111,6 +113,22 @@ def test_adapters_come_and_go_while_requests_run(client):
     tokens, names = asyncio.run(cycle())
     assert tokens == asyncio.run(collect(client, ask("same", "upper", max_tokens=30)))[0]
     assert names == ["upper"]
+
+
+def test_answer_goes_on_only_with_the_version_that_began_it(client):
+    async def go_on() -> None:
+        path = str(DEMO / "adapters" / "upper")
+        await client.load_adapter("guest", path, version=2)
+        _, last = await collect(client, ask("begun", "guest"))
+        assert last.adapter_version == 2
+        rest = replace(ask("rest", "guest"), adapter_version=2)
+        assert len((await collect(client, rest))[0]) == 6
+        await client.load_adapter("guest", path, replace=True, version=3)
+        with pytest.raises(AdapterVersionError, match=r"begun with version 2 .* version 3 is served here"):
+            await collect(client, rest)
+        await client.unload_adapter("guest")
+
+    asyncio.run(go_on())
 
 
 def test_caller_that_gives_up_on_an_answer_leaves_the_engine_alive(client):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,3 +109,10 @@ def test_time_with_a_lost_instance_is_queueing_while_nothing_was_delivered():
 @pytest.mark.parametrize(("max_tokens", "work"), [(10, 12), (None, 64), (1000, 64)])
 def test_work_is_the_prompt_and_the_longest_answer(max_tokens, work):
     assert token_work(course(max_tokens=max_tokens).request, 64) == work
+
+
+def test_answer_goes_on_with_the_version_that_began_it_whatever_was_served_when_it_came():
+    started = course()
+    assert started.rest().adapter_version is None
+    started.take(replace(output(7), adapter_version=2))
+    assert started.rest().adapter_version == started.adapter_version == 2

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -9,10 +11,11 @@ from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
     AdapterNotFoundError,
+    AdapterVersionError,
     CapacityError,
     EngineDeadError,
 )
-from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
+from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.failover import MAX_RESENDS
 from moe_lora.engine.fleet import FleetClient
@@ -92,6 +95,33 @@ def test_answer_is_not_finished_on_another_version(change, reason):
             await anext(stream)
 
     asyncio.run(run())
+
+
+class NumberedEngine(CountingEngine):
+    """One that has a version of its adapters."""
+
+    version = 1
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        if request.adapter_version not in (None, self.version):
+            raise AdapterVersionError(f"version {self.version} is served here")
+        async for output in super().generate(request):
+            yield replace(output, adapter_version=self.version)
+
+
+@pytest.mark.parametrize("begun", [1, 2])
+def test_answer_is_not_finished_on_another_version_while_only_some_instances_have_it(begun):
+    """Version 1 is served, and version 2 is being loaded."""
+    one, other, third = (NumberedEngine(adapters={"a": "p"}) for _ in range(3))
+    one.version, other.version, third.version = begun, 3 - begun, begun
+    one.dies_at = 5
+    fleet = fleet_of(one, other, router=RoundRobin())
+    with pytest.raises(AdapterVersionError, match=f"version {3 - begun} is served here"):
+        asyncio.run(tokens_of(fleet, ask(adapter="a")))
+    assert len(fleet._roster.live) == 1
+    one.alive = True
+    fleet = fleet_of(one, third, router=RoundRobin())
+    assert asyncio.run(tokens_of(fleet, ask(adapter="a"))) == list(range(2, 10))
 
 
 def test_request_that_had_not_begun_takes_the_new_version():
@@ -213,9 +243,9 @@ def test_load_that_one_instance_refuses_is_taken_back_by_the_others():
         picky = CountingEngine(adapters={"old": "p"}, refuse=frozenset({"bad"}))
         easy = CountingEngine(adapters={"old": "p"})
         fleet = fleet_of(easy, picky)
-        for name, replace in (("new", False), ("old", True)):
+        for name, in_place in (("new", False), ("old", True)):
             with pytest.raises(AdapterError, match=r"instance 1 refused.*took it back: bad can't be read"):
-                await fleet.load_adapter(name, "bad", replace=replace)
+                await fleet.load_adapter(name, "bad", replace=in_place)
         assert easy.adapters == picky.adapters == {"old": "p"}
 
     asyncio.run(run())

@@ -30,6 +30,7 @@ class Process:
         self.hearing = Hearing()
         self.on_beat: Callable = lambda beat: None
         self.adapters = dict(adapters)
+        self.versions: dict[str, object] = {}
         self.fails = fails
         self.refuse = refuse
         self.may_start = threading.Event()
@@ -43,13 +44,14 @@ class Process:
         if self.fails is not None:
             raise self.fails
 
-    def call(self, method: str, name: str, path: str = "", *_: object) -> Future[None]:
+    def call(self, method: str, name: str, path: str = "", *rest: object) -> Future[None]:
         future: Future[None] = Future()
         if path in self.refuse:
             future.set_exception(AdapterError(f"{path} is gone"))
             return future
         if method == "load_adapter":
             self.adapters[name] = path
+            self.versions[name] = rest[-1]
         else:
             del self.adapters[name]
         self.on_call()
@@ -146,6 +148,7 @@ def test_new_process_has_what_was_loaded_replaced_and_unloaded_meanwhile(make_fl
     fleet.first[0].ended.set()
     until(lambda: len(fleet.roster.live) == 2 and fleet.launched)
     assert new.adapters == {"kept": str(old), "replaced": str(new_path), "later": str(old)}
+    assert new.versions == {"replaced": 2, "later": 1}
     # Those of the start come with it, so that memory is sized for them again.
     assert [name for name, _ in fleet.launched[0][2]] == ["kept", "replaced"]
 

@@ -48,7 +48,7 @@ class ControllerLink:
     """
 
     def __init__(self, host: str, port: int, key: str, name: str) -> None:
-        self._host, self._port, self._key, self._name = host, port, key.encode(), name
+        self._host, self._port, self._key, self.name = host, port, key.encode(), name
         self._channel: Channel | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
@@ -143,7 +143,7 @@ class ControllerLink:
         while not self._stopping.is_set():
             try:
                 connection, welcome = dial(
-                    self._host, self._port, self._key, FrontEndHello(name=self._name, state=self.state)
+                    self._host, self._port, self._key, FrontEndHello(name=self.name, state=self.state)
                 )
                 problem = welcome.refusal or ""
             except (AuthenticationError, EOFError) as error:

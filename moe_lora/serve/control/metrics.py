@@ -17,12 +17,19 @@ class LinkCollector:
         self._label = [model_name]
 
     def collect(self) -> Iterator[Metric]:
+        name = GaugeMetricFamily(
+            "moe_lora:front_end",
+            "1; which of several front ends behind one port these metrics are of.",
+            labels=["model_name", "front_end"],
+        )
+        name.add_metric([*self._label, self._link.name], 1)
+        yield name
         number = 0 if self._link.state is None else self._link.state.number
-        for name, text, value in (
+        for family, text, value in (
             ("moe_lora:controller_up", "1 while the controller is there.", self._link.up),
             ("moe_lora:controller_state", "Number of the state that this front end routes by.", number),
         ):
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge = GaugeMetricFamily(family, text, labels=["model_name"])
             gauge.add_metric(self._label, value)
             yield gauge
         joins = CounterMetricFamily(

@@ -1,0 +1,58 @@
+"""What the command makes of a round; rounds themselves are run by tests/dist/test_chaos.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from bench import check_chaos
+from moe_lora.report.results import read_results
+from tests.dist.chaos import FAULTS, HOLDER_FAULTS, ChaosPlan, ChaosReport
+from tests.dist.chaos_faults import Strike
+
+
+@pytest.fixture
+def plans(monkeypatch) -> list[ChaosPlan]:
+    """The plans that were carried out: all is well, but for a wrong answer where the seed is 1."""
+    plans = []
+
+    def run(model, questions, folder, plan):
+        plans.append(plan)
+        return ChaosReport(
+            strikes=[Strike("controller killed", ("controller",), 12.0, 30)],
+            began_s=10.0,
+            num_asked=40,
+            counts=Counter(answered=38, refused=2),
+            fetches={"peer": 5, "disk": 1},
+            complaints=["request 7 for a: [1] is not [2]"] if plan.seed == 1 else [],
+        )
+
+    monkeypatch.setattr(check_chaos, "run_chaos", run)
+    monkeypatch.setattr(check_chaos, "make_chaos_model", lambda folder: None)
+    monkeypatch.setattr(check_chaos, "ask_undisturbed", lambda model, seed: {})
+    return plans
+
+
+def test_a_round_is_recorded_and_told(plans, tmp_path, capsys):
+    out = tmp_path / "chaos.jsonl"
+    options = ["--out", str(out), "--rounds", "1", "--requests", "40", "--pool-replicas", "none", "2"]
+    assert check_chaos.main(options) == 0
+    assert plans == [
+        ChaosPlan(num_requests=40, faults=FAULTS),
+        ChaosPlan(num_requests=40, faults=HOLDER_FAULTS + FAULTS, pool_replicas=2),
+    ]
+    first, second = read_results(out)
+    assert (first["config"]["pool_replicas"], second["config"]["pool_replicas"]) == (None, 2)
+    assert (first["result"]["answered"], first["result"]["refused"], first["result"]["cut"]) == (38, 2, 0)
+    assert first["result"]["strikes"][0]["after_s"] == 2.0
+    told = capsys.readouterr().out
+    assert "2.0 s, after    30 requests: controller killed (controller)" in told
+
+
+def test_a_wrong_answer_fails_the_command(plans, tmp_path, capsys):
+    out = tmp_path / "chaos.jsonl"
+    assert check_chaos.main(["--out", str(out), "--rounds", "2", "--pool-replicas", "none"]) == 1
+    assert [plan.seed for plan in plans] == [0, 1]
+    assert [bool(record["result"]["complaints"]) for record in read_results(out)] == [False, True]
+    assert "WRONG: request 7 for a" in capsys.readouterr().out

@@ -1,0 +1,126 @@
+"""A replay over a cluster whose parts are killed: each request is answered rightly or with 503."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .chaos_cluster import ChaosCluster
+from .chaos_faults import Strike, Striker
+from .chaos_model import ChaosModel, Question
+from .chaos_publisher import Publisher
+from .chaos_replay import Replay
+
+START_S = 240.0
+FEW_FAULTS = ("holder killed", "controller killed")
+FAULTS = (
+    "instance killed twice",
+    "controller killed twice",
+    "instance silent",
+    "front end killed",
+    "controller and instance killed",
+    "instance silent for long",
+    "controller silent",
+    "controller and front end killed",
+    "all instances killed",
+)
+HOLDER_FAULTS = ("holder killed", "holder killed")
+"""Where there is a pool, beside those."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosPlan:
+    """num_requests: at least; more are asked until all faults are over.  pool_replicas: None = no pool."""
+
+    num_requests: int
+    faults: tuple[str, ...]
+    seed: int = 0
+    pool_replicas: int | None = None
+
+
+@dataclass
+class ChaosReport:
+    """began_s: on the monotonic clock.  num_asked: requests; counts: of them, see `Outcomes`; num_resent: of
+    them, those that went on at another instance.  num_published, num_refused: publications of versions of one
+    adapter that were confirmed, and that were not.  num_tables, num_moves: of the placement.  fetches: of the
+    pool, by source.  complaints: what must not be; none if all is well.  log_end: the last that the processes
+    wrote, if there are complaints.
+    """
+
+    strikes: list[Strike] = field(default_factory=list)
+    began_s: float = 0.0
+    num_asked: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    num_resent: int = 0
+    num_published: int = 0
+    num_refused: int = 0
+    num_tables: int = 0
+    num_moves: int = 0
+    fetches: dict[str, int] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+    log_end: str = ""
+
+
+def run_chaos(
+    model: ChaosModel, questions: dict[str | None, list[Question]], folder: Path, plan: ChaosPlan
+) -> ChaosReport:
+    """Serve the model, ask the questions, do the faults, end everything.
+
+    folder: for the log and temporary files.
+    """
+    cluster = ChaosCluster(model, folder, pool_replicas=plan.pool_replicas)
+    report = ChaosReport()
+    try:
+        url = cluster.wait_for_url(START_S)
+        cluster.until(cluster.is_whole, "all parts have started", START_S)
+        publisher = Publisher(url, model, questions, (model.adapters[0], model.adapters[-1]))
+        replay = Replay(url, questions, publisher, plan.num_requests, plan.seed)
+        striker = Striker(cluster, replay, plan.faults, random.Random(plan.seed))
+        report.began_s = time.monotonic()
+        report.complaints += asyncio.run(_drive(replay, publisher, striker))
+        _fill_in(report, cluster, replay, striker)
+        report.num_published, report.num_refused = publisher.num_done, publisher.num_refused
+        report.complaints += publisher.complaints
+    except AssertionError as error:
+        report.complaints.append(str(error))
+    finally:
+        report.complaints += cluster.stop()
+    if report.complaints:
+        report.log_end = cluster.text()[-8000:]
+    return report
+
+
+async def _drive(replay: Replay, publisher: Publisher, striker: Striker) -> list[str]:
+    """All until they are over; what went wrong with the strikes."""
+    await publisher.publish()
+    publishing = asyncio.create_task(publisher.run())
+    striking = asyncio.create_task(asyncio.to_thread(striker.run))
+    await replay.run()
+    publisher.stop()
+    await publishing
+    [error] = await asyncio.gather(striking, return_exceptions=True)
+    if error is not None and not isinstance(error, AssertionError):
+        raise error
+    return [] if error is None else [str(error)]
+
+
+def _fill_in(report: ChaosReport, cluster: ChaosCluster, replay: Replay, striker: Striker) -> None:
+    figures = striker.count_resent()
+    outcomes = replay.outcomes
+    outcomes.check_cuts([one.at_s for one in striker.strikes if "front end" in one.fault])
+    if outcomes.num_ended != replay.num_asked:
+        outcomes.complaints.append(f"{replay.num_asked} requests were asked, {outcomes.num_ended} ended")
+    report.strikes, report.num_asked, report.counts = striker.strikes, replay.num_asked, outcomes.counts
+    report.num_resent = striker.resent.total()
+    report.num_tables, report.num_moves = cluster.table_version(), cluster.num_moves()
+    report.fetches = {
+        source: int(
+            max((one.get(("pool_fetches_total", source), 0.0) for one in figures.values()), default=0)
+        )
+        for source in ("peer", "disk")
+    }
+    report.complaints += outcomes.complaints
