@@ -11,6 +11,7 @@ from moe_lora.core.errors import (
     AdapterNotFoundError,
     CapacityError,
     EngineDeadError,
+    EngineSilentError,
 )
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
 from moe_lora.core.token_meter import TokenMeter
@@ -349,3 +350,14 @@ def test_one_that_comes_in_as_an_adapter_is_unloaded_frees_it_too(monkeypatch):
     monkeypatch.setattr(roster, "forget", forget_after_it_came)
     asyncio.run(unload_everywhere(roster, "a"))
     assert here.adapters == late.adapters == {}
+
+
+def test_one_that_was_silent_and_is_back_before_others_have_answered_stays(monkeypatch):
+    async def silent() -> list:
+        raise EngineSilentError("it did not get on")
+
+    back, other = CountingEngine(), CountingEngine(adapters={"a": "places/a"})
+    monkeypatch.setattr(back, "list_adapters", silent)
+    fleet = fleet_of(back, other)
+    assert [info.name for info in asyncio.run(fleet.list_adapters())] == ["a"]
+    assert len(fleet._roster.live) == 2
