@@ -240,6 +240,8 @@ def serve(
         raise click.UsageError(f"--role {role} needs --config, the file of its cluster")
     if name is not None and role != "front-end":
         raise click.UsageError("--name is a front end's; give --role front-end")
+    if num_front_ends is not None and role != "all":
+        raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
     if parent is not None:
         end_with(parent)
     if role == "front-end":

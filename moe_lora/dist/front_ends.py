@@ -48,9 +48,17 @@ class ControllerConfig:
 def parse_host_port(setting: str, address: str) -> tuple[str, int]:
     """("host", port) of "host:port".  Raises ConfigError."""
     host, separator, port = address.rpartition(":")
-    if not (separator and host and port.isdigit() and int(port) <= 65535):
+    if not (separator and _is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
         raise ConfigError(f"{setting}={address!r} is not host:port, such as 10.0.0.1:7600")
     return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    """Whether it can be looked up: sockets refuse others with an error that is no OSError."""
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def check_places(

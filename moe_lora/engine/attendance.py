@@ -59,7 +59,12 @@ class Attendance:
         while True:
             silent_s = hearing.silent_s()
             if silent_s >= heartbeat.dead_s:
-                logger.error("instance %s is silent for %.0f s; it is ended", self._instance.name, silent_s)
+                logger.error(
+                    "instance %s is silent for %.0f s and is ended; "
+                    "where one step may take that long, give heartbeat_dead_s more",
+                    self._instance.name,
+                    silent_s,
+                )
                 self._give_up()
             elif silent_s >= heartbeat.timeout_s:
                 self._leave(silent_s)

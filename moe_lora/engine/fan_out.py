@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import EngineDeadError, EngineSilentError
 
 from .client import EngineClient
 from .roster import Instance, Roster
@@ -19,13 +19,16 @@ async def ask(
 ) -> tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]:
     """What these instances answered, and what those that refused raised.
 
-    Those found dead are taken out of routing and left out.  Raises EngineDeadError if all were.
+    Those found dead are taken out of routing and left out, those that were silent only left out: until the
+    last has answered they may be back.  Raises EngineDeadError if all were.
     """
     clients = [instance.client for instance in instances]
     results = await asyncio.gather(*map(call, clients), return_exceptions=True)
     answers: list[tuple[Instance, Answer]] = []
     errors: list[tuple[Instance, Exception]] = []
     for instance, client, result in zip(instances, clients, results, strict=True):
+        if isinstance(result, EngineSilentError):
+            continue
         if isinstance(result, EngineDeadError):
             roster.lose(instance, client)
         elif isinstance(result, Exception):

@@ -54,8 +54,10 @@ async def unload_everywhere(roster: Roster, name: str, pool: FleetPool | None = 
 
     Raises AdapterNotFoundError if no instance knows the name.
     """
-    instances = roster.candidates(None)
+    roster.candidates(None)
     roster.forget(name)
+    # Asked anew: one that came in before it was forgotten came with it.
+    instances = roster.candidates(None)
     if pool is not None:
         pool.forget(name)
     answers, errors = await ask(roster, instances, lambda client: client.unload_adapter(name))

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -64,6 +65,9 @@ def dial(host: str, port: int, key: bytes, hello: object) -> tuple[Connection, W
             deliver_challenge(connection, key)
             connection.send(hello)
             welcome: Welcome = connection.recv()
+    except AssertionError as error:  # before Python 3.12, of what should have been a challenge
+        connection.close()
+        raise AuthenticationError("what answers there speaks another protocol") from error
     except BaseException:
         connection.close()
         raise

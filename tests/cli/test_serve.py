@@ -220,6 +220,12 @@ def test_a_name_is_a_front_ends(cluster_file):
     assert "--name is a front end's" in result.output
 
 
+def test_a_role_of_its_own_starts_no_front_ends(cluster_file):
+    result = run("--config", cluster_file, "--role", "front-end", "--front-ends", "3")
+    assert result.exit_code == 2
+    assert "--front-ends starts them all on this host" in result.output
+
+
 def test_a_controller_needs_its_section(cluster_file):
     result = run("--config", cluster_file, "--role", "controller")
     assert result.exit_code == 1

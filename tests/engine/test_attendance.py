@@ -87,13 +87,14 @@ def test_engine_that_beats_stays():
     assert watched.engine.hushed == []
 
 
-def test_engine_that_says_nothing_is_drained_and_then_given_up():
+def test_engine_that_says_nothing_is_drained_and_then_given_up(caplog):
     watched = Watched()
     watched.pass_s(*[1.0] * 32)
     watched.run()
     assert watched.seen == [LIVE] * 5 + [SILENT] * 27
     assert watched.num_given_up == 3
     assert len(watched.engine.hushed) == 25
+    assert "give heartbeat_dead_s more" in caplog.text
 
 
 def test_engine_that_says_it_hangs_is_silent_all_the_same():

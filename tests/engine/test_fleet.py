@@ -14,11 +14,13 @@ from moe_lora.core.errors import (
     AdapterVersionError,
     CapacityError,
     EngineDeadError,
+    EngineSilentError,
 )
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.failover import MAX_RESENDS
 from moe_lora.engine.fleet import FleetClient
+from moe_lora.engine.fleet_adapters import unload_everywhere
 from moe_lora.engine.roster import Roster
 from moe_lora.policies.routing import LeastOutstanding, RoundRobin
 from tests.engine.fleet_parts import CountingEngine
@@ -364,3 +366,28 @@ def test_books_tell_what_waits_and_runs_and_end_empty_whoever_ends():
         assert (second.num_requests, second.waiting_tokens, meter.take()) == (0, 0, {})
 
     asyncio.run(run())
+
+
+def test_one_that_comes_in_as_an_adapter_is_unloaded_frees_it_too(monkeypatch):
+    here, late = (CountingEngine(adapters={"a": "places/a"}) for _ in range(2))
+    roster = Roster([here], [("a", "places/a")])
+    forget = roster.forget
+
+    def forget_after_it_came(name: str) -> None:
+        assert roster.join(roster.enter("late", late), late, roster.adapters, set())
+        forget(name)
+
+    monkeypatch.setattr(roster, "forget", forget_after_it_came)
+    asyncio.run(unload_everywhere(roster, "a"))
+    assert here.adapters == late.adapters == {}
+
+
+def test_one_that_was_silent_and_is_back_before_others_have_answered_stays(monkeypatch):
+    async def silent() -> list:
+        raise EngineSilentError("it did not get on")
+
+    back, other = CountingEngine(), CountingEngine(adapters={"a": "places/a"})
+    monkeypatch.setattr(back, "list_adapters", silent)
+    fleet = fleet_of(back, other)
+    assert [info.name for info in asyncio.run(fleet.list_adapters())] == ["a"]
+    assert len(fleet._roster.live) == 2

@@ -177,7 +177,11 @@ class Director:
                 before.number,
             )
             self._book.count_above(before)
-        session.channel.send(self._book.state)
+            # Those that had the state by its lower number would count as late until the next one.
+            for other in self._sessions:
+                other.channel.send(self._book.state)
+        else:
+            session.channel.send(self._book.state)
 
     def left(self, session: Session) -> None:
         self._sessions.remove(session)

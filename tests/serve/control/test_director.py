@@ -231,6 +231,21 @@ def test_a_state_that_comes_too_late_is_given_up_but_counted_above(caplog):
     in_cluster(test)
 
 
+def test_who_has_the_state_by_its_lower_number_gets_the_higher_one():
+    async def test(cluster: Cluster) -> None:
+        late = FrontEndSide("late", cluster.port, cluster.engines)
+        await late.stop()
+        late.link.receive(ClusterState(number=1000))
+        running = asyncio.create_task(late.link.run())
+        await until(lambda: late.link.state.number == 1001)
+        for one in cluster.front_ends:
+            await until(lambda one=one: one.link.state.number == 1001)
+        await until(lambda: {one.taken for one in cluster.controller.director._sessions} == {1001})
+        running.cancel()
+
+    in_cluster(test)
+
+
 def test_the_registry_is_where_the_controller_is(tmp_path):
     async def test(registry: Registry) -> None:
         async with Cluster(registry=ServedRegistry(registry, BASE)) as cluster:
