@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moe_lora.cli.profile_steps import measured_models
 from moe_lora.engine.process import usable_cores
-from moe_lora.policies.performance import LinearTime, PerformanceModel
-from moe_lora.policies.step_model import Row, StepModel
+from moe_lora.policies.model_routing import CostModel
+from moe_lora.policies.step_model import StepModel
+from moe_lora.policies.step_work import Row
 from moe_lora.provision.operating_points import PointLoad, SloGoal, find_operating_point
 from moe_lora.provision.performance_file import read_step_model
-from moe_lora.provision.router_model import router_fields
 from moe_lora.provision.simulated_points import simulated_run
 from moe_lora.report.results import write_json
 
@@ -40,12 +40,13 @@ class Files:
 @dataclass(frozen=True, kw_only=True)
 class MachineModel:
     """Of one kernel.  points: rank -> tokens/s of an instance with a core of its own.  router: for routing by
-    a model when all instances share the cores; lacks slo_s and the time of a load.  quality: R² of the fits,
+    a model when all instances share the cores; answer_tokens: of a request in the mean.  quality: R² of the fits,
     by form and phase.  ttft_s: of a prompt of the median length at rank 128 that nothing waits beside.
     """
 
     points: dict[int, float]
-    router: PerformanceModel
+    router: StepModel
+    answer_tokens: float
     quality: dict[str, float | None]
     ttft_s: float
 
@@ -99,14 +100,12 @@ def _machine_model(plan: Plan, kernel: str, content: dict[str, Any], profile: Pa
         duration_s=20 * goal.ttft_s,
     )
     points = _points(plan, model, load, goal)
-    fields = router_fields(read_step_model(profile, kernel=kernel, form="toppings"), prompt)
+    router = read_step_model(profile, kernel=kernel, form="toppings")
     stretch = max(1.0, plan.num_instances / usable_cores())
-    router = PerformanceModel(
-        kernel=fields["kernel"],
-        prefill=_stretched(fields["prefill"], stretch),
-        decode=_stretched(fields["decode"], stretch),
-        mean_output_tokens=answer,
-        token_s=stretch * sum(1 / point for point in points.values()) / len(points),
+    router = replace(
+        router,
+        decode_s=_stretched(router.decode_s, stretch),
+        prefill_s=_stretched(router.prefill_s, stretch),
     )
     quality = {
         f"{one['form']} {phase}": found["r2_held_out"]
@@ -114,11 +113,11 @@ def _machine_model(plan: Plan, kernel: str, content: dict[str, Any], profile: Pa
         if one["kernel"] == kernel
         for phase, found in one["quality"].items()
     }
-    return MachineModel(points=points, router=router, quality=quality, ttft_s=ttft_s)
+    return MachineModel(points=points, router=router, answer_tokens=answer, quality=quality, ttft_s=ttft_s)
 
 
-def _stretched(seconds: dict[str, float], stretch: float) -> LinearTime:
-    return LinearTime(**{name: stretch * value for name, value in seconds.items()})
+def _stretched(seconds: Mapping[str, float], stretch: float) -> dict[str, float]:
+    return {name: stretch * value for name, value in seconds.items()}
 
 
 def _points(plan: Plan, model: StepModel, load: PointLoad, goal: SloGoal) -> dict[int, float]:
@@ -166,6 +165,11 @@ def rate_of(plan: Plan, trace: str, load: float, models: dict[str, MachineModel]
     return load * min(usable_cores(), plan.num_instances) / (sum(mean_lengths(plan)) * seconds)
 
 
-def routing_model(model: MachineModel, no_lora_tpt_s: float, load_s_per_rank: float) -> PerformanceModel:
-    """slo_s: Toppings' SLO, of the time per token."""
-    return replace(model.router, slo_s=TPT_RATIO * no_lora_tpt_s, adapter_load_s_per_rank=load_s_per_rank)
+def routing_model(model: MachineModel, no_lora_tpt_s: float, load_s_per_rank: float) -> CostModel:
+    """With Toppings' SLO, of the time per token."""
+    return CostModel(
+        steps=model.router,
+        slo_tpot_s=TPT_RATIO * no_lora_tpt_s,
+        mean_output_tokens=model.answer_tokens,
+        adapter_load_s_per_rank=load_s_per_rank,
+    )

@@ -17,7 +17,7 @@ from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.client import EngineClient
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster
-from moe_lora.policies.performance import PerformanceModel
+from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.phi_routing import PhiRouting
 from moe_lora.policies.routers import RoutingContext, make_router
 from moe_lora.policies.routing import Instance, RoutedView, Router
@@ -83,7 +83,7 @@ def run_system(
     fleet: Fleet,
     system: System,
     requests: Sequence[PlannedRequest],
-    model: PerformanceModel | None = None,
+    model: CostModel | None = None,
     demand: Mapping[str, float] | None = None,
     num_instances: int | None = None,
 ) -> Outcome:
@@ -106,7 +106,7 @@ def run_system(
 async def _connected(
     fleet: Fleet,
     system: System,
-    model: PerformanceModel | None,
+    model: CostModel | None,
     demand: Mapping[str, float],
     outcome: Outcome,
     roster: Roster,

@@ -122,6 +122,17 @@ _INSTANCES = (
     ),
     click.option("--placement-interval-s", type=float, help="From one placement to the next.  [default: 30]"),
     click.option(
+        "--heartbeat-timeout-s",
+        type=float,
+        help="An instance that does not get on for so long gets no requests.  [default: 5]",
+    ),
+    click.option(
+        "--heartbeat-dead-s",
+        type=float,
+        help="After so long its requests go on elsewhere, and it is ended; more where a step takes longer.  "
+        "[default: 30]",
+    ),
+    click.option(
         "--pool-replicas",
         type=int,
         help="Keep each adapter in the host memory of this many instances only; the others read it there "

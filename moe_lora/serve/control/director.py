@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lora.core.errors import EngineDeadError, MoeLoraError
+from moe_lora.core.errors import MoeLoraError
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.entry import RECOVERY_S, Recovery
 from moe_lora.engine.fleet import FleetClient
@@ -152,8 +152,8 @@ class Director:
         try:
             if await self._decisions.fleet.is_alive():
                 await self._decisions.fleet.model_info()
-        except EngineDeadError as error:
-            logger.debug("no instance says which ranks adapters have: %s", error)
+        except Exception as error:  # whatever an instance answers, the controller goes on without
+            logger.debug("no instance says which ranks adapters have: %r", error)
 
     def _give_out(self) -> None:
         """Send the state to all if it is another than before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import pickle
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -167,7 +168,7 @@ class ControllerLink:
         try:
             while not self._stopping.is_set():
                 post(self.receive, channel.receive())
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
             if not self._stopping.is_set():
                 logger.warning("lost the controller: %r; requests go on by what it said last", error)
         finally:
