@@ -13,12 +13,12 @@ from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.engine.catch_up import catch_up
+from moe_lora.engine.catch_up import catch_up, held_by
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.loop_client import LoopClient
 from moe_lora.engine.pool_directory import PoolDirectory
 from moe_lora.engine.pool_messages import PoolEntry
-from moe_lora.engine.roster import Roster
+from moe_lora.engine.roster import Roster, ServedAdapter
 from moe_lora.policies.routing import LeastOutstanding
 
 SIZES = {"big": 100, "small": 10, "tiny": 1}
@@ -135,6 +135,8 @@ class Engine(LoopClient):
         return [self._entry(name).info for name in self.known]
 
     def _unload_adapter(self, name: str) -> None:
+        if name not in self.known:
+            raise AdapterNotFoundError(name)
         self._forget(name)
 
     def end(self) -> None:
@@ -334,6 +336,62 @@ def test_front_end_that_is_new_learns_from_engines_who_holds_what():
     clients = {engine: number for number, engine in enumerate(fleet.engines)}
     assert directory.held(clients) == {f"#{name}": fleet.holders(name) for name in "abcd"}
     assert directory.sizes() == fleet.directory.sizes()
+
+
+def test_engine_that_can_not_hold_what_replaced_its_adapter_goes_on_without():
+    fleet = Fleet(2, ["x"])
+    asyncio.run(fleet.client.load_adapter("x", "new", replace=True))
+    fleet.end(fleet.holders("new")[0])
+    away, missing = Engine("away", fleet.log, refuse=("hold",)), set[str]()
+    away._pool_load("x", "x", True, 1)
+    catch_up(away, fleet.roster.adapters, {"x": ServedAdapter("x", 1)}, missing, fleet.directory)
+    assert (missing, away.known) == ({"x"}, {})
+
+
+def test_name_that_is_loaded_anew_stays_known_when_an_engine_lets_its_last_version_go():
+    fleet = Fleet(2, ["x"])
+    have = {"x": ServedAdapter("x", 1)}
+    away = Engine("away", fleet.log)
+    away._pool_load("x", "x", True, 1)
+    asyncio.run(fleet.client.unload_adapter("x"))
+    served = fleet.roster.adapters
+    asyncio.run(fleet.client.load_adapter("x", "new"))
+    catch_up(away, served, have, set(), fleet.directory)
+    assert fleet.directory.content_hashes() == {"x": "#new"}
+    assert fleet.directory.held(dict.fromkeys(fleet.engines, 0))["#new"]
+
+
+def test_engine_that_was_told_by_a_front_end_before_is_told_all_anew():
+    fleet = Fleet(2, "ab")
+    directory = PoolDirectory(1)
+    first, second = fleet.engines
+    directory.enter(first)
+    directory.enter(second)
+    directory.sources("#a", second)  # it joins with another adapter, say
+    assert {one: set(places) for one, places in directory.news(second, 0).items()} == {
+        one: {first._source(one)} - {None} for one in ("#a", "#b")
+    }
+
+
+def test_engines_hear_of_a_change_however_many_there_were():
+    fleet = Fleet(2, "ab")
+    home = fleet.holders("a")[0]
+    holder, other = fleet.engines[home], fleet.engines[1 - home]
+    fleet.directory.news(other, 0)
+    for _ in range(1100):
+        fleet.directory.note(holder, "#a", b"new")
+    fleet.directory.forget("b")
+    fleet.directory.sources("#a", other)
+    assert fleet.directory.news(other, 0) == {"#a": (b"new",)}
+
+
+def test_copy_that_is_made_while_an_engine_is_silent_is_counted_when_it_gets_on(monkeypatch):
+    fleet = Fleet(2, ["big"])
+    silent = fleet.engines[1 - fleet.holders("big")[0]]
+    monkeypatch.setattr(silent, "settle", lambda: silent.held.add("#big"))
+    held_by(silent, fleet.directory)
+    clients = {engine: number for number, engine in enumerate(fleet.engines)}
+    assert sorted(fleet.directory.held(clients)["#big"]) == [0, 1]
 
 
 def test_adapters_are_listed_in_the_order_in_which_they_came():
