@@ -127,10 +127,23 @@ class FleetPool:
     async def take_back(
         self, instances: list[Instance], name: str, previous: ServedAdapter | None
     ) -> list[tuple[Instance, Exception]]:
-        """Undo a load that some refused, where it was done; those that can't."""
+        """Undo a load that some refused, where it was done; those that can't.
+
+        What was served before is still held, while its directory may have changed since it was read.
+        """
         if previous is None:
             return (await ask(self._roster, instances, lambda client: client.unload_adapter(name)))[1]
-        answers, errors = await self._ask(instances, "pool_load", name, previous.path, True, previous.version)
+        path, version = previous.path, previous.version
+        facts = self._directory.facts_at(name, path, version)
+
+        def undo(client: object) -> Awaitable[PoolEntry]:
+            assert isinstance(client, LoopClient)
+            if facts is None:
+                return _call(client, "pool_load", name, path, True, version)
+            sources = self._directory.sources(facts.content_hash, client)
+            return _call(client, "pool_know", facts, path, True, version, sources)
+
+        answers, errors = await ask(self._roster, instances, undo)
         self._note(answers)
         return errors
 

@@ -140,7 +140,7 @@ class PoolDirectory:
 
     def _know(self, client: LoopClient, name: str, path: str, version: int) -> bool:
         """Have an engine serve an adapter that enough others hold; False if they don't."""
-        facts = self._facts_at(name, path, version)
+        facts = self.facts_at(name, path, version)
         if facts is None:
             return False
         sources = self.sources(facts.content_hash, client)
@@ -152,7 +152,7 @@ class PoolDirectory:
 
     def _take(self, client: LoopClient, name: str, path: str, version: int) -> None:
         """Have an engine serve an adapter and hold it, with the content that is served so far."""
-        facts = self._facts_at(name, path, version)
+        facts = self.facts_at(name, path, version)
         if facts is None:
             self._load(client, name, path, version)
             return
@@ -169,7 +169,7 @@ class PoolDirectory:
                 raise
         self.note(client, facts.content_hash, source)
 
-    def _facts_at(self, name: str, path: str, version: int) -> AdapterFacts | None:
+    def facts_at(self, name: str, path: str, version: int) -> AdapterFacts | None:
         """What is known of the name, if that is what it means."""
         with self._lock:
             return self._facts[name] if self._served.get(name) == (path, version) else None

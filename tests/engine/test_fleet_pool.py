@@ -247,6 +247,7 @@ def test_load_that_one_refuses_is_taken_back_by_the_others():
         with pytest.raises(AdapterError):
             asyncio.run(fleet.client.load_adapter(name, "bad", replace=replace))
         assert all(engine.known.keys() == {"old"} for engine in fleet.engines)
+    assert [path for kind, _, path in fleet.log if kind == "read"].count("old") == 1, "it is held still"
     fleet.step()
     assert not fleet.holders("bad")
     fleet.step()
