@@ -81,6 +81,12 @@ class FleetPool:
             ]
             await asyncio.gather(*calls, return_exceptions=True)
 
+    def want(self, table: Table) -> None:
+        """From the next step on adapters are to be held where a routing table sends their requests."""
+        self._wanted = {
+            name: [instance for instance, share in row if share > 0] for name, row in table.items()
+        }
+
     @asynccontextmanager
     async def moving(self, table: Table) -> AsyncIterator[None]:
         """Copies as a routing table wants them: made before the body, which has it routed by, dropped after.
@@ -88,9 +94,7 @@ class FleetPool:
         A copy that can't be made is no error: an instance fetches what it does not hold.
         """
         async with self._round:
-            self._wanted = {
-                name: [instance for instance, share in row if share > 0] for name, row in table.items()
-            }
+            self.want(table)
             await self._make_copies()
             yield
             await self._drop_copies()

@@ -11,6 +11,7 @@ import pytest
 
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.clock import VirtualClock
+from moe_lora.core.config import RoutingConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 from moe_lora.engine.catch_up import catch_up, held_by
@@ -19,7 +20,10 @@ from moe_lora.engine.loop_client import LoopClient
 from moe_lora.engine.pool_directory import PoolDirectory
 from moe_lora.engine.pool_messages import PoolEntry
 from moe_lora.engine.roster import Roster, ServedAdapter
+from moe_lora.policies.phi_routing import PhiRouting
 from moe_lora.policies.routing import LeastOutstanding
+from moe_lora.serve.placement import PlacementController
+from moe_lora.serve.routes import make_routes
 
 SIZES = {"big": 100, "small": 10, "tiny": 1}
 Log = list[tuple[Any, ...]]
@@ -274,6 +278,18 @@ def test_a_placement_copies_then_routes_then_drops():
     fleet.check_sources()
     fleet.step()
     assert len(fleet.log) == 4, "at rest nothing moves"
+
+
+def test_placement_that_goes_on_from_a_table_has_adapters_held_where_that_sends_them():
+    fleet = Fleet(2, ["big", "small"])
+    config = RoutingConfig(placement="loraserve")
+    routes = make_routes(config, 8, "sgmv")
+    assert isinstance(routes.router, PhiRouting)
+    routes.router.swap({"big": [(1, 1.0)], "small": [(1, 1.0)]})
+    PlacementController(config, fleet.client, routes.router, routes.meter, VirtualClock()).resume({})
+    fleet.step()
+    assert fleet.holders("big") == fleet.holders("small") == [1]
+    fleet.check_sources()
 
 
 def test_nothing_is_dropped_while_a_copy_is_not_confirmed():
