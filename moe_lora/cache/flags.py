@@ -31,7 +31,11 @@ def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
     if host and (device or is_adapter or not node.num_children):
         flags |= CAN_LEAVE_HOST
     if not device:
-        if (host or is_adapter) and not dying and _may_enter(node.parent, keeps_dependencies):
+        if (
+            (host or (is_adapter and not node.failed))
+            and not dying
+            and _may_enter(node.parent, keeps_dependencies)
+        ):
             flags |= CAN_ENTER
     elif not node.pins:
         if not node.num_device_children or (is_adapter and not keeps_dependencies):

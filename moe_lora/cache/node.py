@@ -19,7 +19,8 @@ class Node:
     pins: users that keep it, and so all above it, on the device.
     num_device_children: children with device pages.  heir: the child that was found or added last, if it can
     still be found.  gone: no longer found, and freed when its last user goes.  lost: gone because its bytes
-    did not arrive.  reachable: False for an adapter without pages here that the LoRA Server does not hold.
+    did not arrive.  failed: an adapter whose bytes did not arrive the last time: nothing brings it unasked.
+    reachable: False for an adapter without pages here that the LoRA Server does not hold.
     """
 
     namespace: Namespace
@@ -42,6 +43,7 @@ class Node:
     heir: Node | None = None
     gone: bool = False
     lost: bool = False
+    failed: bool = False
     reachable: bool = True
 
     @property

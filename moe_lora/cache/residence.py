@@ -63,7 +63,7 @@ class Residence:
         else:
             order = LoadAdapter(copy_id, node.namespace, first_pages(node, pages))
             self.counters.pages_loaded += len(pages)
-        node.moving_in = True
+        node.moving_in, node.failed = True, False
         self._enqueue(order, node)
         self._set_device(node, pages)
         if node.is_adapter:
@@ -155,7 +155,7 @@ class Residence:
             node.moving_out = False
             self._leave_host(node)
         elif node.is_adapter:
-            node.moving_in = False
+            node.moving_in, node.failed = False, True
             self._leave_device(node)
             for child in list(self.tree.children(node)):
                 if child.device_pages is not None and self.tree.keeps_dependencies:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 
 from .loop_client import LoopClient
@@ -29,9 +30,9 @@ def catch_up(
         if name not in missing:
             client.call("unload_adapter", name).result()
         missing.discard(name)
-        del have[name]
         if pool is not None:
-            pool.forget(name)
+            pool.forget(name, have[name].version)
+        del have[name]
     for name, adapter in served.items():
         if have.get(name) == adapter:
             continue
@@ -52,13 +53,19 @@ def catch_up(
         except Exception as error:
             logger.error("adapter %s can't be loaded again: %s; other instances serve it", name, error)
             if is_loaded:
-                client.call("unload_adapter", name).result()
+                with suppress(AdapterNotFoundError):  # a pool that found no bytes took it away
+                    client.call("unload_adapter", name).result()
             missing.add(name)
         have[name] = adapter
 
 
-def held_by(client: LoopClient) -> dict[str, ServedAdapter]:
-    """What an engine has once it has done what it was told before.  Raises EngineDeadError."""
+def held_by(client: LoopClient, pool: PoolDirectory | None = None) -> dict[str, ServedAdapter]:
+    """What an engine has once it has done what it was told before.  Raises EngineDeadError.
+
+    pool: learns what the engine knows and holds.
+    """
     client.settle()
+    if pool is not None:
+        pool.enter(client)
     infos: list[AdapterInfo] = client.call("list_adapters").result()
     return {info.name: ServedAdapter(info.path or "", info.version, pinned=info.pinned) for info in infos}

@@ -36,9 +36,7 @@ class CatchUp:
 
     def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         pool = self._roster.pool
-        if pool is not None:
-            pool.enter(client)
-        have, missing = held_by(client), set[str]()
+        have, missing = held_by(client, pool), set[str]()
         if self._recovery is not None:
             self._recovery.report(have)
         while not self._roster.join(instance, client, have, missing, incarnation):

@@ -81,6 +81,12 @@ class FleetPool:
             ]
             await asyncio.gather(*calls, return_exceptions=True)
 
+    def want(self, table: Table) -> None:
+        """From the next step on adapters are to be held where a routing table sends their requests."""
+        self._wanted = {
+            name: [instance for instance, share in row if share > 0] for name, row in table.items()
+        }
+
     @asynccontextmanager
     async def moving(self, table: Table) -> AsyncIterator[None]:
         """Copies as a routing table wants them: made before the body, which has it routed by, dropped after.
@@ -88,9 +94,7 @@ class FleetPool:
         A copy that can't be made is no error: an instance fetches what it does not hold.
         """
         async with self._round:
-            self._wanted = {
-                name: [instance for instance, share in row if share > 0] for name, row in table.items()
-            }
+            self.want(table)
             await self._make_copies()
             yield
             await self._drop_copies()
@@ -127,10 +131,23 @@ class FleetPool:
     async def take_back(
         self, instances: list[Instance], name: str, previous: ServedAdapter | None
     ) -> list[tuple[Instance, Exception]]:
-        """Undo a load that some refused, where it was done; those that can't."""
+        """Undo a load that some refused, where it was done; those that can't.
+
+        What was served before is still held, while its directory may have changed since it was read.
+        """
         if previous is None:
             return (await ask(self._roster, instances, lambda client: client.unload_adapter(name)))[1]
-        answers, errors = await self._ask(instances, "pool_load", name, previous.path, True, previous.version)
+        path, version = previous.path, previous.version
+        facts = self._directory.facts_at(name, path, version)
+
+        def undo(client: object) -> Awaitable[PoolEntry]:
+            assert isinstance(client, LoopClient)
+            if facts is None:
+                return _call(client, "pool_load", name, path, True, version)
+            sources = self._directory.sources(facts.content_hash, client)
+            return _call(client, "pool_know", facts, path, True, version, sources)
+
+        answers, errors = await ask(self._roster, instances, undo)
         self._note(answers)
         return errors
 

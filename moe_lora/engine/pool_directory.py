@@ -53,14 +53,14 @@ class PoolDirectory:
             if before is not None:
                 self._unname(before.content_hash)
 
-    def forget(self, name: str) -> None:
-        """The name is served no more."""
+    def forget(self, name: str, version: int | None = None) -> None:
+        """The name is served no more.  version: the one that ended; a later one is served on."""
         with self._lock:
+            if name not in self._facts or (version is not None and version < self._served[name][1]):
+                return
             self.version += 1
-            before = self._facts.pop(name, None)
-            if before is not None:
-                del self._served[name]
-                self._unname(before.content_hash)
+            del self._served[name]
+            self._unname(self._facts.pop(name).content_hash)
 
     def note(self, client: LoopClient, content_hash: str, source: bytes | None) -> None:
         """An engine holds an adapter, or does no longer; of no interest if it is not served."""
@@ -71,7 +71,7 @@ class PoolDirectory:
                 self._holders[content_hash][client] = source
             else:
                 self._holders[content_hash].pop(client, None)
-            self._changes.append(content_hash)
+            self._change(content_hash)
             self.version += 1
 
     def content_hashes(self) -> dict[str, str]:
@@ -114,11 +114,12 @@ class PoolDirectory:
             return {one: self.sources(one, client, turn) for one in changed}
 
     def enter(self, client: LoopClient) -> None:
-        """Learn what an engine that dialled in has: after a front end's restart, all there is to know.  Of a
-        name the highest version counts.
+        """Learn what an engine that dialled in, or was silent, has: after a front end's restart, all there is
+        to know.  Of a name the highest version counts.
         """
         entries: list[PoolEntry] = client.call("pool_state").result()
         with self._lock:
+            self._told[client] = 0  # whoever told it of sources before, they may be others now
             for entry in entries:
                 name = entry.facts.name
                 if name not in self._facts or entry.info.version > self._served[name][1]:
@@ -139,7 +140,7 @@ class PoolDirectory:
 
     def _know(self, client: LoopClient, name: str, path: str, version: int) -> bool:
         """Have an engine serve an adapter that enough others hold; False if they don't."""
-        facts = self._facts_at(name, path, version)
+        facts = self.facts_at(name, path, version)
         if facts is None:
             return False
         sources = self.sources(facts.content_hash, client)
@@ -151,7 +152,7 @@ class PoolDirectory:
 
     def _take(self, client: LoopClient, name: str, path: str, version: int) -> None:
         """Have an engine serve an adapter and hold it, with the content that is served so far."""
-        facts = self._facts_at(name, path, version)
+        facts = self.facts_at(name, path, version)
         if facts is None:
             self._load(client, name, path, version)
             return
@@ -168,7 +169,7 @@ class PoolDirectory:
                 raise
         self.note(client, facts.content_hash, source)
 
-    def _facts_at(self, name: str, path: str, version: int) -> AdapterFacts | None:
+    def facts_at(self, name: str, path: str, version: int) -> AdapterFacts | None:
         """What is known of the name, if that is what it means."""
         with self._lock:
             return self._facts[name] if self._served.get(name) == (path, version) else None
@@ -206,16 +207,20 @@ class PoolDirectory:
         if not self._num_names[content_hash]:
             del self._num_names[content_hash]
             self._holders.pop(content_hash, None)
+
+    def _change(self, content_hash: str) -> None:
+        """Engines are to be told its holders.  Now and then all are told all, so the list stays short."""
+        self._changes.append(content_hash)
         if len(self._changes) > 1000 + 10 * len(self._holders):
             self._changes = list(self._holders)
-            self._told.clear()
+            self._told = WeakKeyDictionary(dict.fromkeys(self._told, 0))
 
     def _forget_ended(self) -> None:
         ended = {client for holders in self._holders.values() for client in holders if client.ended.is_set()}
         for content_hash, holders in self._holders.items() if ended else ():
             for client in ended & holders.keys():
                 del holders[client]
-                self._changes.append(content_hash)
+                self._change(content_hash)
 
 
 def _file_bytes(path: str) -> int:

@@ -110,11 +110,11 @@ class LayerReader:
     def _try_all(self, read: Callable[[], None]) -> None:
         """`read` from this source, or the next ones."""
         while True:
+            self._choose()
             try:
-                self._choose()
                 return read()
-            except (PeerGoneError, PeerUnreachableError, ValueError) as error:
-                if isinstance(error, AdapterError):
+            except (PeerGoneError, PeerUnreachableError, OSError, ValueError) as error:
+                if self._packed is not None:
                     raise
                 self._give_up(str(error))
 

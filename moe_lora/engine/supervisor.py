@@ -144,8 +144,8 @@ class Supervisor:
         self, instance: Instance, client: ProcessClient, have: dict[str, ServedAdapter] | None
     ) -> None:
         """Put a process into routing.  have: what it began with; None, or empty by now: ask it."""
-        missing: set[str] = set()
-        found = dict(have) if have is not None and instance.client is not client else held_by(client)
+        missing, pool = set[str](), self._roster.pool
+        found = dict(have) if have is not None and instance.client is not client else held_by(client, pool)
         while not self._roster.join(instance, client, found, missing, str(client.pid)):
-            catch_up(client, self._roster.adapters, found, missing, self._roster.pool)
+            catch_up(client, self._roster.adapters, found, missing, pool)
         logger.info("instance %d is back (process %d)", instance.index, client.pid)

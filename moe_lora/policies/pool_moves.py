@@ -8,6 +8,7 @@ Source: LoRAServe section IV-B (an adapter is deleted only after it was copied).
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
@@ -52,21 +53,24 @@ def _even_out(
     sizes: Mapping[Key, int], load: dict[int, int], holders: dict[Key, set[int]], fixed: dict[Key, set[int]]
 ) -> None:
     """Move adapters from the fullest instance to the emptiest, the largest that does not turn them around."""
-    movable: defaultdict[int, set[Key]] = defaultdict(set)
-    for key, instances in holders.items():
-        for instance in instances - fixed[key]:
-            movable[instance].add(key)
+    movable: defaultdict[int, list[tuple[int, Key]]] = defaultdict(list)
+    for key in sorted(holders, key=lambda key: (sizes[key], key)):
+        for instance in holders[key] - fixed[key]:
+            movable[instance].append((sizes[key], key))
     while len(load) > 1:
         full, empty = (pick(load, key=lambda one: (load[one], one)) for pick in (max, min))
         gap = load[full] - load[empty]
         if gap <= UNEVEN * sum(load.values()) / len(load):
             return
-        fitting = [key for key in movable[full] if empty not in holders[key] and 0 < 2 * sizes[key] <= gap]
-        if not fitting:
+        fitting = bisect_right(movable[full], gap // 2, key=lambda one: one[0])
+        for place in reversed(range(fitting)):
+            size, key = movable[full][place]
+            if size and empty not in holders[key]:
+                break
+        else:
             return
-        key = max(fitting, key=lambda key: (sizes[key], key))
-        movable[full].remove(key)
-        movable[empty].add(key)
+        del movable[full][place]
+        insort(movable[empty], (size, key))
         holders[key] = holders[key] - {full} | {empty}
         load[full] -= sizes[key]
         load[empty] += sizes[key]

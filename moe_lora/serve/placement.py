@@ -54,8 +54,8 @@ class PlacementController:
         points = config.operating_points
         self._points = None if points is None else read_operating_points(points)
         self._client = client
-        pool = client.pool if isinstance(client, FleetClient) else None
-        self._moving = nullcontext if pool is None else pool.moving
+        self._pool = client.pool if isinstance(client, FleetClient) else None
+        self._moving = nullcontext if self._pool is None else self._pool.moving
         self._router = router
         self._meter = meter
         self._clock = clock or WallClock()
@@ -78,7 +78,9 @@ class PlacementController:
         return self._config.placement_interval_s
 
     def resume(self, demand: Mapping[str, float]) -> None:
-        """Go on from what a controller before this one forecast."""
+        """Go on from the table that the router has, and what was forecast for it, of a controller before."""
+        if self._pool is not None:
+            self._pool.want(self._router.table)
         self.demand = dict(demand)
         self._history.observe(demand, 1.0)
 

@@ -114,7 +114,8 @@ def check_columns(cache: UnifiedCache, node: Node) -> None:
     needs = node.parent is None or node.parent.device_pages is not None
     if node.parent is not None and node.parent.is_adapter and not tree.keeps_dependencies:
         needs = True
-    may_enter = still and not on_device and (on_host or node.is_adapter) and needs and not dying
+    from_disk = node.is_adapter and not node.failed
+    may_enter = still and not on_device and (on_host or from_disk) and needs and not dying
     assert bool(columns.flags[row] & CAN_ENTER) == may_enter
     host_leaf = on_device or node.is_adapter or not children
     assert bool(columns.flags[row] & CAN_LEAVE_HOST) == (still and on_host and host_leaf)

@@ -142,6 +142,23 @@ def test_copy_that_failed_is_told_to_who_waits_for_it():
     assert cache.usage()["device_free"] == 5
 
 
+def test_adapter_that_could_not_be_brought_is_brought_again_only_for_who_asks():
+    cache = cache_of(FastLibra(costs=COSTS))
+    cache.add_adapter(1, (2,), 0.0)
+    cache.hold(1, 0.0)
+    (order,) = cache.take_orders()
+    cache.failed(order.copy_id)
+    cache.let_go(1, 0.0)
+    cache.tick(1.0, 1)
+    assert not cache.take_orders()
+    check(cache, [], Counter())
+    cache.hold(1, 2.0)
+    assert len(confirm(cache)) == 1
+    assert cache.readiness(1) is Readiness.READY
+    cache.let_go(1, 2.0)
+    check(cache, [], Counter())
+
+
 def test_below_the_lower_threshold_host_roots_come_back_parents_first():
     cache = cache_of(FastLibra(costs=COSTS), 20, 40)
     cache.add_adapter(1, (2,), 0.0)

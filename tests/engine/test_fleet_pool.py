@@ -11,15 +11,19 @@ import pytest
 
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.clock import VirtualClock
+from moe_lora.core.config import RoutingConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.engine.catch_up import catch_up
+from moe_lora.engine.catch_up import catch_up, held_by
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.loop_client import LoopClient
 from moe_lora.engine.pool_directory import PoolDirectory
 from moe_lora.engine.pool_messages import PoolEntry
-from moe_lora.engine.roster import Roster
+from moe_lora.engine.roster import Roster, ServedAdapter
+from moe_lora.policies.phi_routing import PhiRouting
 from moe_lora.policies.routing import LeastOutstanding
+from moe_lora.serve.placement import PlacementController
+from moe_lora.serve.routes import make_routes
 
 SIZES = {"big": 100, "small": 10, "tiny": 1}
 Log = list[tuple[Any, ...]]
@@ -135,6 +139,8 @@ class Engine(LoopClient):
         return [self._entry(name).info for name in self.known]
 
     def _unload_adapter(self, name: str) -> None:
+        if name not in self.known:
+            raise AdapterNotFoundError(name)
         self._forget(name)
 
     def end(self) -> None:
@@ -245,6 +251,7 @@ def test_load_that_one_refuses_is_taken_back_by_the_others():
         with pytest.raises(AdapterError):
             asyncio.run(fleet.client.load_adapter(name, "bad", replace=replace))
         assert all(engine.known.keys() == {"old"} for engine in fleet.engines)
+    assert [path for kind, _, path in fleet.log if kind == "read"].count("old") == 1, "it is held still"
     fleet.step()
     assert not fleet.holders("bad")
     fleet.step()
@@ -271,6 +278,18 @@ def test_a_placement_copies_then_routes_then_drops():
     fleet.check_sources()
     fleet.step()
     assert len(fleet.log) == 4, "at rest nothing moves"
+
+
+def test_placement_that_goes_on_from_a_table_has_adapters_held_where_that_sends_them():
+    fleet = Fleet(2, ["big", "small"])
+    config = RoutingConfig(placement="loraserve")
+    routes = make_routes(config, 8, "sgmv")
+    assert isinstance(routes.router, PhiRouting)
+    routes.router.swap({"big": [(1, 1.0)], "small": [(1, 1.0)]})
+    PlacementController(config, fleet.client, routes.router, routes.meter, VirtualClock()).resume({})
+    fleet.step()
+    assert fleet.holders("big") == fleet.holders("small") == [1]
+    fleet.check_sources()
 
 
 def test_nothing_is_dropped_while_a_copy_is_not_confirmed():
@@ -334,6 +353,62 @@ def test_front_end_that_is_new_learns_from_engines_who_holds_what():
     clients = {engine: number for number, engine in enumerate(fleet.engines)}
     assert directory.held(clients) == {f"#{name}": fleet.holders(name) for name in "abcd"}
     assert directory.sizes() == fleet.directory.sizes()
+
+
+def test_engine_that_can_not_hold_what_replaced_its_adapter_goes_on_without():
+    fleet = Fleet(2, ["x"])
+    asyncio.run(fleet.client.load_adapter("x", "new", replace=True))
+    fleet.end(fleet.holders("new")[0])
+    away, missing = Engine("away", fleet.log, refuse=("hold",)), set[str]()
+    away._pool_load("x", "x", True, 1)
+    catch_up(away, fleet.roster.adapters, {"x": ServedAdapter("x", 1)}, missing, fleet.directory)
+    assert (missing, away.known) == ({"x"}, {})
+
+
+def test_name_that_is_loaded_anew_stays_known_when_an_engine_lets_its_last_version_go():
+    fleet = Fleet(2, ["x"])
+    have = {"x": ServedAdapter("x", 1)}
+    away = Engine("away", fleet.log)
+    away._pool_load("x", "x", True, 1)
+    asyncio.run(fleet.client.unload_adapter("x"))
+    served = fleet.roster.adapters
+    asyncio.run(fleet.client.load_adapter("x", "new"))
+    catch_up(away, served, have, set(), fleet.directory)
+    assert fleet.directory.content_hashes() == {"x": "#new"}
+    assert fleet.directory.held(dict.fromkeys(fleet.engines, 0))["#new"]
+
+
+def test_engine_that_was_told_by_a_front_end_before_is_told_all_anew():
+    fleet = Fleet(2, "ab")
+    directory = PoolDirectory(1)
+    first, second = fleet.engines
+    directory.enter(first)
+    directory.enter(second)
+    directory.sources("#a", second)  # it joins with another adapter, say
+    assert {one: set(places) for one, places in directory.news(second, 0).items()} == {
+        one: {first._source(one)} - {None} for one in ("#a", "#b")
+    }
+
+
+def test_engines_hear_of_a_change_however_many_there_were():
+    fleet = Fleet(2, "ab")
+    home = fleet.holders("a")[0]
+    holder, other = fleet.engines[home], fleet.engines[1 - home]
+    fleet.directory.news(other, 0)
+    for _ in range(1100):
+        fleet.directory.note(holder, "#a", b"new")
+    fleet.directory.forget("b")
+    fleet.directory.sources("#a", other)
+    assert fleet.directory.news(other, 0) == {"#a": (b"new",)}
+
+
+def test_copy_that_is_made_while_an_engine_is_silent_is_counted_when_it_gets_on(monkeypatch):
+    fleet = Fleet(2, ["big"])
+    silent = fleet.engines[1 - fleet.holders("big")[0]]
+    monkeypatch.setattr(silent, "settle", lambda: silent.held.add("#big"))
+    held_by(silent, fleet.directory)
+    clients = {engine: number for number, engine in enumerate(fleet.engines)}
+    assert sorted(fleet.directory.held(clients)["#big"]) == [0, 1]
 
 
 def test_adapters_are_listed_in_the_order_in_which_they_came():

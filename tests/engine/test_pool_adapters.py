@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -169,6 +170,34 @@ def test_without_any_holder_the_directory_is_read(instances, packed, folder):
     assert counted(two) == (0, 1, 1)
     two.set_sources(packed.content_hash, [])
     assert two.place(packed.content_hash) == "disk"
+
+
+@pytest.mark.parametrize("instances", ["shm"], indirect=True)
+def test_source_for_which_no_file_is_left_is_a_source_that_failed(instances, packed, folder, monkeypatch):
+    def attach(descriptor: bytes) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    one, two = instances(), instances()
+    two.keep(bare(packed), folder)
+    two.set_sources(packed.content_hash, [holder_of(one, packed)])
+    monkeypatch.setattr(two._transport, "attach", attach)
+    assert fetched(two.reader(packed.content_hash), packed)
+    assert counted(two) == (0, 1, 1)
+
+
+def test_directory_that_can_not_be_read_is_tried_once(packed):
+    tries = []
+
+    def read(path: str, name: str) -> PackedAdapter:
+        tries.append(path)
+        assert len(tries) == 1
+        raise ValueError("whatever it is")
+
+    with make_transport("shm", name="one") as transport:
+        one = PoolAdapters(transport, read)
+        one.keep(bare(packed), "folder")
+        with pytest.raises(ValueError, match="whatever it is"):
+            fetched(one.reader(packed.content_hash), packed)
 
 
 @pytest.mark.parametrize("what", ["another adapter", "nothing"])
