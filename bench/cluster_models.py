@@ -40,8 +40,8 @@ class Files:
 @dataclass(frozen=True, kw_only=True)
 class MachineModel:
     """Of one kernel.  points: rank -> tokens/s of an instance with a core of its own.  router: for routing by
-    a model when all instances share the cores; answer_tokens: of a request in the mean.  quality: R² of the fits,
-    by form and phase.  ttft_s: of a prompt of the median length at rank 128 that nothing waits beside.
+    a model when all instances share the cores; answer_tokens: of a request in the mean.  quality: R² of the
+    fits, by form and phase.  ttft_s: of a prompt of the median length at rank 128 that nothing waits beside.
     """
 
     points: dict[int, float]
