@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,6 +14,7 @@ from moe_lora.sim.cached_result import PARTS
 from moe_lora.workload.conversations import TurnRequest
 
 from .cache_plan import POLICIES, PolicyMaker, settings_of
+from .peak import highest_rate
 
 REFERENCE = "fastlibra"
 TARGET_TTFT_MS = 500.0
@@ -80,16 +80,7 @@ def peak_rate(cell: Cell, make: PolicyMaker, guess: float) -> float:
         point = simulated(cell, make, rate, MAX_WAITING)
         return not point["aborted"] and point["ttft_ms"] < TARGET_TTFT_MS
 
-    low, high = (guess, guess * 1.25) if is_met(guess) else (guess / 1.25, guess)
-    while low == guess and is_met(high):
-        low, high = high, high * 1.25
-        guess = low
-    while high <= guess and not is_met(low):
-        low, high = low / 1.25, low
-    while high / low > 1 + PEAK_PRECISION:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if is_met(middle) else (low, middle)
-    return low
+    return highest_rate(is_met, guess, step=1.25, precision=PEAK_PRECISION)
 
 
 def simulated(cell: Cell, make: PolicyMaker, rate: float, max_waiting: int = 10**9) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean, median
@@ -20,6 +19,7 @@ from moe_lora.sim.system import simulate as run_system
 from moe_lora.workload import parse_popularity
 
 from .cluster_sim_plan import Load, Systems, simulated_points, step_models
+from .peak import highest_rate
 
 SLO_TTFT_S = 10.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
@@ -139,16 +139,7 @@ def peak_rate(systems: Systems, made: Made, num_servers: int, guess: float) -> f
     def is_met(rate: float) -> bool:
         return holds(systems, made(systems, num_servers, rate), rate)
 
-    low, high = (guess, guess * 1.2) if is_met(guess) else (guess / 1.2, guess)
-    while low == guess and is_met(high):
-        low, high = high, high * 1.2
-        guess = low
-    while high <= guess and not is_met(low):
-        low, high = low / 1.2, low
-    while high / low > 1 + PEAK_PRECISION:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if is_met(middle) else (low, middle)
-    return low
+    return highest_rate(is_met, guess, step=1.2, precision=PEAK_PRECISION)
 
 
 def holds(systems: Systems, config: SystemConfig, rate: float) -> bool:

@@ -56,6 +56,7 @@ def serve(
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.shares import check_pool
     from moe_lora.engine.text import load_tokenizer
+    from moe_lora.serve.controller import make_controller
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
@@ -77,7 +78,7 @@ def serve(
             heartbeat=Heartbeat.of(routes.config),
         ) as client,
     ):
-        controller = _controller(provision, client, joined.lora_server)
+        controller = make_controller(provision, client, joined.lora_server)
         run_server(_frontend(client, tokenizer, name, controller, routes.placement(client), served), sock)
 
 
@@ -154,25 +155,25 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.pool_directory import PoolDirectory
     from moe_lora.engine.roster import Roster
+    from moe_lora.serve.control.roles import ABSENCE
+    from moe_lora.serve.controller import make_controller
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import run_server
 
     config = cluster.engine
     address, key = cluster.engines_address(), cluster.secret()
-    advice = (
-        f"none has dialled in at {address} or all have left; start one, or send the request again in a while"
-    )
+    place = parse_host_port("front_end.engines_address", address)
     name = cluster.served_model_name
     with opened_registry(cluster.registry, config, name) as (config, served):
         pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
-        roster = Roster((), config.adapters, advice, Heartbeat.of(cluster.front_end), pool)
+        roster = Roster((), config.adapters, ABSENCE.format(*place), Heartbeat.of(cluster.front_end), pool)
         routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         entry = CatchUp(roster, Recovery(roster))
-        door = Door(*parse_host_port("front_end.engines_address", address), key, roster, entry)
+        door = Door(*place, key, roster, entry)
         try:
-            controller = _controller(cluster.provision, fleet, cluster.instance().lora_server)
+            controller = make_controller(cluster.provision, fleet, cluster.instance().lora_server)
             run_server(_frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served), sock)
         finally:
             door.close()
@@ -208,19 +209,6 @@ def _frontend(
         registry=registry,
         tasks=[one for one in (controller, placement, pool) if one is not None],
     )
-
-
-def _controller(
-    provision: ProvisionConfig | None, client: EngineClient, server: LoraServerConfig | None
-) -> Controller | None:
-    """The controller as `ClusterConfig.provision` says."""
-    from moe_lora.dist.lora_server.admin import LoraServerAdmin
-    from moe_lora.serve.controller import Controller
-
-    if provision is None and server is None:
-        return None
-    admin = None if server is None else LoraServerAdmin(server.address, server.key)
-    return Controller(provision or ProvisionConfig(), client, admin)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.config import ProvisionConfig
+from moe_lora.core.config import LoraServerConfig, ProvisionConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError, LoraServerError
 from moe_lora.core.problems import LastProblem
 from moe_lora.core.request import FleetStats
@@ -117,3 +117,13 @@ class Controller:
             await self.resize(wanted)
         except (CapacityError, LoraServerError) as error:
             logger.warning("the LoRA Server's capacity stays %d: %s", state.capacity, error)
+
+
+def make_controller(
+    provision: ProvisionConfig | None, client: EngineClient, server: LoraServerConfig | None
+) -> Controller | None:
+    """The controller as `ClusterConfig.provision` says; None: the load on adapters is not watched."""
+    if provision is None and server is None:
+        return None
+    admin = None if server is None else LoraServerAdmin(server.address, server.key)
+    return Controller(provision or ProvisionConfig(), client, admin)

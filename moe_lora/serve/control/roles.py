@@ -11,7 +11,6 @@ from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster import ClusterConfig
 from moe_lora.dist.front_ends import CONTROLLER, ONE_FRONT_END, parse_host_port
-from moe_lora.dist.lora_server.admin import LoraServerAdmin
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.door import Door
 from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
@@ -19,7 +18,7 @@ from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.heartbeat import Heartbeat
 from moe_lora.engine.pool_directory import PoolDirectory
 from moe_lora.engine.roster import Roster
-from moe_lora.serve.controller import Controller
+from moe_lora.serve.controller import make_controller
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.routes import make_routes
 from moe_lora.serve.served_registry import opened_registry
@@ -61,7 +60,7 @@ def serve_controller(cluster: ClusterConfig) -> None:
             fleet=fleet,
             meter=routes.meter,
             placement=placement,
-            provision=provisioning(cluster, fleet),
+            provision=make_controller(cluster.provision, fleet, cluster.instance().lora_server),
             registry=registry,
         )
         try:
@@ -77,15 +76,6 @@ def serve_controller(cluster: ClusterConfig) -> None:
         finally:
             door.close()
             asyncio.run(fleet.close())
-
-
-def provisioning(cluster: ClusterConfig, fleet: FleetClient) -> Controller | None:
-    """What watches the load on adapters, as `ClusterConfig.provision` says."""
-    server = cluster.instance().lora_server
-    if cluster.provision is None and server is None:
-        return None
-    admin = None if server is None else LoraServerAdmin(server.address, server.key)
-    return Controller(cluster.provision or ProvisionConfig(), fleet, admin)
 
 
 def serve_directed(
