@@ -19,11 +19,11 @@ from moe_lora.cli.profile_steps import measured_models, summary_lines
 from moe_lora.core.config import LORA_KERNELS, EngineConfig
 from moe_lora.engine.step_times import StepClock
 from moe_lora.policies.step_work import Row
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result, write_json
 
 from .interleave import ratio
 from .random_model import QUICK, TINY, ModelSize, write_model
+from .records import environment
 
 PARTS = ("models", "mixing", "points")
 PAPER_R2 = 0.96
@@ -137,6 +137,7 @@ class Recorder:
 
     def __init__(self, out: Path, size: ModelSize, num_rounds: int, threads: int) -> None:
         self._out, self._before = out, os.getloadavg()[0]
+        self._env = environment(out)
         self._config = {"model": size.describe(), "num_rounds": num_rounds, "threads": threads}
 
     def add(self, part: str, result: dict[str, Any], kind: str = "measured", **config: Any) -> None:
@@ -146,7 +147,7 @@ class Recorder:
             self._out,
             config={"part": part, **self._config, **config},
             result=result | loads,
-            env=environment(),
+            env=self._env,
             kind=kind,
         )
         self._before = after

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..core.errors import AdapterError
 from .config_fields import FieldReader, refuse_unsupported
+from .expert_layout import ExpertLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class AdapterConfig:
     layers_to_transform: tuple[int, ...] = ()
     layers_pattern: tuple[str, ...] = ()
     base_model: str | None = None
+    expert_layout: ExpertLayout = field(default_factory=ExpertLayout)
 
     @classmethod
     def parse(cls, fields: Any, where: str) -> AdapterConfig:
@@ -57,6 +59,7 @@ class AdapterConfig:
             layers_to_transform=reader.layers(),
             layers_pattern=reader.one_or_more("layers_pattern"),
             base_model=reader.text("base_model_name_or_path"),
+            expert_layout=ExpertLayout.parse(fields, where),
         )
 
     @property

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from ..core.errors import AdapterError
+from .expert_layout import DETAIL_KEY, FLAT_KEY
 
 # Keys that never change what a trained adapter computes at inference.
 _WITHOUT_EFFECT = frozenset(
@@ -22,7 +23,7 @@ _READ = frozenset(
     (
         *("alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern"),
         *("layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules"),
-        *("target_parameters", "use_rslora"),
+        *("target_parameters", "use_rslora", FLAT_KEY, DETAIL_KEY),
     )
 )
 # Keys that must be unset, and the way out if they are not.

@@ -172,10 +172,14 @@ def _source(path: str, place: Place, parts: dict[str, str], config: AdapterConfi
     # A linear layer reached as a parameter has its pattern matched against the parameter's name.
     is_parameter = place.form != "matrix" or not (config.all_linear or config.targets_module(path))
     pattern_path = f"{path}.{place.parameter}" if is_parameter else path
+    lora_rank = config.rank_of(pattern_path)
+    # With rank 1 both orders of a fused parameter's columns are the same.
+    has_order = place.form == "fused" and lora_rank > 1
     return PairSource(
         place=place,
         key_a=parts["A"],
         key_b=parts["B"],
-        lora_rank=config.rank_of(pattern_path),
+        lora_rank=lora_rank,
         scale=config.scale_of(pattern_path),
+        grouped=has_order and config.expert_layout.is_grouped(place.parameter, parts["B"]),
     )

@@ -4,7 +4,8 @@ Legend: E experts, R LoRA rank, I in_features, O out_features of the whole param
 
 PEFT flattens a 3-D parameter asymmetrically: A's rows are expert-major [E·R, I], B's columns
 rank-major [O, R·E]. Versions that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and
-B [I, R·E] instead ("swapped"); the same delta with the roles of A and B exchanged.
+B [I, R·E] instead ("swapped"); the same delta with the roles of A and B exchanged.  Unsloth grouped
+B's columns by expert for a while (`expert_layout`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """Where one pair lies in the file, and what the config says of it."""
+    """Where one pair lies in the file, and what the config says of it.
+
+    grouped: the columns of a fused lora_B are grouped by expert (see `expert_layout`).
+    """
 
     place: Place
     key_a: str
     key_b: str
     lora_rank: int
     scale: float
+    grouped: bool = False
 
 
 def make_pair(
@@ -120,7 +125,10 @@ def _views(
     if source.place.form == "fused":
         experts = site.num_experts
         by_expert = a.view(experts, rank, a.shape[1])
-        transposed = b.view(b.shape[0], rank, experts).permute(2, 1, 0)
+        if source.grouped:
+            transposed = b.view(b.shape[0], experts, rank).permute(1, 2, 0)
+        else:
+            transposed = b.view(b.shape[0], rank, experts).permute(2, 1, 0)
         return (transposed, by_expert) if swapped else (by_expert, transposed)
     if source.place.form == "rows":
         shared = a.unsqueeze(0)
