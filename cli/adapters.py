@@ -96,6 +96,8 @@ def _check_folders(path: Path, shape: ModelShape) -> bool:
         if isinstance(packed, str):
             click.echo(f"{folder.name}: error: {packed}")
         else:
+            for warning in packed.warnings:
+                click.echo(f"{folder.name}: warning: {warning}")
             click.echo(
                 f"{folder.name}: ok: rank {packed.max_lora_rank}, {packed.nbytes:,} bytes, "
                 f"targets {' '.join(packed.targets)}, sha256 {packed.content_hash[:12]}"
@@ -130,6 +132,6 @@ def _read(folder: Path, shape: ModelShape) -> PackedAdapter | str:
 
     try:
         dtype = torch.float32 if shape.dtype_bytes == 4 else torch.bfloat16
-        return read_adapter(folder, shape, dtype)
+        return read_adapter(folder, shape, dtype, log=False)
     except AdapterError as error:
         return str(error)
