@@ -114,7 +114,7 @@ def _only_registry(registry: Path | None, model_dir: Path | None = None) -> Path
 
 
 def _shape_for(path: Path, model_dir: Path | None, registry: Path | None) -> ModelShape:
-    from moe_lora.adapters.publish import model_shape
+    from moe_lora.adapters.base_model import model_shape
 
     if registry is not None:
         raise click.UsageError(f"give PATH ({path}) or --registry, not both")

@@ -49,6 +49,15 @@ def base_model_hash(model_dir: str | Path) -> str:
     return digest.hexdigest()
 
 
+def model_shape(model_dir: str | Path) -> ModelShape:
+    """Sizes of the base model in a folder.  Raises ConfigError."""
+    path = Path(model_dir) / "config.json"
+    try:
+        return ModelShape.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_dir}: {error}") from error
+
+
 def check_base(config: AdapterConfig, shape: ModelShape) -> None:
     """Raises AdapterError for an adapter whose base model lies here and has other sizes."""
     if config.base_model is None:

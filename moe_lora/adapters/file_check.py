@@ -36,7 +36,7 @@ _EXPONENTS = {"F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7), "F16": ("<
 class TensorEntry:
     """What a safetensors header says of a tensor.
 
-    dtype: as torch calls it.  code: as the header does.  span: first and last offset of its bytes in the file.
+    dtype: as torch calls it.  code: as the header does.  span: the offsets of its bytes in the file.
     """
 
     dtype: str
@@ -73,8 +73,8 @@ def check_header_size(weights: Path, shape: ModelShape) -> None:
     if limit < num_bytes <= weights.stat().st_size:
         raise AdapterError(
             f"{weights}: a header of {num_bytes} bytes, at most {limit} are read for this base model, of "
-            f"which an adapter has at most {max_tensors(shape)} tensors; serve the adapter with the base it was "
-            "trained for, and save one adapter only"
+            f"which an adapter has at most {max_tensors(shape)} tensors; serve the adapter with the base it "
+            "was trained for, and save one adapter only"
         )
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..core.errors import AdapterError, ConfigError
-from ..core.shape import ModelShape
-from .base_model import base_model_hash
-from .peft_files import CONFIG_FILE, WEIGHTS_FILE
+from ..core.errors import AdapterError
+from .base_model import base_model_hash, model_shape
+from .peft_files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
 from .peft_format import read_adapter, tensors_of
 from .registered import RegisteredAdapter
 from .registry import Registry
@@ -33,8 +32,9 @@ def register_adapter(
 ) -> RegisteredAdapter:
     """Add an adapter that the base model in `model_dir` can serve to the registry, as `Registry.add`.
 
-    source: a PEFT folder, or LoRA tensors by their PEFT keys with `config` (see `pack_state_dict`).  link: for
-    a folder only.  Raises AdapterError as `read_adapter` does, ConfigError for a base model that can't be read.
+    source: a PEFT folder, or LoRA tensors by their PEFT keys with `config` (see `pack_state_dict`).  link:
+    for a folder only.  Raises AdapterError as `read_adapter` does, ConfigError for a base model that can't be
+    read.
     """
     if isinstance(source, Mapping):
         if config is None:
@@ -45,17 +45,9 @@ def register_adapter(
             shape, where = model_shape(model_dir), f"adapter {name!r}"
             _write(Path(folder), tensors_of(source, shape, where), config_fields(config, f"{where} config"))
             return register_adapter(registry, name, folder, model_dir=model_dir, owner=owner)
+    source = adapter_folder(str(source), name)
     read_adapter(source, model_shape(model_dir), torch.bfloat16, name)
     return registry.add(name, source, base_hash=base_model_hash(model_dir), owner=owner, link=link)
-
-
-def model_shape(model_dir: str | Path) -> ModelShape:
-    """Sizes of the base model in a folder.  Raises ConfigError."""
-    path = Path(model_dir) / "config.json"
-    try:
-        return ModelShape.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model_dir}: {error}") from error
 
 
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a training loop has at hand, as an adapter's files hold it: PEFT's objects, a model's whole state dict.
+"""What a training loop has at hand (PEFT objects, a whole model's state dict), as an adapter's files hold it.
 
 Imports neither torch nor peft.
 """
