@@ -157,6 +157,7 @@ def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
     come twice.
     """
     found: list[tuple[str, str]] = []
+    unfit: list[str] = []
     for folder in folders:
         here = [place for place, _, files in os.walk(folder) if "adapter_config.json" in files]
         if not here:
@@ -164,6 +165,8 @@ def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
         for place in here:
             name = Path(place).resolve().name
             if problem := name_problem(name):
-                raise click.BadParameter(f"the folder name {name!r} {problem}", param_hint="--lora-dir")
+                unfit.append(f"the folder name {name!r} {problem}")
             found.append((name, place))
+    if unfit:
+        raise click.BadParameter("; ".join(sorted(unfit)), param_hint="--lora-dir")
     return sorted(found)

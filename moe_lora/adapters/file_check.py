@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,6 +46,7 @@ class TensorEntry:
     span: tuple[int, int]
 
 
+@lru_cache(maxsize=8)
 def max_tensors(shape: ModelShape) -> int:
     """The most tensors an adapter of this model can have: an A and a B for each place."""
     return 2 * sum(len(places) for _, places in place_map(shape).by_path.values())

@@ -99,9 +99,11 @@ def _expected(config: AdapterConfig, places: PlaceMap, present: set[str]) -> dic
     has_gate = has_experts or any(place.site == "router" for place in firsts)
     expected: dict[str, list[Place]] = {}
     for path, (_, in_order) in places.by_path.items():
+        if in_order[0].expert is not None and not has_experts:
+            continue
         for place in in_order:
             targeted = config.targets_parameter(f"{path}.{place.parameter}")
-            is_linear = not place.optional_linear or (has_gate if place.expert is None else has_experts)
+            is_linear = has_gate or place.site != "router" or not place.optional_linear
             if place.form == "matrix" and is_linear and not targeted:
                 targeted = not config.excludes(path) if config.all_linear else config.targets_module(path)
             if targeted:
