@@ -81,7 +81,7 @@ def check_header_size(weights: Path, shape: ModelShape) -> None:
 
 
 def check_adapter(folder: Path, shape: ModelShape, *, values: bool = False) -> None:
-    """Raises AdapterError if `read_adapter` would refuse the PEFT folder, with the same text.
+    """Raises AdapterError if `read_adapter` would refuse the PEFT folder, for the same reason.
 
     values: look for NaN and infinity too, which reads the whole file.  What overflows in the model's dtype
     only `read_adapter` finds.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters import pack_state_dict, read_adapter
+from moe_lora.adapters.file_check import check_adapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from tests.families import make_adapter
@@ -72,9 +75,15 @@ def damaged_copy(
 
 
 def refusal(path: Path, shape) -> str:
+    """Why the adapter is refused, when it is loaded and when only its files are looked at."""
     with pytest.raises(AdapterError) as caught:
         read_adapter(path, shape, torch.float32)
-    return str(caught.value)
+    message = str(caught.value)
+    with pytest.raises(AdapterError) as without_torch:
+        check_adapter(path, shape, values=True)
+    if not any(word in message for word in ("readable safetensors", "NaN", "infinite", "int64")):
+        assert str(without_torch.value) == message
+    return message
 
 
 BAD_CONFIG = {
@@ -135,6 +144,29 @@ def test_config_that_is_not_plain_lora_is_refused(case, per_expert, shape_of, tm
     assert str(path / CONFIG) in message
     assert key in message
     assert len(message) < 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_files_that_are_served_pass_the_check_without_torch(dtype, per_expert, fused, shape_of, tmp_path):
+    shape = shape_of("mixtral")
+
+    def convert(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({key: tensor.to(dtype) for key, tensor in tensors.items()})
+
+    for number, source in enumerate((per_expert, fused)):
+        path = damaged_copy(source, tmp_path / str(number), tensors=convert)
+        read_adapter(path, shape, torch.float32)
+        check_adapter(path, shape, values=True)
+        wrong = damaged_copy(
+            path, tmp_path / f"{number}-nan", tensors=lambda t: t[min(t)].view(-1)[:1].fill_(math.nan)
+        )
+        assert "NaN" in refusal(wrong, shape)
+        check_adapter(wrong, shape)
+
+
+def test_check_of_files_imports_no_torch():
+    code = "import moe_lora.adapters.file_check, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_numbers_that_the_kernels_can_hold_are_served(per_expert, shape_of, tmp_path):
