@@ -49,7 +49,7 @@ _MUST_BE_UNSET = {
 _ADDITIVE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 _MAX_NUMBER = 1e30
 _MAX_LORA_RANK = 1_000_000
-_MAX_PATTERNS = 2000
+_MAX_PATTERNS = 1000
 _MAX_SHOWN_CHARS = 100
 _DUMMY_TARGET = "dummy-target-modules"
 
