@@ -25,6 +25,11 @@ _ADAPTERS = (
         "--lora-dir", multiple=True, type=_FOLDER, help="Serve every PEFT adapter below, by folder name."
     ),
     click.option(
+        "--skip-bad-adapters",
+        is_flag=True,
+        help="Serve without the adapters that can't be served, instead of not at all.",
+    ),
+    click.option(
         "--registry",
         type=_FOLDER,
         help="Serve the adapters that a registry has for this model (moe-lora adapters add).",
@@ -230,6 +235,7 @@ def serve(
     listen_fd: int | None,
     parent: int | None,
     num_front_ends: int | None,
+    skip_bad_adapters: bool,
     **options: Any,
 ) -> None:
     """Serve the model in MODEL_DIR and its adapters over HTTP, the OpenAI way, until Ctrl-C.
@@ -239,16 +245,19 @@ def serve(
     MODEL_DIR may also stand in the file of --config.
     """
     import logging
+    from dataclasses import replace
 
     from moe_lora import assemble
     from moe_lora.dist.roles import end_with
 
-    from .serve_settings import settings_of
+    from .serve_settings import fit_to_serve, settings_of
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     cluster = settings_of(config_file, options)
     if role != "all" and config_file is None:
         raise click.UsageError(f"--role {role} needs --config, the file of its cluster")
+    if skip_bad_adapters and role != "all":
+        raise click.UsageError("--skip-bad-adapters: a role of its own reads no adapters; leave it out")
     if name is not None and role != "front-end":
         raise click.UsageError("--name is a front end's; give --role front-end")
     if num_front_ends is not None and role != "all":
@@ -261,6 +270,7 @@ def serve(
     if role == "controller":
         assemble.serve_controller(cluster)
         return
+    cluster = replace(cluster, engine=fit_to_serve(cluster.engine, skip_bad=skip_bad_adapters))
     num_front_ends = num_front_ends or len(cluster.front_ends) or 1
     if num_front_ends > 1:
         raise SystemExit(assemble.serve_host(cluster, num_front_ends))

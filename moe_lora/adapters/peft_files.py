@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,30 @@ def read_config(folder: Path) -> AdapterConfig:
     """The folder's adapter_config.json.  Raises AdapterError naming the file and the key."""
     path = folder / CONFIG_FILE
     return AdapterConfig.parse(_read_json(folder, path), str(path))
+
+
+def adapter_folder(path: str, name: str) -> str:
+    """Where an adapter lies: `path`, or a folder below, where PEFT saves one that is not called "default".
+
+    Below, the folder of the adapter's own name goes before an only other one; where neither is, `path` itself
+    is returned.  Raises AdapterError if there are several others.
+    """
+    if os.path.isfile(os.path.join(path, CONFIG_FILE)):
+        return path
+    try:
+        entries = sorted(os.listdir(path))
+    except (OSError, ValueError):
+        return path
+    below = [entry for entry in entries if os.path.isfile(os.path.join(path, entry, CONFIG_FILE))]
+    if len(below) > 1 and name not in below:
+        listed = ", ".join([*below[:10], *["…"] * (len(below) > 10)])
+        raise AdapterError(
+            f"{path}: holds {len(below)} adapters ({listed}) and none called {name!r}; "
+            "give the folder of one of them"
+        )
+    if not below:
+        return path
+    return os.path.join(path, name if name in below else below[0])
 
 
 def weights_file(folder: Path) -> Path:

@@ -198,9 +198,7 @@ class EngineCore:
         """Read an adapter's files into host memory; safe to call from another thread."""
         return self._residency.prepare(read_adapter(Path(path), self._shape, self._dtype, name))
 
-    def pack_adapter(
-        self, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-    ) -> PackedAdapter:
+    def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
         return self._residency.prepare(pack_state_dict(tensors, config, self._shape, self._dtype, name))
 

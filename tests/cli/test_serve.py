@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from moe_lora.cli.main import main
 from moe_lora.core.config import PoolConfig, ProvisionConfig, RegistryConfig
@@ -23,13 +28,22 @@ def served(monkeypatch):
 def model_dir(tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    fields = {"num_hidden_layers": 1, "vocab_size": 9, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **fields}))
     return str(folder)
 
 
-def adapter(folder, name):
+def adapter(folder, name, value=1.0, **config):
+    """A folder with an adapter of the model in `model_dir`, filled with `value`."""
     place = folder / name
     place.mkdir(parents=True)
-    (place / "adapter_config.json").write_text("{}")
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], **config}
+    (place / "adapter_config.json").write_text(json.dumps(fields))
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (2, 8), "B": (8, 2)}
+    tensors = {key.format(part): np.full(shapes[part], value, np.float32) for part in "AB"}
+    save_file(tensors, place / "adapter_model.safetensors")
     return str(place)
 
 
@@ -155,8 +169,10 @@ def test_a_pool_needs_instances(model_dir):
 @pytest.fixture
 def cluster_file(tmp_path, model_dir):
     path = tmp_path / "cluster.yaml"
+    adapter(tmp_path, "places/a")
+    b = adapter(tmp_path, "places/b")
     path.write_text(
-        f"model_dir: {model_dir}\nadapters: {{a: places/a, b: /places/b}}\nkey: secret\n"
+        f"model_dir: {model_dir}\nadapters: {{a: places/a, b: {b}}}\nkey: secret\n"
         "engine: {max_num_seqs: 5, max_loras: 3}\n"
         "lora_server: {layout: EP2-PP1, capacity: 9, address: 'h:1', store_dir: s}\n"
         "front_end: {port: 77, routing: round_robin, engines_address: 'h:2'}\n"
@@ -299,6 +315,57 @@ def test_adapters_by_name_and_by_folder(served, model_dir, tmp_path):
     result = run(model_dir, "--lora-modules", f"x={given}", f"y={given}", "--lora-dir", str(tmp_path / "all"))
     assert result.exit_code == 0, result.output
     assert served[0][0].adapters == (("x", given), ("y", given), ("a", below[1]), ("b", below[0]))
+
+
+def test_folders_in_which_peft_saves_adapters_by_name_are_found(served, model_dir, tmp_path):
+    only = adapter(tmp_path, "one/first")
+    several = [adapter(tmp_path, f"several/{name}") for name in ("first", "second")]
+    one, many = str(tmp_path / "one"), str(tmp_path / "several")
+    result = run(model_dir, "--lora-modules", f"x={one}", f"second={many}")
+    assert result.exit_code == 0, result.output
+    assert served[0][0].adapters == (("x", only), ("second", several[1]))
+    result = run(model_dir, "--lora-modules", f"x={many}")
+    assert result.exit_code == 2
+    assert "2 adapters (first, second) and none called 'x'" in result.output
+
+
+@pytest.fixture
+def good_and_bad(tmp_path):
+    """A folder with adapters a, b, c, d and e, of which a and e can be served."""
+    folder = tmp_path / "all"
+    adapter(folder, "a")
+    adapter(folder, "b", use_dora=True)
+    adapter(folder, "c", r=10**400)
+    damaged = Path(adapter(folder, "d")) / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    adapter(folder, "e")
+    return folder
+
+
+def test_all_adapters_that_can_not_be_served_are_named_before_anything_starts(
+    served, model_dir, good_and_bad
+):
+    result = run(model_dir, "--lora-dir", str(good_and_bad))
+    assert result.exit_code == 1
+    assert not served
+    first, *lines = result.output.splitlines()
+    assert "3 of 5 adapters can't be served" in first
+    assert "--skip-bad-adapters" in first
+    assert [line.split(":")[0].strip() for line in lines] == ["b", "c", "d"]
+    for line, reason in zip(lines, ("use_dora", "r=1000", "not a readable safetensors"), strict=True):
+        assert reason in line
+
+
+def test_adapters_that_can_not_be_served_are_left_out_if_that_is_asked_for(
+    served, model_dir, good_and_bad, caplog
+):
+    adapter(good_and_bad, "f", value=np.inf)
+    options = ["--lora-dir", str(good_and_bad), "--skip-bad-adapters"]
+    assert run(model_dir, *options).exit_code == 0
+    assert [name for name, _ in served[0][0].adapters] == ["a", "e"]
+    left_out = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert [line.split(":")[1].strip() for line in left_out] == [f"adapter {name}" for name in "bcdf"]
+    assert "NaN or infinite" in left_out[-1]
 
 
 @pytest.mark.parametrize(
