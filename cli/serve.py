@@ -65,6 +65,14 @@ _CACHE = (
 _WHERE = (
     click.option("--host", help="Where to listen.  [default: 127.0.0.1]"),
     click.option("--port", type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 8000]"),
+    click.option(
+        "--cors-origin",
+        "cors_origins",
+        multiple=True,
+        metavar="ORIGIN",
+        help="Let pages of this origin call the server from a browser (https://app.example.com; * is all); "
+        "may be given several times.",
+    ),
     click.option("--served-model-name", help="What requests call the base model.  [default: folder name]"),
 )
 _ENGINE = (
@@ -273,6 +281,7 @@ def serve(
         routing=cluster.front_end,
         provision=cluster.provision,
         registry=cluster.registry,
+        cors_origins=cluster.front_end.cors_origins,
         # On one host the server gets an address and a store of its own, which end with it.
         lora_server=server
         and {name: value for name, value in server.items() if name not in ("address", "store_dir")},
