@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.disagg_device import SERVER_EP, read_device
+from moe_lora.core.teardown import quiet_teardown
 
 HERE = Path(__file__).parent
 SCALE = 3
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
+    quiet_teardown()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     serve(SYSTEMS[options.system], options.port)
 

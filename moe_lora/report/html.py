@@ -30,7 +30,8 @@ TERMS = (
     "TTFT: from sending a request to its first token; decode TTFT: the same without prefill, as the server "
     "reports it. TPOT: mean time between a request's further tokens. SLO: the most that both may be. "
     "Goodput: requests within the SLO per second. An adapter is within the SLO if more than 90 % of its "
-    "requests are. P95: 95 % of requests are no slower. Emulated: real engines, slowed to the times of another device."
+    "requests are. P95: 95 % of requests are no slower. Emulated: real engines, slowed to the times of "
+    "another device."
 )
 
 
