@@ -9,7 +9,7 @@ import click
 from moe_lora.core.config import CACHE_POLICIES, LORA_KERNELS, PLACEMENTS, ROUTINGS, TRANSPORTS
 
 from .errors import user_errors
-from .variadic import VariadicCommand
+from .variadic import VariadicCommand, grouped
 
 if TYPE_CHECKING:
     from moe_lora.dist.cluster import ClusterConfig
@@ -220,14 +220,35 @@ def _placed(cluster: ClusterConfig, name: str | None, options: dict[str, Any]) -
     return replace(cluster, front_ends={**cluster.front_ends, name: place})
 
 
+_GROUPS = {
+    "Where": _WHERE,
+    "Adapters": _ADAPTERS,
+    "Memory": _CACHE,
+    "Engine": _ENGINE,
+    "Several instances and front ends": _INSTANCES,
+    "LoRA Server": _LORA_SERVER,
+    "Watching the load": _PROVISION,
+    "A cluster's file": _CLUSTER,
+}
+_EXAMPLES = """\b
+Examples:
+  moe-lora serve demo/model --lora-dir demo/adapters
+  moe-lora serve demo/model --lora-modules up=demo/adapters/upper --port 9000
+  moe-lora serve demo/model --lora-dir demo/adapters --lora-server EP1-PP1
+"""
+
+
 def _options(function: Any) -> Any:
-    groups = _CLUSTER + _ADAPTERS + _CACHE + _WHERE + _INSTANCES + _LORA_SERVER + _PROVISION + _ENGINE
-    for option in reversed(groups):
-        function = option(function)
+    for heading, options in reversed(_GROUPS.items()):
+        function = grouped(heading, options)(function)
     return function
 
 
-@click.command(cls=VariadicCommand, variadic=["--lora-modules", "--lora-dir", "--registry-adapters"])
+@click.command(
+    cls=VariadicCommand,
+    variadic=["--lora-modules", "--lora-dir", "--registry-adapters"],
+    epilog=_EXAMPLES,
+)
 @click.argument("model_dir", type=_FOLDER, required=False)
 @_options
 @user_errors

@@ -376,3 +376,12 @@ def test_origins_reach_the_server_and_go_before_those_of_the_file(served, cluste
     result = run(model_dir, "--cors-origin", "https://a.example.com/page")
     assert result.exit_code == 1
     assert "give scheme://host[:port] without a path" in result.output
+
+
+def test_help_groups_the_options_and_shows_examples():
+    text = run("--help").output
+    places = [text.index(f"\n{heading}:\n") for heading in ("Where", "Adapters", "Engine", "LoRA Server")]
+    assert places == sorted(places)
+    assert text.index("Adapters:") < text.index("--lora-dir") < text.index("Engine:")
+    assert "  moe-lora serve demo/model --lora-dir demo/adapters\n" in text
+    assert "--listen-fd" not in text
