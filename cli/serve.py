@@ -9,7 +9,7 @@ import click
 from moe_lora.core.config import CACHE_POLICIES, LORA_KERNELS, PLACEMENTS, ROUTINGS, TRANSPORTS
 
 from .errors import user_errors
-from .variadic import VariadicCommand
+from .variadic import VariadicCommand, grouped
 
 if TYPE_CHECKING:
     from moe_lora.dist.cluster import ClusterConfig
@@ -70,6 +70,14 @@ _CACHE = (
 _WHERE = (
     click.option("--host", help="Where to listen.  [default: 127.0.0.1]"),
     click.option("--port", type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 8000]"),
+    click.option(
+        "--cors-origin",
+        "cors_origins",
+        multiple=True,
+        metavar="ORIGIN",
+        help="Let pages of this origin call the server from a browser (https://app.example.com; * is all); "
+        "may be given several times.",
+    ),
     click.option("--served-model-name", help="What requests call the base model.  [default: folder name]"),
 )
 _ENGINE = (
@@ -217,14 +225,35 @@ def _placed(cluster: ClusterConfig, name: str | None, options: dict[str, Any]) -
     return replace(cluster, front_ends={**cluster.front_ends, name: place})
 
 
+_GROUPS = {
+    "Where": _WHERE,
+    "Adapters": _ADAPTERS,
+    "Memory": _CACHE,
+    "Engine": _ENGINE,
+    "Several instances and front ends": _INSTANCES,
+    "LoRA Server": _LORA_SERVER,
+    "Watching the load": _PROVISION,
+    "A cluster's file": _CLUSTER,
+}
+_EXAMPLES = """\b
+Examples:
+  moe-lora serve demo/model --lora-dir demo/adapters
+  moe-lora serve demo/model --lora-modules up=demo/adapters/upper --port 9000
+  moe-lora serve demo/model --lora-dir demo/adapters --lora-server EP1-PP1
+"""
+
+
 def _options(function: Any) -> Any:
-    groups = _CLUSTER + _ADAPTERS + _CACHE + _WHERE + _INSTANCES + _LORA_SERVER + _PROVISION + _ENGINE
-    for option in reversed(groups):
-        function = option(function)
+    for heading, options in reversed(_GROUPS.items()):
+        function = grouped(heading, options)(function)
     return function
 
 
-@click.command(cls=VariadicCommand, variadic=["--lora-modules", "--lora-dir", "--registry-adapters"])
+@click.command(
+    cls=VariadicCommand,
+    variadic=["--lora-modules", "--lora-dir", "--registry-adapters"],
+    epilog=_EXAMPLES,
+)
 @click.argument("model_dir", type=_FOLDER, required=False)
 @_options
 @user_errors
@@ -283,6 +312,7 @@ def serve(
         routing=cluster.front_end,
         provision=cluster.provision,
         registry=cluster.registry,
+        cors_origins=cluster.front_end.cors_origins,
         # On one host the server gets an address and a store of its own, which end with it.
         lora_server=server
         and {name: value for name, value in server.items() if name not in ("address", "store_dir")},

@@ -60,6 +60,8 @@ def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConf
     given = {name: value for name, value in options.items() if value is not None}
     model_dir, name = given.pop("model_dir", None), given.pop("served_model_name", None)
     front_end = {one.name: given.pop(one.name) for one in fields_of(FrontEndConfig) if one.name in given}
+    if not front_end["cors_origins"]:
+        del front_end["cors_origins"]
     adapters = (*map(_named_path, given.pop("lora_modules")), *find_adapters(given.pop("lora_dir")))
     if given.pop("no_prefix_caching"):
         given["prefix_caching"] = False

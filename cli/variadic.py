@@ -1,11 +1,13 @@
-"""Options that take several values after one name: `--lora-modules a b c`."""
+"""Options that take several values after one name (`--lora-modules a b c`), and options in groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
+
+_HEADING = "moe_lora_heading"
 
 
 class VariadicCommand(click.Command):
@@ -21,6 +23,29 @@ class VariadicCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, expand(args, self.variadic))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click, under the headings of `grouped`."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                sections.setdefault(getattr(param, _HEADING, "Options"), []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def grouped(heading: str, options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """A decorator that applies these click.option decorators, to be listed under the heading."""
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+            setattr(function.__click_params__[-1], _HEADING, heading)
+        return function
+
+    return decorate
 
 
 def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:

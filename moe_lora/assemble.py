@@ -46,12 +46,13 @@ def serve(
     lora_server: Mapping[str, Any] | None = None,
     provision: ProvisionConfig | None = None,
     registry: RegistryConfig | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> None:
     """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
 
     config.num_threads counts for each instance.  lora_server: see `lora_server_processes`.  provision,
-    registry: see `ClusterConfig`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
-    start.
+    registry: see `ClusterConfig`.  cors_origins: see `Frontend`.  Raises ConfigError, RegistryError or
+    AdapterError for what can be known at start.
     """
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.shares import check_pool
@@ -79,7 +80,8 @@ def serve(
         ) as client,
     ):
         controller = make_controller(provision, client, joined.lora_server)
-        run_server(_frontend(client, tokenizer, name, controller, routes.placement(client), served), sock)
+        placement = routes.placement(client)
+        run_server(_frontend(client, tokenizer, name, controller, placement, served, cors_origins), sock)
 
 
 def serve_controller(cluster: ClusterConfig) -> None:
@@ -174,7 +176,8 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
         door = Door(*place, key, roster, entry)
         try:
             controller = make_controller(cluster.provision, fleet, cluster.instance().lora_server)
-            run_server(_frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served), sock)
+            placement, origins = routes.placement(fleet), cluster.front_end.cors_origins
+            run_server(_frontend(fleet, tokenizer, name, controller, placement, served, origins), sock)
         finally:
             door.close()
             asyncio.run(fleet.close())
@@ -194,6 +197,7 @@ def _frontend(
     controller: Controller | None,
     placement: PlacementController | None,
     registry: ServedRegistry | None,
+    cors_origins: Sequence[str],
 ) -> Frontend:
     """A front end that decides for itself: its controllers run beside its requests."""
     from moe_lora.engine.fleet import FleetClient
@@ -208,6 +212,7 @@ def _frontend(
         placement=placement,
         registry=registry,
         tasks=[one for one in (controller, placement, pool) if one is not None],
+        cors_origins=cors_origins,
     )
 
 

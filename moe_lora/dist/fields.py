@@ -25,13 +25,14 @@ def _value(setting: str, value: Any, hint: Any) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
         if typing.get_origin(kind) is tuple:
-            if isinstance(value, list) and all(type(item) is int for item in value):
+            item_kind = typing.get_args(kind)[0]
+            if isinstance(value, list) and all(type(item) is item_kind for item in value):
                 return tuple(value)
         elif type(value) is kind:
             return value
         elif kind is float and type(value) is int:
             return float(value)
-    names = " or ".join(_NAMES.get(kind, "a list of whole numbers") for kind in kinds)
+    names = " or ".join(_NAMES[kind] for kind in kinds)
     raise ConfigError(f"{setting}={value!r} must be {names}")
 
 
@@ -41,6 +42,8 @@ _NAMES: dict[Any, str] = {
     float: "a number",
     bool: "true or false",
     types.NoneType: "null",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[str, ...]: "a list of texts",
 }
 
 

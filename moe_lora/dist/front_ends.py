@@ -15,15 +15,21 @@ ONE_FRONT_END = "front-end"
 
 @dataclass(frozen=True, kw_only=True)
 class FrontEndConfig(RoutingConfig):
-    """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in."""
+    """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in.
+
+    cors_origins: whose pages a browser lets call it, such as https://app.example.com; "*" is all.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     engines_address: str | None = None
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_port("front_end", self.port)
+        for origin in self.cors_origins:
+            _check_origin(origin)
         if self.engines_address is not None:
             parse_host_port("front_end.engines_address", self.engines_address)
 
@@ -98,6 +104,16 @@ def _check_several(
         raise ConfigError(
             "front_end.engines_address and front_ends are both given; give each of front_ends its "
             "engines_address, and in front_end only what they share"
+        )
+
+
+def _check_origin(origin: str) -> None:
+    """A browser sends scheme://host[:port], and nothing behind it; what differs never matches."""
+    scheme, separator, host = origin.partition("://")
+    if origin != "*" and not (scheme and separator and host and not set(host) & set("/?#@* ")):
+        raise ConfigError(
+            f"cors_origins: {origin!r} is no origin; give scheme://host[:port] without a path, such as "
+            "https://app.example.com, or * for all"
         )
 
 

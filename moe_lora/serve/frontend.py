@@ -41,7 +41,8 @@ class Frontend:
     name is an adapter's.  controller None: the load on adapters is not watched.  placement None: adapters
     are not divided over instances.  registry None: adapters are known by their paths only.  link: to the
     process that decides, if that is another one.  tasks: run while it serves.  ready: waited for before
-    it serves.  Whoever makes it closes the client.
+    it serves.  cors_origins: whose pages a browser lets call this server; "*" is all.  Whoever makes it
+    closes the client.
     """
 
     client: EngineClient
@@ -53,6 +54,7 @@ class Frontend:
     link: ControllerLink | None = None
     tasks: Sequence[Task] = ()
     ready: Callable[[], Awaitable[None]] | None = None
+    cors_origins: Sequence[str] = ()
     created_s: int = field(default_factory=lambda: int(time.time()))
     _info: ModelInfo | None = None
 

@@ -22,6 +22,13 @@ DRAIN_S = 5.0
 """Requests under way at shutdown get this long to finish, in seconds; then they are aborted."""
 
 
+KEEP_ALIVE_S = 3900
+"""An idle connection is kept for so long, in seconds.  Whoever closes first may do so while a request is on
+its way, which the client sees as a reset: so clients and proxies (Envoy: an hour) close first."""
+BACKLOG = 4096
+"""Connections that may wait to be accepted; what the kernel's somaxconn allows, if that is less."""
+
+
 class HttpServer(uvicorn.Server):
     """A uvicorn server that says where it listens and leaves signals to `serve_forever`."""
 
@@ -84,6 +91,8 @@ async def serve_forever(frontend: Frontend, sock: socket.socket, drain_s: float 
         ws="none",
         lifespan="off",
         timeout_graceful_shutdown=max(1, round(drain_s)),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        backlog=BACKLOG,
     )
     server = HttpServer(config)
     server.on_ready = lambda url: logger.info("Serving %s at %s", frontend.model_name, url)

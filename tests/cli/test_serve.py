@@ -63,6 +63,7 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
         "lora_server": None,
         "provision": None,
         "registry": None,
+        "cors_origins": (),
     }
 
 
@@ -196,6 +197,7 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         "lora_server": {"layout": "EP2-PP1", "capacity": 8},
         "provision": None,
         "registry": None,
+        "cors_origins": (),
     }
 
 
@@ -432,3 +434,21 @@ def test_registry_options_that_can_not_be_are_refused(served, model_dir):
     assert "needs --registry" in run(model_dir, "--registry-adapters", "a").output
     assert "does not exist" in run(model_dir, "--registry", "nowhere").output
     assert not served
+
+
+def test_origins_reach_the_server_and_go_before_those_of_the_file(served, cluster_file, model_dir):
+    origins = ["https://a.example.com", "http://localhost:3000"]
+    assert run(model_dir, "--cors-origin", origins[0], "--cors-origin", origins[1]).exit_code == 0
+    assert served[0][1]["cors_origins"] == tuple(origins)
+    result = run(model_dir, "--cors-origin", "https://a.example.com/page")
+    assert result.exit_code == 1
+    assert "give scheme://host[:port] without a path" in result.output
+
+
+def test_help_groups_the_options_and_shows_examples():
+    text = run("--help").output
+    places = [text.index(f"\n{heading}:\n") for heading in ("Where", "Adapters", "Engine", "LoRA Server")]
+    assert places == sorted(places)
+    assert text.index("Adapters:") < text.index("--lora-dir") < text.index("Engine:")
+    assert "  moe-lora serve demo/model --lora-dir demo/adapters\n" in text
+    assert "--listen-fd" not in text

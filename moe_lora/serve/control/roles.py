@@ -105,6 +105,7 @@ def serve_directed(
         link=link,
         tasks=(link,),
         ready=routing.ready,
+        cors_origins=cluster.front_end.cors_origins,
     )
     door = Door(*place, key, roster, AsItIs(roster))
     try:
