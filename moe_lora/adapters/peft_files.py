@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from ..core.errors import AdapterError
 from .config import AdapterConfig
@@ -14,6 +13,8 @@ from .config import AdapterConfig
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_MAX_HEADER_BYTES = 100_000_000
+"""That of the safetensors library."""
 
 
 def read_config(folder: Path) -> AdapterConfig:
@@ -36,16 +37,65 @@ def weights_file(folder: Path) -> Path:
     raise AdapterError(f"{weights}: missing; save the adapter with safe_serialization=True")
 
 
+def read_files(folder: Path) -> tuple[AdapterConfig, bytes, str]:
+    """Config, bytes of the weights file, and how errors call that file.
+
+    Both files are read once and whole, into memory of our own: a mapped file that somebody writes to ends
+    the process that looks at it.  Raises AdapterError for files that can't be read or changed meanwhile.
+    """
+    try:
+        # Once: a link that is set anew between the two files would join one adapter's to another's.
+        real = Path(os.path.realpath(folder))
+        before = _stamps(real)
+        config = AdapterConfig.parse(_read_json(folder, real / CONFIG_FILE), str(folder / CONFIG_FILE))
+        weights_file(real)
+        weights = (real / WEIGHTS_FILE).read_bytes()
+        after = _stamps(real)
+    except OSError as error:
+        raise AdapterError(
+            f"{folder}: can't be read ({error.strerror or error}); load it again once its files are whole"
+        ) from error
+    if after != before:
+        raise AdapterError(
+            f"{folder}: its files changed while they were read; load it again once they are whole"
+        )
+    return config, weights, str(folder / WEIGHTS_FILE)
+
+
+def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
+    """What changes when a file does."""
+    facts = [os.stat(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
+    return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in facts]
+
+
 def check_whole(weights: Path) -> None:
     """Raises AdapterError unless this is a safetensors file of the length that its header names."""
+    read_header(weights)
+
+
+def read_header(weights: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype (as safetensors calls it) and shape of each tensor of a safetensors file; no value is read.
+
+    Raises AdapterError unless the file has the length that its header names.
+    """
     try:
-        with safe_open(weights, framework="np"):
-            pass
-    except (SafetensorError, OSError) as error:
+        with weights.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            size = int.from_bytes(file.read(8), "little")
+            if not 0 < size <= min(_MAX_HEADER_BYTES, num_bytes - 8):
+                raise ValueError("its header is cut short")
+            entries = json.loads(file.read(size))
+        entries.pop("__metadata__", None)
+        tensors = {key: (str(one["dtype"]), tuple(map(int, one["shape"]))) for key, one in entries.items()}
+        end = max((int(one["data_offsets"][1]) for one in entries.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise not_readable(weights, error) from error
+    if 8 + size + end != num_bytes:
+        raise not_readable(weights, ValueError(f"{num_bytes} bytes, its header names {8 + size + end}"))
+    return tensors
 
 
-def not_readable(weights: Path, error: Exception) -> AdapterError:
+def not_readable(weights: Path | str, error: Exception) -> AdapterError:
     """What to raise for a file that safetensors refuses."""
     return AdapterError(f"{weights}: not a readable safetensors file ({error}); copy it again")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from ..core.errors import AdapterError
 from ..core.shape import ModelShape
@@ -18,8 +18,18 @@ from .config import AdapterConfig
 from .match import match
 from .packed import PackedAdapter, Pair, assemble, pack_layer, packed_bytes
 from .pairs import is_swapped, make_pair
-from .peft_files import not_readable, read_config, weights_file
+from .peft_files import not_readable, read_config, read_files, read_header, weights_file
 
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16} | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 _SAME_BASE = (
     *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
     *("num_heads", "num_kv_heads", "head_dim"),
@@ -31,14 +41,21 @@ def read_adapter(
 ) -> PackedAdapter:
     """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
 
-    name: the adapter's name, by default the folder's. The weights are mapped and each tensor copied
-    once. Raises AdapterError, which names the file and the key, unless every tensor is used and
-    everything the config targets is there. If base_model_name_or_path is a local checkpoint it must
-    have the sizes of the base; another name alone is no error, since names move.
+    name: the adapter's name, by default the folder's. Both files are read once, whole, into this process's
+    memory: at the peak that takes the file twice, or once beside the packed adapter. Raises AdapterError,
+    which names the file and the key, unless every tensor is used and everything the config targets is
+    there. If base_model_name_or_path is a local checkpoint it must have the sizes of the base; another name
+    alone is no error, since names move.
     """
     folder = Path(path)
-    with _opened(folder, shape) as (tensors, config, where):
-        return _pack(tensors, config, shape, dtype, name or folder.resolve().name, where)
+    config, weights, where = read_files(folder)
+    _check_base(config, shape)
+    try:
+        tensors = load(weights)
+    except (SafetensorError, KeyError) as error:
+        raise not_readable(where, error) from error
+    del weights  # the tensors are copies
+    return _pack(tensors, config, shape, dtype, name or folder.resolve().name, where)
 
 
 def adapter_layer_bytes(path: str | Path, shape: ModelShape, dtype: torch.dtype) -> list[int]:
@@ -46,24 +63,15 @@ def adapter_layer_bytes(path: str | Path, shape: ModelShape, dtype: torch.dtype)
 
     Raises AdapterError as `read_adapter` does, but for values that are not finite.
     """
-    with _opened(Path(path), shape) as (tensors, config, where):
-        return [packed_bytes(pairs, dtype) for pairs in _pairs(tensors, config, shape, where)]
-
-
-@contextmanager
-def _opened(
-    folder: Path, shape: ModelShape
-) -> Iterator[tuple[Mapping[str, torch.Tensor], AdapterConfig, str]]:
-    """The tensors of a PEFT directory, mapped, its config, and how errors call it."""
-    config = read_config(folder)
+    config = read_config(Path(path))
     _check_base(config, shape)
-    weights = weights_file(folder)
-    try:
-        with safe_open(weights, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-            yield tensors, config, str(weights)
-    except (SafetensorError, OSError) as error:
-        raise not_readable(weights, error) from error
+    weights = weights_file(Path(path))
+    tensors = {}
+    for key, (kind, sizes) in read_header(weights).items():
+        if kind not in _DTYPES:
+            raise not_readable(weights, ValueError(f"{key} has dtype {kind}"))
+        tensors[key] = torch.empty(sizes, dtype=_DTYPES[kind], device="meta")
+    return [packed_bytes(pairs, dtype) for pairs in _pairs(tensors, config, shape, str(weights))]
 
 
 def pack_state_dict(
