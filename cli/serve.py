@@ -92,6 +92,11 @@ _ENGINE = (
 )
 _INSTANCES = (
     click.option(
+        "--state-dir",
+        metavar="FOLDER",
+        help="What must outlive a process: contents of adapters.  [default: ~/.local/state/moe_lora]",
+    ),
+    click.option(
         "--instances",
         "num_instances",
         type=int,

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..core.errors import AdapterError
+from ..core.errors import AdapterError, CapacityError
 from .packed import PackedAdapter, PackedLayer
 
 _SUFFIX = ".packed.safetensors"
@@ -37,7 +37,7 @@ class HostStore:
         return self.path(content_hash).exists()
 
     def put(self, packed: PackedAdapter) -> None:
-        """Write the adapter unless it is there."""
+        """Write the adapter unless it is there.  Raises CapacityError if there is no room."""
         path = self.path(packed.content_hash)
         if path.exists():
             return
@@ -54,7 +54,7 @@ class HostStore:
             save_file(tensors, partial, metadata=metadata)
 
     def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
-        """Write the file of this hash from the bytes of another store's."""
+        """Write the file of this hash from the bytes of another store's.  Raises CapacityError likewise."""
         with self._appearing(self.path(content_hash)) as partial, partial.open("wb") as file:
             for block in blocks:
                 file.write(block)
@@ -62,13 +62,20 @@ class HostStore:
     @contextmanager
     def _appearing(self, path: Path) -> Iterator[Path]:
         """A file to write that takes the name `path` when it is whole."""
-        handle, name = tempfile.mkstemp(dir=self.directory, suffix=".partial")
-        os.close(handle)
         try:
-            yield Path(name)
-            os.replace(name, path)
-        finally:
-            Path(name).unlink(missing_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)  # it may have been removed as a whole
+            handle, name = tempfile.mkstemp(dir=self.directory, suffix=".partial")
+            os.close(handle)
+            try:
+                yield Path(name)
+                os.replace(name, path)
+            finally:
+                Path(name).unlink(missing_ok=True)
+        except (OSError, SafetensorError) as error:
+            raise CapacityError(
+                f"an adapter can't be kept in {self.directory} ({error}); free room there, or let "
+                "state_dir or TMPDIR name another place"
+            ) from error
 
     def get(self, content_hash: str, name: str) -> PackedAdapter:
         """The adapter of this hash, its tensors mapped from the file.

@@ -45,7 +45,7 @@ _SECTIONS = (
     "provision",
     "pool",
 )
-NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance", "pool")
+NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance", "pool", "contents", "leave_out_bad")
 _MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.key'
 
 

@@ -46,11 +46,11 @@ class PoolAdapters(KeptAdapters):
     (`adapter_without_data`) only the facts are kept, and its bytes are fetched each time they are needed.
     `fetch_held` and `hold` turn the second into the first, `drop` the first into the second.  Tables and
     scales stay here from the first fetch on; they are small.
-    read: (path, name) -> the adapter in a PEFT directory.  Called by the engine's thread, but for `prepare`,
-    `undo_prepare`, `fetch_held` and what `reader` returned.
+    read: (path, name, content hash) -> the adapter in a PEFT directory.  Called by the engine's thread, but
+    for `prepare`, `undo_prepare`, `fetch_held` and what `reader` returned.
     """
 
-    def __init__(self, transport: Transport, read: Callable[[str, str], PackedAdapter]) -> None:
+    def __init__(self, transport: Transport, read: Callable[[str, str, str], PackedAdapter]) -> None:
         super().__init__()
         self.counters_now = PoolCounters()
         self._transport = transport
@@ -200,7 +200,7 @@ class PoolAdapters(KeptAdapters):
         def read_again() -> PackedAdapter:
             if path is None:
                 raise AdapterError(f"adapter {facts.name!r} has no directory to be read from again")
-            return self._read(path, facts.name)
+            return self._read(path, facts.name, content_hash)
 
         def list_sources() -> Sequence[bytes]:
             return self._sources.get(content_hash, ()) if sources is None else sources
