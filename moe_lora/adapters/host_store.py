@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,18 +19,23 @@ from safetensors.torch import save_file
 from ..core.errors import AdapterError, CapacityError
 from .packed import PackedAdapter, PackedLayer
 
+logger = logging.getLogger(__name__)
+
 _SUFFIX = ".packed.safetensors"
 
 
 class HostStore:
     """Adapters by content hash in one directory.
 
-    A file appears under its name only when it is whole, so that several writers and a crash do no harm.
+    A file appears under its name only when it is whole, so that several writers and a crash do no harm.  A
+    file that is lost is written again by whoever has it mapped.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._mapped: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
+        """What was given out and is in use: a file that is removed stays mapped."""
 
     def path(self, content_hash: str) -> Path:
         """Where the adapter of this hash lies, or would lie."""
@@ -35,6 +43,20 @@ class HostStore:
 
     def __contains__(self, content_hash: str) -> bool:
         return self.path(content_hash).exists()
+
+    def restore(self, content_hash: str) -> bool:
+        """Whether the adapter is there; one that is lost and mapped here is written again.
+
+        Raises CapacityError if there is no room.
+        """
+        if content_hash in self:
+            return True
+        packed = self._mapped.get(content_hash)
+        if packed is None:
+            return False
+        logger.warning("%s was lost, and is written again", self.path(content_hash))
+        self.put(packed)
+        return True
 
     def put(self, packed: PackedAdapter) -> None:
         """Write the adapter unless it is there.  Raises CapacityError if there is no room."""
@@ -80,9 +102,12 @@ class HostStore:
     def get(self, content_hash: str, name: str) -> PackedAdapter:
         """The adapter of this hash, its tensors mapped from the file.
 
-        Raises AdapterError if the file is missing or damaged.
+        Raises AdapterError if the file is missing, and nowhere mapped here, or damaged.
         """
         path = self.path(content_hash)
+        mapped = self._mapped.get(content_hash)
+        if mapped is not None and not path.exists():
+            return replace(mapped, name=name)
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
@@ -97,7 +122,7 @@ class HostStore:
                 )
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise AdapterError(f"{path}: not a packed adapter that can be read ({error})") from error
-        return PackedAdapter(
+        packed = self._mapped[content_hash] = PackedAdapter(
             name=name,
             layers=layers,
             max_lora_rank=facts["max_lora_rank"],
@@ -105,6 +130,7 @@ class HostStore:
             content_hash=content_hash,
             targets=tuple(facts["targets"]),
         )
+        return packed
 
     def remove(self, content_hash: str) -> None:
         """Forget the adapter; processes that have it mapped keep it."""

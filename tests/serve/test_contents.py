@@ -135,3 +135,20 @@ def test_instances_serve_the_same_however_the_folder_is_switched_during_loads(pa
     finally:
         over.set()
         thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pair", [pytest.param(("--lora-server", "EP2-PP1"), id="LoRA Server")], indirect=True
+)
+def test_store_of_the_lora_server_that_is_removed_is_made_again_and_no_engine_ends(pair, tmp_path):
+    before, pids = answers(pair, "start"), pair.engine_pids()
+    for store in (tmp_path / "state").glob("run-*/adapters"):
+        shutil.rmtree(store)
+    assert answers(pair, "start") == before
+    assert len(set(answers(pair, "other"))) == 1, "it was not resident before"
+    assert load(pair, "later", ADAPTERS / NAMES[2]).status_code == 200
+    assert len(set(answers(pair, "later"))) == 1
+    restart(pair)
+    assert answers(pair, "start") == before
+    assert pair.engine_pids()[0] in pids
