@@ -228,13 +228,18 @@ def engine_processes(
     Several are restarted when they end; one is not.  routing: a router, or the name of one in
     `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.  heartbeat: when one of several is silent.
     """
+    from moe_lora.engine.attendance import LoneAttendance
+    from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.process import ProcessClient, usable_cores
     from moe_lora.engine.shares import thread_share
 
     count = config.num_instances
     config = replace(config, num_threads=thread_share(config.num_threads, count, usable_cores()))
     if count == 1:
-        single = ProcessClient(config)
+        beats = heartbeat or Heartbeat()
+        single = ProcessClient(config, heartbeat_s=beats.interval_s)
+        single.attendance = LoneAttendance(single, beats)
+        single.attendance.start()
         try:
             yield single
         finally:
