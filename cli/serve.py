@@ -65,6 +65,11 @@ _CACHE = (
 _WHERE = (
     click.option("--host", help="Where to listen.  [default: 127.0.0.1]"),
     click.option("--port", type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 8000]"),
+    click.option(
+        "--drain-s",
+        type=float,
+        help="When told to end, requests under way get so long to finish.  [default: 20]",
+    ),
     click.option("--served-model-name", help="What requests call the base model.  [default: folder name]"),
 )
 _ENGINE = (
@@ -278,6 +283,7 @@ def serve(
         routing=cluster.front_end,
         provision=cluster.provision,
         registry=cluster.registry,
+        drain_s=cluster.front_end.drain_s,
         # On one host the server gets an address and a store of its own, which end with it.
         lora_server=server
         and {name: value for name, value in server.items() if name not in ("address", "store_dir")},

@@ -22,6 +22,7 @@ from moe_lora.core.config import (
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.dist.cluster import ClusterConfig
+from moe_lora.dist.front_ends import FrontEndConfig
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
 
@@ -46,12 +47,13 @@ def serve(
     lora_server: Mapping[str, Any] | None = None,
     provision: ProvisionConfig | None = None,
     registry: RegistryConfig | None = None,
+    drain_s: float = FrontEndConfig.drain_s,
 ) -> None:
     """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
 
     config.num_threads counts for each instance.  lora_server: see `lora_server_processes`.  provision,
-    registry: see `ClusterConfig`.  Raises ConfigError, RegistryError or AdapterError for what can be known at
-    start.
+    registry: see `ClusterConfig`.  drain_s: see `FrontEndConfig`.  Raises ConfigError, RegistryError or
+    AdapterError for what can be known at start.
     """
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.shares import check_pool
@@ -79,7 +81,8 @@ def serve(
         ) as client,
     ):
         controller = make_controller(provision, client, joined.lora_server)
-        run_server(_frontend(client, tokenizer, name, controller, routes.placement(client), served), sock)
+        frontend = _frontend(client, tokenizer, name, controller, routes.placement(client), served)
+        run_server(frontend, sock, drain_s)
 
 
 def serve_controller(cluster: ClusterConfig) -> None:
@@ -122,7 +125,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
         cluster = on_loopback(cluster, num_front_ends, joined.lora_server)
         kept = replace(cluster.engine, contents_dir=str(folder / "contents"))
         with cluster_file(replace(cluster, engine=kept)) as file:
-            return 0 if run_roles(roles_of(cluster, file, sock.fileno())) else 1
+            return 0 if run_roles(roles_of(cluster, file, sock.fileno()), cluster.front_end.drain_s) else 1
 
 
 def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: int | None = None) -> None:
@@ -177,7 +180,8 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
         door = Door(*place, key, roster, entry)
         try:
             controller = make_controller(cluster.provision, fleet, cluster.instance().lora_server)
-            run_server(_frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served), sock)
+            frontend = _frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served)
+            run_server(frontend, sock, cluster.front_end.drain_s)
         finally:
             door.close()
             asyncio.run(fleet.close())

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..core.errors import AdapterError, CapacityError
+from ..core.errors import AdapterError, StorageError
 from .packed import PackedAdapter, PackedLayer
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class HostStore:
     def restore(self, content_hash: str) -> bool:
         """Whether the adapter is there; one that is lost and mapped here is written again.
 
-        Raises CapacityError if there is no room.
+        Raises StorageError if there is no room.
         """
         if content_hash in self:
             return True
@@ -59,7 +59,7 @@ class HostStore:
         return True
 
     def put(self, packed: PackedAdapter) -> None:
-        """Write the adapter unless it is there.  Raises CapacityError if there is no room."""
+        """Write the adapter unless it is there.  Raises StorageError if there is no room."""
         path = self.path(packed.content_hash)
         if path.exists():
             return
@@ -76,7 +76,7 @@ class HostStore:
             save_file(tensors, partial, metadata=metadata)
 
     def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
-        """Write the file of this hash from the bytes of another store's.  Raises CapacityError likewise."""
+        """Write the file of this hash from the bytes of another store's.  Raises StorageError likewise."""
         with self._appearing(self.path(content_hash)) as partial, partial.open("wb") as file:
             for block in blocks:
                 file.write(block)
@@ -94,7 +94,7 @@ class HostStore:
             finally:
                 Path(name).unlink(missing_ok=True)
         except (OSError, SafetensorError) as error:
-            raise CapacityError(
+            raise StorageError(
                 f"an adapter can't be kept in {self.directory} ({error}); free room there, or let "
                 "state_dir or TMPDIR name another place"
             ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_lora.core.config import RoutingConfig
+from moe_lora.core.config import MAX_COUNT, RoutingConfig
 from moe_lora.core.errors import ConfigError
 
 CONTROLLER = "controller"
@@ -15,14 +15,20 @@ ONE_FRONT_END = "front-end"
 
 @dataclass(frozen=True, kw_only=True)
 class FrontEndConfig(RoutingConfig):
-    """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in."""
+    """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in.
+
+    drain_s: when it is told to end, requests under way get this long to finish; then each ends with an error.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     engines_address: str | None = None
+    drain_s: float = 20.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.drain_s <= MAX_COUNT:
+            raise ConfigError(f"front_end.drain_s={self.drain_s} must be seconds, 0 or more")
         _check_port("front_end", self.port)
         if self.engines_address is not None:
             parse_host_port("front_end.engines_address", self.engines_address)

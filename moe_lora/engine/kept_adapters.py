@@ -11,7 +11,7 @@ import numpy as np
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.shard import shard_layer
-from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.request import AdapterResidency
 from moe_lora.core.shape import ModelShape
 
@@ -122,8 +122,8 @@ def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
     try:
         store.put(packed)
         return store.get(packed.content_hash, packed.name)
-    except (OSError, AdapterError, CapacityError) as error:
-        raise CapacityError(
+    except (OSError, AdapterError, StorageError) as error:
+        raise StorageError(
             f"adapter {packed.name!r} of {packed.nbytes / 1e9:.3f} GB can't be kept in "
             f"{store.directory} ({error}); free room there or let TMPDIR name another place"
         ) from error

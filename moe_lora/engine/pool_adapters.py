@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import resource
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from moe_lora.adapters.window_layout import (
     write_adapter,
 )
 from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.core.open_files import allow_many_files
 from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.transport.contract import Transport, Window
 
@@ -63,7 +63,7 @@ class PoolAdapters(KeptAdapters):
         self._paths: dict[str, str] = {}
         self._lock = threading.Lock()
         """Around what other threads see: _waiting, and the tables in _kept."""
-        _allow_many_files()
+        allow_many_files()  # each window in shared memory is two open files
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         """Lay it into a window."""
@@ -222,10 +222,3 @@ class PoolAdapters(KeptAdapters):
                 f"adapter {facts.name!r} of {num_bytes / 1e9:.3f} GB can't be held in this instance's host "
                 f"memory ({error}); unload others, or add instances"
             ) from error
-
-
-def _allow_many_files() -> None:
-    """Each window in shared memory is two open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
