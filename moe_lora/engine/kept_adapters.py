@@ -122,7 +122,7 @@ def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
     try:
         store.put(packed)
         return store.get(packed.content_hash, packed.name)
-    except (OSError, AdapterError, StorageError) as error:
+    except AdapterError as error:
         raise StorageError(
             f"adapter {packed.name!r} of {packed.nbytes / 1e9:.3f} GB can't be kept in "
             f"{store.directory} ({error}); free room there or let TMPDIR name another place"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import content_hash
 from moe_lora.adapters.peft_files import CONFIG_FILE, WEIGHTS_FILE, read_files
 from moe_lora.adapters.peft_format import read_adapter
-from moe_lora.core.errors import AdapterError
+from moe_lora.core.errors import AdapterError, StorageError
+from tests.adapters.peft_folders import alter
 from tests.families import make_adapter
 
 READER = """
@@ -107,3 +112,54 @@ def test_file_that_vanishes_while_it_is_read_is_an_adapter_error(adapter, shape_
     monkeypatch.setattr(Path, "read_bytes", lose)
     with pytest.raises(AdapterError, match="load it again"):
         read_adapter(adapter, shape_of("mixtral"), torch.float32)
+
+
+def test_store_without_room_says_so(adapter, shape_of, tmp_path):
+    store = HostStore(tmp_path / "store")
+    packed = read_adapter(adapter, shape_of("mixtral"), torch.float32)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="free room there"):
+            store.put(packed)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(store.directory.iterdir()) == []
+
+
+def test_file_that_the_store_has_lost_is_written_again_while_it_is_in_use(adapter, shape_of, tmp_path):
+    store = HostStore(tmp_path / "store")
+    packed = read_adapter(adapter, shape_of("mixtral"), torch.float32)
+    store.put(packed)
+    used = store.get(packed.content_hash, "a")
+    shutil.rmtree(store.directory)
+    assert store.get(packed.content_hash, "b").name == "b"
+    assert store.restore(packed.content_hash)
+    assert content_hash(HostStore(store.directory).get(packed.content_hash, "a").layers) == used.content_hash
+    assert not store.restore("another")
+
+
+def test_kept_content_that_was_altered_is_not_served(adapter, shape_of, tmp_path):
+    store = HostStore(tmp_path / "store")
+    contents = AdapterContents(shape_of("mixtral"), torch.float32, store)
+    first = contents.read("a", str(adapter)).content_hash
+    alter(store.path(first))
+    assert contents.read("a", str(adapter), first).content_hash == first, "the folder has it still"
+    alter(store.path(first))
+    alter(adapter / WEIGHTS_FILE)
+    with pytest.raises(AdapterError, match="does not hold what was loaded"):
+        contents.read("a", str(adapter), first)
+
+
+def test_contents_of_two_versions_are_kept_and_none_of_what_is_unloaded(adapter, shape_of, tmp_path):
+    store = HostStore(tmp_path / "store")
+    contents = AdapterContents(shape_of("mixtral"), torch.float32, store)
+    hashes = []
+    for _ in range(3):
+        alter(adapter / WEIGHTS_FILE, place=-len(hashes) * 4 - 1)
+        hashes.append(contents.read("a", str(adapter)).content_hash)
+        contents.serve("a", hashes[-1])
+    assert [one in store for one in hashes] == [False, True, True]
+    contents.serve("b", hashes[-1])
+    contents.forget("a")
+    assert [one in store for one in hashes] == [False, False, True]
