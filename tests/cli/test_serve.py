@@ -49,6 +49,7 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
         "lora_server": None,
         "provision": None,
         "registry": None,
+        "drain_s": 20.0,
     }
 
 
@@ -180,6 +181,7 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         "lora_server": {"layout": "EP2-PP1", "capacity": 8},
         "provision": None,
         "registry": None,
+        "drain_s": 20.0,
     }
 
 
