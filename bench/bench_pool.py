@@ -68,7 +68,7 @@ def pool_of(kind: str, name: str, path: Path, model_dir: Path) -> Iterator[PoolA
     """One instance's adapters."""
     shape = shape_of(model_dir)
     with make_transport(kind, name=name) as transport:
-        yield PoolAdapters(transport, lambda _, adapter: read_adapter(path, shape, _DTYPE, adapter))
+        yield PoolAdapters(transport, lambda _, adapter, content: read_adapter(path, shape, _DTYPE, adapter))
 
 
 class Work:

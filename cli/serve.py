@@ -78,6 +78,11 @@ _WHERE = (
         help="Let pages of this origin call the server from a browser (https://app.example.com; * is all); "
         "may be given several times.",
     ),
+    click.option(
+        "--drain-s",
+        type=float,
+        help="When told to end, requests under way get so long to finish.  [default: 20]",
+    ),
     click.option("--served-model-name", help="What requests call the base model.  [default: folder name]"),
 )
 _ENGINE = (
@@ -104,6 +109,11 @@ _ENGINE = (
     ),
 )
 _INSTANCES = (
+    click.option(
+        "--state-dir",
+        metavar="FOLDER",
+        help="What must outlive a process: contents of adapters.  [default: ~/.local/state/moe_lora]",
+    ),
     click.option(
         "--instances",
         "num_instances",
@@ -313,6 +323,7 @@ def serve(
         provision=cluster.provision,
         registry=cluster.registry,
         cors_origins=cluster.front_end.cors_origins,
+        drain_s=cluster.front_end.drain_s,
         # On one host the server gets an address and a store of its own, which end with it.
         lora_server=server
         and {name: value for name, value in server.items() if name not in ("address", "store_dir")},

@@ -22,6 +22,7 @@ from moe_lora.core.config import (
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.dist.cluster import ClusterConfig
+from moe_lora.dist.front_ends import FrontEndConfig
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
 
@@ -47,12 +48,13 @@ def serve(
     provision: ProvisionConfig | None = None,
     registry: RegistryConfig | None = None,
     cors_origins: Sequence[str] = (),
+    drain_s: float = FrontEndConfig.drain_s,
 ) -> None:
     """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
 
     config.num_threads counts for each instance.  lora_server: see `lora_server_processes`.  provision,
-    registry: see `ClusterConfig`.  cors_origins: see `Frontend`.  Raises ConfigError, RegistryError or
-    AdapterError for what can be known at start.
+    registry: see `ClusterConfig`.  cors_origins, drain_s: see `FrontEndConfig`.  Raises ConfigError,
+    RegistryError or AdapterError for what can be known at start.
     """
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.shares import check_pool
@@ -81,7 +83,8 @@ def serve(
     ):
         controller = make_controller(provision, client, joined.lora_server)
         placement = routes.placement(client)
-        run_server(_frontend(client, tokenizer, name, controller, placement, served, cors_origins), sock)
+        frontend = _frontend(client, tokenizer, name, controller, placement, served, cors_origins)
+        run_server(frontend, sock, drain_s)
 
 
 def serve_controller(cluster: ClusterConfig) -> None:
@@ -100,6 +103,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
 
     Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
     """
+    from moe_lora.core.state_folder import run_folder
     from moe_lora.dist.host_roles import run_roles
     from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
     from moe_lora.engine.process import usable_cores
@@ -117,11 +121,13 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     }
     with (
         bind(cluster.front_end.host, cluster.front_end.port) as sock,
+        run_folder(cluster.engine.state_dir) as folder,
         lora_server_processes(cluster.engine, options) as joined,
     ):
         cluster = on_loopback(cluster, num_front_ends, joined.lora_server)
-        with cluster_file(cluster) as file:
-            return 0 if run_roles(roles_of(cluster, file, sock.fileno())) else 1
+        kept = replace(cluster.engine, contents_dir=str(folder / "contents"))
+        with cluster_file(replace(cluster, engine=kept)) as file:
+            return 0 if run_roles(roles_of(cluster, file, sock.fileno()), cluster.front_end.drain_s) else 1
 
 
 def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: int | None = None) -> None:
@@ -177,7 +183,8 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
         try:
             controller = make_controller(cluster.provision, fleet, cluster.instance().lora_server)
             placement, origins = routes.placement(fleet), cluster.front_end.cors_origins
-            run_server(_frontend(fleet, tokenizer, name, controller, placement, served, origins), sock)
+            frontend = _frontend(fleet, tokenizer, name, controller, placement, served, origins)
+            run_server(frontend, sock, cluster.front_end.drain_s)
         finally:
             door.close()
             asyncio.run(fleet.close())
@@ -230,41 +237,76 @@ def engine_processes(
     Several are restarted when they end; one is not.  routing: a router, or the name of one in
     `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.  heartbeat: when one of several is silent.
     """
-    from moe_lora.engine.process import ProcessClient, start_processes, usable_cores
-    from moe_lora.engine.shares import instance_config, thread_share
+    from moe_lora.engine.attendance import LoneAttendance
+    from moe_lora.engine.heartbeat import Heartbeat
+    from moe_lora.engine.process import ProcessClient, usable_cores
+    from moe_lora.engine.shares import thread_share
 
     count = config.num_instances
     config = replace(config, num_threads=thread_share(config.num_threads, count, usable_cores()))
     if count == 1:
-        single = ProcessClient(config)
+        beats = heartbeat or Heartbeat()
+        single = ProcessClient(config, heartbeat_s=beats.interval_s)
+        single.attendance = LoneAttendance(single, beats)
+        single.attendance.start()
         try:
             yield single
         finally:
             single.shut_down()
         return
 
+    from moe_lora.core.state_folder import run_folder
+
+    with (
+        run_folder(config.state_dir) as folder,
+        _several(config, routing, meter, ranks, heartbeat, folder) as fleet,
+    ):
+        yield fleet
+
+
+@contextmanager
+def _several(
+    config: EngineConfig,
+    routing: str | Router,
+    meter: TokenMeter | None,
+    ranks: dict[str, int] | None,
+    heartbeat: Heartbeat | None,
+    folder: Path,
+) -> Iterator[EngineClient]:
+    """Instances that stand in for each other; folder: where the contents of adapters are kept."""
     from moe_lora.core.clock import WallClock
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.pool_directory import PoolDirectory
+    from moe_lora.engine.process import ProcessClient, start_processes
     from moe_lora.engine.roster import Roster
+    from moe_lora.engine.shares import instance_config
     from moe_lora.engine.supervisor import Supervisor
     from moe_lora.policies.routers import make_router
 
     beats = heartbeat or Heartbeat()
 
+    contents_dir = None if config.lora_server is not None else str(folder / "contents")
+    config = replace(config, contents_dir=contents_dir)
+
     def launch(index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]) -> ProcessClient:
+        # Those that are served have their contents; what can't be had keeps no instance from starting.
+        served = roster.adapters
+        known = ((name, served[name].content_hash) for name, _ in adapters if name in served)
+        contents = tuple((name, content) for name, content in known if content is not None)
         started = instance_config(config, index, num_starts, adapters)
+        started = replace(started, contents=contents, leave_out_bad=True)
         return ProcessClient(started, wait=False, heartbeat_s=beats.interval_s)
 
     router = make_router(routing) if isinstance(routing, str) else routing
-    clock = WallClock()
+    clock, count = WallClock(), config.num_instances
     pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
     configs = [instance_config(config, i, 0, config.adapters) for i in range(count)]
     clients = start_processes(configs, beats.interval_s)
     if pool is not None:
         _fill(pool, clients, config.adapters)
-    roster = Roster(clients, config.adapters, heartbeat=beats, pool=pool)
+    contents = _settle(clients)
+    roster = Roster(clients, config.adapters, heartbeat=beats, pool=pool, contents=contents)
     fleet = FleetClient(roster, router, clock, meter=meter, ranks=ranks)
     Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
     try:
@@ -283,6 +325,18 @@ def _fill(pool: PoolDirectory, clients: list[ProcessClient], adapters: Sequence[
         raise
 
 
+def _settle(clients: list[ProcessClient]) -> dict[str, str]:
+    """Have new instances serve the same contents; if they can't, none of them stays."""
+    from moe_lora.engine.catch_up import settle_contents
+
+    try:
+        return settle_contents(clients)
+    except BaseException:
+        for client in clients:
+            client.shut_down()
+        raise
+
+
 @contextmanager
 def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | None) -> Iterator[EngineConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
@@ -295,15 +349,16 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
 
     from moe_lora.core.hf_config import read_config
     from moe_lora.core.shape import ModelShape
+    from moe_lora.core.state_folder import run_folder
     from moe_lora.dist.lora_server.partition import Layout, Partition
     from moe_lora.dist.ranks import LoraServerProcesses
 
-    with TemporaryDirectory(prefix="moe_lora-") as directory:
+    with run_folder(config.state_dir) as kept, TemporaryDirectory(prefix="moe_lora-") as directory:
         server = LoraServerConfig(
             **options,
             address=f"{directory}/lora-server",
             key=secrets.token_hex(16),
-            store_dir=f"{directory}/adapters",
+            store_dir=str(kept / "adapters"),
         )
         # Checked before there are as many processes as a layout that can't work asks for.
         shape = ModelShape.from_hf_config(read_config(Path(config.model_dir)))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +14,7 @@ from ..core.shape import ModelShape
 from .base_model import check_base
 from .match import match
 from .pairs import check_pair, is_swapped
-from .peft_files import not_readable, read_config, weights_file
+from .peft_files import TensorEntry, not_readable, read_config, read_header, weights_file
 from .places import place_map
 from .training_state import check_embeddings
 
@@ -26,24 +23,10 @@ _STRANGERS = 1000
 _HEADER_BYTES_PER_TENSOR = 512
 _HEADER_BYTES_BESIDE = 1 << 20
 _CHUNK_BYTES = 1 << 24
-_DTYPES = {"F32": "torch.float32", "BF16": "torch.bfloat16", "F16": "torch.float16", "F64": "torch.float64"}
 # The bits of the exponent, all set in NaN and infinity, of a float as an unsigned integer.
 _EXPONENTS = {"F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7), "F16": ("<u2", 0x1F << 10)} | {
     "F64": ("<u8", 0x7FF << 52)
 }
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """What a safetensors header says of a tensor.
-
-    dtype: as torch calls it.  code: as the header does.  span: the offsets of its bytes in the file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    code: str
-    span: tuple[int, int]
 
 
 @lru_cache(maxsize=8)
@@ -112,34 +95,6 @@ def bad_adapters(
         except AdapterError as error:
             found[name] = str(error)
     return found
-
-
-def read_header(weights: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file.  Raises AdapterError unless it is as long as its header says."""
-    try:
-        with weights.open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= num_bytes - 8:
-                raise ValueError("its header is cut short")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        start = 8 + length
-        entries = {key: _entry(fields, start) for key, fields in header.items()}
-        end = max((entry.span[1] for entry in entries.values()), default=start)
-        if end != num_bytes:
-            raise ValueError(f"it has {num_bytes} bytes, its header names {end}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise not_readable(weights, error) from error
-    return entries
-
-
-def _entry(fields: dict[str, object], start: int) -> TensorEntry:
-    code, sizes, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not (isinstance(code, str) and isinstance(sizes, list) and isinstance(offsets, list)):
-        raise TypeError("its header is none of safetensors")
-    first, last = (start + int(offset) for offset in offsets)
-    return TensorEntry(_DTYPES.get(code, code), tuple(map(int, sizes)), code, (first, last))
 
 
 def _check_finite(weights: Path, entries: dict[str, TensorEntry]) -> None:

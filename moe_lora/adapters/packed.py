@@ -120,7 +120,7 @@ def _stride(matrix: torch.Tensor, itemsize: int) -> int:
 
 
 def _copy(matrix: torch.Tensor, data: torch.Tensor, offset: int, stride: int) -> None:
-    """The one copy of the values, from the mapped file into place, whatever the source's strides."""
+    """The one copy of the values, from the file's tensors into place, whatever the source's strides."""
     num, rank, features = matrix.shape
     data.as_strided((num, rank, features), (stride, features, 1), offset).copy_(matrix)
 

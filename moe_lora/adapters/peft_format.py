@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from ..core.errors import AdapterError
 from ..core.shape import ModelShape
@@ -18,11 +18,13 @@ from .config import AdapterConfig
 from .file_check import check_header_size, check_num_tensors
 from .match import Match, match
 from .packed import PackedAdapter, assemble, pack_layer, packed_bytes
-from .pairs import is_swapped, make_pair
-from .peft_files import not_readable, read_config, weights_file
+from .pairs import Shaped, check_pair, is_swapped, make_pair
+from .peft_files import not_readable, read_config, read_files, read_header, weights_file
 from .training_state import check_embeddings, config_fields, lora_tensors
 
 logger = logging.getLogger(__name__)
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_adapter(
@@ -30,15 +32,22 @@ def read_adapter(
 ) -> PackedAdapter:
     """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
 
-    name: the adapter's name, by default the folder's. The weights are mapped and each tensor copied
-    once. Raises AdapterError, which names the file and the key, unless every tensor is used and
-    everything the config targets is there. If base_model_name_or_path is a local checkpoint it must
-    have the sizes of the base; another name alone is no error, since names move. log: write what
-    `PackedAdapter.warnings` says to the log.
+    name: the adapter's name, by default the folder's. Both files are read once, whole, into this process's
+    memory: at the peak that takes the file twice, or once beside the packed adapter. Raises AdapterError,
+    which names the file and the key, unless every tensor is used and everything the config targets is
+    there. If base_model_name_or_path is a local checkpoint it must have the sizes of the base; another name
+    alone is no error, since names move. log: write what `PackedAdapter.warnings` says to the log.
     """
     folder = Path(path)
-    with _opened(folder, shape) as (tensors, config, where):
-        packed = _pack(tensors, config, shape, dtype, name or folder.resolve().name, where)
+    config, weights, where = read_files(folder, lambda file: check_header_size(file, shape))
+    check_base(config, shape)
+    try:
+        tensors = load(weights)
+    except (SafetensorError, KeyError) as error:
+        raise not_readable(where, error) from error
+    del weights  # the tensors are copies
+    check_num_tensors(len(tensors), shape, where)
+    packed = _pack(tensors, config, shape, dtype, name or folder.resolve().name, where)
     return _logged(packed, log)
 
 
@@ -47,30 +56,26 @@ def adapter_layer_bytes(path: str | Path, shape: ModelShape, dtype: torch.dtype)
 
     Raises AdapterError as `read_adapter` does, but for values that are not finite.
     """
-    with _opened(Path(path), shape) as (tensors, config, where):
-        matched, swapped = _matched(tensors, config, shape, where)
-        return [
-            packed_bytes([make_pair(source, tensors, shape, where, swapped) for source in layer], dtype)
-            for layer in matched.layers
-        ]
-
-
-@contextmanager
-def _opened(
-    folder: Path, shape: ModelShape
-) -> Iterator[tuple[Mapping[str, torch.Tensor], AdapterConfig, str]]:
-    """The tensors of a PEFT directory, mapped, its config, and how errors call it."""
-    config = read_config(folder)
+    config = read_config(Path(path))
     check_base(config, shape)
-    weights = weights_file(folder)
+    weights = weights_file(Path(path))
     check_header_size(weights, shape)
-    try:
-        with safe_open(weights, framework="pt") as file:
-            check_num_tensors(len(file.keys()), shape, str(weights))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-            yield tensors, config, str(weights)
-    except (SafetensorError, OSError) as error:
-        raise not_readable(weights, error) from error
+    entries = read_header(weights)
+    where = str(weights)
+    check_num_tensors(len(entries), shape, where)
+    matched, swapped = _matched(entries, config, shape, where)
+    sizes = []
+    for layer in matched.layers:
+        for source in layer:
+            check_pair(source, entries, shape, where, swapped)
+        keys = [key for source in layer for key in (source.key_a, source.key_b)]
+        tensors = {
+            key: torch.empty(entries[key].shape, dtype=_DTYPES[entries[key].code], device="meta")
+            for key in keys
+        }
+        pairs = [make_pair(source, tensors, shape, where, swapped) for source in layer]
+        sizes.append(packed_bytes(pairs, dtype))
+    return sizes
 
 
 def pack_state_dict(
@@ -122,7 +127,7 @@ def _pack(
 
 
 def _matched(
-    tensors: Mapping[str, torch.Tensor], config: AdapterConfig, shape: ModelShape, where: str
+    tensors: Mapping[str, Shaped], config: AdapterConfig, shape: ModelShape, where: str
 ) -> tuple[Match, bool]:
     """The places of the tensors, and whether the roles of A and B are exchanged."""
     check_embeddings(tensors, shape, where)

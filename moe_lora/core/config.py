@@ -245,7 +245,12 @@ class EngineConfig:
     comparisons where every answer has its full length.  step_profile: another device's step times, emulated
     by sleeping; None = none.  load_gb_per_s: upper bound on the rate of copies to and from the device; None =
     none.  pool: of the instances; None = each keeps all adapters.  With it `adapters` are not loaded at the
-    start, only measured: the pool says what an instance gets.
+    start, only measured: the pool says what an instance gets.  state_dir: where this host keeps what must
+    outlive a process, such as the contents of adapters; None = $XDG_STATE_HOME/moe_lora, or
+    ~/.local/state/moe_lora.  contents_dir: where an instance keeps adapters' contents by hash, so that it
+    finds them when it is started again; None = nowhere.  contents: (name, content hash) of those of
+    `adapters` that are served already, with that content and no other.  leave_out_bad: start without
+    adapters that can't be read.
     """
 
     model_dir: str
@@ -281,6 +286,10 @@ class EngineConfig:
     step_profile: StepProfile | None = None
     load_gb_per_s: float | None = None
     pool: PoolConfig | None = None
+    state_dir: str | None = None
+    contents_dir: str | None = None
+    contents: tuple[tuple[str, str], ...] = ()
+    leave_out_bad: bool = False
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)

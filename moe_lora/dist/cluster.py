@@ -45,7 +45,7 @@ _SECTIONS = (
     "provision",
     "pool",
 )
-NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance", "pool")
+NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance", "pool", "contents", "leave_out_bad")
 _MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.key'
 
 
@@ -173,6 +173,9 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
     model_dir = folder / text_of("model_dir", given.get("model_dir"))
     served_name = given.get("served_model_name")
     engine = dataclass_fields(EngineConfig, "engine", given.get("engine"), NOT_IN_ENGINE)
+    for name in ("state_dir", "contents_dir"):
+        if engine.get(name) is not None:
+            engine[name] = str(folder / engine[name])
     front_end = dataclass_fields(FrontEndConfig, "front_end", given.get("front_end"))
     for name in ("performance_model", "operating_points"):
         if front_end.get(name) is not None:

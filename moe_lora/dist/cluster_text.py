@@ -47,4 +47,4 @@ def _value(name: str, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-_PATHS = ("operating_points", "performance_model", "store_dir", "folder")
+_PATHS = ("operating_points", "performance_model", "store_dir", "folder", "state_dir", "contents_dir")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_lora.core.config import RoutingConfig
+from moe_lora.core.config import MAX_COUNT, RoutingConfig
 from moe_lora.core.errors import ConfigError
 
 CONTROLLER = "controller"
@@ -18,15 +18,19 @@ class FrontEndConfig(RoutingConfig):
     """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in.
 
     cors_origins: whose pages a browser lets call it, such as https://app.example.com; "*" is all.
+    drain_s: when it is told to end, requests under way get this long to finish; then each ends with an error.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     engines_address: str | None = None
     cors_origins: tuple[str, ...] = ()
+    drain_s: float = 20.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.drain_s <= MAX_COUNT:
+            raise ConfigError(f"front_end.drain_s={self.drain_s} must be seconds, 0 or more")
         _check_port("front_end", self.port)
         for origin in self.cors_origins:
             _check_origin(origin)

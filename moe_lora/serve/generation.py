@@ -114,9 +114,10 @@ class Generation:
         """The engine's outputs, its errors as ApiError; closing it aborts the request."""
         outputs = cast("AsyncGenerator[TokenOutput, None]", self._frontend.client.generate(request))
         try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
+            with self._frontend.ending.ends():
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield output
         except AdapterNotFoundError as error:
             raise ApiError(
                 404, f"the model {request.adapter!r} does not exist; GET /v1/models lists what does", "model"

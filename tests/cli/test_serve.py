@@ -64,6 +64,7 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
         "provision": None,
         "registry": None,
         "cors_origins": (),
+        "drain_s": 20.0,
     }
 
 
@@ -198,6 +199,7 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         "provision": None,
         "registry": None,
         "cors_origins": (),
+        "drain_s": 20.0,
     }
 
 

@@ -109,7 +109,7 @@ def serve_directed(
     )
     door = Door(*place, key, roster, AsItIs(roster))
     try:
-        run_server(frontend, sock)
+        run_server(frontend, sock, cluster.front_end.drain_s)
     finally:
         door.close()
         asyncio.run(fleet.close())
