@@ -1,0 +1,244 @@
+"""The other end of a connection: messages in order, calls answered; a connection ends as a whole.
+
+Nothing is resumed: when a connection ends, what was asked over it fails, and both ends are told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from websockets.asyncio.connection import Connection
+from websockets.exceptions import ConnectionClosed
+
+from .codec import AnswerFrame, CallFrame, Decoder, FailureFrame, Interface, Message, decoder_of, encode
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 512 << 20
+"""A peer for which more than this waits has stopped reading; its connection is ended."""
+_LAST_WORDS_S = 1.0
+_NOT_UNDERSTOOD, _GOING_AWAY = 1003, 1001
+
+
+class PeerEndedError(ConnectionError):
+    """The connection has ended; nothing is known of what was not answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What travels over a link, as one end sees it.
+
+    receives: messages that may come.  answers: calls of the peer that this end answers.  asks: calls that
+    this end makes.
+    """
+
+    receives: Decoder
+    answers: Interface | None = None
+    asks: Interface | None = None
+
+    @staticmethod
+    def of(
+        *receives: type[Message], answers: Interface | None = None, asks: Interface | None = None
+    ) -> Protocol:
+        return Protocol(receives=decoder_of(receives), answers=answers, asks=asks)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A call of the peer, which waits for one of the two."""
+
+    peer: Peer
+    number: int
+    method: str
+    args: tuple[Any, ...]
+
+    def answer(self, value: Any) -> None:
+        self.peer.send(AnswerFrame(self.number, msgspec.Raw(encode(value))))
+
+    def fail(self, error: Exception) -> None:
+        self.peer.send(FailureFrame(self.number, error))
+
+
+class Peer:
+    """One end of an open connection; belongs to the event loop in which it is made.
+
+    It hears nothing, answers to its calls included, but while someone awaits `next` or iterates `messages`.  ended: set once the
+    connection is over; problem then says why.
+    """
+
+    def __init__(self, socket: Connection, protocol: Protocol, name: str) -> None:
+        self.name = name
+        self.ended = asyncio.Event()
+        self.problem = ""
+        self._socket = socket
+        self._protocol = protocol
+        self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+        self._something = asyncio.Event()
+        self._closing = False
+        self._code = _GOING_AWAY
+        self._writer = asyncio.create_task(self._write())
+
+    def send(self, message: Message) -> None:
+        """Have a message sent after all earlier ones; nobody waits for the peer to read it.
+
+        To a peer that is gone nothing is sent.
+        """
+        if self.ended.is_set() or self._closing:
+            return
+        data = encode(message)
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        self._something.set()
+        if self._waiting_bytes > MAX_QUEUED_BYTES:
+            self._end(f"{self.name} does not read what it is sent")
+
+    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        """Run a method of the peer; what it returned, or the error it raised.  Fails with PeerEndedError."""
+        assert self._protocol.asks is not None
+        assert method in self._protocol.asks, method
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self.ended.is_set():
+            future.set_exception(PeerEndedError(self.problem))
+            return future
+        number = next(self._numbers)
+        self._calls[number] = method, future
+        self.send(CallFrame(number, method, msgspec.Raw(encode(args))))
+        return future
+
+    async def next(self) -> Message | Asked:
+        """What the peer sends next.  Raises PeerEndedError when the connection is over."""
+        while not self.ended.is_set():
+            try:
+                message = self._protocol.receives(await self._socket.recv(decode=False))
+                if isinstance(message, AnswerFrame | FailureFrame):
+                    self._take(message)
+                elif isinstance(message, CallFrame):
+                    asked = self._asked(message)
+                    if asked is not None:
+                        return asked
+                else:
+                    found: Message = message
+                    return found
+            except ConnectionClosed as error:
+                self._end(self.problem or _reason(error))
+            except msgspec.DecodeError as error:
+                self._code = _NOT_UNDERSTOOD
+                self._end(f"{self.name} sent what is not understood here: {error}")
+        await self.closed()
+        raise PeerEndedError(self.problem)
+
+    async def messages(self) -> AsyncIterator[Message | Asked]:
+        """What the peer sends, as long as the connection lasts."""
+        with suppress(PeerEndedError):
+            while True:
+                yield await self.next()
+
+    async def receive(self, timeout_s: float) -> Message | Asked:
+        """As `next`, for the words with which a connection begins: a peer that says nothing is given up."""
+        try:
+            return await asyncio.wait_for(self.next(), timeout_s)
+        except asyncio.TimeoutError:
+            self._end(f"{self.name} said nothing for {timeout_s:g} s")
+            raise PeerEndedError(self.problem) from None
+
+    def end(self, reason: str = "") -> None:
+        """End the connection once what was sent before has left, or at once if it does not leave."""
+        if not self._closing:
+            self._closing = True
+            self.problem = self.problem or reason or "the connection was closed"
+            self._something.set()
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._abort)
+
+    def abort(self, reason: str) -> None:
+        """End the connection at once."""
+        self._end(reason)
+        self._abort()
+
+    async def closed(self) -> None:
+        """Return when the connection is over and nothing of it runs."""
+        await asyncio.wait([self._writer])
+
+    def abandon_calls(self, error: Exception) -> None:
+        """Let nobody wait for the answers to calls any longer; `settled` still does."""
+        for number, (method, future) in list(self._calls.items()):
+            self._calls[number] = method, asyncio.get_running_loop().create_future()
+            if not future.done():
+                future.set_exception(error)
+
+    async def settled(self) -> None:
+        """Return when everything is answered that was asked before, abandoned or not."""
+        waiting = [future for _, future in self._calls.values()]
+        for future in waiting:
+            await asyncio.wait([future])
+            if isinstance(future.exception(), PeerEndedError):
+                raise PeerEndedError(self.problem)
+
+    def _take(self, message: AnswerFrame | FailureFrame) -> None:
+        method, future = self._calls.pop(message.number, ("", None))
+        if future is None or future.done():
+            return
+        if isinstance(message, FailureFrame):
+            future.set_exception(message.error)
+            return
+        assert self._protocol.asks is not None
+        future.set_result(self._protocol.asks.result(method, message.value))
+
+    def _asked(self, call: CallFrame) -> Asked | None:
+        """The call, unless there is no such method: then it is refused."""
+        answers = self._protocol.answers
+        if answers is not None and call.method in answers:
+            return Asked(self, call.number, call.method, answers.args(call.method, call.args))
+        self.send(FailureFrame(call.number, ValueError(f"{call.method!r} is not answered here")))
+        return None
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                while self._waiting:
+                    batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
+                    for data in batch:
+                        await self._socket.send(data)
+                if self._closing:
+                    break
+                self._something.clear()
+                await self._something.wait()
+        except ConnectionClosed as error:
+            self._end(self.problem or _reason(error))
+        await self._socket.close(self._code, self.problem.encode()[:120].decode(errors="ignore"))
+        self._end(self.problem)
+
+    def _end(self, problem: str) -> None:
+        """The connection is over: whoever waits for something of it is told."""
+        if self.ended.is_set():
+            return
+        self.problem = problem or "the connection ended"
+        self.ended.set()
+        self._closing = True
+        self._waiting.clear()
+        self._something.set()
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._abort)
+        calls, self._calls = self._calls, {}
+        for _, future in calls.values():
+            if not future.done():
+                future.set_exception(PeerEndedError(self.problem))
+                future.exception()  # not everyone who asked waits still
+
+    def _abort(self) -> None:
+        self._socket.transport.abort()
+
+
+def _reason(error: ConnectionClosed) -> str:
+    """What is known of why a connection ended."""
+    if error.rcvd is not None and error.rcvd.reason:
+        return error.rcvd.reason
+    return f"the connection was cut ({error.__cause__!r})" if error.__cause__ else "the other end closed it"
