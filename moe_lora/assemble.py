@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from moe_lora.core.config import (
     EngineConfig,
@@ -22,13 +23,12 @@ from moe_lora.core.config import (
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.dist.cluster import ClusterConfig
-from moe_lora.engine.client import EngineClient
+from moe_lora.engine.client import CallableEngine, EngineClient
 from moe_lora.policies.routing import Router
 
 if TYPE_CHECKING:
+    from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.heartbeat import Heartbeat
-    from moe_lora.engine.pool_directory import PoolDirectory
-    from moe_lora.engine.process import ProcessClient
     from moe_lora.engine.text import Tokenizer
     from moe_lora.serve.controller import Controller
     from moe_lora.serve.frontend import Frontend
@@ -59,27 +59,28 @@ def serve(
     from moe_lora.serve.controller import make_controller
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
-    from moe_lora.serve.server import bind, run_server
+    from moe_lora.serve.server import bind, serve_forever
 
     routes = make_routes(routing or RoutingConfig(), config.max_num_seqs, config.lora_kernel)
     _check_placement(routes.config, config)
     check_pool(config)
     tokenizer = load_tokenizer(config.model_dir)
     name = served_model_name or Path(config.model_dir).resolve().name
-    with (
-        bind(host, port) as sock,
-        opened_registry(registry, config, name) as (config, served),
-        lora_server_processes(config, lora_server) as joined,
-        engine_processes(
-            joined,
-            routes.router,
-            meter=routes.meter,
-            ranks=routes.ranks,
-            heartbeat=Heartbeat.of(routes.config),
-        ) as client,
-    ):
-        controller = make_controller(provision, client, joined.lora_server)
-        run_server(_frontend(client, tokenizer, name, controller, routes.placement(client), served), sock)
+
+    async def run(config: EngineConfig, served: ServedRegistry | None) -> None:
+        heartbeat = Heartbeat.of(routes.config)
+        async with (
+            local_lora_server(config, lora_server) as joined,
+            local_instances(
+                joined, routes.router, meter=routes.meter, ranks=routes.ranks, heartbeat=heartbeat
+            ) as client,
+        ):
+            controller = make_controller(provision, client, joined.lora_server)
+            frontend = _frontend(client, tokenizer, name, controller, routes.placement(client), served)
+            await serve_forever(frontend, sock)
+
+    with bind(host, port) as sock, opened_registry(registry, config, name) as (config, served):
+        asyncio.run(run(config, served))
 
 
 def serve_controller(cluster: ClusterConfig) -> None:
@@ -89,7 +90,7 @@ def serve_controller(cluster: ClusterConfig) -> None:
     """
     from moe_lora.serve.control import roles
 
-    roles.serve_controller(cluster)
+    asyncio.run(roles.serve_controller(cluster))
 
 
 def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
@@ -99,7 +100,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
     """
     from moe_lora.dist.host_roles import run_roles
-    from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
+    from moe_lora.dist.one_host import cluster_file, on_sockets, roles_of
     from moe_lora.engine.process import usable_cores
     from moe_lora.engine.shares import check_pool, thread_share
     from moe_lora.serve.routes import make_routes
@@ -113,13 +114,18 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     options = cluster.lora_server and {
         name: value for name, value in cluster.lora_server.items() if name not in ("address", "store_dir")
     }
+
+    async def run(folder: str) -> int:
+        async with local_lora_server(cluster.engine, options) as joined:
+            whole = on_sockets(cluster, num_front_ends, joined.lora_server, folder)
+            with cluster_file(whole) as file:
+                return 0 if await run_roles(roles_of(whole, file, sock.fileno())) else 1
+
     with (
         bind(cluster.front_end.host, cluster.front_end.port) as sock,
-        lora_server_processes(cluster.engine, options) as joined,
+        TemporaryDirectory(prefix="moe_lora-") as folder,
     ):
-        cluster = on_loopback(cluster, num_front_ends, joined.lora_server)
-        with cluster_file(cluster) as file:
-            return 0 if run_roles(roles_of(cluster, file, sock.fileno())) else 1
+        return asyncio.run(run(folder))
 
 
 def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: int | None = None) -> None:
@@ -140,15 +146,15 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
         bind(front_end.host, front_end.port) if listen_fd is None else socket.socket(fileno=listen_fd) as sock
     ):
         if cluster.controller is None:
-            _serve_deciding(cluster, tokenizer, sock)
+            asyncio.run(_serve_deciding(cluster, tokenizer, sock))
         else:
-            serve_directed(cluster, name, tokenizer, sock)
+            asyncio.run(serve_directed(cluster, name, tokenizer, sock))
 
 
-def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
+async def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
     """Serve as the only front end, which decides everything."""
     from moe_lora.core.clock import WallClock
-    from moe_lora.dist.front_ends import parse_host_port
+    from moe_lora.dist.net.connection import parse_address
     from moe_lora.engine.door import Door
     from moe_lora.engine.entry import CatchUp, Recovery
     from moe_lora.engine.fleet import FleetClient
@@ -159,25 +165,24 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
     from moe_lora.serve.controller import make_controller
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
-    from moe_lora.serve.server import run_server
+    from moe_lora.serve.server import serve_forever
 
-    config = cluster.engine
-    address, key = cluster.engines_address(), cluster.secret()
-    place = parse_host_port("front_end.engines_address", address)
+    config, setting = cluster.engine, "front_end.engines_address"
+    place, keys = parse_address(setting, cluster.engines_address()), cluster.keys()
     name = cluster.served_model_name
     with opened_registry(cluster.registry, config, name) as (config, served):
         pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
-        roster = Roster((), config.adapters, ABSENCE.format(*place), Heartbeat.of(cluster.front_end), pool)
+        roster = Roster((), config.adapters, ABSENCE.format(place), Heartbeat.of(cluster.front_end), pool)
         routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
-        entry = CatchUp(roster, Recovery(roster))
-        door = Door(*place, key, roster, entry)
-        try:
-            controller = make_controller(cluster.provision, fleet, cluster.instance().lora_server)
-            run_server(_frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served), sock)
-        finally:
-            door.close()
-            asyncio.run(fleet.close())
+        door = Door(roster, CatchUp(roster, Recovery(roster)))
+        async with door.open(setting, place, keys):
+            try:
+                controller = make_controller(cluster.provision, fleet, cluster.instance().lora_server)
+                frontend = _frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served)
+                await serve_forever(frontend, sock)
+            finally:
+                await fleet.close()
 
 
 def _check_placement(routing: RoutingConfig, config: EngineConfig) -> None:
@@ -211,75 +216,115 @@ def _frontend(
     )
 
 
-@contextmanager
-def engine_processes(
+@asynccontextmanager
+async def local_instances(
     config: EngineConfig,
     routing: str | Router = "least_outstanding",
     *,
     meter: TokenMeter | None = None,
     ranks: dict[str, int] | None = None,
     heartbeat: Heartbeat | None = None,
-) -> Iterator[EngineClient]:
-    """Engine processes, ended with the context: one, or several that stand in for each other.
+) -> AsyncIterator[FleetClient]:
+    """Engine processes of this host that stand in for each other, ended with the context.
 
-    Several are restarted when they end; one is not.  routing: a router, or the name of one in
-    `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.  heartbeat: when one of several is silent.
+    Each that ends is started again.  routing: a router, or the name of one in `policies.routers.ROUTERS`.
+    meter, ranks: see `FleetClient`.  heartbeat: when one is silent.  Raises what keeps one from starting.
     """
-    from moe_lora.engine.process import ProcessClient, start_processes, usable_cores
+    from moe_lora.core.clock import WallClock
+    from moe_lora.dist.host_roles import HostRoles, Role
+    from moe_lora.dist.net.connection import Address
+    from moe_lora.dist.ranks import StartInstance, start_file
+    from moe_lora.engine.door import Door
+    from moe_lora.engine.entry import CatchUp, Recovery
+    from moe_lora.engine.fleet import FleetClient
+    from moe_lora.engine.pool_directory import PoolDirectory
+    from moe_lora.engine.process import usable_cores, worker_environment
+    from moe_lora.engine.roster import Roster
     from moe_lora.engine.shares import instance_config, thread_share
+    from moe_lora.policies.routers import make_router
 
     count = config.num_instances
     config = replace(config, num_threads=thread_share(config.num_threads, count, usable_cores()))
-    if count == 1:
-        single = ProcessClient(config)
-        try:
-            yield single
-        finally:
-            single.shut_down()
-        return
-
-    from moe_lora.core.clock import WallClock
-    from moe_lora.engine.fleet import FleetClient
-    from moe_lora.engine.heartbeat import Heartbeat
-    from moe_lora.engine.pool_directory import PoolDirectory
-    from moe_lora.engine.roster import Roster
-    from moe_lora.engine.supervisor import Supervisor
-    from moe_lora.policies.routers import make_router
-
-    beats = heartbeat or Heartbeat()
-
-    def launch(index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]) -> ProcessClient:
-        started = instance_config(config, index, num_starts, adapters)
-        return ProcessClient(started, wait=False, heartbeat_s=beats.interval_s)
-
-    router = make_router(routing) if isinstance(routing, str) else routing
-    clock = WallClock()
     pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
-    configs = [instance_config(config, i, 0, config.adapters) for i in range(count)]
-    clients = start_processes(configs, beats.interval_s)
-    if pool is not None:
-        _fill(pool, clients, config.adapters)
-    roster = Roster(clients, config.adapters, heartbeat=beats, pool=pool)
-    fleet = FleetClient(roster, router, clock, meter=meter, ranks=ranks)
-    Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
-    try:
-        yield fleet
-    finally:
-        asyncio.run(fleet.close())
+    roster = Roster((), config.adapters, _ALL_ENDED, heartbeat, pool)
+    recovery = Recovery(roster, None)
+    router = make_router(routing) if isinstance(routing, str) else routing
+    fleet = FleetClient(roster, router, WallClock(), meter=meter, ranks=ranks)
+    door = Door(roster, CatchUp(roster, recovery), on_give_up=lambda name: roles.kill(name))
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
+        address = Address(path=f"{folder}/instances")
+        parts = []
+        for index in range(count):
+            part = instance_config(config, index, config.adapters)
+            roster.number_of(part.instance)
+            parts.append(
+                Role(
+                    name=part.instance,
+                    kind="instance",
+                    words=local_worker(file := stack.enter_context(start_file(StartInstance(part, address)))),
+                    fds=(file,),
+                    environment=worker_environment(part.threads_per_process),
+                )
+            )
+        async with door.open("the instances' socket", address, None):
+            roles = HostRoles(parts)
+            roles.failed.add_done_callback(lambda failed: setattr(roster, "advice", str(failed.result())))
+            try:
+                await roles.ready()
+                while not all(one.starting for one in roster.instances) or len(roster.instances) < count:
+                    await asyncio.sleep(_LOOK_S)
+                if pool is not None:
+                    clients = [one.starting for one in roster.instances]
+                    await pool.fill(cast("list[CallableEngine]", clients), config.adapters)
+                recovery.end()
+                while len(roster.live) < count:
+                    await asyncio.sleep(_LOOK_S)
+                yield fleet
+            finally:
+                await fleet.close()
+                await roles.stop()
 
 
-def _fill(pool: PoolDirectory, clients: list[ProcessClient], adapters: Sequence[tuple[str, str]]) -> None:
-    """Divide the adapters over new instances; if one can't be served, none of these stays."""
-    try:
-        pool.fill(clients, adapters)
-    except BaseException:
-        for client in clients:
-            client.shut_down()
-        raise
+_LOOK_S = 0.01
+_ALL_ENDED = "each that ended is being started again; send the request again in a while"
+
+
+@contextmanager
+def engine_processes(
+    config: EngineConfig, routing: str | Router = "least_outstanding", *, heartbeat: Heartbeat | None = None
+) -> Iterator[EngineClient]:
+    """`local_instances` for callers of any thread and event loop."""
+    from moe_lora.dist.net.thread import entered
+    from moe_lora.engine.threaded import ThreadedClient
+
+    with entered(lambda: local_instances(config, routing, heartbeat=heartbeat)) as (client, thread):
+        yield ThreadedClient(client, thread)
+
+
+@contextmanager
+def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
+    """The engines of `local_instances`, each by itself, for callers of any thread and event loop."""
+    from moe_lora.dist.net.thread import entered
+    from moe_lora.engine.threaded import ThreadedClient
+
+    with entered(lambda: local_instances(config)) as (fleet, thread):
+        yield [ThreadedClient(one.client, thread) for one in fleet.instances]
 
 
 @contextmanager
 def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | None) -> Iterator[EngineConfig]:
+    """`local_lora_server` for callers of any thread."""
+    from moe_lora.dist.net.thread import entered
+
+    with entered(lambda: local_lora_server(config, options)) as (joined, _):
+        yield joined
+
+
+@asynccontextmanager
+async def local_lora_server(
+    config: EngineConfig, options: Mapping[str, Any] | None
+) -> AsyncIterator[EngineConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
 
     options: fields of `LoraServerConfig` but address, key and store_dir; None: no server, nothing is started.
@@ -290,10 +335,13 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
 
     from moe_lora.core.hf_config import read_config
     from moe_lora.core.shape import ModelShape
+    from moe_lora.dist.host_roles import HostRoles, Role
     from moe_lora.dist.lora_server.partition import Layout, Partition
-    from moe_lora.dist.ranks import LoraServerProcesses
+    from moe_lora.dist.ranks import THREADS_PER_RANK, StartRank, start_file
+    from moe_lora.engine.process import worker_environment
 
-    with TemporaryDirectory(prefix="moe_lora-") as directory:
+    with ExitStack() as stack:
+        directory = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
         server = LoraServerConfig(
             **options,
             address=f"{directory}/lora-server",
@@ -304,8 +352,26 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
         shape = ModelShape.from_hf_config(read_config(Path(config.model_dir)))
         Partition(shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites)
         config = replace(config, lora_server=server)
-        ranks = LoraServerProcesses(config, Layout.parse(server.layout).num_ranks, Path(directory))
+        parts = []
+        for rank in range(Layout.parse(server.layout).num_ranks):
+            file = stack.enter_context(start_file(StartRank(config, rank, directory)))
+            parts.append(
+                Role(
+                    name=f"lora-server-{rank}",
+                    kind="lora-server",
+                    words=local_worker(file),
+                    fds=(file,),
+                    environment=worker_environment(THREADS_PER_RANK),
+                )
+            )
+        roles = HostRoles(parts)
         try:
+            await roles.ready()
             yield config
         finally:
-            ranks.stop()
+            await roles.stop()
+
+
+def local_worker(start_file: int) -> tuple[str, ...]:
+    """Words of the command of a process that does what the file (of `dist.ranks`) says, and ends with us."""
+    return ("-m", "moe_lora.dist.worker", "--start-fd", str(start_file), "--parent", str(os.getpid()))

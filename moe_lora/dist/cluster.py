@@ -18,6 +18,8 @@ from moe_lora.core.config import (
 )
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
+from moe_lora.dist.net.connection import Address, parse_address
+from moe_lora.dist.net.keys import Keys
 
 from .fields import check_names, dataclass_fields, mapping_of, text_of
 from .front_ends import (
@@ -27,7 +29,6 @@ from .front_ends import (
     FrontEndConfig,
     FrontEndPlace,
     check_places,
-    parse_host_port,
 )
 
 _SECTIONS = (
@@ -37,6 +38,7 @@ _SECTIONS = (
     "registry",
     "key",
     "key_file",
+    "certificates",
     "engine",
     "lora_server",
     "front_end",
@@ -54,7 +56,8 @@ class ClusterConfig:
     """A cluster as its file describes it.
 
     engine: of every instance; it names no LoRA Server.  lora_server: fields of `LoraServerConfig` but the
-    key, None = the instances compute deltas.  key: shared secret of all roles.  provision: how the load on
+    key, None = the instances compute deltas.  key: shared secret of all roles.  certificates: folder of those
+    of this cluster's authority (`dist.net.keys`), None = all on one host.  provision: how the load on
     adapters is watched; None = by the defaults where there is a LoRA Server, else not at all.
     registry: its adapters are served beside those of `engine`; the front end opens it.
     front_ends: by name, where there are several; what else they need stands in front_end.  controller: the
@@ -64,6 +67,7 @@ class ClusterConfig:
     engine: EngineConfig
     served_model_name: str
     key: str | None = field(default=None, repr=False)
+    certificates: str | None = None
     lora_server: Mapping[str, Any] | None = None
     front_end: FrontEndConfig = field(default_factory=FrontEndConfig)
     provision: ProvisionConfig | None = None
@@ -132,20 +136,24 @@ class ClusterConfig:
             raise ConfigError(f"front_ends has none named {name!r}; give one of {names}, or add it")
         return self.front_end
 
-    def doors(self) -> dict[str, tuple[str, int]]:
-        """(host, port) of everything that an instance dials, by name: the controller and each front end.
+    def keys(self) -> Keys | None:
+        """The certificates by which roles on several hosts know each other.  Raises ConfigError."""
+        return None if self.certificates is None else Keys(Path(self.certificates))
+
+    def doors(self) -> dict[str, Address]:
+        """Where everything is that an instance dials, by name: the controller and each front end.
 
         Raises ConfigError if the file does not say where.
         """
         found = {}
         if self.controller is not None:
-            found[CONTROLLER] = parse_host_port(
+            found[CONTROLLER] = parse_address(
                 f"{CONTROLLER}.engines_address", self.controller.engines_address
             )
         if not self.front_ends:
-            found[ONE_FRONT_END] = parse_host_port("front_end.engines_address", self.engines_address())
+            found[ONE_FRONT_END] = parse_address("front_end.engines_address", self.engines_address())
         for name, place in self.front_ends.items():
-            found[name] = parse_host_port(f"front_ends.{name}.engines_address", place.engines_address)
+            found[name] = parse_address(f"front_ends.{name}.engines_address", place.engines_address)
         return found
 
 
@@ -195,6 +203,9 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
         if served_name is None
         else text_of("served_model_name", served_name),
         key=_key(given, folder),
+        certificates=str(folder / text_of("certificates", given["certificates"]))
+        if "certificates" in given
+        else None,
         lora_server=server,
         front_end=FrontEndConfig(**front_end),
         front_ends=_front_ends(given.get("front_ends")),

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 
-from .loop_client import LoopClient
+from .client import CallableEngine
 from .pool_directory import PoolDirectory
 from .roster import ServedAdapter
+
+if TYPE_CHECKING:
+    from .door import DialledClient
 
 logger = logging.getLogger(__name__)
 
 
-def catch_up(
-    client: LoopClient,
+async def catch_up(
+    client: CallableEngine,
     served: dict[str, ServedAdapter],
     have: dict[str, ServedAdapter],
     missing: set[str],
@@ -28,7 +32,7 @@ def catch_up(
     """
     for name in [name for name in have if name not in served]:
         if name not in missing:
-            client.call("unload_adapter", name).result()
+            await client.ask("unload_adapter", name)
         missing.discard(name)
         if pool is not None:
             pool.forget(name, have[name].version)
@@ -41,12 +45,12 @@ def catch_up(
             before = have.get(name)
             if before is None or (before.path, before.version) != (adapter.path, adapter.version):
                 if pool is None:
-                    client.call("load_adapter", name, adapter.path, True, adapter.version).result()
+                    await client.ask("load_adapter", name, adapter.path, True, adapter.version)
                 else:
-                    pool.give(client, name, adapter.path, adapter.version)
+                    await pool.give(client, name, adapter.path, adapter.version)
                 is_loaded = True
             if adapter.pinned != (before is not None and before.pinned):
-                client.call("pin_adapter", name, adapter.pinned).result()
+                await client.ask("pin_adapter", name, adapter.pinned)
             missing.discard(name)
         except EngineDeadError:
             raise
@@ -54,18 +58,18 @@ def catch_up(
             logger.error("adapter %s can't be loaded again: %s; other instances serve it", name, error)
             if is_loaded:
                 with suppress(AdapterNotFoundError):  # a pool that found no bytes took it away
-                    client.call("unload_adapter", name).result()
+                    await client.ask("unload_adapter", name)
             missing.add(name)
         have[name] = adapter
 
 
-def held_by(client: LoopClient, pool: PoolDirectory | None = None) -> dict[str, ServedAdapter]:
+async def held_by(client: DialledClient, pool: PoolDirectory | None = None) -> dict[str, ServedAdapter]:
     """What an engine has once it has done what it was told before.  Raises EngineDeadError.
 
     pool: learns what the engine knows and holds.
     """
-    client.settle()
+    await client.settled()
     if pool is not None:
-        pool.enter(client)
-    infos: list[AdapterInfo] = client.call("list_adapters").result()
+        await pool.enter(client)
+    infos: list[AdapterInfo] = await client.ask("list_adapters")
     return {info.name: ServedAdapter(info.path or "", info.version, pinned=info.pinned) for info in infos}

@@ -11,6 +11,7 @@ from moe_lora.core.config import EngineConfig, LoraServerConfig, PoolConfig, Pro
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster import read_cluster
 from moe_lora.dist.front_ends import ControllerConfig, FrontEndConfig, FrontEndPlace
+from moe_lora.dist.net.connection import Address
 
 WHOLE = """
 model_dir: base
@@ -224,15 +225,15 @@ def test_instances_dial_the_controller_and_every_front_end(read):
     cluster = read(SEVERAL)
     assert cluster.controller == ControllerConfig(address="10.0.0.1:7700", engines_address="10.0.0.1:7701")
     assert cluster.doors() == {
-        "controller": ("10.0.0.1", 7701),
-        "one": ("10.0.0.1", 7600),
-        "two": ("10.0.0.2", 7600),
+        "controller": Address("10.0.0.1", 7701),
+        "one": Address("10.0.0.1", 7600),
+        "two": Address("10.0.0.2", 7600),
     }
 
 
 def test_an_only_front_end_needs_no_name(read):
     cluster = read(WHOLE)
-    assert cluster.doors() == {"front-end": ("10.0.0.1", 7600)}
+    assert cluster.doors() == {"front-end": Address("10.0.0.1", 7600)}
     assert cluster.front_end_named("front-end") == cluster.front_end
     with pytest.raises(ConfigError, match="none named 'one'; give one of front-end"):
         cluster.front_end_named("one")

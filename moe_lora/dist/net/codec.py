@@ -6,6 +6,7 @@ Nothing that arrives can name code to run: a frame becomes one of the types that
 from __future__ import annotations
 
 import inspect
+import numbers
 import typing
 from collections.abc import Iterable
 from types import UnionType
@@ -23,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What travels over a link; its subclasses' names tell messages apart."""
 
 
-class CallFrame(Message):
+class CallFrame(Message, frozen=True):
     """A method to be run by the peer; an `AnswerFrame` or a `FailureFrame` of the same number follows."""
 
     number: int
@@ -31,12 +32,12 @@ class CallFrame(Message):
     args: msgspec.Raw
 
 
-class AnswerFrame(Message):
+class AnswerFrame(Message, frozen=True):
     number: int
     value: msgspec.Raw
 
 
-class FailureFrame(Message):
+class FailureFrame(Message, frozen=True):
     number: int
     error: Exception
 
@@ -53,12 +54,16 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def _to_plain(value: Any) -> Any:
-    """An error as its kind and what it says; of one that only its own process knows the nearest known kind."""
+    """An error as its kind and what it says, of an unknown kind the nearest known one; numpy's numbers."""
     if isinstance(value, Exception):
         for kind in type(value).__mro__:
             if kind.__name__ in _KINDS:
                 return (kind.__name__, str(value))
         return (type(value).__name__, str(value))
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):  # numpy's
+        return float(value)
     raise NotImplementedError(f"{type(value).__name__} can't be sent")
 
 

@@ -1,4 +1,4 @@
-"""Connections between processes: a Unix socket on one host, mutual TLS between hosts; dialled again when lost."""
+"""Connections between processes: a Unix socket on one host, mutual TLS between hosts; dialled again if lost."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def parse_address(setting: str, address: str) -> Address:
     if address.startswith("/"):
         return Address(path=address)
     host, separator, port = address.rpartition(":")
-    if not (separator and _is_host(host) and port.isdecimal() and int(port) <= 65535):
+    if not (separator and _is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
         raise ConfigError(
-            f"{setting}={address!r} is neither host:port, such as 10.0.0.1:7600, nor the absolute path of a "
+            f"{setting}={address!r} is not host:port, such as 10.0.0.1:7600, nor the absolute path of a "
             "socket on this host"
         )
     return Address(host, int(port))
@@ -125,10 +125,8 @@ async def listen(
             Path(address.path).unlink(missing_ok=True)
 
 
-async def dial(
-    setting: str, address: Address, keys: Keys | None, pings: Pings | None = None
-) -> Connection:
-    """Connect.  Raises ConnectionError, saying what is wrong there; ConfigError without keys for a network."""
+async def dial(setting: str, address: Address, keys: Keys | None, pings: Pings | None = None) -> Connection:
+    """Connect.  Raises ConnectionError, saying what is wrong; ConfigError without keys for a network."""
     context = None if address.path else _context(setting, address, keys, server=False)
     try:
         if address.path:

@@ -28,7 +28,7 @@ class Keys:
         self.context(server=False)
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """For one end of a connection: it shows this member's certificate and wants one of the same authority.
+        """For one end of a connection: it shows this certificate and wants one of the same authority.
 
         Names of hosts are not looked at: a member may be found at any address.
         """

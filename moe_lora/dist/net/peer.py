@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -51,6 +51,20 @@ class Protocol:
 
 
 @dataclass(eq=False)
+class _Call:
+    """A call under way.  waiter: who asked waits for it, and may give up.  over: the peer has answered."""
+
+    method: str
+    waiter: asyncio.Future[Any]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, error: Exception) -> None:
+        if not self.waiter.done():
+            self.waiter.set_exception(error)
+            self.waiter.exception()  # not everyone who asked waits still
+
+
+@dataclass(eq=False)
 class Asked:
     """A call of the peer, which waits for one of the two."""
 
@@ -60,7 +74,13 @@ class Asked:
     args: tuple[Any, ...]
 
     def answer(self, value: Any) -> None:
-        self.peer.send(AnswerFrame(self.number, msgspec.Raw(encode(value))))
+        """Tell what was returned; what can't be sent is told as an error."""
+        try:
+            data = encode(value)
+        except (TypeError, NotImplementedError) as error:
+            self.fail(TypeError(f"what {self.method} returned can't be sent: {error}"))
+        else:
+            self.peer.send(AnswerFrame(self.number, msgspec.Raw(data)))
 
     def fail(self, error: Exception) -> None:
         self.peer.send(FailureFrame(self.number, error))
@@ -69,8 +89,8 @@ class Asked:
 class Peer:
     """One end of an open connection; belongs to the event loop in which it is made.
 
-    It hears nothing, answers to its calls included, but while someone awaits `next` or iterates `messages`.  ended: set once the
-    connection is over; problem then says why.
+    It hears nothing, answers to its calls included, but while someone awaits `next` or iterates `messages`.
+    ended: set once the connection is over; problem then says why.
     """
 
     def __init__(self, socket: Connection, protocol: Protocol, name: str) -> None:
@@ -79,7 +99,7 @@ class Peer:
         self.problem = ""
         self._socket = socket
         self._protocol = protocol
-        self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+        self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
@@ -111,7 +131,7 @@ class Peer:
             future.set_exception(PeerEndedError(self.problem))
             return future
         number = next(self._numbers)
-        self._calls[number] = method, future
+        self._calls[number] = _Call(method, future)
         self.send(CallFrame(number, method, msgspec.Raw(encode(args))))
         return future
 
@@ -170,36 +190,38 @@ class Peer:
 
     def abandon_calls(self, error: Exception) -> None:
         """Let nobody wait for the answers to calls any longer; `settled` still does."""
-        for number, (method, future) in list(self._calls.items()):
-            self._calls[number] = method, asyncio.get_running_loop().create_future()
-            if not future.done():
-                future.set_exception(error)
+        for call in self._calls.values():
+            call.fail(error)
 
     async def settled(self) -> None:
-        """Return when everything is answered that was asked before, abandoned or not."""
-        waiting = [future for _, future in self._calls.values()]
-        for future in waiting:
-            await asyncio.wait([future])
-            if isinstance(future.exception(), PeerEndedError):
-                raise PeerEndedError(self.problem)
+        """Return when the peer has answered all calls of before, abandoned or not.  Raises PeerEndedError."""
+        for call in list(self._calls.values()):
+            await call.over.wait()
+        if self.ended.is_set():
+            raise PeerEndedError(self.problem)
 
     def _take(self, message: AnswerFrame | FailureFrame) -> None:
-        method, future = self._calls.pop(message.number, ("", None))
-        if future is None or future.done():
+        call = self._calls.pop(message.number, None)
+        if call is None:
             return
+        call.over.set()
         if isinstance(message, FailureFrame):
-            future.set_exception(message.error)
-            return
-        assert self._protocol.asks is not None
-        future.set_result(self._protocol.asks.result(method, message.value))
+            call.fail(message.error)
+        elif not call.waiter.done():
+            assert self._protocol.asks is not None
+            call.waiter.set_result(self._protocol.asks.result(call.method, message.value))
 
     def _asked(self, call: CallFrame) -> Asked | None:
-        """The call, unless there is no such method: then it is refused."""
+        """The call, unless there is no such method, or it takes others: then it is refused."""
         answers = self._protocol.answers
-        if answers is not None and call.method in answers:
+        if answers is None or call.method not in answers:
+            self.send(FailureFrame(call.number, ValueError(f"{call.method!r} is not answered here")))
+            return None
+        try:
             return Asked(self, call.number, call.method, answers.args(call.method, call.args))
-        self.send(FailureFrame(call.number, ValueError(f"{call.method!r} is not answered here")))
-        return None
+        except msgspec.DecodeError as error:
+            self.send(FailureFrame(call.number, TypeError(f"{call.method} does not take this: {error}")))
+            return None
 
     async def _write(self) -> None:
         try:
@@ -228,10 +250,9 @@ class Peer:
         self._something.set()
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._abort)
         calls, self._calls = self._calls, {}
-        for _, future in calls.values():
-            if not future.done():
-                future.set_exception(PeerEndedError(self.problem))
-                future.exception()  # not everyone who asked waits still
+        for call in calls.values():
+            call.over.set()
+            call.fail(PeerEndedError(self.problem))
 
     def _abort(self) -> None:
         self._socket.transport.abort()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,3 +45,31 @@ class LoopThread:
             self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
+
+
+@contextmanager
+def entered(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[tuple[T, LoopThread]]:
+    """What an asynchronous context yields, and the thread in whose event loop it is entered and left."""
+    thread = LoopThread()
+    try:
+        over = asyncio.Event()
+        inside: Future[T] = Future()
+
+        async def stay() -> None:
+            try:
+                async with make() as found:
+                    inside.set_result(found)
+                    await over.wait()
+            except BaseException as error:
+                if inside.done():
+                    raise
+                inside.set_exception(error)
+
+        staying = asyncio.run_coroutine_threadsafe(stay(), thread.loop)
+        try:
+            yield inside.result(), thread
+        finally:
+            thread.loop.call_soon_threadsafe(over.set)
+            staying.result()
+    finally:
+        thread.stop()

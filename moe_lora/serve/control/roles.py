@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,8 @@ from moe_lora.core.clock import WallClock
 from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster import ClusterConfig
-from moe_lora.dist.front_ends import CONTROLLER, ONE_FRONT_END, parse_host_port
+from moe_lora.dist.front_ends import CONTROLLER, ONE_FRONT_END
+from moe_lora.dist.net.connection import parse_address
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.door import Door
 from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
@@ -22,21 +22,21 @@ from moe_lora.serve.controller import make_controller
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.routes import make_routes
 from moe_lora.serve.served_registry import opened_registry
-from moe_lora.serve.server import run_server
+from moe_lora.serve.server import serve_forever
 
 from .book import StateBook
 from .directed import DirectedFleet, DirectedProvision, DirectedRegistry, DirectedRouting
-from .director import Decisions
+from .director import Decisions, Director
 from .link import ControllerLink
 from .server import run_controller
 
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
 
-ABSENCE = "none has dialled in at {}:{} or all have left; start one, or send the request again in a while"
+ABSENCE = "none has dialled in at {} or all have left; start one, or send the request again in a while"
 
 
-def serve_controller(cluster: ClusterConfig) -> None:
+async def serve_controller(cluster: ClusterConfig) -> None:
     """Decide for the front ends of a cluster until told to stop.
 
     Raises ConfigError, RegistryError or AdapterError for what can be known at start.
@@ -46,16 +46,15 @@ def serve_controller(cluster: ClusterConfig) -> None:
             "the file has no controller section, so there is none to start; add one with address and "
             "engines_address"
         )
-    host, port = parse_host_port("controller.address", cluster.controller.address)
-    place, key, config = cluster.doors()[CONTROLLER], cluster.secret(), cluster.engine
+    address = parse_address("controller.address", cluster.controller.address)
+    place, keys, config = cluster.doors()[CONTROLLER], cluster.keys(), cluster.engine
     with opened_registry(cluster.registry, config, cluster.served_model_name) as (config, registry):
         pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
-        roster = Roster((), config.adapters, ABSENCE.format(*place), Heartbeat.of(cluster.front_end), pool)
+        roster = Roster((), config.adapters, ABSENCE.format(place), Heartbeat.of(cluster.front_end), pool)
         routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
         fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
         placement = routes.placement(fleet)
         recovery = Recovery(roster, None)
-        door = Door(*place, key, roster, CatchUp(roster, recovery))
         decisions = Decisions(
             fleet=fleet,
             meter=routes.meter,
@@ -63,22 +62,17 @@ def serve_controller(cluster: ClusterConfig) -> None:
             provision=make_controller(cluster.provision, fleet, cluster.instance().lora_server),
             registry=registry,
         )
-        try:
-            run_controller(
-                decisions,
-                StateBook(roster, routes, placement),
-                recovery,
-                host=host,
-                port=port,
-                key=key,
-                front_ends=cluster.front_ends or (ONE_FRONT_END,),
-            )
-        finally:
-            door.close()
-            asyncio.run(fleet.close())
+        book = StateBook(roster, routes, placement)
+        director = Director(decisions, book, recovery, cluster.front_ends or (ONE_FRONT_END,))
+        door = Door(roster, CatchUp(roster, recovery))
+        async with door.open("controller.engines_address", place, keys):
+            try:
+                await run_controller(director, address, keys)
+            finally:
+                await fleet.close()
 
 
-def serve_directed(
+async def serve_directed(
     cluster: ClusterConfig, name: str, tokenizer: Tokenizer | None, sock: socket.socket
 ) -> None:
     """Serve HTTP as the front end of that name, which a controller directs, until told to stop.
@@ -86,10 +80,9 @@ def serve_directed(
     sock: from `serve.server.bind`.  Raises ConfigError for what can be known at start.
     """
     assert cluster.controller is not None
-    place, key, config = cluster.doors()[name], cluster.secret(), cluster.engine
-    link = ControllerLink(*parse_host_port("controller.address", cluster.controller.address), key, name)
-    advice, heartbeat = ABSENCE.format(*place), Heartbeat.of(cluster.front_end)
-    roster = DirectedRoster((), config.adapters, advice, heartbeat)
+    place, keys, config = cluster.doors()[name], cluster.keys(), cluster.engine
+    link = ControllerLink(parse_address("controller.address", cluster.controller.address), keys, name)
+    roster = DirectedRoster((), config.adapters, ABSENCE.format(place), Heartbeat.of(cluster.front_end))
     routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
     fleet = DirectedFleet(roster, routes, link, WallClock())
     has_server = cluster.lora_server is not None
@@ -106,9 +99,8 @@ def serve_directed(
         tasks=(link,),
         ready=routing.ready,
     )
-    door = Door(*place, key, roster, AsItIs(roster))
-    try:
-        run_server(frontend, sock)
-    finally:
-        door.close()
-        asyncio.run(fleet.close())
+    async with Door(roster, AsItIs(roster)).open(f"front_ends.{name}.engines_address", place, keys):
+        try:
+            await serve_forever(frontend, sock)
+        finally:
+            await fleet.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,18 +15,18 @@ from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, Protocol
 
 
-class Note(Message):
+class Note(Message, frozen=True):
     number: int
     text: str = ""
 
 
-class Secret(Message):
+class Secret(Message, frozen=True):
     """What the other end does not know."""
 
     code: str
 
 
-class Methods:
+class Methods(typing.Protocol):
     def double(self, number: int) -> int: ...
 
     def find(self, name: str) -> str: ...
@@ -147,5 +148,3 @@ async def error_of(awaitable: Awaitable[Any]) -> Exception:
     except Exception as error:
         return error
     raise AssertionError("nothing was wrong")
-
-

@@ -74,7 +74,9 @@ def test_stranger_without_a_certificate_is_turned_away(keys):
     asyncio.run(talk())
 
 
-@pytest.mark.parametrize("garbage", [b"\x00" * 400, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00" + b"a" * 99])
+@pytest.mark.parametrize(
+    "garbage", [b"\x00" * 400, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00" + b"a" * 99]
+)
 def test_stranger_without_tls_is_turned_away_and_others_served(keys, garbage):
     async def talk() -> None:
         async with serving(LOOPBACK, keys) as (server, place):
@@ -95,9 +97,12 @@ def test_stranger_without_tls_is_turned_away_and_others_served(keys, garbage):
 
 @pytest.mark.parametrize("to_server", [True, False])
 @pytest.mark.parametrize(
-    "bytes_in_between", [b"\x17\x03\x03\x00\x20" + b"\x00" * 32, b"\x80\x04\x95", b"\x15\x03\x03\x00\x02\x01\x00"]
+    "bytes_in_between",
+    [b"\x17\x03\x03\x00\x20" + b"\x00" * 32, b"\x80\x04\x95", b"\x15\x03\x03\x00\x02\x01\x00"],
 )
-def test_relay_that_adds_bytes_ends_the_connection_and_nothing_of_it_is_taken(keys, to_server, bytes_in_between):
+def test_relay_that_adds_bytes_ends_the_connection_and_nothing_of_it_is_taken(
+    keys, to_server, bytes_in_between
+):
     async def talk() -> None:
         async with serving(LOOPBACK, keys) as (server, place):
             relay = Relay(place.host, place.port)
@@ -167,8 +172,8 @@ def test_member_key_that_does_not_belong_to_the_certificate_is_refused(tmp_path,
     make_keys(tmp_path / "mixed")
     text = (tmp_path / "mixed" / MEMBER).read_text()
     certificate = (keys.folder / MEMBER).read_text().partition("-----BEGIN CERT")[2]
-    (tmp_path / "mixed" / MEMBER).write_text(text.partition("-----BEGIN CERT")[0] + "-----BEGIN CERT" + certificate)
+    (tmp_path / "mixed" / MEMBER).write_text(
+        text.partition("-----BEGIN CERT")[0] + "-----BEGIN CERT" + certificate
+    )
     with pytest.raises(ConfigError, match="can't be read"):
         Keys(Path(tmp_path / "mixed"))
-
-

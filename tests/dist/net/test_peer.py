@@ -208,9 +208,7 @@ def test_dialling_goes_on_until_someone_is_there_and_after_each_end(place):
             async for _ in peer.messages():
                 pass
 
-        work = asyncio.create_task(
-            stay_connected("a link", lambda: dial("address", place, None), session)
-        )
+        work = asyncio.create_task(stay_connected("a link", lambda: dial("address", place, None), session))
         await asyncio.sleep(0.2)
         for count in (1, 2):
             async with serving(place) as (server, _):
@@ -263,7 +261,7 @@ def test_socket_that_a_dead_process_left_is_taken_and_one_in_use_is_not(place):
     asyncio.run(talk())
 
 
-@pytest.mark.parametrize("address", ["here", "host:", ":80", "host:99999", "a..b:80", "socket"])
+@pytest.mark.parametrize("address", ["here", "host:", ":80", "host:99999", "host:0", "a..b:80", "socket"])
 def test_address_that_is_none_is_refused_with_the_setting(address):
     with pytest.raises(ConfigError, match="controller.address="):
         parse_address("controller.address", address)
