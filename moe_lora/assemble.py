@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -327,7 +326,8 @@ async def local_lora_server(
 ) -> AsyncIterator[EngineConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
 
-    options: fields of `LoraServerConfig` but address, key and store_dir; None: no server, nothing is started.
+    options: fields of `LoraServerConfig` but address, certificates and store_dir; None: no server, nothing is
+    started.
     """
     if options is None:
         yield config
@@ -345,7 +345,6 @@ async def local_lora_server(
         server = LoraServerConfig(
             **options,
             address=f"{directory}/lora-server",
-            key=secrets.token_hex(16),
             store_dir=f"{directory}/adapters",
         )
         # Checked before there are as many processes as a layout that can't work asks for.

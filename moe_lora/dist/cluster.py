@@ -19,7 +19,7 @@ from moe_lora.core.config import (
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 from moe_lora.dist.net.connection import Address, parse_address
-from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.keys import Keys, keys_in, needs_keys
 
 from .fields import check_names, dataclass_fields, mapping_of, text_of
 from .front_ends import (
@@ -36,8 +36,6 @@ _SECTIONS = (
     "served_model_name",
     "adapters",
     "registry",
-    "key",
-    "key_file",
     "certificates",
     "engine",
     "lora_server",
@@ -48,7 +46,6 @@ _SECTIONS = (
     "pool",
 )
 NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance", "pool")
-_MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.key'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +53,8 @@ class ClusterConfig:
     """A cluster as its file describes it.
 
     engine: of every instance; it names no LoRA Server.  lora_server: fields of `LoraServerConfig` but the
-    key, None = the instances compute deltas.  key: shared secret of all roles.  certificates: folder of those
-    of this cluster's authority (`dist.net.keys`), None = all on one host.  provision: how the load on
+    certificates, None = the instances compute deltas.  certificates: folder of those of this cluster's
+    authority (`dist.net.keys`), None = all on one host.  provision: how the load on
     adapters is watched; None = by the defaults where there is a LoRA Server, else not at all.
     registry: its adapters are served beside those of `engine`; the front end opens it.
     front_ends: by name, where there are several; what else they need stands in front_end.  controller: the
@@ -66,7 +63,6 @@ class ClusterConfig:
 
     engine: EngineConfig
     served_model_name: str
-    key: str | None = field(default=None, repr=False)
     certificates: str | None = None
     lora_server: Mapping[str, Any] | None = None
     front_end: FrontEndConfig = field(default_factory=FrontEndConfig)
@@ -80,7 +76,7 @@ class ClusterConfig:
             raise ConfigError("provision.auto_resize needs a LoRA Server, whose capacity it changes; add one")
         if self.lora_server is not None:
             # Values are checked at once, also where address and store are filled in later.
-            server = LoraServerConfig(**{"address": "-", "store_dir": "-", **self.lora_server}, key="-")
+            server = LoraServerConfig(**{"address": "-", "store_dir": "-", **self.lora_server})
             replace(self.engine, lora_server=server)
         for name, _ in self.engine.adapters:
             if name == self.served_model_name:
@@ -88,15 +84,6 @@ class ClusterConfig:
                     f"{name!r} names the base model and an adapter; give another served_model_name"
                 )
         check_places(self.front_end, self.front_ends, self.controller)
-
-    def secret(self) -> str:
-        """The key of a cluster of several hosts.  Raises ConfigError without one."""
-        if not self.key:
-            raise ConfigError(
-                "the roles of a cluster know each other by a secret; give key_file (or key), made by: "
-                + _MAKE_KEY
-            )
-        return self.key
 
     def instance(self, name: str = "instance-0") -> EngineConfig:
         """Settings of the instance of that name, its LoRA Server where the file says.
@@ -109,8 +96,10 @@ class ClusterConfig:
         for setting, example in (("address", "10.0.0.2:7500"), ("store_dir", "/var/tmp/adapters")):
             if not server.get(setting):
                 raise ConfigError(f"lora_server.{setting} is needed between hosts, such as {example}")
-        key = self.secret()
-        return replace(self.engine, instance=name, lora_server=LoraServerConfig(**server, key=key))
+        if self.certificates is None and not server["address"].startswith("/"):
+            raise needs_keys("lora_server.address", server["address"])
+        joined = LoraServerConfig(**server, certificates=self.certificates)
+        return replace(self.engine, instance=name, lora_server=joined)
 
     def engines_address(self) -> str:
         """Where instances dial the one front end in.  Raises ConfigError without one."""
@@ -138,7 +127,7 @@ class ClusterConfig:
 
     def keys(self) -> Keys | None:
         """The certificates by which roles on several hosts know each other.  Raises ConfigError."""
-        return None if self.certificates is None else Keys(Path(self.certificates))
+        return keys_in(self.certificates)
 
     def doors(self) -> dict[str, Address]:
         """Where everything is that an instance dials, by name: the controller and each front end.
@@ -187,7 +176,7 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
             front_end[name] = str(folder / front_end[name])
     server = given.get("lora_server")
     if server is not None:
-        server = dataclass_fields(LoraServerConfig, "lora_server", server, ("key",))
+        server = dataclass_fields(LoraServerConfig, "lora_server", server, ("certificates",))
         if "store_dir" in server:
             server["store_dir"] = str(folder / server["store_dir"])
     return ClusterConfig(
@@ -202,7 +191,6 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
         served_model_name=model_dir.resolve().name
         if served_name is None
         else text_of("served_model_name", served_name),
-        key=_key(given, folder),
         certificates=str(folder / text_of("certificates", given["certificates"]))
         if "certificates" in given
         else None,
@@ -254,16 +242,3 @@ def _adapters(given: Any, folder: Path) -> tuple[tuple[str, str], ...]:
             raise ConfigError(f"adapters: the name {name!r} {problem}")
         found.append((str(name), str(folder / text_of(f"adapters.{name}", place))))
     return tuple(found)
-
-
-def _key(given: Mapping[str, Any], folder: Path) -> str | None:
-    if "key_file" not in given:
-        return text_of("key", given["key"]) if "key" in given else None
-    if "key" in given:
-        raise ConfigError("key and key_file are both given; give one")
-    path = folder / text_of("key_file", given["key_file"])
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"key_file={path} can't be read ({error}); make it by: {_MAKE_KEY}") from error
-    return text_of("key_file", key)

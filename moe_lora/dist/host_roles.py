@@ -24,7 +24,7 @@ STOP_S = 20.0
 
 
 class Started(Message, frozen=True):
-    """What a process says once over its status descriptor.  error: what keeps it from its part, if anything."""
+    """What a process says once over its status descriptor.  error: what keeps it from its part."""
 
     error: Exception | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,8 +20,7 @@ from .host_roles import FRONT_END, Role
 def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
     """A descriptor of the cluster's file.
 
-    The file has no name, since it holds the key: nobody else can open it, and nothing stays of it however the
-    processes end that have it open.
+    The file has no name: nothing stays of it however the processes end that have it open.
     """
     with TemporaryFile() as file:
         file.write(cluster_text(cluster).encode())
@@ -39,7 +37,6 @@ def on_sockets(
     """
     return replace(
         cluster,
-        key=secrets.token_hex(32) if server is None else server.key,
         lora_server=None
         if server is None
         else {**(cluster.lora_server or {}), "address": server.address, "store_dir": server.store_dir},

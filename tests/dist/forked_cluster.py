@@ -98,7 +98,6 @@ def served_tokens(model: ServedModel, row: Row, *, eager: bool = True, **changes
             layout=row["layout"],
             capacity=CAPACITY,
             address=f"{directory}/leader",
-            key="secret",
             store_dir=f"{directory}/store",
             transport=row["transport"],
             sites=row["sites"],

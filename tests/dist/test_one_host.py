@@ -72,7 +72,9 @@ def test_the_file_says_what_the_settings_say(cluster, tmp_path):
 def test_relative_paths_are_those_of_the_folder_where_it_was_started(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     relative = ClusterConfig(
-        engine=EngineConfig(model_dir="base", adapters=(("a", "a"),)), served_model_name="s", key="k"
+        engine=EngineConfig(model_dir="base", adapters=(("a", "a"),)),
+        served_model_name="s",
+        certificates="certificates",
     )
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "cluster.yaml").write_text(cluster_text(relative))

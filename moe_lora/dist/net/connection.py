@@ -1,4 +1,4 @@
-"""Connections between processes: a Unix socket on one host, mutual TLS between hosts; dialled again if lost."""
+"""Connections of processes: a Unix socket on one host, mutual TLS between hosts; dialled again if lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.problems import LastProblem
 
 from .codec import MAX_FRAME_BYTES
-from .keys import MAKE_KEYS, Keys
+from .keys import Keys, needs_keys
 
 logger = logging.getLogger(__name__)
 
@@ -195,10 +195,7 @@ async def stay_connected(
 
 def _context(setting: str, address: Address, keys: Keys | None, *, server: bool) -> ssl.SSLContext:
     if keys is None:
-        raise ConfigError(
-            f"{setting}={address} is reached over a network, where the roles of a cluster know each other by "
-            f"certificates; make them by `{MAKE_KEYS}` and name their folder as certificates"
-        )
+        raise needs_keys(setting, address)
     return keys.context(server=server)
 
 

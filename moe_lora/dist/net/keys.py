@@ -47,6 +47,19 @@ class Keys:
         return context
 
 
+def needs_keys(setting: str, address: object) -> ConfigError:
+    """What is wrong with an address of a network where there are no certificates."""
+    return ConfigError(
+        f"{setting}={address} is reached over a network, where the roles of a cluster know each other by "
+        f"certificates; make them by `{MAKE_KEYS}` and name their folder as certificates"
+    )
+
+
+def keys_in(folder: str | Path | None) -> Keys | None:
+    """The certificates there; None where there is no folder, since all is on one host."""
+    return None if folder is None else Keys(Path(folder))
+
+
 def make_keys(folder: Path) -> Keys:
     """Make a cluster's authority, and the certificate of its members, in a folder that only its user reads.
 

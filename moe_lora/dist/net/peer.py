@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,7 +101,7 @@ class Peer:
         self._protocol = protocol
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
-        self._waiting: list[bytes] = []
+        self._waiting: list[bytes | Iterator[Message]] = []
         self._waiting_bytes = 0
         self._something = asyncio.Event()
         self._closing = False
@@ -121,6 +121,12 @@ class Peer:
         self._something.set()
         if self._waiting_bytes > MAX_QUEUED_BYTES:
             self._end(f"{self.name} does not read what it is sent")
+
+    def send_all(self, messages: Iterator[Message]) -> None:
+        """As `send`, of messages that are drawn one by one as they leave: few of them are ever in memory."""
+        if not (self.ended.is_set() or self._closing):
+            self._waiting.append(messages)
+            self._something.set()
 
     def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
         """Run a method of the peer; what it returned, or the error it raised.  Fails with PeerEndedError."""
@@ -228,8 +234,12 @@ class Peer:
             while True:
                 while self._waiting:
                     batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
-                    for data in batch:
-                        await self._socket.send(data)
+                    for part in batch:
+                        if isinstance(part, bytes):
+                            await self._socket.send(part)
+                            continue
+                        for message in part:
+                            await self._socket.send(encode(message))
                 if self._closing:
                     break
                 self._something.clear()

@@ -187,7 +187,7 @@ def test_peer_whose_loop_stands_still_is_noticed_by_pings(place):
     async def talk() -> None:
         pings = Pings(interval_s=0.05, timeout_s=0.3)
         async with serving(place, pings=pings) as (server, _):
-            reader, writer = await asyncio.open_unix_connection(place.path)
+            _, writer = await asyncio.open_unix_connection(place.path)
             writer.write(
                 b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
                 b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
@@ -263,7 +263,7 @@ def test_socket_that_a_dead_process_left_is_taken_and_one_in_use_is_not(place):
 
 @pytest.mark.parametrize("address", ["here", "host:", ":80", "host:99999", "host:0", "a..b:80", "socket"])
 def test_address_that_is_none_is_refused_with_the_setting(address):
-    with pytest.raises(ConfigError, match="controller.address="):
+    with pytest.raises(ConfigError, match=r"controller\.address="):
         parse_address("controller.address", address)
 
 
