@@ -126,7 +126,14 @@ class ClusterConfig:
         return self.front_end
 
     def keys(self) -> Keys | None:
-        """The certificates by which roles on several hosts know each other.  Raises ConfigError."""
+        """The certificates by which roles on several hosts know each other; None where all are on one.
+
+        Raises ConfigError if they can't be read, or there are none and an address is one of a network.
+        """
+        if self.certificates is None:
+            for name, address in self.doors().items():
+                if not address.path:
+                    raise needs_keys(f"{name}.engines_address", address)
         return keys_in(self.certificates)
 
     def doors(self) -> dict[str, Address]:

@@ -88,7 +88,9 @@ class FrontEndLinks:
         """Take commands until the connection ends, then end what it had asked for; why it was refused."""
         peer.send(hello)
         welcome = await peer.receive(OPEN_S)
-        assert isinstance(welcome, Welcome)
+        if not isinstance(welcome, Welcome):
+            peer.abort("no welcome came first")
+            return "what answers there is no front end"
         if welcome.refusal is not None:
             peer.end()
             return welcome.refusal

@@ -162,6 +162,23 @@ def complete(server: DemoServer, model: str, text: str = "abc") -> httpx.Respons
     return httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60)
 
 
+@pytest.mark.slow
+def test_ten_kills_of_every_instance_within_a_minute_leave_full_service(tmp_path):
+    with demo_server(tmp_path / "log", *OPTIONS, *BY_TURNS) as server:
+        until_both_up(server)
+        before = summary(stream_all(server, bodies(1))[0])
+        killed: set[int] = set()
+        deadline_s = time.monotonic() + 60
+        for _ in range(10):
+            until(lambda: len(server.engine_pids()) == 2 and not killed & set(server.engine_pids()))
+            for pid in server.engine_pids():
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+        assert time.monotonic() < deadline_s, "the machine is too slow for this test"
+        until_both_up(server)
+        assert [summary(events) for events in stream_all(server, bodies(1) * 4)] == [before] * 4
+
+
 def test_without_any_instance_requests_get_503_until_one_is_back_with_all_adapters(pair):
     until_both_up(pair)
     path = str(DEMO / "adapters" / "upper")

@@ -185,6 +185,9 @@ async def stay_connected(
             problem = await session(await connection())
         except ConnectionError as error:
             problem = str(error)
+        except Exception as error:  # whatever it is, the link is made again
+            logger.exception("%s: the connection failed", name)
+            problem = repr(error)
         if problem is None:
             said.over()
             pauses.over()

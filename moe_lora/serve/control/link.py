@@ -96,9 +96,9 @@ class ControllerLink:
         peer = Peer(connection, FRONT_END_SIDE, "the controller")
         peer.send(FrontEndHello(name=self.name, state=self.state))
         admitted = await peer.receive(OPEN_S)
-        if isinstance(admitted, Admitted) and admitted.refusal is not None:
+        if not isinstance(admitted, Admitted) or admitted.refusal is not None:
             peer.end()
-            return admitted.refusal
+            return admitted.refusal if isinstance(admitted, Admitted) else "it is no controller"
         logger.info("joined the controller at %s", self._address)
         self._peer = peer
         self.num_joins += 1
