@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import ssl
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from moe_lora.core.errors import ConfigError
 
@@ -64,76 +65,39 @@ def make_keys(folder: Path) -> Keys:
     """Make a cluster's authority, and the certificate of its members, in a folder that only its user reads.
 
     AUTHORITY and MEMBER go to every host; AUTHORITY_KEY signs more members and need not be on any.
-    Raises ConfigError if there are some already, or the folder can't be written.
+    Raises ConfigError if there are some already, the folder can't be written, or there is no openssl.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-    def name(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-    def certificate(
-        subject: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, *, authority: bool
-    ) -> bytes:
-        now = datetime.datetime.now(datetime.timezone.utc)
-        built = (
-            x509.CertificateBuilder()
-            .subject_name(name(subject))
-            .issuer_name(name("moe_lora cluster"))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=_VALID_DAYS))
-            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+    made = [folder / name for name in (AUTHORITY, AUTHORITY_KEY, MEMBER)]
+    for path in made:
+        if path.exists():
+            raise ConfigError(
+                f"{path} exists; a cluster has one authority: keep it, or give another --folder"
             )
-            .add_extension(
-                x509.KeyUsage(
-                    digital_signature=not authority,
-                    key_cert_sign=authority,
-                    crl_sign=authority,
-                    **dict.fromkeys(
-                        (
-                            *("content_commitment", "key_encipherment", "data_encipherment"),
-                            *("key_agreement", "encipher_only", "decipher_only"),
-                        ),
-                        False,
-                    ),
-                ),
-                critical=True,
-            )
-        )
-        if not authority:
-            uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-            built = built.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-        return built.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-    def private(key: ec.EllipticCurvePrivateKey) -> bytes:
-        return key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-
-    authority, member = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    contents = {
-        AUTHORITY: certificate("moe_lora cluster", authority, authority, authority=True),
-        AUTHORITY_KEY: private(authority),
-        MEMBER: private(member) + certificate("member", member, authority, authority=False),
-    }
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for file, content in contents.items():
-            with open(os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-                out.write(content)
-    except FileExistsError as error:
-        raise ConfigError(
-            f"{error.filename} exists; a cluster has one authority, so keep it, or give another --folder"
-        ) from error
+        with TemporaryDirectory(dir=folder) as new:
+            authority = ("-CA", AUTHORITY, "-CAkey", AUTHORITY_KEY)
+            _certificate(
+                new, "moe_lora cluster", AUTHORITY, AUTHORITY_KEY, "basicConstraints=critical,CA:TRUE"
+            )
+            _certificate(new, "member", MEMBER, "member.key", "basicConstraints=CA:FALSE", *authority)
+            with open(f"{new}/{MEMBER}", "ab") as member:
+                member.write(Path(new, "member.key").read_bytes())
+            for path in made:
+                os.chmod(f"{new}/{path.name}", 0o600)
+                os.replace(f"{new}/{path.name}", path)
+    except FileNotFoundError as error:
+        raise ConfigError("certificates are made by the command openssl, which is not installed") from error
     except OSError as error:
         raise ConfigError(f"certificates can't be written to {folder}: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"openssl can't make certificates: {error.stderr.strip()}") from error
     return Keys(folder)
+
+
+def _certificate(folder: str, name: str, out: str, key: str, extension: str, *signed_by: str) -> None:
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-subj", f"/CN={name}", "-addext", extension, "-days", str(_VALID_DAYS), "-out", out]
+    subprocess.run(
+        [*words, "-keyout", key, *signed_by], cwd=folder, check=True, capture_output=True, text=True
+    )

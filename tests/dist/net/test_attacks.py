@@ -174,3 +174,9 @@ def test_member_key_that_does_not_belong_to_the_certificate_is_refused(tmp_path,
     )
     with pytest.raises(ConfigError, match="can't be read"):
         Keys(Path(tmp_path / "mixed"))
+
+
+def test_without_openssl_it_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="openssl, which is not installed"):
+        make_keys(tmp_path / "keys")
