@@ -167,11 +167,9 @@ def test_keys_are_for_their_user_only_and_are_not_made_twice(tmp_path):
 
 def test_member_key_that_does_not_belong_to_the_certificate_is_refused(tmp_path, keys):
     make_keys(tmp_path / "mixed")
-    text = (tmp_path / "mixed" / MEMBER).read_text()
-    certificate = (keys.folder / MEMBER).read_text().partition("-----BEGIN CERT")[2]
-    (tmp_path / "mixed" / MEMBER).write_text(
-        text.partition("-----BEGIN CERT")[0] + "-----BEGIN CERT" + certificate
-    )
+    certificate, _, _ = (tmp_path / "mixed" / MEMBER).read_text().partition("-----BEGIN PRIVATE")
+    _, begin, key = (keys.folder / MEMBER).read_text().partition("-----BEGIN PRIVATE")
+    (tmp_path / "mixed" / MEMBER).write_text(certificate + begin + key)
     with pytest.raises(ConfigError, match="can't be read"):
         Keys(Path(tmp_path / "mixed"))
 
