@@ -28,10 +28,6 @@ from moe_lora.policies.routing import Router
 if TYPE_CHECKING:
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.heartbeat import Heartbeat
-    from moe_lora.engine.text import Tokenizer
-    from moe_lora.serve.controller import Controller
-    from moe_lora.serve.frontend import Frontend
-    from moe_lora.serve.placement import PlacementController
     from moe_lora.serve.served_registry import ServedRegistry
 
 
@@ -55,6 +51,7 @@ def serve(
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.shares import check_pool
     from moe_lora.engine.text import load_tokenizer
+    from moe_lora.serve.control.director import Decisions
     from moe_lora.serve.controller import make_controller
     from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
@@ -72,11 +69,16 @@ def serve(
             local_lora_server(config, lora_server) as joined,
             local_instances(
                 joined, routes.router, meter=routes.meter, ranks=routes.ranks, heartbeat=heartbeat
-            ) as client,
+            ) as fleet,
         ):
-            controller = make_controller(provision, client, joined.lora_server)
-            frontend = _frontend(client, tokenizer, name, controller, routes.placement(client), served)
-            await serve_forever(frontend, sock)
+            decisions = Decisions(
+                fleet=fleet,
+                meter=routes.meter,
+                placement=routes.placement(fleet),
+                provision=make_controller(provision, fleet, joined.lora_server),
+                registry=served,
+            )
+            await serve_forever(decisions.front_end(tokenizer, name), sock)
 
     with bind(host, port) as sock, opened_registry(registry, config, name) as (config, served):
         asyncio.run(run(config, served))
@@ -135,7 +137,7 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
     """
     from moe_lora.dist.front_ends import ONE_FRONT_END
     from moe_lora.engine.text import load_tokenizer
-    from moe_lora.serve.control.roles import serve_directed
+    from moe_lora.serve.control.roles import serve_deciding, serve_directed
     from moe_lora.serve.server import bind
 
     name = name or ONE_FRONT_END
@@ -145,43 +147,9 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
         bind(front_end.host, front_end.port) if listen_fd is None else socket.socket(fileno=listen_fd) as sock
     ):
         if cluster.controller is None:
-            asyncio.run(_serve_deciding(cluster, tokenizer, sock))
+            asyncio.run(serve_deciding(cluster, tokenizer, sock))
         else:
             asyncio.run(serve_directed(cluster, name, tokenizer, sock))
-
-
-async def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
-    """Serve as the only front end, which decides everything."""
-    from moe_lora.core.clock import WallClock
-    from moe_lora.dist.net.connection import parse_address
-    from moe_lora.engine.door import Door
-    from moe_lora.engine.entry import CatchUp, Recovery
-    from moe_lora.engine.fleet import FleetClient
-    from moe_lora.engine.heartbeat import Heartbeat
-    from moe_lora.engine.pool_directory import PoolDirectory
-    from moe_lora.engine.roster import Roster
-    from moe_lora.serve.control.roles import ABSENCE
-    from moe_lora.serve.controller import make_controller
-    from moe_lora.serve.routes import make_routes
-    from moe_lora.serve.served_registry import opened_registry
-    from moe_lora.serve.server import serve_forever
-
-    config, setting = cluster.engine, "front_end.engines_address"
-    place, keys = parse_address(setting, cluster.engines_address()), cluster.keys()
-    name = cluster.served_model_name
-    with opened_registry(cluster.registry, config, name) as (config, served):
-        pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
-        roster = Roster((), config.adapters, ABSENCE.format(place), Heartbeat.of(cluster.front_end), pool)
-        routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
-        fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
-        door = Door(roster, CatchUp(roster, Recovery(roster)))
-        async with door.open(setting, place, keys):
-            try:
-                controller = make_controller(cluster.provision, fleet, cluster.instance().lora_server)
-                frontend = _frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served)
-                await serve_forever(frontend, sock)
-            finally:
-                await fleet.close()
 
 
 def _check_placement(routing: RoutingConfig, config: EngineConfig) -> None:
@@ -189,30 +157,6 @@ def _check_placement(routing: RoutingConfig, config: EngineConfig) -> None:
         raise ConfigError(
             "a placement is over several instances; give --instances 2 or more, or leave it out"
         )
-
-
-def _frontend(
-    client: EngineClient,
-    tokenizer: Tokenizer | None,
-    model_name: str,
-    controller: Controller | None,
-    placement: PlacementController | None,
-    registry: ServedRegistry | None,
-) -> Frontend:
-    """A front end that decides for itself: its controllers run beside its requests."""
-    from moe_lora.engine.fleet import FleetClient
-    from moe_lora.serve.frontend import Frontend
-
-    pool = client.pool if isinstance(client, FleetClient) else None
-    return Frontend(
-        client=client,
-        tokenizer=tokenizer,
-        model_name=model_name,
-        controller=controller,
-        placement=placement,
-        registry=registry,
-        tasks=[one for one in (controller, placement, pool) if one is not None],
-    )
 
 
 @asynccontextmanager

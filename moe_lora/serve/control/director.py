@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.errors import ConfigError, MoeLoraError
 from moe_lora.core.token_meter import TokenMeter
@@ -16,12 +16,16 @@ from moe_lora.dist.net.peer import Asked
 from moe_lora.engine.entry import RECOVERY_S, Recovery
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.serve.controller import Controller
+from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.placement import PlacementController
 from moe_lora.serve.served_registry import ServedRegistry
 
 from .book import StateBook
 from .desk import Session
 from .messages import ControllerMethods, Figures, FrontEndHello, Report, Taken
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +41,29 @@ LONGEST_RECOVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """What decides: adapters (fleet), placement, provisioning, and the registry where names are found."""
+    """What decides: adapters (fleet), placement, provisioning, and the registry where names are found.
+
+    It is there in every system: beside the requests of an only front end, or in a process of its own.
+    """
 
     fleet: FleetClient
     meter: TokenMeter
     placement: PlacementController | None = None
     provision: Controller | None = None
     registry: ServedRegistry | None = None
+
+    def front_end(self, tokenizer: Tokenizer | None, model_name: str) -> Frontend:
+        """The only front end, which decides beside its requests."""
+        parts = (self.provision, self.placement, self.fleet.pool)
+        return Frontend(
+            client=self.fleet,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            controller=self.provision,
+            placement=self.placement,
+            registry=self.registry,
+            tasks=[one for one in parts if one is not None],
+        )
 
     def methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         """What front ends may call."""
