@@ -187,6 +187,8 @@ _CLUSTER = (
     # How processes are started that `--front-ends` asks for.
     click.option("--listen-fd", type=int, hidden=True),
     click.option("--parent", type=int, hidden=True),
+    click.option("--status-fd", type=int, hidden=True),
+    click.option("--starts", type=int, hidden=True),
 )
 _LORA_SERVER = (
     click.option(
@@ -273,6 +275,8 @@ def serve(
     name: str | None,
     listen_fd: int | None,
     parent: int | None,
+    status_fd: int | None,
+    starts: int | None,
     num_front_ends: int | None,
     skip_bad_adapters: bool,
     **options: Any,
@@ -287,6 +291,7 @@ def serve(
     from dataclasses import replace
 
     from moe_lora import assemble
+    from moe_lora.dist.host_roles import failure_told
     from moe_lora.dist.roles import end_with
 
     from .serve_settings import fit_to_serve, settings_of
@@ -303,11 +308,12 @@ def serve(
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
     if parent is not None:
         end_with(parent)
-    if role == "front-end":
-        assemble.serve_front_end(_placed(cluster, name, options), name, listen_fd)
-        return
-    if role == "controller":
-        assemble.serve_controller(cluster)
+    if role != "all":
+        with failure_told(status_fd):
+            if role == "front-end":
+                assemble.serve_front_end(_placed(cluster, name, options), name, listen_fd)
+            else:
+                assemble.serve_controller(cluster)
         return
     cluster = replace(cluster, engine=fit_to_serve(cluster.engine, skip_bad=skip_bad_adapters))
     num_front_ends = num_front_ends or len(cluster.front_ends) or 1

@@ -47,10 +47,10 @@ class LoraServerConfig:
 
     layout: EPx-PPy, also EPx, PPy or DPm.  capacity: adapters resident at once.  memory_gb: each rank's room
     for them, in 10^9 bytes; None = capacity times the largest adapter known at the start (or one of rank
-    16).  address: the first rank's control address, host:port or the path of a socket.  key: shared secret
-    of the cluster.  store_dir: where packed adapters lie as files; ranks and instances of one host share
-    it.  sites: "all" LoRA sites are computed by the server, or only the "experts" and the rest by the
-    instances; "auto": the experts where the model has any.
+    16).  address: the first rank's control address, host:port or the path of a socket.  certificates:
+    folder of the cluster's, None = all on one host.  store_dir: where packed adapters lie as files; ranks and
+    instances of one host share it.  sites: "all" LoRA sites are computed by the server, or only the "experts"
+    and the rest by the instances; "auto": the experts where the model has any.
     max_rows: rows in one message.  depth: messages on their way between one client and one server rank.
     answer_timeout_s: an answer that takes longer is computed by the instance itself.  load_gb_per_s: upper
     bound on the rate at which a rank loads adapters; None = none.  layer_wise: a layer of an adapter serves
@@ -62,8 +62,8 @@ class LoraServerConfig:
     capacity: int = 64
     memory_gb: float | None = None
     address: str
-    key: str
     store_dir: str
+    certificates: str | None = None
     transport: str = "shm"
     sites: str = "auto"
     max_rows: int = 512
@@ -84,8 +84,6 @@ class LoraServerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"lora_server.{name}={value} must be positive")
-        if not self.key:
-            raise ConfigError("lora_server.key='' is empty; every role of a cluster needs the same secret")
 
 
 @dataclass(frozen=True, kw_only=True)

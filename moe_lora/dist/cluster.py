@@ -18,6 +18,8 @@ from moe_lora.core.config import (
 )
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
+from moe_lora.dist.net.connection import Address, parse_address
+from moe_lora.dist.net.keys import Keys, keys_in, needs_keys
 
 from .fields import check_names, dataclass_fields, mapping_of, text_of
 from .front_ends import (
@@ -27,7 +29,6 @@ from .front_ends import (
     FrontEndConfig,
     FrontEndPlace,
     check_places,
-    parse_host_port,
 )
 
 _SECTIONS = (
@@ -35,8 +36,7 @@ _SECTIONS = (
     "served_model_name",
     "adapters",
     "registry",
-    "key",
-    "key_file",
+    "certificates",
     "engine",
     "lora_server",
     "front_end",
@@ -46,7 +46,6 @@ _SECTIONS = (
     "pool",
 )
 NOT_IN_ENGINE = ("model_dir", "adapters", "lora_server", "instance", "pool", "contents", "leave_out_bad")
-_MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.key'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,8 @@ class ClusterConfig:
     """A cluster as its file describes it.
 
     engine: of every instance; it names no LoRA Server.  lora_server: fields of `LoraServerConfig` but the
-    key, None = the instances compute deltas.  key: shared secret of all roles.  provision: how the load on
+    certificates, None = the instances compute deltas.  certificates: folder of those of this cluster's
+    authority (`dist.net.keys`), None = all on one host.  provision: how the load on
     adapters is watched; None = by the defaults where there is a LoRA Server, else not at all.
     registry: its adapters are served beside those of `engine`; the front end opens it.
     front_ends: by name, where there are several; what else they need stands in front_end.  controller: the
@@ -63,7 +63,7 @@ class ClusterConfig:
 
     engine: EngineConfig
     served_model_name: str
-    key: str | None = field(default=None, repr=False)
+    certificates: str | None = None
     lora_server: Mapping[str, Any] | None = None
     front_end: FrontEndConfig = field(default_factory=FrontEndConfig)
     provision: ProvisionConfig | None = None
@@ -76,7 +76,7 @@ class ClusterConfig:
             raise ConfigError("provision.auto_resize needs a LoRA Server, whose capacity it changes; add one")
         if self.lora_server is not None:
             # Values are checked at once, also where address and store are filled in later.
-            server = LoraServerConfig(**{"address": "-", "store_dir": "-", **self.lora_server}, key="-")
+            server = LoraServerConfig(**{"address": "-", "store_dir": "-", **self.lora_server})
             replace(self.engine, lora_server=server)
         for name, _ in self.engine.adapters:
             if name == self.served_model_name:
@@ -84,15 +84,6 @@ class ClusterConfig:
                     f"{name!r} names the base model and an adapter; give another served_model_name"
                 )
         check_places(self.front_end, self.front_ends, self.controller)
-
-    def secret(self) -> str:
-        """The key of a cluster of several hosts.  Raises ConfigError without one."""
-        if not self.key:
-            raise ConfigError(
-                "the roles of a cluster know each other by a secret; give key_file (or key), made by: "
-                + _MAKE_KEY
-            )
-        return self.key
 
     def instance(self, name: str = "instance-0") -> EngineConfig:
         """Settings of the instance of that name, its LoRA Server where the file says.
@@ -105,8 +96,10 @@ class ClusterConfig:
         for setting, example in (("address", "10.0.0.2:7500"), ("store_dir", "/var/tmp/adapters")):
             if not server.get(setting):
                 raise ConfigError(f"lora_server.{setting} is needed between hosts, such as {example}")
-        key = self.secret()
-        return replace(self.engine, instance=name, lora_server=LoraServerConfig(**server, key=key))
+        if self.certificates is None and not server["address"].startswith("/"):
+            raise needs_keys("lora_server.address", server["address"])
+        joined = LoraServerConfig(**server, certificates=self.certificates)
+        return replace(self.engine, instance=name, lora_server=joined)
 
     def engines_address(self) -> str:
         """Where instances dial the one front end in.  Raises ConfigError without one."""
@@ -132,20 +125,31 @@ class ClusterConfig:
             raise ConfigError(f"front_ends has none named {name!r}; give one of {names}, or add it")
         return self.front_end
 
-    def doors(self) -> dict[str, tuple[str, int]]:
-        """(host, port) of everything that an instance dials, by name: the controller and each front end.
+    def keys(self) -> Keys | None:
+        """The certificates by which roles on several hosts know each other; None where all are on one.
+
+        Raises ConfigError if they can't be read, or there are none and an address is one of a network.
+        """
+        if self.certificates is None:
+            for name, address in self.doors().items():
+                if not address.path:
+                    raise needs_keys(f"{name}.engines_address", address)
+        return keys_in(self.certificates)
+
+    def doors(self) -> dict[str, Address]:
+        """Where everything is that an instance dials, by name: the controller and each front end.
 
         Raises ConfigError if the file does not say where.
         """
         found = {}
         if self.controller is not None:
-            found[CONTROLLER] = parse_host_port(
+            found[CONTROLLER] = parse_address(
                 f"{CONTROLLER}.engines_address", self.controller.engines_address
             )
         if not self.front_ends:
-            found[ONE_FRONT_END] = parse_host_port("front_end.engines_address", self.engines_address())
+            found[ONE_FRONT_END] = parse_address("front_end.engines_address", self.engines_address())
         for name, place in self.front_ends.items():
-            found[name] = parse_host_port(f"front_ends.{name}.engines_address", place.engines_address)
+            found[name] = parse_address(f"front_ends.{name}.engines_address", place.engines_address)
         return found
 
 
@@ -182,7 +186,7 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
             front_end[name] = str(folder / front_end[name])
     server = given.get("lora_server")
     if server is not None:
-        server = dataclass_fields(LoraServerConfig, "lora_server", server, ("key",))
+        server = dataclass_fields(LoraServerConfig, "lora_server", server, ("certificates",))
         if "store_dir" in server:
             server["store_dir"] = str(folder / server["store_dir"])
     return ClusterConfig(
@@ -197,7 +201,9 @@ def _cluster(content: Any, folder: Path) -> ClusterConfig:
         served_model_name=model_dir.resolve().name
         if served_name is None
         else text_of("served_model_name", served_name),
-        key=_key(given, folder),
+        certificates=str(folder / text_of("certificates", given["certificates"]))
+        if "certificates" in given
+        else None,
         lora_server=server,
         front_end=FrontEndConfig(**front_end),
         front_ends=_front_ends(given.get("front_ends")),
@@ -246,16 +252,3 @@ def _adapters(given: Any, folder: Path) -> tuple[tuple[str, str], ...]:
             raise ConfigError(f"adapters: the name {name!r} {problem}")
         found.append((str(name), str(folder / text_of(f"adapters.{name}", place))))
     return tuple(found)
-
-
-def _key(given: Mapping[str, Any], folder: Path) -> str | None:
-    if "key_file" not in given:
-        return text_of("key", given["key"]) if "key" in given else None
-    if "key" in given:
-        raise ConfigError("key and key_file are both given; give one")
-    path = folder / text_of("key_file", given["key_file"])
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"key_file={path} can't be read ({error}); make it by: {_MAKE_KEY}") from error
-    return text_of("key_file", key)

@@ -12,12 +12,12 @@ from .cluster import NOT_IN_ENGINE, ClusterConfig
 
 
 def cluster_text(cluster: ClusterConfig) -> str:
-    """What `read_cluster` reads as the same settings from anywhere on this host; with the key."""
+    """What `read_cluster` reads as the same settings from anywhere on this host."""
     content = {
         "model_dir": os.path.abspath(cluster.engine.model_dir),
         "served_model_name": cluster.served_model_name,
         "adapters": {name: os.path.abspath(path) for name, path in cluster.engine.adapters},
-        "key": cluster.key,
+        "certificates": None if cluster.certificates is None else os.path.abspath(cluster.certificates),
         "engine": _given(cluster.engine, NOT_IN_ENGINE),
         "lora_server": None if cluster.lora_server is None else _plain(dict(cluster.lora_server)),
         "front_end": _given(cluster.front_end),

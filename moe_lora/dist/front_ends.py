@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moe_lora.core.config import MAX_COUNT, RoutingConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.net.connection import Address, parse_address
 
 CONTROLLER = "controller"
 ONE_FRONT_END = "front-end"
@@ -15,7 +16,8 @@ ONE_FRONT_END = "front-end"
 
 @dataclass(frozen=True, kw_only=True)
 class FrontEndConfig(RoutingConfig):
-    """Where the front end listens: for HTTP, and (engines_address, host:port) for instances that dial in.
+    """Where the front end listens: for HTTP, and (engines_address: host:port, or the path of a socket on this
+    host) for instances that dial in.
 
     cors_origins: whose pages a browser lets call it, such as https://app.example.com; "*" is all.
     drain_s: when it is told to end, requests under way get this long to finish; then each ends with an error.
@@ -35,7 +37,7 @@ class FrontEndConfig(RoutingConfig):
         for origin in self.cors_origins:
             _check_origin(origin)
         if self.engines_address is not None:
-            parse_host_port("front_end.engines_address", self.engines_address)
+            parse_address("front_end.engines_address", self.engines_address)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,26 +51,10 @@ class FrontEndPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerConfig:
-    """Where the controller listens, both host:port: for front ends (address) and for instances."""
+    """Where the controller listens, both as `FrontEndConfig` says: for front ends (address) and instances."""
 
     address: str
     engines_address: str
-
-
-def parse_host_port(setting: str, address: str) -> tuple[str, int]:
-    """("host", port) of "host:port".  Raises ConfigError."""
-    host, separator, port = address.rpartition(":")
-    if not (separator and _is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
-        raise ConfigError(f"{setting}={address!r} is not host:port, such as 10.0.0.1:7600")
-    return host, int(port)
-
-
-def _is_host(host: str) -> bool:
-    """Whether it can be looked up: sockets refuse others with an error that is no OSError."""
-    try:
-        return bool(host.encode("idna"))
-    except UnicodeError:
-        return False
 
 
 def check_places(
@@ -85,11 +71,11 @@ def check_places(
     if controller is not None:
         addresses[f"{CONTROLLER}.address"] = controller.address
         addresses[f"{CONTROLLER}.engines_address"] = controller.engines_address
-    first: dict[tuple[str, int], str] = {}
+    first: dict[Address, str] = {}
     for setting, address in addresses.items():
         if address is None:
             continue
-        other = first.setdefault(parse_host_port(setting, address), setting)
+        other = first.setdefault(parse_address(setting, address), setting)
         if other != setting:
             raise ConfigError(f"{setting}={address!r} is {other} too; each needs a port of its own")
 

@@ -17,7 +17,7 @@ from .cluster import random_adapter
 from .shapes import model_shape
 
 SHAPE = model_shape()
-CONFIG = LoraServerConfig(address="/nowhere", key="k", store_dir="/nowhere", capacity=3)
+CONFIG = LoraServerConfig(address="/nowhere", store_dir="/nowhere", capacity=3)
 
 
 @pytest.mark.parametrize("layout", ["EP1-PP1", "EP2-PP2", "EP4-PP1", "DP2"])
@@ -61,7 +61,6 @@ def test_default_memory_holds_capacity_times_the_largest_adapter():
         ("load_gb_per_s", -1.0, "load_gb_per_s=-1.0"),
         ("lease_timeout_s", 0.0, "lease_timeout_s=0.0"),
         ("sites", "some", "lora_server.sites='some'"),
-        ("key", "", "key=''"),
     ],
 )
 def test_setting_that_can_not_work_is_named(field, value, reason):
