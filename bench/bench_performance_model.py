@@ -16,7 +16,7 @@ import click
 
 from moe_lora.cli.operating_points import found_points
 from moe_lora.cli.profile_steps import measured_models, summary_lines
-from moe_lora.core.config import LORA_KERNELS, EngineConfig
+from moe_lora.config import LORA_KERNELS, EngineConfig
 from moe_lora.engine.step_times import StepClock
 from moe_lora.policies.step_work import Row
 from moe_lora.report.environment import environment

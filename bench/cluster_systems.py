@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import WallClock
-from moe_lora.core.config import RoutingConfig
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.client import EngineClient

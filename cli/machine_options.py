@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from moe_lora.core.config import DEVICES, DTYPES
+from moe_lora.config import DEVICES, DTYPES
 
 DEVICE = click.option("--device", default="auto", show_default=True, type=click.Choice(DEVICES))
 DTYPE = click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))

@@ -14,7 +14,7 @@ from .machine_options import DEVICE, DTYPE, THREADS
 from .numbers import WholeNumbers
 
 if TYPE_CHECKING:
-    from moe_lora.core.config import EngineConfig
+    from moe_lora.config import EngineConfig
     from moe_lora.provision.operating_points import OperatingPoint, PointLoad, SloGoal, Trial
 
 _OVERLOAD_TTFTS = 3.0
@@ -183,7 +183,7 @@ def _told(run: Callable[[float, int], Trial], rank: int) -> Callable[[float, int
 
 
 def _engine_config(model_dir: str, load: PointLoad, options: dict[str, Any]) -> EngineConfig:
-    from moe_lora.core.config import EngineConfig
+    from moe_lora.config import EngineConfig
 
     return EngineConfig(
         model_dir=model_dir,

@@ -34,7 +34,7 @@ def profile(model_dir: str, out: str, max_batch: int, **options: Any) -> None:
 
     Each on one GPU (or, without any, on the CPU), not compiled, transfers through shared memory of this host.
     """
-    from moe_lora.core.config import EngineConfig
+    from moe_lora.config import EngineConfig
     from moe_lora.engine.layer_times import LayerClock
     from moe_lora.report.results import write_text
 

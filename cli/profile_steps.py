@@ -14,7 +14,7 @@ from .machine_options import DEVICE, DTYPE, THREADS
 from .numbers import WholeNumbers
 
 if TYPE_CHECKING:
-    from moe_lora.core.config import EngineConfig
+    from moe_lora.config import EngineConfig
 
 
 @click.command("profile-steps")
@@ -157,7 +157,7 @@ def summary_lines(content: dict[str, Any]) -> list[str]:
 
 
 def _engine_config(model_dir: str, kernel: str, options: dict[str, Any]) -> EngineConfig:
-    from moe_lora.core.config import EngineConfig
+    from moe_lora.config import EngineConfig
     from moe_lora.provision.performance_batches import MAX_PROMPT_TOKENS
 
     largest = max(options["batches"])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from moe_lora.adapters.peft_format import adapter_layer_bytes, read_adapter
+from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
-from moe_lora.core.config import EngineConfig
 from moe_lora.core.expert_parallel import check_expert_parallel
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from moe_lora.cli import load_options
 from moe_lora.cli.main import main
-from moe_lora.dist.cluster import read_cluster
+from moe_lora.config.cluster import read_cluster
 from moe_lora.provision.iar import expected_active
 from moe_lora.workload import FORMATS, zipf
 from moe_lora.workload.rank_shapes import production_ranks, shifting_ranks

@@ -4,18 +4,29 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
-from moe_lora.core.config import PoolConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config import FrontEndConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError
-from moe_lora.dist.front_ends import FrontEndConfig
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """What `moe-lora serve` would start: a list that gets (config, keywords)."""
+    """What `moe-lora serve` would start: a list that gets the engine's settings, and the others by name."""
     calls = []
-    monkeypatch.setattr(
-        "moe_lora.assemble.serve", lambda config, **keywords: calls.append((config, keywords))
-    )
+
+    def serve(cluster: ClusterConfig) -> None:
+        others = {
+            "host": cluster.front_end.host,
+            "port": cluster.front_end.port,
+            "served_model_name": cluster.served_model_name,
+            "routing": cluster.front_end,
+            "lora_server": cluster.lora_server,
+            "provision": cluster.provision,
+            "registry": cluster.registry,
+        }
+        calls.append((cluster.engine, others))
+
+    monkeypatch.setattr("moe_lora.assemble.serve", serve)
     return calls
 
 
@@ -57,7 +68,7 @@ def test_lora_server_options_reach_the_server(served, model_dir):
     assert run(model_dir, *options).exit_code == 0
     [(config, keywords)] = served
     assert config.lora_kernel == "mbgmv"
-    assert keywords["lora_server"] == {"layout": "EP2-PP1", "capacity": 7}
+    assert keywords["lora_server"] == LoraServerConfig(layout="EP2-PP1", capacity=7)
 
 
 def test_lora_server_options_without_a_lora_server_are_refused(served, model_dir):
@@ -177,7 +188,9 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         "port": 78,
         "served_model_name": "base",
         "routing": FrontEndConfig(port=78, routing="round_robin", engines_address="h:2"),
-        "lora_server": {"layout": "EP2-PP1", "capacity": 8},
+        "lora_server": LoraServerConfig(
+            layout="EP2-PP1", capacity=8, address="h:1", store_dir=str(tmp_path / "s")
+        ),
         "provision": None,
         "registry": None,
     }

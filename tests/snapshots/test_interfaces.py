@@ -22,11 +22,11 @@ from prometheus_client.parser import text_string_to_metric_families
 import moe_lora
 from moe_lora import LLM, AsyncLLM, Completion, EngineConfig, SamplingParams
 from moe_lora.cli.main import main
-from moe_lora.core.config import LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config import FrontEndPlace, cluster
+from moe_lora.config.cluster import read_cluster
+from moe_lora.config.settings import Settings, settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import AdapterResidency, EngineStats, FleetStats, InstanceStats
-from moe_lora.dist.cluster import read_cluster
-from moe_lora.dist.front_ends import ControllerConfig, FrontEndConfig, FrontEndPlace
 from moe_lora.dist.lora_server.admin import ServerState
 from moe_lora.serve.metrics import Metrics
 from tests.serve.conftest import app_of
@@ -151,16 +151,23 @@ def test_words_for_where_an_adapter_is() -> None:
     check("residency", typing.get_args(AdapterResidency))
 
 
-SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
-    "engine": (EngineConfig, ("model_dir", "adapters", "lora_server", "instance", "pool")),
-    "lora_server": (LoraServerConfig, ("key",)),
-    "front_end": (FrontEndConfig, ()),
-    "front_ends.NAME": (FrontEndPlace, ()),
-    "controller": (ControllerConfig, ()),
-    "provision": (ProvisionConfig, ()),
-    "pool": (PoolConfig, ()),
-    "registry": (RegistryConfig, ()),
-}
+SECTIONS: dict[str, Any] = {**cluster.SECTIONS, "front_ends.NAME": FrontEndPlace}
+
+
+def _kind(kind: Any) -> str:
+    if typing.get_origin(kind) is not None:
+        return str(kind)
+    return "None" if kind is type(None) else kind.__name__
+
+
+def _key_lines(section: str, kind: Any) -> Iterator[str]:
+    for one in settings_of(kind).values():
+        if isinstance(one.default, Settings):
+            yield from _key_lines(f"{section}.{one.name}", type(one.default))
+        elif one.rule.in_file:
+            kinds = " | ".join(_kind(each) for each in one.kinds)
+            default = "" if one.default is dataclasses.MISSING else f" = {one.default!r}"
+            yield f"{section}.{one.name}: {kinds}{default}"
 
 
 def _refusal(path: Path, text: str) -> str:
@@ -174,17 +181,12 @@ def test_keys_of_the_cluster_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     allowed = _refusal(path, "zzz: 1\n").rpartition("allowed are ")[2]
     lines = [f"{name}" for name in allowed.split(", ")]
-    for section, (kind, left_out) in SECTIONS.items():
+    for section, kind in SECTIONS.items():
         words = section.replace("NAME", "a").split(".")
         text = "".join(f"{'  ' * depth}{word}:\n" for depth, word in enumerate([*words, "zzz"]))
         allowed = _refusal(path, text).rpartition("allowed are ")[2]
-        names = {one.name: one for one in dataclasses.fields(kind) if one.name not in left_out}
-        assert set(allowed.split(", ")) == set(names)
-        lines += [
-            f"{section}.{name}: {one.type}"
-            + ("" if one.default is dataclasses.MISSING else f" = {one.default!r}")
-            for name, one in names.items()
-        ]
+        assert allowed.split(", ") == [one.name for one in settings_of(kind).values() if one.rule.in_file]
+        lines += _key_lines(section, kind)
     check("cluster_file", lines)
 
 

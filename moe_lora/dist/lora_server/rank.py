@@ -18,9 +18,10 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.peft_format import read_adapter
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.step_profile import StageTime
 from moe_lora.dist.transport.contract import RemoteWindow, Window
 
 from .control import SILENCE_S, ControlConnection, ControlServer, Handler, Message
@@ -47,6 +48,7 @@ class RankConfig:
 
     expert_parallel: ranks of each instance.  adapters: (name, directory) pairs that the leader puts into the
     store at the start and sizes the arenas by.  lora_kernel: how deltas are computed (`kernels.lora`).
+    lora_time: of one layer, on the device that this rank emulates; None = none.
     """
 
     server: LoraServerConfig
@@ -58,6 +60,7 @@ class RankConfig:
     starvation_s: float = 5.0
     lora_kernel: str = "sgmv"
     adapters: tuple[tuple[str, str], ...] = ()
+    lora_time: StageTime | None = None
 
 
 def agreed_facts(
@@ -189,7 +192,7 @@ class ServerRank:
             config.shape,
             self._shelf_maker(memory),
             self._transport,
-            config.server.lora_time,
+            config.lora_time,
             lora_kernel=config.lora_kernel,
         )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.lora_server.kept import shard_pages
 from moe_lora.dist.lora_server.leases import LeaseTable
