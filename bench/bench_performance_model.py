@@ -51,7 +51,7 @@ def models(model_dir: Path, num_rounds: int, threads: int, *, small: bool) -> di
             "rounds": num_rounds,
             "decode_steps": 6,
             "max_tokens": 512,
-            "threads": threads,
+            "num_threads": threads,
             "quantile": QUANTILE,
             "processor_time": threads == 1,
         },
@@ -127,7 +127,7 @@ def points(
             "start_per_s": 200.0 if small else 16.0,
             "max_num_seqs": 2 if small else 32,
             "max_num_batched_tokens": 512,
-            "threads": threads,
+            "num_threads": threads,
         },
     )
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from moe_lora.assemble import engine_processes, lora_server_processes
 from moe_lora.config import EmulationConfig, EngineConfig, LoraServerConfig
+from moe_lora.config.plan import ReplayOptions
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import ByAdapter, balanced_assignment
-from moe_lora.report.exchange import ReplayOptions
 from moe_lora.report.latency import SloTargets
 from moe_lora.report.records import RequestRecord
 from moe_lora.report.replay import replay

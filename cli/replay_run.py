@@ -7,9 +7,10 @@ from typing import Any
 import click
 from rich.console import Console
 
+from moe_lora.config.plan import ReplayOptions
+from moe_lora.config.settings import settings_of
 from moe_lora.report import SloTargets, append_result, environment, write_json
 from moe_lora.report.client import ServedModels
-from moe_lora.report.exchange import ReplayOptions
 from moe_lora.report.replay import replay, served_models
 from moe_lora.report.run_file import run_result, without_arrays
 from moe_lora.report.tables import summary_table
@@ -87,8 +88,7 @@ def replay_options(options: dict[str, Any], served: ServedModels) -> ReplayOptio
     if model is None:
         raise ValueError(f"{options['url']} lists no base model; give --model")
     check_served({model}, served, options["url"])
-    names = ("url", "timeout_s", "max_connections", "temperature", "force_length", "vocab_size", "seed")
-    return ReplayOptions(model=model, api_key=options["api_key"], **{name: options[name] for name in names})
+    return ReplayOptions(**{name: options[name] for name in settings_of(ReplayOptions)} | {"model": model})
 
 
 def saved_config(

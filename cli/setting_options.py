@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
-from moe_lora.config.settings import Setting, meanings, settings_of
+from moe_lora.config.settings import MISSING, Setting, meanings, settings_of
 
 _SEPARATOR = "__"
 
 
 class SettingOption(click.Option):
-    """The option of a setting; None, or empty, where it is not given.  Its help is made when it is shown."""
+    """The option of a setting, with its default or (default=None) none where it is not given.
 
-    def __init__(self, kind: Any, name: str, one: Setting) -> None:
+    Its help is made when it is shown.
+    """
+
+    def __init__(self, kind: Any, name: str, one: Setting, *, default: Any) -> None:
         rule, attributes = one.rule, {"type": _type(one)}
+        if default is MISSING:
+            attributes, default = {**attributes, "required": True}, None
         if bool in one.kinds:
             attributes = {"is_flag": True, "flag_value": not one.default}
         elif tuple[str, ...] in one.kinds:
             attributes |= {"multiple": True}
-        super().__init__([rule.option, name], default=None, metavar=rule.metavar or None, **attributes)
+        names = [rule.option, name]
+        super().__init__(names, default=default, metavar=rule.metavar or None, **attributes)
         self._kind, self._setting = kind, one
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
@@ -35,7 +41,7 @@ def help_of(kind: Any, one: Setting) -> str:
     """The first sentence of what a setting means, and what holds without it."""
     text = re.split(r"\.\s+(?=[A-Z])", meanings(kind)[one.name])[0].rstrip(".") + "."
     shown = one.rule.unset or one.default
-    return f"{text}  [default: {shown}]" if shown and not isinstance(shown, bool) else text
+    return f"{text}  [default: {shown}]" if shown not in (None, "", False, True, MISSING) else text
 
 
 def _type(one: Setting) -> Any:
@@ -44,32 +50,41 @@ def _type(one: Setting) -> Any:
         return click.Choice(rule.choices)
     if rule.path == "folder":
         return click.Path(exists=True, file_okay=False)
-    if rule.least is not None and rule.most is not None:
-        return click.IntRange(int(rule.least), int(rule.most))
-    return next((kind for kind in (int, float) if kind in one.kinds), str)
+    if int in one.kinds:
+        least, most = (None if bound is None else int(bound) for bound in (rule.least, rule.most))
+        return int if least is None else click.IntRange(least, most)
+    return float if float in one.kinds else str
 
 
-def section_options(**sections: Any) -> Callable[[Any], Any]:
-    """A decorator that adds the options of these sections, each a settings class."""
-    options = [
-        SettingOption(kind, f"{section}{_SEPARATOR}{name}", one)
-        for section, kind in sections.items()
-        for name, one in settings_of(kind).items()
-        if one.rule.option
-    ]
+def section_options(**sections: Any) -> Callable[[click.Command], click.Command]:
+    """A decorator that adds the options of these sections, each a settings class; None if not given."""
 
     def add(command: click.Command) -> click.Command:
-        command.params += options
+        for section, kind in sections.items():
+            command.params += _options(kind, prefix=f"{section}{_SEPARATOR}", defaults=False)
         return command
 
     return add
 
 
-def one_option(kind: Any, name: str, **attributes: Any) -> Callable[[Any], Any]:
-    """A decorator that adds the option of one setting to a command that has its own default for it."""
-    one = settings_of(kind)[name]
-    attributes = {"show_default": True, "default": one.default, "help": help_of(kind, one), **attributes}
-    return click.option(one.rule.option, type=_type(one), **attributes)
+def setting_options(kind: Any, *names: str) -> Callable[[click.Command], click.Command]:
+    """A decorator that adds the options of these settings, or of all of a class, with their defaults."""
+
+    def add(command: click.Command) -> click.Command:
+        command.params += _options(kind, names, defaults=True)
+        return command
+
+    return add
+
+
+def _options(
+    kind: Any, names: Sequence[str] = (), *, prefix: str = "", defaults: bool
+) -> list[SettingOption]:
+    return [
+        SettingOption(kind, prefix + name, one, default=one.default if defaults else None)
+        for name, one in settings_of(kind).items()
+        if one.rule.option and (not names or name in names)
+    ]
 
 
 def sections_of(

@@ -89,7 +89,11 @@ class Setting:
             raise ConfigError(f"{place}={value!r} is not known; choose one of {', '.join(rule.choices)}")
         if allowed:
             low = value > rule.above if rule.above is not None else value >= rule.least
-            if not (low and math.isfinite(value)) or (rule.most is not None and value > rule.most):
+            if (
+                isinstance(value, bool)
+                or not (low and math.isfinite(value))
+                or (rule.most is not None and value > rule.most)
+            ):
                 raise ConfigError(f"{place}={value} must be {allowed}")
             if value > MAX_COUNT and (isinstance(value, int) or self.name.endswith("_s")):
                 raise ConfigError(f"{place}={value} is too large; choose at most {MAX_COUNT}")

@@ -147,7 +147,6 @@ def test_adapters_lie_in_a_pool_if_it_is_asked_for(served, model_dir, cluster_fi
     assert run(model_dir, "--instances", "3", "--pool-replicas", "2").exit_code == 0
     assert [config.pool for config, _ in served] == [None, PoolConfig(replicas=2)]
     for words, reason in (
-        ([model_dir, "--pool-replicas", "0"], "pool.replicas=0 must be 1 or more"),
         (["--config", cluster_file, "--pool-replicas", "1"], "a LoRA Server do not go together"),
         ([model_dir, "--lora-server", "EP1-PP1", "--pool-replicas", "1"], "LoRA Server do not go together"),
         ([model_dir, "--expert-parallel", "2", "--pool-replicas", "1"], "use expert_parallel=1"),
@@ -155,6 +154,12 @@ def test_adapters_lie_in_a_pool_if_it_is_asked_for(served, model_dir, cluster_fi
         result = run(*words)
         assert result.exit_code == 1
         assert reason in result.output
+
+
+def test_a_pool_of_no_instance_is_refused(model_dir):
+    result = run(model_dir, "--pool-replicas", "0")
+    assert result.exit_code == 2
+    assert "0 is not in the range x>=1" in result.output
 
 
 def test_a_pool_needs_instances(model_dir):
@@ -324,8 +329,8 @@ def test_adapters_by_name_and_by_folder(served, model_dir, tmp_path):
         (["--lora-dir", "."], "no adapter_config.json"),
         (["--lora-modules", "x,y=p"], "without commas"),
         (["--port", "99999"], "0<=x<=65535"),
-        (["--max-loras", "0"], "max_loras=0"),
-        (["--instances", "0"], "num_instances=0"),
+        (["--max-loras", "0"], "0 is not in the range x>=1"),
+        (["--instances", "0"], "0 is not in the range x>=1"),
         (["--routing", "by_adapter"], "round_robin"),
         (["--max-loras", "9" * 20], "choose at most"),
         (["--kv-cache-gb", "-1"], "kv_cache_gb"),
