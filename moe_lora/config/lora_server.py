@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moe_lora.core.errors import ConfigError
+
 from .settings import Settings, setting
 
 TRANSPORTS = ("shm", "gloo", "nixl")
@@ -58,3 +60,9 @@ class LoraServerConfig(Settings):
     """Bound on the rate at which its ranks load adapters, in 10^9 bytes per second."""
     layer_wise: bool = True
     """A layer of an adapter serves as soon as it is there; false: none before all are, for comparisons."""
+
+    def secret(self) -> str:
+        """The key.  Raises ConfigError without one: any process could then speak as a role of the cluster."""
+        if not self.key:
+            raise ConfigError("lora_server.key='' is empty; every role of a cluster needs the same secret")
+        return self.key

@@ -125,5 +125,5 @@ def make_controller(
     """The controller as `ClusterConfig.provision` says; None: the load on adapters is not watched."""
     if provision is None and server is None:
         return None
-    admin = None if server is None else LoraServerAdmin(server.address, server.key)
+    admin = None if server is None else LoraServerAdmin(server.address, server.secret())
     return Controller(provision or ProvisionConfig(), client, admin)

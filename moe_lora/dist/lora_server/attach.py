@@ -42,7 +42,7 @@ class LoraServerClient:
         client_ranks: int = 1,
     ) -> None:
         self._server = server
-        self._key = server.key.encode()
+        self._key = server.secret().encode()
         self._instance = instance
         self._client_rank = client_rank
         self._agreed = agreed_facts(shape, dtype, server, client_ranks)

@@ -91,7 +91,7 @@ class ServerRank:
             config.shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
         )
         self._agreed = agreed_facts(config.shape, config.dtype, server, config.expert_parallel)
-        self._key = server.key.encode()
+        self._key = server.secret().encode()
         self._store = HostStore(server.store_dir)
         self._name = f"lora-server-{config.server_rank}"
         self._transport = server_transport(server, self._name, put_timeout_s=_PUT_TIMEOUT_S)
