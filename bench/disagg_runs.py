@@ -13,14 +13,14 @@ from typing import Any
 
 from moe_lora.assemble import engine_processes, lora_server_processes
 from moe_lora.config import EmulationConfig, EngineConfig, LoraServerConfig
-from moe_lora.config.plan import ReplayOptions
+from moe_lora.config.plan import ReplayOptions, WorkloadOptions
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import ByAdapter, balanced_assignment
 from moe_lora.report.latency import SloTargets
 from moe_lora.report.records import RequestRecord
 from moe_lora.report.replay import replay
 from moe_lora.report.summary import summarize
-from moe_lora.workload.plan import PlannedRequest, WorkloadOptions, make_plan
+from moe_lora.workload.plan import PlannedRequest, make_plan
 from moe_lora.workload.popularity import Popularity, zipf
 from moe_lora.workload.records import Trace, TraceRequest
 

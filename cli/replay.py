@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from moe_lora.config.plan import ReplayOptions
+from moe_lora.config.plan import ARRIVALS, ReplayOptions, WorkloadOptions
 
 from .errors import user_errors
 from .load_options import FORMAT, POPULARITY, ZIPF
@@ -25,19 +25,11 @@ _LOAD = (
     FORMAT,
     click.option(
         "--arrivals",
-        type=click.Choice(["trace", "gamma"]),
+        type=click.Choice(ARRIVALS),
         help="The trace's own times (scaled, with --request-rate), or times drawn at --request-rate.  "
         "[default: gamma with --request-rate, else trace]",
     ),
     click.option("--request-rate", type=float, help="Requests per second."),
-    click.option(
-        "--burstiness", default=1.0, show_default=True, help="1: Poisson; less is burstier (Gamma)."
-    ),
-    click.option("--duration-s", type=float, help="Send what arrives before this."),
-    click.option(
-        "--busiest", is_flag=True, help="With --duration-s: the trace's busiest stretch, not its start."
-    ),
-    click.option("--num-requests", type=int, help="Send at most so many."),
 )
 _ADAPTERS = (
     click.option("--lora-modules", multiple=True, metavar="NAMES...", help="Adapters to ask for."),
@@ -56,8 +48,6 @@ _ADAPTERS = (
 _PROMPTS = (
     click.option("--prompts", type=_FILE, help='JSON lines {"adapter", "prompt"[, "answer"]} to send.'),
     click.option("--random-prompts", is_flag=True, help="Random token ids even if the trace has texts."),
-    click.option("--max-prompt-tokens", type=int, help="Cut longer prompts."),
-    click.option("--max-output-tokens", type=int, help="Ask for no more than this."),
 )
 _RESULT = (
     click.option("--slo-ttft-s", default=0.25, show_default=True),
@@ -76,6 +66,7 @@ def _options(function: Any) -> Any:
 
 
 @setting_options(ReplayOptions)
+@setting_options(WorkloadOptions)
 @click.command(cls=VariadicCommand, variadic=["--lora-modules"])
 @_options
 @user_errors

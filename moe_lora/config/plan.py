@@ -9,6 +9,7 @@ from moe_lora.core.errors import ConfigError
 from .settings import Settings, setting
 
 ESTIMATORS = ("paper", "corrected")
+ARRIVALS = ("trace", "gamma")
 FORCE_LENGTH = ("ignore-eos", "min-tokens", "off")
 
 
@@ -66,3 +67,41 @@ class ReplayOptions(Settings):
     """Of what is drawn: arrivals, adapters, prompts."""
     api_key: str | None = field(default=None, repr=False)
     """Sent as bearer token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions(Settings):
+    """How a trace is turned into requests; lengths in tokens, None: as in the trace.
+
+    arrivals: "trace" (its times, scaled if request_rate_per_s is given) or "gamma" (drawn).  num_requests,
+    duration_s: recorded arrivals are cut; drawn ones go round the trace's rows as often as needed.  prompts:
+    "text" sends the trace's texts, "random" random token ids of the trace's lengths.
+    """
+
+    arrivals: str = setting("trace", choices=ARRIVALS)
+    request_rate_per_s: float | None = None
+    burstiness: float = setting(1.0, option="--burstiness")
+    """1: Poisson; less is burstier (Gamma)."""
+    duration_s: float | None = setting(None, option="--duration-s")
+    """Send what arrives before this."""
+    busiest: bool = setting(False, option="--busiest")
+    """With --duration-s: the trace's busiest stretch, not its start."""
+    num_requests: int | None = setting(None, least=1, option="--num-requests")
+    """Send at most so many."""
+    max_prompt_tokens: int | None = setting(None, least=1, option="--max-prompt-tokens")
+    """Cut longer prompts."""
+    max_output_tokens: int | None = setting(None, least=1, option="--max-output-tokens")
+    """Ask for no more than this."""
+    prompts: str = setting("random", choices=("random", "text"))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.arrivals == "gamma" and self.request_rate_per_s is None:
+            raise ConfigError("drawn arrivals need a rate; give --request-rate")
+        if self.arrivals == "trace" and self.burstiness != 1.0:
+            raise ConfigError(
+                "burstiness applies to drawn arrivals only; use --arrivals gamma with --request-rate"
+            )
+        if self.busiest and (self.arrivals != "trace" or self.duration_s is None):
+            raise ConfigError("--busiest picks a stretch of recorded arrivals; give --duration-s, draw none")

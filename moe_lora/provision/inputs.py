@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lora.config.plan import PlanGoals
+from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 
@@ -72,12 +73,8 @@ class PlanInputs(PlanGoals):
 
     def to_json(self) -> dict[str, Any]:
         """All that is not an array, as JSON holds it."""
-        names = (
-            *("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens", "global_batch"),
-            "load_margin",
-            *("slo_ttft_s", "slo_tpot_s", "target_iar", "gpus", "instances", "estimator"),
-            *("popularity_source", "adapter_share"),
-        )
+        own = ("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens")
+        names = (*own, *settings_of(PlanGoals), "popularity_source", "adapter_share")
         return {
             **{name: getattr(self, name) for name in names},
             "num_adapters": len(self.probabilities),
