@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACE ?= demo/trace.csv
 DEMO_ARGS ?=
+TEST_TIME := .cache/test_time
 
 .PHONY: venv demo test lint format kernels-aot clean
 
@@ -12,6 +13,7 @@ venv: $(VENV)/.installed
 
 # torch first and pinned: a range would let another package pull in a build with CUDA libraries.
 $(VENV)/.installed: setup.cfg setup.py pyproject.toml $(wildcard moe_lora/*/csrc/* moe_lora/*/*/csrc/*)
+	@echo "Installing into $(VENV): downloads torch and builds two C++ libraries, which takes some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=74.1" wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
@@ -19,10 +21,13 @@ $(VENV)/.installed: setup.cfg setup.py pyproject.toml $(wildcard moe_lora/*/csrc
 	touch $@
 
 demo: venv
-	$(BIN)/python -m demo.run --trace "$(TRACE)" $(DEMO_ARGS)
+	@echo "The demo takes about three minutes."
+	@$(BIN)/python -m demo.run --trace "$(TRACE)" $(DEMO_ARGS)
 
 test: venv
-	$(BIN)/python -m pytest
+	@echo "Running all tests that need no GPU. Last time here: $$(cat $(TEST_TIME) 2>/dev/null || echo not known yet)."
+	@mkdir -p $(dir $(TEST_TIME)); start=$$(date +%s); \
+	    $(BIN)/python -m pytest && echo "$$(( ($$(date +%s) - start + 59) / 60 )) minutes" > $(TEST_TIME)
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result, read_results
 from moe_lora.workload.traces import read_trace
 
@@ -29,6 +28,7 @@ from .cache_plan import (
 from .cache_plot import write_plot
 from .cache_report import cell_table, comparison, measured_comparison, measured_table
 from .cache_simulated import Cell, run_cell
+from .records import environment
 
 FIRST_RATES = {"chatbots": 4.0, "translations": 100.0, "agents": 8.0, "chatbots (Mooncake)": 3.0}
 
@@ -70,7 +70,7 @@ def _cell(
 
 
 def simulate(trace: str | None, out: Path | None, *, quick: bool, only: str | None) -> None:
-    records, env = [], environment()
+    records, env = [], environment(out)
     for cell in cells(trace, quick=quick):
         if only is not None and only not in " ".join(str(value) for value in cell.name.values()):
             continue
@@ -87,7 +87,7 @@ def simulate(trace: str | None, out: Path | None, *, quick: bool, only: str | No
 def measure(out: Path | None, *, quick: bool, only: str | None) -> None:
     from .cache_measured import FULL_PLAN, TINY_PLAN, run_measured  # torch, for this part only
 
-    records, env = [], environment()
+    records, env = [], environment(out)
     plan, policies = (TINY_PLAN, ("lru", OURS)) if quick else (FULL_PLAN, POLICIES)
     plan = replace(plan, applications=tuple(name for name in plan.applications if (only or "") in name))
     with TemporaryDirectory() as folder:

@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +33,8 @@ from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import CacheCosts
 from moe_lora.policies.caching_names import CACHING_POLICIES, make_caching_policy
+
+from .records import environment
 
 BLOCK_SIZE = 16
 SYSTEM_BLOCKS, TURN_BLOCKS, TURNS, MAX_TURNS = 8, 3, 5, 8
@@ -197,14 +198,12 @@ def measure(policy: str, num_nodes: int, num_requests: int) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, object]:
-    """Where this was measured."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+def machine() -> dict[str, object]:
+    """Where this was measured, and how busy it was."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "commit": commit.stdout.strip(),
         "measured": True,
         "cpu": models[0] if models else platform.machine(),
         "num_cpus": os.cpu_count(),
@@ -226,11 +225,12 @@ def main() -> None:
         "--policies", nargs="+", choices=sorted(CACHING_POLICIES), default=["cost-aware", "fastlibra", "lru"]
     )
     args = parser.parse_args()
+    env = environment(args.out)
     with args.out.open("w") as out:
         for policy in args.policies:
             result = measure(policy, args.nodes, args.requests)
             config = {"policy": policy, "num_nodes": args.nodes, "num_adapters": NUM_ADAPTERS}
-            record = {"kind": "cache_overhead", "config": config, "result": result, "env": environment()}
+            record = {"kind": "cache_overhead", "config": config, "result": result, "env": env | machine()}
             out.write(json.dumps(record) + "\n")
             out.flush()
             for name, goal in GOAL_US.items():

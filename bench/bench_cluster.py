@@ -15,8 +15,9 @@ from typing import Any
 
 import click
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result, check_targets, read_results
+
+from .records import environment
 
 LEAST_AGREEMENT = 0.99
 """Share of answers that must be equal.  In fp32 a tie of two logits may fall either way where the sizes of
@@ -31,7 +32,7 @@ def measure(out: Path | None, *, size: str, only: str | None) -> list[dict[str, 
 
     plan = {"full": FULL_PLAN, "quick": QUICK_PLAN, "tiny": TINY_PLAN}[size]
     records: list[dict[str, Any]] = []
-    env = environment()
+    env = environment(out)
     with TemporaryDirectory(prefix="moe_lora_bench_") as folder, _progress(plan.num_runs(only)) as on_run:
         for config, result in run_measured(plan, Path(folder), only, on_run):
             config = {"part": "measured", "size": size, **config}

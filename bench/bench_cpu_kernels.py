@@ -1,6 +1,6 @@
 """Speed of the CPU kernels against torch, the papers' kernels, and what the machine can do.
 
-    python bench/bench_cpu_kernels.py --out FILE.jsonl [--threads 1 2] [--ops lora linear]
+    python -m bench.bench_cpu_kernels --out FILE.jsonl [--threads 1 2] [--ops lora linear]
 
 Each case interleaves its contestants with a read and a copy of a large buffer and a GEMM (1024 cubed, the
 faster of torch's and ours), 8 times; ratios are medians of the per-round ratios, spread is their quartiles.
@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cpu_kernel_cases import EIGHT_ADAPTERS, MIXED_RANKS, SITES, Case, expert_case, linear_case, lora_case
 
 from moe_lora.kernels import cpu
+
+from .cpu_kernel_cases import EIGHT_ADAPTERS, MIXED_RANKS, SITES, Case, expert_case, linear_case, lora_case
+from .records import environment
 
 GEMM_ROWS = (1, 8, 16, 64, 2048)
 LORA_ROWS = (1, 8, 16, 32, 64, 2048)
@@ -124,12 +125,10 @@ def _spread(numerators: list[float], denominators: list[float]) -> list[float]:
     return statistics.quantiles(ratios, n=4, method="inclusive")
 
 
-def environment() -> dict[str, object]:
-    """Where this was measured."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+def machine() -> dict[str, object]:
+    """Where this was measured, and how busy it was."""
     models = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
-        "commit": commit.stdout.strip(),
         "measured": True,
         "cpu": models[0] if models else platform.machine(),
         "num_cpus": os.cpu_count(),
@@ -184,13 +183,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--ops", nargs="+", choices=("linear", "lora"), default=["linear", "lora"])
     args = parser.parse_args()
+    env = environment(args.out)
     ceilings = Ceilings()
     with args.out.open("w") as out:
         for threads in args.threads:
             torch.set_num_threads(threads)
             for dtype, case in cases(args.ops):
                 result = measure(case, ceilings, dtype)
-                out.write(json.dumps({"config": case.config, "result": result, "env": environment()}) + "\n")
+                record = {"config": case.config, "result": result, "env": env | machine()}
+                out.write(json.dumps(record) + "\n")
                 out.flush()
                 print(report(case, result), file=sys.stderr)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result, read_results
 from moe_lora.workload.records import Trace
 from moe_lora.workload.traces import read_trace
@@ -30,11 +29,12 @@ from .disagg_runs import (
     started,
     write_files,
 )
+from .records import environment
 
 
 def run(device: Device, plan: Plan, trace: Trace, size: str, out: Path) -> None:
     """Measure what `out` does not hold yet and append the records."""
-    env = environment()
+    env = environment(out)
     with tempfile.TemporaryDirectory(prefix="moe_lora_bench_") as folder:
         files = write_files(Path(folder), plan)
         for series in plan.series:

@@ -15,7 +15,6 @@ from typing import Any
 import click
 import torch
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result, read_results
 
 from .ceiling import ReadBandwidth
@@ -23,6 +22,7 @@ from .engine_cells import Contestants, Files
 from .engine_goals import goals, goals_table
 from .engine_plan import PLANS, Plan
 from .random_model import write_adapters, write_model
+from .records import environment
 
 
 def write_files(folder: Path, plan: Plan) -> Files:
@@ -39,7 +39,7 @@ def write_files(folder: Path, plan: Plan) -> Files:
 def run(plan: Plan, out: Path, num_threads: int) -> None:
     """Measure everything and append the records to `out`."""
     torch.set_num_threads(num_threads)
-    env = environment()
+    env = environment(out)
     bandwidth = ReadBandwidth()
     with tempfile.TemporaryDirectory(prefix="moe_lora_bench_") as folder:
         files = write_files(Path(folder), plan)

@@ -15,7 +15,6 @@ from pathlib import Path
 import click
 import torch
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result, read_results
 
 from .lora_kernel_cases import Case, memory_bytes
@@ -25,6 +24,7 @@ from .lora_kernel_peers import Contestant, load_peer, torch_peers
 from .lora_kernel_plan import CaseSpec, Plan, plan
 from .lora_kernel_report import line, verdict_table, wrong
 from .lora_kernel_runs import CaseRun
+from .records import environment
 
 DEFAULT_SCALE = {"cpu": 16, "cuda": 1}
 DEFAULT_BUDGET_S = {"cpu": 340.0, "cuda": 230.0}
@@ -66,7 +66,7 @@ def run(
     chosen: Plan, contestants: Sequence[Contestant], device: torch.device, out: Path, options: RunOptions
 ) -> None:
     """Measure case by case and append each case's records at once."""
-    env = {**environment(), "device_name": device_name(device)}
+    env = {**environment(out), "device_name": device_name(device)}
     started_s = time.monotonic()
     rates = Rates(device, chosen.specs[0].dtype)
     for number, spec in enumerate(chosen.specs):

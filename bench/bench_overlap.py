@@ -30,10 +30,11 @@ from moe_lora.dist.lora_server.session import ClientSession, Exchange
 from moe_lora.dist.ranks import LoraServerProcesses
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
-from moe_lora.report import append_result, environment
+from moe_lora.report import append_result
 
 from .interleave import interleave, ratio
 from .random_model import FULL, QUICK, RANKS, TINY, ModelSize, write_adapter, write_model
+from .records import environment
 
 PROMPT_TOKENS = 33
 NUM_ADAPTERS = 8
@@ -171,6 +172,7 @@ def main() -> None:
 
 def measure(folder: Path, size: ModelSize, options: argparse.Namespace, rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
+    env = environment(options.out)
     model = write_model(folder / "model", size)
     adapters = tuple(
         (
@@ -196,7 +198,7 @@ def measure(folder: Path, size: ModelSize, options: argparse.Namespace, rounds: 
     try:
         local, remote = build_engine(config), build_engine(joined)
         for num_requests in options.num_requests:
-            cell(local, remote, num_requests, names, size, options, rounds, steps)
+            cell(local, remote, num_requests, names, size, options, env, rounds, steps)
         if options.trace:
             chrome_trace(remote, Decode(remote, 16, names), options.trace)
         remote.close()
@@ -212,6 +214,7 @@ def cell(
     names: list[str],
     size: ModelSize,
     options: argparse.Namespace,
+    env: dict[str, Any],
     rounds: int,
     steps: int,
 ) -> None:
@@ -240,7 +243,7 @@ def cell(
         "threads": {"engine": 1, "server": 1},
         "model": size.describe(),
     }
-    append_result(options.out, config=config, result=result, env=environment(), kind="measured")
+    append_result(options.out, config=config, result=result, env=env, kind="measured")
     print(summary(num_requests, result), flush=True)
 
 

@@ -17,13 +17,14 @@ import click
 from moe_lora.cli.operating_points import found_points
 from moe_lora.cli.profile_steps import measured_models, summary_lines
 from moe_lora.config import LORA_KERNELS, EngineConfig
+from moe_lora.core.errors import SloError
 from moe_lora.engine.step_times import StepClock
 from moe_lora.policies.step_work import Row
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result, write_json
 
 from .interleave import ratio
 from .random_model import QUICK, TINY, ModelSize, write_model
+from .records import environment
 
 PARTS = ("models", "mixing", "points")
 PAPER_R2 = 0.96
@@ -107,29 +108,34 @@ def _clocks(model_dir: Path, names: Mapping[str, int], threads: int) -> Iterator
 def points(
     model_dir: Path, kernel: str, profile: Path | None, threads: int, *, small: bool
 ) -> dict[str, Any]:
-    """The content of a `moe-lora operating-points` file; profile: simulated from it."""
-    return found_points(
-        None if profile else str(model_dir),
-        {
-            **COMMON,
-            "performance_file": None if profile is None else str(profile),
-            "lora_kernel": kernel,
-            "ranks": (LOW, 16) if small else (LOW, 32, HIGH),
-            "slo_ttft_s": 0.5,
-            "slo_tpot_s": 0.5 if small else 0.1,
-            "num_adapters": 2 if small else 8,
-            "prompt_tokens": 32,
-            "output_tokens": 16,
-            "num_requests": 50,
-            "duration_s": 0.3 if small else 6.0,
-            "repeats": 1,
-            "tolerance": 1.0 if small else 0.06,
-            "start_per_s": 200.0 if small else 16.0,
-            "max_num_seqs": 2 if small else 32,
-            "max_num_batched_tokens": 512,
-            "num_threads": threads,
-        },
-    )
+    """The content of a `moe-lora operating-points` file; profile: simulated from it.
+
+    Where no rate tried holds the SLO, or all do: no points, and `problem` says so.
+    """
+    options = {
+        **COMMON,
+        "performance_file": None if profile is None else str(profile),
+        "lora_kernel": kernel,
+        "ranks": (LOW, 16) if small else (LOW, 32, HIGH),
+        "slo_ttft_s": 0.5,
+        "slo_tpot_s": 0.5 if small else 0.1,
+        "num_adapters": 2 if small else 8,
+        "prompt_tokens": 32,
+        "output_tokens": 16,
+        "num_requests": 50,
+        "duration_s": 0.3 if small else 6.0,
+        "repeats": 1,
+        "tolerance": 1.0 if small else 0.06,
+        "start_per_s": 200.0 if small else 16.0,
+        "max_num_seqs": 2 if small else 32,
+        "max_num_batched_tokens": 512,
+        "num_threads": threads,
+    }
+    try:
+        return found_points(None if profile else str(model_dir), options)
+    except SloError as error:
+        kind = "measured" if profile is None else "simulated"
+        return {"kind": kind, "operating_points": {}, "problem": str(error)}
 
 
 class Recorder:
@@ -137,6 +143,7 @@ class Recorder:
 
     def __init__(self, out: Path, size: ModelSize, num_rounds: int, threads: int) -> None:
         self._out, self._before = out, os.getloadavg()[0]
+        self._env = environment(out)
         self._config = {"model": size.describe(), "num_rounds": num_rounds, "threads": threads}
 
     def add(self, part: str, result: dict[str, Any], kind: str = "measured", **config: Any) -> None:
@@ -146,7 +153,7 @@ class Recorder:
             self._out,
             config={"part": part, **self._config, **config},
             result=result | loads,
-            env=environment(),
+            env=self._env,
             kind=kind,
         )
         self._before = after
@@ -178,7 +185,8 @@ def record_points(recorder: Recorder, model_dir: Path, profile: Path, threads: i
         measured = points(model_dir, kernel, None, threads, small=small)
         simulated = points(model_dir, kernel, profile, threads, small=small)
         for content in (measured, simulated):
-            kept = {key: content[key] for key in ("operating_points", "slo", "load")}
+            names = ("operating_points", "slo", "load", "problem")
+            kept = {key: content[key] for key in names if key in content}
             recorder.add("points", kept, kind=content["kind"], kernel=kernel)
             shown = ", ".join(f"rank {rank} {rate:.0f}" for rank, rate in kept["operating_points"].items())
             click.echo(f"{kernel:>5} tokens/s {content['kind']}: {shown}")

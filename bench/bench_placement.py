@@ -28,8 +28,10 @@ from moe_lora.provision.placement_exact import exact_worst_load
 from moe_lora.provision.placement_optimal import optimal_placement
 from moe_lora.provision.placement_problem import Table
 from moe_lora.provision.placement_quality import placement_quality
-from moe_lora.report import append_result, environment
+from moe_lora.report import append_result
 from moe_lora.workload import parse_popularity
+
+from .records import environment
 
 POPULARITIES = ("uniform", "shifting", "exponential", "power:3", "production")
 SIZES = ((25, 4), (100, 4), (200, 4), (300, 12))
@@ -161,7 +163,7 @@ def main() -> None:
     parser.add_argument("--num-exact", type=int, default=100)
     parser.add_argument("--cost-size", default="10000x100", metavar="ADAPTERSxSERVERS")
     arguments = parser.parse_args()
-    env = environment()
+    env = environment(arguments.out)
 
     def tell(config: dict[str, Any], result: dict[str, Any], kind: str) -> None:
         append_result(arguments.out, config=config, result=result, env=env, kind=kind)

@@ -32,10 +32,11 @@ from moe_lora.dist.transport import make_transport
 from moe_lora.engine.pool_adapters import PoolAdapters
 from moe_lora.engine.pool_calls import Sources
 from moe_lora.engine.pool_fetch import fetch_layers
-from moe_lora.report import append_result, environment
+from moe_lora.report import append_result
 
 from .interleave import interleave, ratio
 from .random_model import FULL, TINY, ModelSize, write_adapter, write_config
+from .records import environment
 
 KINDS = ("shm", "gloo")
 RANKS = (8, 64)
@@ -67,7 +68,7 @@ def pool_of(kind: str, name: str, path: Path, model_dir: Path) -> Iterator[PoolA
     """One instance's adapters."""
     shape = shape_of(model_dir)
     with make_transport(kind, name=name) as transport:
-        yield PoolAdapters(transport, lambda _, adapter: read_adapter(path, shape, _DTYPE, adapter))
+        yield PoolAdapters(transport, lambda _, adapter, content: read_adapter(path, shape, _DTYPE, adapter))
 
 
 class Work:
@@ -179,7 +180,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print("expected", json.dumps(EXPECTED))
-    env = environment()
+    env = environment(arguments.out)
     size, ranks, rounds = (TINY, RANKS[:1], 3) if arguments.quick else (FULL, RANKS, NUM_ROUNDS)
     for lora_rank in ranks:
         with tempfile.TemporaryDirectory() as folder:

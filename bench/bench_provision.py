@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
 
 from . import estimator_grid, provision_solver
+from .records import environment
 
 # What its records are, and how it runs.
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, provision_solver.Record], list[str]]]] = {
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all; may be repeated")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run")
     args = parser.parse_args()
-    env = environment()
+    env = environment(args.out)
 
     lines = []
     for part in args.part or PARTS:

@@ -24,9 +24,10 @@ from safetensors.numpy import save_file
 
 from moe_lora.adapters.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.registry import Registry
-from moe_lora.report import append_result, environment
+from moe_lora.report import append_result
 
 from .interleave import interleave, ratio
+from .records import environment
 
 NUM_ADAPTERS = 40_000
 NUM_ROUNDS = 9
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--num-adapters", type=int, default=NUM_ADAPTERS)
     arguments = parser.parse_args()
     print("expected", json.dumps(EXPECTED))
-    env = environment()
+    env = environment(arguments.out)
     # Removing the files takes about as long as adding them, so what was found is written before.
     with tempfile.TemporaryDirectory() as folder:
         for what, result in measure(arguments.num_adapters, Path(folder)).items():

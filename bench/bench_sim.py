@@ -14,7 +14,6 @@ from typing import Any
 import click
 import numpy as np
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result, read_results
 from moe_lora.sim.config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
 from moe_lora.sim.system import simulate
@@ -25,6 +24,7 @@ from moe_lora.workload.traces import read_trace
 from .disagg_device import Device, read_device
 from .disagg_report import table
 from .disagg_runs import shortened
+from .records import environment
 from .sim_validate import COMPARED, comparison, deviations
 
 RECORDED = Path(__file__).parent / "results" / "disagg.jsonl"
@@ -108,7 +108,7 @@ def timed(case: Case, device: Device) -> dict[str, Any]:
 
 
 def speed(device: Device, num_requests: int, out: Path | None) -> None:
-    rows = []
+    rows, env = [], environment(out)
     for case in cases(num_requests):
         result = timed(case, device)
         rows.append(
@@ -124,20 +124,19 @@ def speed(device: Device, num_requests: int, out: Path | None) -> None:
         )
         if out is not None:
             config = {"part": "speed"} | vars(case)
-            append_result(out, config=config, result=result, env=environment(), kind="simulated")
+            append_result(out, config=config, result=result, env=env, kind="simulated")
     click.echo(table(rows, "Speed"))
 
 
 def validate(device: Device, trace: str, out: Path | None) -> None:
+    env = environment(out)
     rows = comparison(device, shortened(read_trace(trace)), read_results(RECORDED))
     off = deviations(rows)
     click.echo(table([_printed(row) for row in rows], "Recorded of emulated devices / simulated"))
     click.echo(table([{"of": key} | _rounded(value) for key, value in off.items()], "\nOff by"))
     if out is not None:
         config = {"part": "validate", "recorded": RECORDED.name}
-        append_result(
-            out, config=config, result={"points": rows, "off": off}, env=environment(), kind="simulated"
-        )
+        append_result(out, config=config, result={"points": rows, "off": off}, env=env, kind="simulated")
 
 
 def _printed(row: dict[str, Any]) -> dict[str, str]:

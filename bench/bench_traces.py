@@ -24,10 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.report import append_result, environment
+from moe_lora.report import append_result
 from moe_lora.workload import iter_trace, trace_statistics
 
 from .interleave import interleave, ratio
+from .records import environment
 
 GOAL_LINES, GOAL_BYTES = 5_000_000, 1 << 30
 NUM_PAIRS = 7
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--num-lines", type=int, default=GOAL_LINES)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     arguments = parser.parse_args()
-    env, worst = environment(), 0
+    env, worst = environment(arguments.out), 0
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.formats:
             for config, result in measure(name, arguments.num_lines, Path(folder)):

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from moe_lora.dist.transport import RemoteWindow, Transport, Window, make_transport, shm_library
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
+
+from .records import environment
 
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 HEADLINE_BYTES = 4 << 20
@@ -240,7 +241,7 @@ def main() -> None:
     pipe, theirs = context.Pipe()
     child = context.Process(target=serve, args=(theirs, max(SIZES)), daemon=True)
     child.start()
-    env = environment()
+    env = environment(args.out)
     ends = {kind: connect(kind, pipe, max(SIZES)) for kind in kinds}
     headline: dict[tuple[str, str], dict[str, Any]] = {}
     for num_bytes in SIZES:

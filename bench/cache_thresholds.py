@@ -13,12 +13,12 @@ from pathlib import Path
 
 import click
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
 
 from .bench_cache import cells
 from .cache_plan import settings_of
 from .cache_simulated import simulated
+from .records import environment
 
 RATES = {"agents": 9.0, "chatbots (Mooncake)": 6.0}
 TIME_UNITS_S = {"agents": "5", "chatbots (Mooncake)": "60"}
@@ -33,7 +33,7 @@ THRESHOLDS = ((0.90, 0.70), (0.95, 0.50), (0.95, 0.70), (0.95, 0.90), (0.99, 0.7
 @click.option("--trace", type=click.Path(dir_okay=False), required=True, help="Mooncake's trace, JSON lines.")
 def main(out: Path, trace: str) -> None:
     """Run every pair of thresholds, on the same requests."""
-    env = environment()
+    env = environment(out)
     for cell in cells(trace, quick=False):
         application = cell.name["application"]
         if application not in RATES or (cell.name["model"], cell.name["num_adapters"]) != ("7B", 100):

@@ -21,10 +21,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
 from tests.dist.chaos import FAULTS, HOLDER_FAULTS, ChaosPlan, ChaosReport, run_chaos
 from tests.dist.chaos_model import ask_undisturbed, make_chaos_model
+
+from .records import environment
 
 NO_POOL = "none"
 
@@ -65,7 +66,7 @@ def plan_of(num_requests: int, seed: int, pool: str) -> ChaosPlan:
 
 def run_all(plans: Sequence[ChaosPlan], out: Path, logs: Path | None) -> list[ChaosReport]:
     """The report of each plan, written to `out` and told as they come."""
-    env, console = environment(), Console()
+    env, console = environment(out), Console()
     reports = []
     with tempfile.TemporaryDirectory(prefix="moe_lora-") as name:
         folder = Path(name)

@@ -24,12 +24,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
 from tests.dist.combinations import FACTORS, is_possible, title
 from tests.dist.covering import Row, all_rows
 from tests.dist.forked_cluster import Outcome, Tokens, local_tokens, served_tokens
 from tests.dist.served_models import ServedModel, make_served_model
+
+from .records import environment
 
 Expected = Callable[[str, str], tuple[ServedModel, Tokens]]
 
@@ -81,7 +82,7 @@ def _choices() -> str:
 
 def check_all(rows: Sequence[Row], out: Path) -> list[list[str]]:
     """What is wrong with each combination."""
-    env = environment()
+    env = environment(out)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found = []
     with (

@@ -9,12 +9,12 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
 
 from .cluster_sim_loraserve import loraserve_cells
 from .cluster_sim_report import summary_tables
 from .cluster_sim_toppings import toppings_cells
+from .records import environment
 
 
 def simulate(out: Path | None, *, quick: bool, only: str | None) -> None:
@@ -28,7 +28,7 @@ def simulate(out: Path | None, *, quick: bool, only: str | None) -> None:
     if not chosen:
         known = "\n".join(label for label, *_ in labelled)
         raise click.UsageError(f"--only {only!r} is in no cell's label; these are there:\n{known}")
-    env, records = environment(), []
+    env, records = environment(out), []
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("cells", total=len(chosen))

@@ -17,7 +17,9 @@ import torch
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 from moe_lora import LLM, SamplingParams
-from moe_lora.report import append_result, environment
+from moe_lora.report import append_result
+
+from .records import environment
 
 DEMO = Path(__file__).parents[1] / "demo"
 NUM_REQUESTS = 64
@@ -28,6 +30,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="JSON lines are appended here")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
+    env = environment(options.out)
     for eager in (True, False):
         config = {
             "bench": "gpu_smoke",
@@ -36,7 +39,7 @@ def main() -> None:
             "num_requests": NUM_REQUESTS,
         }
         result = measure(options.device, eager)
-        append_result(options.out, config=config, result=result, env=environment(), kind="measured")
+        append_result(options.out, config=config, result=result, env=env, kind="measured")
         print(config, result, flush=True)
 
 

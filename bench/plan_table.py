@@ -18,10 +18,10 @@ import numpy as np
 from moe_lora.core.errors import SloError
 from moe_lora.provision.admitted import rates_at
 from moe_lora.provision.plan import make_plan
-from moe_lora.report.environment import environment
 from moe_lora.report.results import append_result
 
 from .plan_cases import CASES, CONTEXT_TOKENS, OUTPUT_TOKENS, Case, case_inputs
+from .records import environment
 
 QWEN_PAPER = {128: 0.830, 192: 0.922, 256: 1.0}
 QWEN_TRIED = (
@@ -76,7 +76,7 @@ def _counted(number: int, noun: str) -> str:
 @click.option("--markdown", is_flag=True, help="Print the table of docs/provisioning.md.")
 def main(out: str, markdown: bool) -> None:
     """Plan every case."""
-    env = environment()  # before the old table goes, which would make the tree a changed one
+    env = environment(out)  # before the old table goes, which would make the tree a changed one
     Path(out).unlink(missing_ok=True)
     for case in CASES:
         plans = {name: planned(case, name) for name in ("paper", "corrected")}

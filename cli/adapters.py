@@ -96,6 +96,8 @@ def _check_folders(path: Path, shape: ModelShape) -> bool:
         if isinstance(packed, str):
             click.echo(f"{folder.name}: error: {packed}")
         else:
+            for warning in packed.warnings:
+                click.echo(f"{folder.name}: warning: {warning}")
             click.echo(
                 f"{folder.name}: ok: rank {packed.max_lora_rank}, {packed.nbytes:,} bytes, "
                 f"targets {' '.join(packed.targets)}, sha256 {packed.content_hash[:12]}"
@@ -112,7 +114,7 @@ def _only_registry(registry: Path | None, model_dir: Path | None = None) -> Path
 
 
 def _shape_for(path: Path, model_dir: Path | None, registry: Path | None) -> ModelShape:
-    from moe_lora.adapters.publish import model_shape
+    from moe_lora.adapters.base_model import model_shape
 
     if registry is not None:
         raise click.UsageError(f"give PATH ({path}) or --registry, not both")
@@ -130,6 +132,6 @@ def _read(folder: Path, shape: ModelShape) -> PackedAdapter | str:
 
     try:
         dtype = torch.float32 if shape.dtype_bytes == 4 else torch.bfloat16
-        return read_adapter(folder, shape, dtype)
+        return read_adapter(folder, shape, dtype, log=False)
     except AdapterError as error:
         return str(error)

@@ -114,6 +114,7 @@ def _runs(
     from moe_lora.engine.step_times import engine_with_adapters
     from moe_lora.provision.operating_points import judge, overload
 
+    click.echo(f"rank {rank}: building an engine and loading {load.num_adapters} adapters", err=True)
     names = [f"rank{rank}-{index}" for index in range(load.num_adapters)]
     core = engine_with_adapters(_engine_config(model_dir, load, options), dict.fromkeys(names, rank))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from .errors import user_errors
 from .numbers import WholeNumbers
 from .setting_options import setting_options
 
+LEAST_R2 = 0.9
+"""Of batches held out; the papers report 0.96."""
 _MACHINE = ("device", "dtype", "num_threads", "eager")
 """Settings of the engine that this command has options of."""
 
@@ -80,21 +83,25 @@ _MACHINE = ("device", "dtype", "num_threads", "eager")
     help="Count the time on a processor, not what passes: for one CPU thread beside other programs.",
 )
 @click.option("--seed", default=0, show_default=True)
+@click.option("--force", is_flag=True, help=f"Write models with R2 below {LEAST_R2:g} too.")
 @user_errors
-def profile_steps(model_dir: str, out: str, **options: Any) -> None:
+def profile_steps(model_dir: str, out: str, force: bool, **options: Any) -> None:
     """Time decode and prefill steps of the model in MODEL_DIR with adapters of several ranks.
 
     Adapters are random, on attention and MLP, all resident.  The file holds every batch's times, and
     performance models fitted to three quarters of the batches with R2 on the rest; it is what
-    `serve --performance-model` and `operating-points --simulate` take.
+    `serve --performance-model` and `operating-points --simulate` take.  Models that tell the times badly
+    (R2 below 0.9) are not written.
     (`moe-lora profile` times parts of a layer, for `provision`.)
     """
     from moe_lora.report.results import write_json
 
     content = measured_models(model_dir, options)
-    write_json(out, content)
     for line in summary_lines(content):
         click.echo(line)
+    if not force:
+        content["models"] = good_models(content["models"])
+    write_json(out, content)
     click.echo(f"performance models: {out}")
 
 
@@ -119,6 +126,7 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         clocks = {}
         for kernel in dict.fromkeys(options["kernels"]):
+            click.echo(f"{kernel}: building an engine and warming it up", err=True)
             clock = StepClock(
                 _engine_config(model_dir, kernel, options),
                 adapters,
@@ -139,6 +147,30 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     name = Path(model_dir).resolve().name
     return file_content(fitted, steps, model=name, settings=settings, env=environment())
+
+
+def good_models(models: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that tell the times of batches held out; the papers' form, which is coarser, may be left out.
+
+    Raises ConfigError if one of the full form does not.
+    """
+    from moe_lora.core.errors import ConfigError
+
+    bad = [
+        (model, phase, found["r2_held_out"])
+        for model in models
+        for phase, found in model["quality"].items()
+        if found["r2_held_out"] is None or found["r2_held_out"] < LEAST_R2
+    ]
+    for model, phase, r2 in bad:
+        if model["form"] == "full":
+            raise ConfigError(
+                f"the {model['kernel']} model tells {phase} times with R2 "
+                f"{'-' if r2 is None else format(r2, '.4f')}, less than {LEAST_R2:g}, so nothing was "
+                "written; time on an idle machine, with more --rounds or a lower --quantile, or give --force"
+            )
+        click.echo(f"left out: the {model['kernel']} model of form {model['form']}, {phase} R2 too low")
+    return [model for model in models if all(model is not one for one, _, _ in bad)]
 
 
 def summary_lines(content: dict[str, Any]) -> list[str]:
@@ -172,15 +204,34 @@ def _engine_config(model_dir: str, kernel: str, options: dict[str, Any]) -> Engi
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, drawn only where that is a terminal and between two batches."""
+    """A bar on stderr, drawn between two batches; where that is no terminal, a line every ten seconds."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, auto_refresh=False, disable=not console.is_terminal) as bar:
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    with Progress(console=console, auto_refresh=False) as bar:
         task = bar.add_task("batches", total=None)
 
         def show(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, refresh=True)
 
         yield show
+
+
+class _Lines:
+    """A line on stderr at the first batch, every ten seconds, and at the last."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.monotonic()
+        self._next_s = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        passed_s = time.monotonic() - self._begun_s
+        if passed_s < self._next_s and done < total:
+            return
+        self._next_s = passed_s + 10.0
+        left = f", about {passed_s * (total - done) / done:.0f} s to go" if done else ""
+        click.echo(f"{done} of {total} batches timed{left}", err=True)

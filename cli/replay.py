@@ -53,6 +53,10 @@ _RESULT = (
     click.option("--slo-ttft-s", default=0.25, show_default=True),
     click.option("--slo-tpot-s", default=0.1, show_default=True),
     click.option("--label", help="Name of the run in tables and plots.  [default: the model]"),
+    click.option(
+        "--emulates", metavar="DEVICE", help="What the server's devices emulate; marks the results as such."
+    ),
+    click.option("--quiet", is_flag=True, help="No table, no names of files written."),
     click.option("--save-result", type=_OUT, help="Write the run as JSON."),
     click.option("--append-result", type=_OUT, help="Append a JSON line {kind, config, result, env}."),
     click.option("--report", "report_path", type=_OUT, help="Write an HTML page with plots."),
@@ -80,7 +84,7 @@ def replay(**options: Any) -> None:
     from . import replay_run
 
     run, interrupted = replay_run.measure(options)
-    replay_run.show(run)
+    replay_run.show(run, quiet=options["quiet"])
     replay_run.save(run, options)
     if interrupted:
         click.echo("interrupted; the results cover what was done until then", err=True)

@@ -20,7 +20,7 @@ from moe_lora.workload.prompts import read_prompts
 from .progress import progress
 from .replay_adapters import adapter_popularity, check_served, popularity_text, with_identities
 
-_NOT_SAVED = ("api_key", "save_result", "append_result", "report_path", "label")
+_NOT_SAVED = ("api_key", "save_result", "append_result", "report_path", "label", "quiet")
 
 
 def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -54,6 +54,7 @@ def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         label=options["label"] or sending.model,
         config=saved_config(options, sending, trace, plan),
         env=environment(),
+        kind="measured" if options["emulates"] is None else "emulated",
         stopped_early=outcome.interrupted,
     )
     return run, outcome.interrupted
@@ -103,9 +104,10 @@ def saved_config(
     return {**kept, **found, "num_prompts": len(plan)}
 
 
-def show(run: dict[str, Any]) -> None:
-    """The table on stdout; what failed, and whether the client kept up, on stderr."""
-    Console().print(summary_table([run]))
+def show(run: dict[str, Any], *, quiet: bool = False) -> None:
+    """The table on stdout, unless quiet; what failed, and whether the client kept up, on stderr."""
+    if not quiet:
+        Console().print(summary_table([run]))
     for message, count in run["error_counts"].items():
         click.echo(f"{count} requests failed: {message}", err=True)
     delay_ms = run["p99_send_delay_ms"]
@@ -130,5 +132,5 @@ def save(run: dict[str, Any], options: dict[str, Any]) -> None:
 
         write_report(options["report_path"], [run], f"Load test of {run['label']}")
     for name in ("save_result", "append_result", "report_path"):
-        if options[name]:
+        if options[name] and not options["quiet"]:
             click.echo(f"wrote {options[name]}", err=True)

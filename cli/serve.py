@@ -17,9 +17,77 @@ from moe_lora.config import (
 
 from .errors import user_errors
 from .setting_options import section_options
-from .variadic import VariadicCommand
+from .variadic import VariadicCommand, grouped
 
 _FOLDER = click.Path(exists=True, file_okay=False)
+_GROUPS = {
+    "Where": (
+        click.option(
+            "--served-model-name", help="What requests call the base model.  [default: folder name]"
+        ),
+    ),
+    "Adapters": (
+        click.option(
+            "--lora-modules", multiple=True, metavar="NAME=PATH...", help="PEFT adapters and their names."
+        ),
+        click.option(
+            "--lora-dir", multiple=True, type=_FOLDER, help="Serve every PEFT adapter below, by folder name."
+        ),
+        click.option(
+            "--skip-bad-adapters",
+            is_flag=True,
+            help="Serve without the adapters that can't be served, instead of not at all.",
+        ),
+    ),
+    "Memory": (),
+    "Engine": (),
+    "Several instances and front ends": (
+        click.option(
+            "--front-ends",
+            "num_front_ends",
+            type=click.IntRange(1, 64),
+            help="Processes that serve HTTP, on one port, with a controller of their own.  [default: 1, "
+            "without any]",
+        ),
+    ),
+    "LoRA Server": (),
+    "Watching the load": (),
+    "A cluster's file": (
+        click.option(
+            "--config",
+            "config_file",
+            metavar="FILE",
+            help="Settings from a file (docs/cluster.md); options given here go before it.",
+        ),
+        click.option(
+            "--role",
+            type=click.Choice(["all", "front-end", "controller"]),
+            default="all",
+            show_default=True,
+            help="Of the cluster in --config: everything on this host, or one front end or the controller "
+            "alone.",
+        ),
+        click.option(
+            "--name", help="With --role front-end, which of the file's front_ends.  [default: the only one]"
+        ),
+        # How processes are started that `--front-ends` asks for.
+        click.option("--listen-fd", type=int, hidden=True),
+        click.option("--parent", type=int, hidden=True),
+    ),
+}
+"""Headings of --help in their order, and the options that are not settings of a role."""
+_EXAMPLES = """\b
+Examples:
+  moe-lora serve demo/model --lora-dir demo/adapters
+  moe-lora serve demo/model --lora-modules up=demo/adapters/upper --port 9000
+  moe-lora serve demo/model --lora-dir demo/adapters --lora-server EP1-PP1
+"""
+
+
+def _options(function: Any) -> Any:
+    for heading, options in reversed(_GROUPS.items()):
+        function = grouped(heading, options)(function)
+    return function
 
 
 @section_options(
@@ -30,38 +98,14 @@ _FOLDER = click.Path(exists=True, file_okay=False)
     lora_server=LoraServerConfig,
     provision=ProvisionConfig,
 )
-@click.command(cls=VariadicCommand, variadic=["--lora-modules", "--lora-dir", "--registry-adapters"])
+@click.command(
+    cls=VariadicCommand,
+    variadic=["--lora-modules", "--lora-dir", "--registry-adapters"],
+    headings=_GROUPS,
+    epilog=_EXAMPLES,
+)
 @click.argument("model_dir", type=_FOLDER, required=False)
-@click.option(
-    "--config",
-    "config_file",
-    metavar="FILE",
-    help="Settings from a file (docs/cluster.md); options given here go before it.",
-)
-@click.option(
-    "--role",
-    type=click.Choice(["all", "front-end", "controller"]),
-    default="all",
-    show_default=True,
-    help="Of the cluster in --config: everything on this host, or one front end or the controller alone.",
-)
-@click.option(
-    "--name", help="With --role front-end, which of the file's front_ends.  [default: the only one]"
-)
-# How processes are started that `--front-ends` asks for.
-@click.option("--listen-fd", type=int, hidden=True)
-@click.option("--parent", type=int, hidden=True)
-@click.option(
-    "--front-ends",
-    "num_front_ends",
-    type=click.IntRange(1, 64),
-    help="Processes that serve HTTP, on one port, with a controller of their own.  [default: 1, without any]",
-)
-@click.option("--served-model-name", help="What requests call the base model.  [default: folder name]")
-@click.option("--lora-modules", multiple=True, metavar="NAME=PATH...", help="PEFT adapters and their names.")
-@click.option(
-    "--lora-dir", multiple=True, type=_FOLDER, help="Serve each PEFT adapter below, by folder name."
-)
+@_options
 @user_errors
 def serve(
     config_file: str | None,
@@ -70,6 +114,7 @@ def serve(
     listen_fd: int | None,
     parent: int | None,
     num_front_ends: int | None,
+    skip_bad_adapters: bool,
     **options: Any,
 ) -> None:
     """Serve the model in MODEL_DIR and its adapters over HTTP, the OpenAI way, until Ctrl-C.
@@ -79,16 +124,19 @@ def serve(
     MODEL_DIR may also stand in the file of --config.
     """
     import logging
+    from dataclasses import replace
 
     from moe_lora import assemble
     from moe_lora.dist.roles import end_with
 
-    from .serve_settings import cluster_to_serve
+    from .serve_settings import cluster_to_serve, fit_to_serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     cluster = cluster_to_serve(config_file, name, options)
     if role != "all" and config_file is None:
         raise click.UsageError(f"--role {role} needs --config, the file of its cluster")
+    if skip_bad_adapters and role != "all":
+        raise click.UsageError("--skip-bad-adapters: a role of its own reads no adapters; leave it out")
     if name is not None and role != "front-end":
         raise click.UsageError("--name is a front end's; give --role front-end")
     if num_front_ends is not None and role != "all":
@@ -97,9 +145,12 @@ def serve(
         end_with(parent)
     if role == "front-end":
         assemble.serve_front_end(cluster, name, listen_fd)
-    elif role == "controller":
+        return
+    if role == "controller":
         assemble.serve_controller(cluster)
-    elif (count := num_front_ends or len(cluster.front_ends) or 1) > 1:
-        raise SystemExit(assemble.serve_host(cluster, count))
-    else:
-        assemble.serve(cluster)
+        return
+    cluster = replace(cluster, engine=fit_to_serve(cluster.engine, skip_bad=skip_bad_adapters))
+    num_front_ends = num_front_ends or len(cluster.front_ends) or 1
+    if num_front_ends > 1:
+        raise SystemExit(assemble.serve_host(cluster, num_front_ends))
+    assemble.serve(cluster)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from moe_lora.config.settings import settings_of
+from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.request import name_problem
 
 from .setting_options import sections_of
 
 if TYPE_CHECKING:
+    from moe_lora.config import EngineConfig
     from moe_lora.config.cluster import ClusterConfig
+
+logger = logging.getLogger(__name__)
 
 
 def cluster_to_serve(
@@ -81,7 +87,39 @@ def _named_path(text: str) -> tuple[str, str]:
         raise click.BadParameter(f"{text!r} is not NAME=PATH", param_hint="--lora-modules")
     if problem := name_problem(name):
         raise click.BadParameter(f"the name {name!r} {problem}", param_hint="--lora-modules")
-    return name, path
+    return name, _folder_of(path, name)
+
+
+def _folder_of(path: str, name: str) -> str:
+    from moe_lora.adapters.peft_files import adapter_folder
+
+    try:
+        return adapter_folder(path, name)
+    except AdapterError as error:
+        raise click.BadParameter(str(error), param_hint="--lora-modules") from error
+
+
+def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
+    """The settings, their adapters held against the base model before anything starts.
+
+    skip_bad: leave out those that can't be served, with a line in the log for each; their values are looked
+    at too then.  Raises ConfigError that names all of them otherwise, or for a base model that can't be read.
+    """
+    from moe_lora.adapters.base_model import model_shape
+    from moe_lora.adapters.file_check import bad_adapters
+
+    if not config.adapters:
+        return config
+    bad = bad_adapters(config.adapters, model_shape(config.model_dir), values=skip_bad)
+    if bad and not skip_bad:
+        lines = "".join(f"\n  {name}: {problem}" for name, problem in bad.items())
+        raise ConfigError(
+            f"{len(bad)} of {len(config.adapters)} adapters can't be served; mend them, or go on without "
+            f"them by --skip-bad-adapters:{lines}"
+        )
+    for name, problem in bad.items():
+        logger.error("left out: adapter %s: %s", name, problem)
+    return replace(config, adapters=tuple(one for one in config.adapters if one[0] not in bad))
 
 
 def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
@@ -90,6 +128,7 @@ def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
     Raises click.BadParameter for a folder without any and for unfit names.
     """
     found: list[tuple[str, str]] = []
+    unfit: list[str] = []
     for folder in folders:
         here = [place for place, _, files in os.walk(folder) if "adapter_config.json" in files]
         if not here:
@@ -97,6 +136,8 @@ def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
         for place in here:
             name = Path(place).resolve().name
             if problem := name_problem(name):
-                raise click.BadParameter(f"the folder name {name!r} {problem}", param_hint="--lora-dir")
+                unfit.append(f"the folder name {name!r} {problem}")
             found.append((name, place))
+    if unfit:
+        raise click.BadParameter("; ".join(sorted(unfit)), param_hint="--lora-dir")
     return sorted(found)

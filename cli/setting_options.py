@@ -31,6 +31,7 @@ class SettingOption(click.Option):
         names = [rule.option, name]
         super().__init__(names, default=default, metavar=rule.metavar or None, **attributes)
         self._kind, self._setting = kind, one
+        self.heading = rule.group or kind.GROUP or "Options"
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         self.help = help_of(self._kind, self._setting)

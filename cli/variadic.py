@@ -1,8 +1,8 @@
-"""Options that take several values after one name: `--lora-modules a b c`."""
+"""Options that take several values after one name (`--lora-modules a b c`), and options in groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -15,12 +15,39 @@ class VariadicCommand(click.Command):
     with a dash, so arguments without a name go before it.
     """
 
-    def __init__(self, *args: Any, variadic: Sequence[str] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, variadic: Sequence[str] = (), headings: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.variadic = tuple(variadic)
+        self.variadic, self.headings = tuple(variadic), tuple(headings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, expand(args, self.variadic))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click, under the options' headings, those of the command first and in its order."""
+        sections: dict[str, list[tuple[str, str]]] = {heading: [] for heading in self.headings}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                sections.setdefault(getattr(param, "heading", "Options"), []).append(record)
+        for heading, records in sections.items():
+            if not records:
+                continue
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def grouped(heading: str, options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """A decorator that applies these click.option decorators, to be listed under the heading."""
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+            function.__click_params__[-1].heading = heading
+        return function
+
+    return decorate
 
 
 def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:

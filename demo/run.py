@@ -1,11 +1,11 @@
-"""`make demo`: serve the demo model with a LoRA Server, then without, and compare; leaves nothing behind.
-
-Both get the same arrivals, so that the report shows them side by side.
+"""`make demo`: serve the demo's adapters beside the model and on a LoRA Server, once where they fit and once
+where they don't, and say which was faster, whichever it was; leaves nothing behind but the results.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -13,62 +13,154 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from .emulated import EMULATES, SLOWDOWN
 from .tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 120.0
 PROMPTS_PER_LENGTH = 24
+SHOWN = ("reverse", "upper", "rot13", "dashes")
 MOE_LORA = [sys.executable, "-m", "moe_lora.cli.main"]
-SYSTEMS = {"LoRA Server": ["--lora-server", "EP1-PP1"], "coupled": []}
-"""What is served, and the options of `moe-lora serve` that make the difference."""
+SERVE = [*MOE_LORA, "serve", str(HERE / "model"), "--lora-dir", str(HERE / "adapters"), "--threads", "1"]
+SLO_S = {"ttft": 0.25, "tpot": 0.1}
+EMULATED_RATE_PER_S = 80.0
+"""Of the emulated devices' time."""
+WIN = 1.1
+"""A P95 TTFT that many times another's is worse; less is noise."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A system.  serve: what starts it, but for the port.  replay: what only its load client is told."""
+
+    label: str
+    serve: list[str]
+    replay: list[str]
+
+
+def runs_of(duration_s: str) -> list[Run]:
+    here = ["--duration-s", duration_s, "--busiest"]
+    emulated = ["--duration-s", duration_s, "--request-rate", f"{EMULATED_RATE_PER_S / SLOWDOWN:g}"]
+    emulated += [f"--slo-{name}-s={SLOWDOWN * goal_s:g}" for name, goal_s in SLO_S.items()]
+    device = [sys.executable, "-m", "demo.emulated"]
+    return [
+        Run("all fit: coupled", SERVE, here),
+        Run("all fit: LoRA Server", [*SERVE, "--lora-server", "EP1-PP1"], here),
+        Run("short of memory: coupled", [*device, "coupled"], [*emulated, "--emulates", EMULATES]),
+        Run("short of memory: LoRA Server", [*device, "server"], [*emulated, "--emulates", EMULATES]),
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", default=str(HERE / "trace.csv"), help="trace file (azure, burstgpt, ...)")
-    parser.add_argument("--duration-s", default="45", help="send what arrives in this time, to each system")
+    parser.add_argument("--duration-s", default="20", help="send what arrives in this time, to each system")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", default=str(HERE), help="where report.html and results.jsonl go")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory() as scratch:
-        prompts = Path(scratch) / "prompts.jsonl"
-        num_adapters = write_prompts(prompts, random.Random(options.seed))
-        runs: list[Path] = []
-        for label, arguments in SYSTEMS.items():
-            run = Path(scratch) / f"{len(runs)}.json"
-            status = measure(label, arguments, prompts, num_adapters, run, options)
-            runs += [run] if run.exists() else []
-            if status:
-                break
-        if runs:
-            report = Path(options.output_dir) / "report.html"
-            subprocess.run([*MOE_LORA, "report", *map(str, runs), "--out", str(report)], check=True)
-        return status
-
-
-def measure(
-    label: str,
-    arguments: list[str],
-    prompts: Path,
-    num_adapters: int,
-    run: Path,
-    options: argparse.Namespace,
-) -> int:
-    """Serve with these options, send the load, write the run; the load client's exit status."""
-    server, url = start_server(arguments)
+    report = Path(options.output_dir).resolve() / "report.html"
+    found: list[dict[str, Any]] = []
+    answers: list[str] = []
     try:
-        wait_until_ready(server, url)
-        return replay(url, label, prompts, num_adapters, run, options)
+        with tempfile.TemporaryDirectory() as scratch:
+            prompts = Path(scratch) / "prompts.jsonl"
+            num_adapters = write_prompts(prompts, random.Random(options.seed))
+            plan = runs_of(options.duration_s)
+            for number, run in enumerate(plan, 1):
+                print(f"[{number}/{len(plan)}] {run.label}: starting the server", flush=True)
+                with serving(run.serve, Path(scratch) / "server.log") as url:
+                    answers = answers or shown_answers(url)
+                    result = Path(scratch) / f"{number}.json"
+                    replay(url, run, prompts, num_adapters, result, options)
+                    found.append(json.loads(result.read_text()))
     except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
         return 130
-    finally:
-        stop(server)
+    lines = [*answers, *verdict(found)]
+    write_report(report, found, lines)
+    print("", *(textwrap.fill(line, 100) for line in lines), f"Report: {report.as_uri()}", sep="\n")
+    return 0
+
+
+def write_report(path: Path, found: list[dict[str, Any]], notes: list[str]) -> None:
+    from moe_lora.report.html import write_report as write
+
+    write(path, found, "Many adapters, beside the model and on a LoRA Server", notes)
+
+
+def verdict(found: list[dict[str, Any]]) -> list[str]:
+    """What the four runs showed, whichever way it went."""
+    coupled, server, short, short_server = found
+    exact = [run["exact_answers"] for run in found]
+    device = f"Emulated ({EMULATES})"
+    return [
+        f"Exact answers: {min(exact):.1%} to {max(exact):.1%} over the four runs, the same tasks in each.",
+        "All adapters fit beside the model, measured here: "
+        + compared(coupled, server)
+        + ALL_FIT[faster(coupled, server)],
+        f"Adapters don't fit. {device}: "
+        + compared(short, short_server, SLOWDOWN)
+        + SHORT_OF_MEMORY[faster(short, short_server)],
+    ]
+
+
+ALL_FIT = {
+    "coupled": "Coupled is faster. Each layer's deltas make a round trip to the server, and a model this "
+    "small computes nothing long enough to hide it behind. Where all fit, keep adapters beside the model.",
+    "server": "The LoRA Server is faster, which is not expected here: the machine was probably busy.",
+    "neither": "Neither is faster, which is not expected here: the machine was probably busy.",
+}
+SHORT_OF_MEMORY = {
+    "coupled": "Coupled is faster: the LoRA Server did not pay in this run.",
+    "server": "The LoRA Server is faster. A coupled instance has room for a few adapters beside its KV, so "
+    "requests wait until a slot is free; on the server all that are in use fit.",
+    "neither": "Neither is faster: the LoRA Server did not pay in this run.",
+}
+
+
+def faster(coupled: dict[str, Any], server: dict[str, Any]) -> str:
+    """Which has the lower P95 TTFT: "coupled", "server" or, within WIN, "neither"."""
+    ratio = server["p95_ttft_ms"] / coupled["p95_ttft_ms"]
+    if ratio > WIN:
+        return "coupled"
+    return "server" if ratio < 1 / WIN else "neither"
+
+
+def compared(coupled: dict[str, Any], server: dict[str, Any], slowdown: float = 1.0) -> str:
+    """Both systems' numbers in a sentence, in the device's time."""
+    parts = [
+        f"{name} TTFT P95 {run['p95_ttft_ms'] / slowdown:.0f} ms, "
+        f"TPOT {run['mean_tpot_ms'] / slowdown:.1f} ms, {run['slo_attainment']:.0%} within the SLO"
+        for name, run in (("coupled", coupled), ("LoRA Server", server))
+    ]
+    ratio = server["p95_ttft_ms"] / coupled["p95_ttft_ms"]
+    return f"{parts[0]}; {parts[1]} (TTFT {ratio:.2f} x coupled's). "
+
+
+def shown_answers(url: str) -> list[str]:
+    """A line of what some adapters make of the same prompt.  Exits where one is wrong."""
+    given, found = "hello", []
+    for name in SHOWN:
+        body = {"model": name, "prompt": prompt_for(given), "max_tokens": 20, "temperature": 0}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+        if text != TASKS[name](given):
+            sys.exit(f"{name} answered {text!r} to {given!r}; right is {TASKS[name](given)!r}")
+        found.append(f"{name}: {prompt_for(given)} -> {text}")
+    return ["Answers. " + ", ".join(found)]
 
 
 def write_prompts(path: Path, rng: random.Random) -> int:
@@ -84,57 +176,57 @@ def write_prompts(path: Path, rng: random.Random) -> int:
     return len(adapters)
 
 
-def start_server(arguments: list[str]) -> tuple[subprocess.Popen[bytes], str]:
-    """`moe-lora serve` on a free port, in a session of its own so that Ctrl-C does not reach it first."""
+@contextlib.contextmanager
+def serving(command: list[str], log: Path) -> Iterator[str]:
+    """A server on a free port, in a session of its own so that Ctrl-C does not reach it first; its address.
+
+    What it logs is shown only if it does not start.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [*MOE_LORA, "serve", str(HERE / "model"), "--lora-dir", str(HERE / "adapters")]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--threads", "1", *arguments]
-    print("starting the server:", "moe-lora", *command[3:], flush=True)
-    return subprocess.Popen(command, start_new_session=True), f"http://127.0.0.1:{port}"
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            [*command, "--port", str(port)], start_new_session=True, stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until_ready(server, f"http://127.0.0.1:{port}", log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        stop(server)
 
 
-def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
+def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            sys.exit(
-                f"the server ended with exit code {server.returncode} while starting; see its messages above"
-            )
+            sys.exit(f"{log.read_text()}the server ended with exit code {server.returncode} while starting")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=1):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    sys.exit(f"the server did not answer within {START_TIMEOUT_S:.0f} s")
+    sys.exit(f"{log.read_text()}the server did not answer within {START_TIMEOUT_S:.0f} s")
 
 
 def replay(
-    url: str, label: str, prompts: Path, num_adapters: int, run: Path, options: argparse.Namespace
-) -> int:
-    """Run the load client; it prints the table, writes the run and appends to the results."""
-    output = Path(options.output_dir)
+    url: str, run: Run, prompts: Path, num_adapters: int, result: Path, options: argparse.Namespace
+) -> None:
+    """Run the load client; it writes the run and appends to the results.  Exits where it fails."""
     command = [*MOE_LORA, "replay", "--url", url, "--trace", options.trace, "--prompts", str(prompts)]
-    command += [
-        "--duration-s",
-        options.duration_s,
-        "--busiest",
-        "--seed",
-        str(options.seed),
-        "--label",
-        label,
-    ]
-    command += ["--append-result", str(output / "results.jsonl"), "--save-result", str(run)]
-    client = subprocess.Popen([*command, "--num-adapters", str(num_adapters)])
+    command += ["--seed", str(options.seed), "--label", run.label, "--num-adapters", str(num_adapters)]
+    command += ["--append-result", str(Path(options.output_dir) / "results.jsonl")]
+    client = subprocess.Popen([*command, "--save-result", str(result), "--quiet", *run.replay])
     try:
-        return client.wait()
-    except KeyboardInterrupt:
-        return client.wait()
+        status = client.wait()
     finally:
         if client.poll() is None:
             client.terminate()
             client.wait()
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
+        sys.exit(status)
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:

@@ -44,9 +44,9 @@ def serve(cluster: ClusterConfig) -> None:
     from moe_lora.serve.server import bind, run_server
 
     routes, config, name = _checked_routes(cluster), cluster.engine, cluster.served_model_name
-    tokenizer = load_tokenizer(config.model_dir)
+    tokenizer, front_end = load_tokenizer(config.model_dir), cluster.front_end
     with (
-        bind(cluster.front_end.host, cluster.front_end.port) as sock,
+        bind(front_end.host, front_end.port) as sock,
         opened_registry(cluster.registry, config, name) as (config, served),
         lora_server_processes(config, cluster.lora_server) as joined,
         engine_processes(
@@ -58,7 +58,9 @@ def serve(cluster: ClusterConfig) -> None:
         ) as client,
     ):
         controller = make_controller(cluster.provision, client, joined.lora_server)
-        run_server(_frontend(client, tokenizer, name, controller, routes.placement(client), served), sock)
+        placement = routes.placement(client)
+        frontend = _frontend(client, tokenizer, name, controller, placement, served, front_end.cors_origins)
+        run_server(frontend, sock, front_end.drain_s)
 
 
 def serve_controller(cluster: ClusterConfig) -> None:
@@ -77,6 +79,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
 
     Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
     """
+    from moe_lora.core.state_folder import run_folder
     from moe_lora.dist.host_roles import run_roles
     from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
     from moe_lora.engine.process import usable_cores
@@ -88,11 +91,13 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
     with (
         bind(cluster.front_end.host, cluster.front_end.port) as sock,
+        run_folder(cluster.engine.state_dir) as folder,
         lora_server_processes(cluster.engine, cluster.lora_server) as joined,
     ):
         cluster = on_loopback(cluster, num_front_ends, joined.lora_server)
-        with cluster_file(cluster) as file:
-            return 0 if run_roles(roles_of(cluster, file, sock.fileno())) else 1
+        kept = replace(cluster.engine, contents_dir=str(folder / "contents"))
+        with cluster_file(replace(cluster, engine=kept)) as file:
+            return 0 if run_roles(roles_of(cluster, file, sock.fileno()), cluster.front_end.drain_s) else 1
 
 
 def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: int | None = None) -> None:
@@ -147,7 +152,9 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
         door = Door(*place, key, roster, entry)
         try:
             controller = make_controller(cluster.provision, fleet, cluster.instance().lora_server)
-            run_server(_frontend(fleet, tokenizer, name, controller, routes.placement(fleet), served), sock)
+            placement, origins = routes.placement(fleet), cluster.front_end.cors_origins
+            frontend = _frontend(fleet, tokenizer, name, controller, placement, served, origins)
+            run_server(frontend, sock, cluster.front_end.drain_s)
         finally:
             door.close()
             asyncio.run(fleet.close())
@@ -174,6 +181,7 @@ def _frontend(
     controller: Controller | None,
     placement: PlacementController | None,
     registry: ServedRegistry | None,
+    cors_origins: Sequence[str],
 ) -> Frontend:
     """A front end that decides for itself: its controllers run beside its requests."""
     from moe_lora.engine.fleet import FleetClient
@@ -188,6 +196,7 @@ def _frontend(
         placement=placement,
         registry=registry,
         tasks=[one for one in (controller, placement, pool) if one is not None],
+        cors_origins=cors_origins,
     )
 
 
@@ -205,41 +214,76 @@ def engine_processes(
     Several are restarted when they end; one is not.  routing: a router, or the name of one in
     `policies.routers.ROUTERS`.  meter, ranks: see `FleetClient`.  heartbeat: when one of several is silent.
     """
-    from moe_lora.engine.process import ProcessClient, start_processes, usable_cores
-    from moe_lora.engine.shares import instance_config, thread_share
+    from moe_lora.engine.attendance import LoneAttendance
+    from moe_lora.engine.heartbeat import Heartbeat
+    from moe_lora.engine.process import ProcessClient, usable_cores
+    from moe_lora.engine.shares import thread_share
 
     count = config.num_instances
     config = replace(config, num_threads=thread_share(config.num_threads, count, usable_cores()))
     if count == 1:
-        single = ProcessClient(config)
+        beats = heartbeat or Heartbeat()
+        single = ProcessClient(config, heartbeat_s=beats.interval_s)
+        single.attendance = LoneAttendance(single, beats)
+        single.attendance.start()
         try:
             yield single
         finally:
             single.shut_down()
         return
 
+    from moe_lora.core.state_folder import run_folder
+
+    with (
+        run_folder(config.state_dir) as folder,
+        _several(config, routing, meter, ranks, heartbeat, folder) as fleet,
+    ):
+        yield fleet
+
+
+@contextmanager
+def _several(
+    config: EngineConfig,
+    routing: str | Router,
+    meter: TokenMeter | None,
+    ranks: dict[str, int] | None,
+    heartbeat: Heartbeat | None,
+    folder: Path,
+) -> Iterator[EngineClient]:
+    """Instances that stand in for each other; folder: where the contents of adapters are kept."""
     from moe_lora.core.clock import WallClock
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.pool_directory import PoolDirectory
+    from moe_lora.engine.process import ProcessClient, start_processes
     from moe_lora.engine.roster import Roster
+    from moe_lora.engine.shares import instance_config
     from moe_lora.engine.supervisor import Supervisor
     from moe_lora.policies.routers import make_router
 
     beats = heartbeat or Heartbeat()
 
+    contents_dir = None if config.lora_server is not None else str(folder / "contents")
+    config = replace(config, contents_dir=contents_dir)
+
     def launch(index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]) -> ProcessClient:
+        # Those that are served have their contents; what can't be had keeps no instance from starting.
+        served = roster.adapters
+        known = ((name, served[name].content_hash) for name, _ in adapters if name in served)
+        contents = tuple((name, content) for name, content in known if content is not None)
         started = instance_config(config, index, num_starts, adapters)
+        started = replace(started, contents=contents, leave_out_bad=True)
         return ProcessClient(started, wait=False, heartbeat_s=beats.interval_s)
 
     router = make_router(routing) if isinstance(routing, str) else routing
-    clock = WallClock()
+    clock, count = WallClock(), config.num_instances
     pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
     configs = [instance_config(config, i, 0, config.adapters) for i in range(count)]
     clients = start_processes(configs, beats.interval_s)
     if pool is not None:
         _fill(pool, clients, config.adapters)
-    roster = Roster(clients, config.adapters, heartbeat=beats, pool=pool)
+    contents = _settle(clients)
+    roster = Roster(clients, config.adapters, heartbeat=beats, pool=pool, contents=contents)
     fleet = FleetClient(roster, router, clock, meter=meter, ranks=ranks)
     Supervisor(roster, clients, launch, [name for name, _ in config.adapters], clock)
     try:
@@ -258,6 +302,18 @@ def _fill(pool: PoolDirectory, clients: list[ProcessClient], adapters: Sequence[
         raise
 
 
+def _settle(clients: list[ProcessClient]) -> dict[str, str]:
+    """Have new instances serve the same contents; if they can't, none of them stays."""
+    from moe_lora.engine.catch_up import settle_contents
+
+    try:
+        return settle_contents(clients)
+    except BaseException:
+        for client in clients:
+            client.shut_down()
+        raise
+
+
 @contextmanager
 def lora_server_processes(config: EngineConfig, server: LoraServerConfig | None) -> Iterator[EngineConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
@@ -270,15 +326,16 @@ def lora_server_processes(config: EngineConfig, server: LoraServerConfig | None)
 
     from moe_lora.core.hf_config import read_config
     from moe_lora.core.shape import ModelShape
+    from moe_lora.core.state_folder import run_folder
     from moe_lora.dist.lora_server.partition import Layout, Partition
     from moe_lora.dist.ranks import LoraServerProcesses
 
-    with TemporaryDirectory(prefix="moe_lora-") as directory:
+    with run_folder(config.state_dir) as kept, TemporaryDirectory(prefix="moe_lora-") as directory:
         server = replace(
             server,
             address=f"{directory}/lora-server",
             key=secrets.token_hex(16),
-            store_dir=f"{directory}/adapters",
+            store_dir=str(kept / "adapters"),
         )
         # Checked before there are as many processes as a layout that can't work asks for.
         shape = ModelShape.from_hf_config(read_config(Path(config.model_dir)))

@@ -1,19 +1,26 @@
-"""Which base model lies in a folder, told without reading its gigabytes."""
+"""Which base model lies in a folder, told without reading its gigabytes, and whether an adapter is of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..core.errors import ConfigError
+from ..core.errors import AdapterError, ConfigError
+from ..core.shape import ModelShape
+from .config import AdapterConfig
 
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
+_SAME_BASE = (
+    *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
+    *("num_heads", "num_kv_heads", "head_dim"),
+)
 
 
 def base_model_hash(model_dir: str | Path) -> str:
@@ -40,6 +47,35 @@ def base_model_hash(model_dir: str | Path) -> str:
         except OSError as error:
             raise ConfigError(f"{path} can't be read: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def model_shape(model_dir: str | Path) -> ModelShape:
+    """Sizes of the base model in a folder.  Raises ConfigError."""
+    path = Path(model_dir) / "config.json"
+    try:
+        return ModelShape.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_dir}: {error}") from error
+
+
+def check_base(config: AdapterConfig, shape: ModelShape) -> None:
+    """Raises AdapterError for an adapter whose base model lies here and has other sizes."""
+    if config.base_model is None:
+        return
+    base_config = os.path.join(config.base_model, "config.json")
+    if not os.path.isfile(base_config):
+        return
+    key = f"{config.where}: base_model_name_or_path={config.base_model!r}"
+    try:
+        base = ModelShape.from_hf_config(json.loads(Path(base_config).read_text(encoding="utf-8")))
+    except (ValueError, OSError, RecursionError) as error:
+        raise AdapterError(f"{key} is not a model that can be compared with the base ({error})") from error
+    for field in _SAME_BASE:
+        if getattr(base, field) != getattr(shape, field):
+            raise AdapterError(
+                f"{key} has {field}={getattr(base, field)}, the base model served has "
+                f"{getattr(shape, field)}; serve the adapter with the base it was trained for"
+            )
 
 
 def _config_content(path: Path) -> bytes:

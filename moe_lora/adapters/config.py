@@ -14,6 +14,7 @@ from typing import Any
 
 from ..core.errors import AdapterError
 from .config_fields import FieldReader, refuse_unsupported
+from .expert_layout import ExpertLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class AdapterConfig:
     layers_to_transform: tuple[int, ...] = ()
     layers_pattern: tuple[str, ...] = ()
     base_model: str | None = None
+    expert_layout: ExpertLayout = field(default_factory=ExpertLayout)
 
     @classmethod
     def parse(cls, fields: Any, where: str) -> AdapterConfig:
@@ -57,6 +59,7 @@ class AdapterConfig:
             layers_to_transform=reader.layers(),
             layers_pattern=reader.one_or_more("layers_pattern"),
             base_model=reader.text("base_model_name_or_path"),
+            expert_layout=ExpertLayout.parse(fields, where),
         )
 
     @property
@@ -84,12 +87,12 @@ class AdapterConfig:
 
     def rank_of(self, path: str) -> int:
         """LoRA rank of a module or parameter path: the first rank_pattern at its end, else r."""
-        return _first_match(self.rank_pattern, path, self.lora_rank)
+        return int(_first_match(self._ranks, path, self.lora_rank))
 
     def scale_of(self, path: str) -> float:
         """alpha / rank (rsLoRA: alpha / sqrt(rank)) of a module or parameter path."""
         rank = self.rank_of(path)
-        alpha = _first_match(self.alpha_pattern, path, self.lora_alpha)
+        alpha = _first_match(self._alphas, path, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @cached_property
@@ -99,6 +102,14 @@ class AdapterConfig:
     @cached_property
     def _parameter_names(self) -> frozenset[str]:
         return frozenset(self.target_parameters)
+
+    @cached_property
+    def _ranks(self) -> list[tuple[str, re.Pattern[str], float]]:
+        return _compiled(self.rank_pattern)
+
+    @cached_property
+    def _alphas(self) -> list[tuple[str, re.Pattern[str], float]]:
+        return _compiled(self.alpha_pattern)
 
     def _in_layers(self, path: str) -> bool:
         if not self.layers_to_transform:
@@ -120,8 +131,19 @@ def _has_suffix(path: str, names: frozenset[str]) -> bool:
     return bool(names) and any(suffix in names for suffix in dot_suffixes(path))
 
 
-def _first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return value
-    return default
+def _compiled(patterns: Mapping[str, float]) -> list[tuple[str, re.Pattern[str], float]]:
+    """(what a path that matches ends with, the expression, the value), compiled once for all paths."""
+    return [
+        (
+            pattern.rpartition(".")[2] if re.fullmatch(r"[\w.]+", pattern) else "",
+            re.compile(rf"(.*\.)?({pattern})$"),
+            value,
+        )
+        for pattern, value in patterns.items()
+    ]
+
+
+def _first_match(patterns: list[tuple[str, re.Pattern[str], float]], path: str, default: float) -> float:
+    return next(
+        (value for end, pattern, value in patterns if path.endswith(end) and pattern.match(path)), default
+    )

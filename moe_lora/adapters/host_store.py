@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..core.errors import AdapterError
+from ..core.errors import AdapterError, StorageError
 from .packed import PackedAdapter, PackedLayer
+
+logger = logging.getLogger(__name__)
 
 _SUFFIX = ".packed.safetensors"
 
@@ -22,12 +27,15 @@ _SUFFIX = ".packed.safetensors"
 class HostStore:
     """Adapters by content hash in one directory.
 
-    A file appears under its name only when it is whole, so that several writers and a crash do no harm.
+    A file appears under its name only when it is whole, so that several writers and a crash do no harm.  A
+    file that is lost is written again by whoever has it mapped.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._mapped: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
+        """What was given out and is in use: a file that is removed stays mapped."""
 
     def path(self, content_hash: str) -> Path:
         """Where the adapter of this hash lies, or would lie."""
@@ -36,8 +44,22 @@ class HostStore:
     def __contains__(self, content_hash: str) -> bool:
         return self.path(content_hash).exists()
 
+    def restore(self, content_hash: str) -> bool:
+        """Whether the adapter is there; one that is lost and mapped here is written again.
+
+        Raises StorageError if there is no room.
+        """
+        if content_hash in self:
+            return True
+        packed = self._mapped.get(content_hash)
+        if packed is None:
+            return False
+        logger.warning("%s was lost, and is written again", self.path(content_hash))
+        self.put(packed)
+        return True
+
     def put(self, packed: PackedAdapter) -> None:
-        """Write the adapter unless it is there."""
+        """Write the adapter unless it is there.  Raises StorageError if there is no room."""
         path = self.path(packed.content_hash)
         if path.exists():
             return
@@ -54,7 +76,7 @@ class HostStore:
             save_file(tensors, partial, metadata=metadata)
 
     def adopt(self, content_hash: str, blocks: Iterable[bytes]) -> None:
-        """Write the file of this hash from the bytes of another store's."""
+        """Write the file of this hash from the bytes of another store's.  Raises StorageError likewise."""
         with self._appearing(self.path(content_hash)) as partial, partial.open("wb") as file:
             for block in blocks:
                 file.write(block)
@@ -62,20 +84,30 @@ class HostStore:
     @contextmanager
     def _appearing(self, path: Path) -> Iterator[Path]:
         """A file to write that takes the name `path` when it is whole."""
-        handle, name = tempfile.mkstemp(dir=self.directory, suffix=".partial")
-        os.close(handle)
         try:
-            yield Path(name)
-            os.replace(name, path)
-        finally:
-            Path(name).unlink(missing_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)  # it may have been removed as a whole
+            handle, name = tempfile.mkstemp(dir=self.directory, suffix=".partial")
+            os.close(handle)
+            try:
+                yield Path(name)
+                os.replace(name, path)
+            finally:
+                Path(name).unlink(missing_ok=True)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"an adapter can't be kept in {self.directory} ({error}); free room there, or let "
+                "state_dir or TMPDIR name another place"
+            ) from error
 
     def get(self, content_hash: str, name: str) -> PackedAdapter:
         """The adapter of this hash, its tensors mapped from the file.
 
-        Raises AdapterError if the file is missing or damaged.
+        Raises AdapterError if the file is missing, and nowhere mapped here, or damaged.
         """
         path = self.path(content_hash)
+        mapped = self._mapped.get(content_hash)
+        if mapped is not None and not path.exists():
+            return replace(mapped, name=name)
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
@@ -90,7 +122,7 @@ class HostStore:
                 )
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise AdapterError(f"{path}: not a packed adapter that can be read ({error})") from error
-        return PackedAdapter(
+        packed = self._mapped[content_hash] = PackedAdapter(
             name=name,
             layers=layers,
             max_lora_rank=facts["max_lora_rank"],
@@ -98,6 +130,7 @@ class HostStore:
             content_hash=content_hash,
             targets=tuple(facts["targets"]),
         )
+        return packed
 
     def remove(self, content_hash: str) -> None:
         """Forget the adapter; processes that have it mapped keep it."""

@@ -36,13 +36,20 @@ class TensorName:
     part: str
 
 
-def match(
-    keys: Iterable[str], config: AdapterConfig, shape: ModelShape, where: str
-) -> list[list[PairSource]]:
-    """Per layer the LoRA pairs of the file.
+@dataclass(frozen=True)
+class Match:
+    """layers: per layer the LoRA pairs of the file.  warnings: what of the config has no effect, and why."""
 
-    Raises AdapterError naming `where` and the key if a tensor has no place in the model or is not
-    targeted by the config, if a targeted module has no tensors, or an A has no B.
+    layers: list[list[PairSource]]
+    warnings: tuple[str, ...]
+
+
+def match(keys: Iterable[str], config: AdapterConfig, shape: ModelShape, where: str) -> Match:
+    """The tensors of the file and their places in the model.
+
+    A target name that matches nothing in the model is a warning, as in PEFT.  Raises AdapterError naming
+    `where` and the key if a tensor has no place in the model or is not targeted by the config, if a targeted
+    module has no tensors, or an A has no B.
     """
     names = {key: _parse(key, where) for key in sorted(keys)}
     if not names:
@@ -56,10 +63,10 @@ def match(
         parts = found.setdefault((name.path, name.depth), {})
         if name.part in parts:
             raise AdapterError(
-                f"{where}: {key} and {parts[name.part]} are one tensor of two adapters; save one adapter only"
+                f"{where}: {key} and {parts[name.part]} are one tensor of two adapters; give one adapter "
+                "only, from a PEFT model by get_peft_model_state_dict(model, adapter_name=...)"
             )
         parts[name.part] = key
-    _check_names_used(config, places)
     layers: list[list[PairSource]] = [[] for _ in range(shape.num_layers)]
     for path, targeted in expected.items():
         for depth, place in enumerate(reversed(targeted)):
@@ -67,7 +74,7 @@ def match(
             layers[places.by_path[path][0]].append(source)
     for layer in layers:
         _check_one_form(layer, where)
-    return layers
+    return Match(layers, tuple(_unmatched_names(config, expected)))
 
 
 def _parse(key: str, where: str) -> TensorName:
@@ -85,19 +92,20 @@ def _parse(key: str, where: str) -> TensorName:
 
 def _expected(config: AdapterConfig, places: PlaceMap, present: set[str]) -> dict[str, list[Place]]:
     """Module path → places that the config targets, in order of definition."""
-    # "all-linear" covers experts and gate only where the file's transformers kept them as linear layers.
-    has_optional = any(
-        places.by_path[path][1][0].optional_linear for path in present if path in places.by_path
-    )
+    # A newer transformers keeps experts and gate as parameters, which target_modules does not reach.  The
+    # file tells: one from an older transformers has modules of single experts.
+    firsts = [places.by_path[path][1][0] for path in present if path in places.by_path]
+    has_experts = any(place.expert is not None for place in firsts)
+    has_gate = has_experts or any(place.site == "router" for place in firsts)
     expected: dict[str, list[Place]] = {}
     for path, (_, in_order) in places.by_path.items():
+        if in_order[0].expert is not None and not has_experts:
+            continue
         for place in in_order:
             targeted = config.targets_parameter(f"{path}.{place.parameter}")
-            if place.form == "matrix" and not targeted:
-                if config.all_linear:
-                    targeted = (has_optional or not place.optional_linear) and not config.excludes(path)
-                else:
-                    targeted = config.targets_module(path)
+            is_linear = has_gate or place.site != "router" or not place.optional_linear
+            if place.form == "matrix" and is_linear and not targeted:
+                targeted = not config.excludes(path) if config.all_linear else config.targets_module(path)
             if targeted:
                 expected.setdefault(path, []).append(place)
     return expected
@@ -144,17 +152,25 @@ def _check_one_form(layer: list[PairSource], where: str) -> None:
             )
 
 
-def _check_names_used(config: AdapterConfig, places: PlaceMap) -> None:
-    lists = [("target_parameters", config.target_parameters, places.parameter_names)]
+def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]]) -> Iterable[str]:
+    """A text for each list of targets of which some match nothing."""
+    parameters = [f"{path}.{place.parameter}" for path, places in expected.items() for place in places]
+    lists: list[tuple[str, tuple[str, ...], Iterable[str]]] = [
+        ("target_parameters", config.target_parameters, parameters)
+    ]
     if not isinstance(config.target_modules, str):
-        lists.append(("target_modules", config.target_modules, places.module_names))
-    for key, targets, known in lists:
-        for target in targets:
-            if target not in known:
-                raise AdapterError(
-                    f"{config.where}: {key}: {target!r} matches nothing in the base model; "
-                    "remove it if the adapter was trained without it, else choose the base it was trained for"
-                )
+        lists.append(("target_modules", config.target_modules, expected))
+    for key, targets, paths in lists:
+        unmatched = [
+            target
+            for target in targets
+            if not any(path == target or path.endswith(f".{target}") for path in paths)
+        ]
+        if unmatched:
+            yield (
+                f"{config.where}: {key}: {', '.join(map(repr, unmatched))} match nothing in the base model, "
+                "and the adapter has no tensors for them"
+            )
 
 
 def _source(path: str, place: Place, parts: dict[str, str], config: AdapterConfig, where: str) -> PairSource:
@@ -172,10 +188,14 @@ def _source(path: str, place: Place, parts: dict[str, str], config: AdapterConfi
     # A linear layer reached as a parameter has its pattern matched against the parameter's name.
     is_parameter = place.form != "matrix" or not (config.all_linear or config.targets_module(path))
     pattern_path = f"{path}.{place.parameter}" if is_parameter else path
+    lora_rank = config.rank_of(pattern_path)
+    # With rank 1 both orders of a fused parameter's columns are the same.
+    has_order = place.form == "fused" and lora_rank > 1
     return PairSource(
         place=place,
         key_a=parts["A"],
         key_b=parts["B"],
-        lora_rank=config.rank_of(pattern_path),
+        lora_rank=lora_rank,
         scale=config.scale_of(pattern_path),
+        grouped=has_order and config.expert_layout.is_grouped(place.parameter, parts["B"]),
     )

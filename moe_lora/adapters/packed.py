@@ -43,7 +43,8 @@ class PackedAdapter:
     """A whole adapter. nbytes: bytes of all layers' data. targets: module names it has deltas for.
 
     content_hash: sha256 over dtype, data, offsets, ranks and scales, i.e. over the tensors and all of
-    the config that has an effect; equal hashes compute the same deltas.
+    the config that has an effect; equal hashes compute the same deltas.  warnings: what of the config has
+    no effect, and why.
     """
 
     name: str
@@ -52,6 +53,7 @@ class PackedAdapter:
     nbytes: int
     content_hash: str
     targets: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,7 @@ def _stride(matrix: torch.Tensor, itemsize: int) -> int:
 
 
 def _copy(matrix: torch.Tensor, data: torch.Tensor, offset: int, stride: int) -> None:
-    """The one copy of the values, from the mapped file into place, whatever the source's strides."""
+    """The one copy of the values, from the file's tensors into place, whatever the source's strides."""
     num, rank, features = matrix.shape
     data.as_strided((num, rank, features), (stride, features, 1), offset).copy_(matrix)
 
@@ -157,7 +159,9 @@ def _not_finite(pairs: Sequence[Pair], dtype: torch.dtype, where: str) -> Adapte
     raise AssertionError("packed data is not finite but every source is")
 
 
-def assemble(name: str, layers: Sequence[PackedLayer], shape: ModelShape) -> PackedAdapter:
+def assemble(
+    name: str, layers: Sequence[PackedLayer], shape: ModelShape, warnings: tuple[str, ...] = ()
+) -> PackedAdapter:
     """The packed layers of a whole model as one adapter, with what is derived from them."""
     ranks = torch.stack([layer.table[:, 2] for layer in layers])
     used = ranks.amax(dim=0)
@@ -174,6 +178,7 @@ def assemble(name: str, layers: Sequence[PackedLayer], shape: ModelShape) -> Pac
         nbytes=sum(layer.nbytes for layer in layers),
         content_hash=content_hash(layers),
         targets=targets,
+        warnings=warnings,
     )
 
 

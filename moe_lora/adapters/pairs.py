@@ -4,53 +4,62 @@ Legend: E experts, R LoRA rank, I in_features, O out_features of the whole param
 
 PEFT flattens a 3-D parameter asymmetrically: A's rows are expert-major [E·R, I], B's columns
 rank-major [O, R·E]. Versions that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and
-B [I, R·E] instead ("swapped"); the same delta with the roles of A and B exchanged.
+B [I, R·E] instead ("swapped"); the same delta with the roles of A and B exchanged.  Unsloth grouped
+B's columns by expert for a while (`expert_layout`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.errors import AdapterError
 from ..core.shape import ModelShape, Site
-from .packed import Pair
 from .places import Place
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+if TYPE_CHECKING:
+    import torch
+
+    from .packed import Pair
+
+_FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
+
+
+class Shaped(Protocol):
+    """A tensor, or what a file's header says of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """Where one pair lies in the file, and what the config says of it."""
+    """Where one pair lies in the file, and what the config says of it.
+
+    grouped: the columns of a fused lora_B are grouped by expert (see `expert_layout`).
+    """
 
     place: Place
     key_a: str
     key_b: str
     lora_rank: int
     scale: float
+    grouped: bool = False
 
 
 def make_pair(
     source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, where: str, swapped: bool
 ) -> Pair:
-    """Views [N, R, D] of the pair's tensors, no copy.
+    """Views [N, R, D] of the pair's tensors, no copy.  Raises AdapterError as `check_pair` does."""
+    from .packed import Pair
 
-    Raises AdapterError naming `where` and the key for a wrong shape or a dtype that is not a float.
-    """
+    check_pair(source, tensors, shape, where, swapped)
     place, site = source.place, shape.site(source.place.site)
     a, b = tensors[source.key_a], tensors[source.key_b]
-    for key, tensor in ((source.key_a, a), (source.key_b, b)):
-        if tensor.dtype not in _FLOATS:
-            raise AdapterError(
-                f"{where}: {key}: dtype {tensor.dtype} is not supported; "
-                "save the adapter in float32, bfloat16 or float16"
-            )
-    expected_a, expected_b = expected_shapes(source, shape, swapped)
-    _check_shape(where, source.key_a, a, expected_a, source)
-    _check_shape(where, source.key_b, b, expected_b, source)
     experts = range(max(1, site.num_experts))
     if place.expert is not None:
         experts = range(place.expert, place.expert + 1)
@@ -64,6 +73,21 @@ def make_pair(
         scale=source.scale,
         source=source.key_a,
     )
+
+
+def check_pair(
+    source: PairSource, tensors: Mapping[str, Shaped], shape: ModelShape, where: str, swapped: bool
+) -> None:
+    """Raises AdapterError naming `where` and the key for a wrong shape or a dtype that is not a float."""
+    keys = (source.key_a, source.key_b)
+    for key in keys:
+        if str(tensors[key].dtype) not in _FLOATS:
+            raise AdapterError(
+                f"{where}: {key}: dtype {tensors[key].dtype} is not supported; "
+                "save the adapter in float32, bfloat16 or float16"
+            )
+    for key, expected in zip(keys, expected_shapes(source, shape, swapped), strict=True):
+        _check_shape(where, key, tensors[key], expected, source)
 
 
 def expected_shapes(
@@ -82,7 +106,7 @@ def expected_shapes(
     return (rank, inputs), (outputs, rank)
 
 
-def is_swapped(sources: list[PairSource], tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> bool:
+def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: ModelShape) -> bool:
     """True if the fused pairs fit only the layout with A and B exchanged.
 
     One file has one layout; a parameter with equal input and output width fits both, so the others
@@ -100,9 +124,7 @@ def is_swapped(sources: list[PairSource], tensors: Mapping[str, torch.Tensor], s
     return bool(fused) and fits[True] and not fits[False]
 
 
-def _check_shape(
-    where: str, key: str, tensor: torch.Tensor, expected: tuple[int, int], source: PairSource
-) -> None:
+def _check_shape(where: str, key: str, tensor: Shaped, expected: tuple[int, int], source: PairSource) -> None:
     found = tuple(tensor.shape)
     if found != expected:
         raise AdapterError(
@@ -120,7 +142,10 @@ def _views(
     if source.place.form == "fused":
         experts = site.num_experts
         by_expert = a.view(experts, rank, a.shape[1])
-        transposed = b.view(b.shape[0], rank, experts).permute(2, 1, 0)
+        if source.grouped:
+            transposed = b.view(b.shape[0], experts, rank).permute(1, 2, 0)
+        else:
+            transposed = b.view(b.shape[0], rank, experts).permute(2, 1, 0)
         return (transposed, by_expert) if swapped else (by_expert, transposed)
     if source.place.form == "rows":
         shared = a.unsqueeze(0)

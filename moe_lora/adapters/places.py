@@ -8,11 +8,10 @@ one `.base_layer` more; so the order of the places of a path is the order of the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal
 
 from ..core.shape import ModelShape
-from .config import dot_suffixes
 
 Form = Literal["matrix", "fused", "rows"]
 
@@ -42,26 +41,6 @@ class PlaceMap:
 
     by_path: dict[str, tuple[int, tuple[Place, ...]]]
     layer_prefix: str
-
-    @cached_property
-    def module_names(self) -> frozenset[str]:
-        """Every name by which target_modules can reach a module of the model."""
-        return frozenset(
-            suffix
-            for path, (_, places) in self.by_path.items()
-            if places[0].form == "matrix"
-            for suffix in dot_suffixes(path)
-        )
-
-    @cached_property
-    def parameter_names(self) -> frozenset[str]:
-        """Every name by which target_parameters can reach a parameter of the model."""
-        return frozenset(
-            suffix
-            for path, (_, places) in self.by_path.items()
-            for place in places
-            for suffix in dot_suffixes(f"{path}.{place.parameter}")
-        )
 
 
 @lru_cache(maxsize=8)

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..core.errors import AdapterError, ConfigError
-from ..core.shape import ModelShape
-from .base_model import base_model_hash
-from .peft_files import CONFIG_FILE, WEIGHTS_FILE
-from .peft_format import read_adapter
+from ..core.errors import AdapterError
+from .base_model import base_model_hash, model_shape
+from .peft_files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
+from .peft_format import read_adapter, tensors_of
 from .registered import RegisteredAdapter
 from .registry import Registry
+from .training_state import config_fields
 
 
 def register_adapter(
     registry: Registry,
     name: str,
     source: str | Path | Mapping[str, torch.Tensor],
-    config: Mapping[str, Any] | None = None,
+    config: Any = None,
     *,
     model_dir: str | Path,
     owner: str = "",
@@ -32,9 +32,9 @@ def register_adapter(
 ) -> RegisteredAdapter:
     """Add an adapter that the base model in `model_dir` can serve to the registry, as `Registry.add`.
 
-    source: a PEFT folder, or LoRA tensors by their PEFT keys with the fields of adapter_config.json as
-    `config`.  link: for a folder only.  Raises AdapterError as `read_adapter` does, ConfigError for a base
-    model that can't be read.
+    source: a PEFT folder, or LoRA tensors by their PEFT keys with `config` (see `pack_state_dict`).  link:
+    for a folder only.  Raises AdapterError as `read_adapter` does, ConfigError for a base model that can't be
+    read.
     """
     if isinstance(source, Mapping):
         if config is None:
@@ -42,28 +42,19 @@ def register_adapter(
         if link:
             raise ValueError("link=True needs a folder to refer to; tensors are stored")
         with TemporaryDirectory(prefix="moe_lora-") as folder:
-            _write(Path(folder), source, config)
+            shape, where = model_shape(model_dir), f"adapter {name!r}"
+            _write(Path(folder), tensors_of(source, shape, where), config_fields(config, f"{where} config"))
             return register_adapter(registry, name, folder, model_dir=model_dir, owner=owner)
+    source = adapter_folder(str(source), name)
     read_adapter(source, model_shape(model_dir), torch.bfloat16, name)
     return registry.add(name, source, base_hash=base_model_hash(model_dir), owner=owner, link=link)
 
 
-def model_shape(model_dir: str | Path) -> ModelShape:
-    """Sizes of the base model in a folder.  Raises ConfigError."""
-    path = Path(model_dir) / "config.json"
-    try:
-        return ModelShape.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model_dir}: {error}") from error
-
-
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     try:
-        text = json.dumps(dict(config))
-        save_file(
-            {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
-            folder / WEIGHTS_FILE,
-        )
-    except (TypeError, AttributeError, ValueError) as error:
+        text = json.dumps(config)
+        # Apart: safetensors refuses tensors that share memory.
+        save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+    except (TypeError, ValueError) as error:
         raise AdapterError(f"config or tensors can't be saved as a PEFT adapter: {error}") from error
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")

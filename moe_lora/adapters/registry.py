@@ -65,9 +65,12 @@ class Registry:
         if len(owner) > MAX_OWNER_CHARS or not owner.isprintable():
             raise AdapterError(f"owner must be at most {MAX_OWNER_CHARS} printable characters")
         source = Path(source)
-        config = read_config(source)
+        read_config(source)
         check_whole(weights_file(source))
         with self._staged(source, link) as staged, self._database.writing() as connection:
+            # Of what is stored: the source may have been another one when it was looked at.
+            config = read_config(staged.folder)
+            check_whole(weights_file(staged.folder))
             current = self._current(name)
             if current is not None and current.base_hash != base_hash:
                 raise AdapterExistsError(

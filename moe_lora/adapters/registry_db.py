@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -121,9 +122,19 @@ class RegistryDatabase:
             yield
         except sqlite3.Error as error:
             busy = "locked" in str(error) or "busy" in str(error)
+            read_only = "readonly" in str(error) or "unable to open" in str(error)
+            if read_only and not _is_writable(self.path):
+                raise RegistryError(
+                    f"{self.path.parent} can't be written, which the database needs for reading too; give "
+                    "write permission to it and its files, or use a copy of the folder"
+                ) from error
             way_out = (
                 f"another process has been writing for {BUSY_TIMEOUT_S:g} s; try again"
                 if busy
                 else "check disk and permissions, or restore the file from a backup"
             )
             raise RegistryError(f"{self.path}: {error}; {way_out}") from error
+
+
+def _is_writable(path: Path) -> bool:
+    return os.access(path.parent, os.W_OK) and (not path.exists() or os.access(path, os.W_OK))

@@ -38,6 +38,7 @@ class PoolConfig(Settings):
     """The adapter pool: adapters lie in the host memory of some instances, and others read them there."""
 
     SECTION: ClassVar[str] = "pool"
+    GROUP: ClassVar[str] = "Several instances and front ends"
 
     replicas: int = setting(1, least=1, option="--pool-replicas", unset="every instance has all")
     """Keep each adapter in the host memory of this many instances only; the others read it there
@@ -63,6 +64,8 @@ class EmulationConfig(Settings):
 class EngineConfig(Settings):
     """How one engine runs one model."""
 
+    GROUP: ClassVar[str] = "Engine"
+
     model_dir: str = setting(in_file=False)
     """Folder of the base model's checkpoint."""
     adapters: tuple[tuple[str, str], ...] = setting((), in_file=False)
@@ -72,7 +75,7 @@ class EngineConfig(Settings):
     """Of weights, activations and KV; auto: the checkpoint's."""
     device: str = setting("auto", choices=DEVICES, option="--device")
     """What computes; auto: CUDA if there is any."""
-    max_loras: int = setting(64, least=1, option="--max-loras")
+    max_loras: int = setting(64, least=1, option="--max-loras", group="Adapters")
     """Adapters resident on the device at once, where there is no LoRA Server."""
     max_num_seqs: int = setting(64, least=1, option="--max-num-seqs")
     """Sequences computed at once."""
@@ -80,16 +83,19 @@ class EngineConfig(Settings):
     """Token rows per step.  Longer prompts are prefilled in chunks."""
     max_model_len: int | None = setting(None, least=1, option="--max-model-len", unset="the model's")
     """Prompt and answer, in tokens."""
-    arena_mb: float | None = setting(None, above=0, option="--arena-mb", unset=CHOSEN)
+    arena_mb: float | None = setting(None, above=0, option="--arena-mb", group="Memory", unset=CHOSEN)
     """Device memory for KV and adapters together, in 10^6 bytes, of each process."""
     host_arena_mb: float | None = setting(
         None,
         least=0,
         option="--host-arena-mb",
+        group="Memory",
         unset="on CUDA as much as the device has, at most a quarter of what is free; on CPU 0",
     )
     """Host memory for KV and adapters that left the device, in 10^6 bytes, of each process; 0: none."""
-    cache_policy: str = setting(CACHE_POLICIES[0], choices=CACHE_POLICIES, option="--cache-policy")
+    cache_policy: str = setting(
+        CACHE_POLICIES[0], choices=CACHE_POLICIES, option="--cache-policy", group="Memory"
+    )
     """Which of them leave the device and come back.  Those with -wo are ablations (docs/architecture.md)."""
     swap_interval_s: float = setting(0.1, above=0)
     """How often pages are moved ahead of need."""
@@ -102,7 +108,9 @@ class EngineConfig(Settings):
     kv_cache_gb: float | None = setting(None, above=0, option="--kv-cache-gb", unset="none")
     """Bound on KV, in 10^9 bytes.  Without it, and without arena_mb, KV of max_num_seqs sequences of
     max_model_len goes into the arena, at most a quarter of the memory that is free."""
-    lora_memory_gb: float | None = setting(None, above=0, option="--lora-memory-gb", unset=CHOSEN)
+    lora_memory_gb: float | None = setting(
+        None, above=0, option="--lora-memory-gb", group="Adapters", unset=CHOSEN
+    )
     """Room for adapters in the arena, in 10^9 bytes, where arena_mb is not given.  Chosen: max_loras times
     the largest adapter known at the start (or one of rank 16), at most a quarter of the memory that is
     free."""
@@ -120,13 +128,13 @@ class EngineConfig(Settings):
     """Processes of each instance that share the experts; must divide their number."""
     num_threads: int | None = setting(None, least=1, option="--threads", unset="all cores, shared")
     """CPU threads of each instance, all its processes together."""
-    num_instances: int = setting(1, least=1, option="--instances")
+    num_instances: int = setting(1, least=1, option="--instances", group="Several instances and front ends")
     """Engine processes that stand in for each other.  Those of a host divide its cores and its memory."""
     starvation_s: float = 5.0
     """A request that waits longer for its adapter stops younger ones from passing it."""
     seed: int = 0
     """Of sampling without a seed.  Each start of an instance makes another one of it."""
-    lora_kernel: str = setting("sgmv", choices=LORA_KERNELS, option="--lora-kernel")
+    lora_kernel: str = setting("sgmv", choices=LORA_KERNELS, option="--lora-kernel", group="Adapters")
     """How deltas are computed: sgmv, true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA)."""
     lora_server: LoraServerConfig | None = setting(None, in_file=False)
     """Where deltas are computed; None: by the engine."""
@@ -137,6 +145,26 @@ class EngineConfig(Settings):
     length) least max_tokens first."""
     pool: PoolConfig | None = setting(None, in_file=False)
     """The pool of the instances; None: each keeps all adapters."""
+    state_dir: str | None = setting(
+        None,
+        path="place",
+        option="--state-dir",
+        metavar="FOLDER",
+        group="Several instances and front ends",
+        unset="$XDG_STATE_HOME/moe_lora, else ~/.local/state/moe_lora",
+    )
+    """What must outlive a process: contents of adapters.  Not a place cleaned by age, such as /tmp."""
+    contents_dir: str | None = setting(
+        None,
+        path="place",
+        unset="contents-… in state_dir, the same at each start of an instance of the cluster",
+    )
+    """Where an instance keeps the contents of its adapters by hash, so that it finds them when it is started
+    again."""
+    contents: tuple[tuple[str, str], ...] = setting((), in_file=False)
+    """(name, content hash) of those of `adapters` that are served already, with that content and no other."""
+    leave_out_bad: bool = setting(False, in_file=False)
+    """Start without adapters that can't be read."""
     emulation: EmulationConfig = EmulationConfig()
     """Another device's times, for benchmarks: step_profile, load_gb_per_s."""
 

@@ -46,6 +46,17 @@ def _is_host(host: str) -> bool:
         return False
 
 
+def _check_origins(place: str, origins: tuple[str, ...]) -> None:
+    """A browser sends scheme://host[:port], and nothing behind it; what differs never matches."""
+    for origin in origins:
+        scheme, separator, host = origin.partition("://")
+        if origin != "*" and not (scheme and separator and host and not set(host) & set("/?#@* ")):
+            raise ConfigError(
+                f"{place}: {origin!r} is no origin; give scheme://host[:port] without a path, such as "
+                "https://app.example.com, or * for all"
+            )
+
+
 def _port(default: Any, **rule: Any) -> Any:
     return setting(default, least=0, most=65535, **rule)
 
@@ -55,6 +66,7 @@ class RoutingConfig(Settings):
     """How requests are spread over instances (docs/placement.md)."""
 
     SECTION: ClassVar[str] = "front_end"
+    GROUP: ClassVar[str] = "Several instances and front ends"
 
     routing: str | None = setting(
         None,
@@ -64,7 +76,7 @@ class RoutingConfig(Settings):
     )
     """How requests are spread over instances (docs/placement.md); rank_aware and shortest_pending_time need
     --performance-model."""
-    performance_model: str | None = setting(None, path="file", option="--performance-model", metavar="FILE")
+    performance_model: str | None = setting(None, path="place", option="--performance-model", metavar="FILE")
     """Step times by rank, of `moe-lora profile-steps`, for the routers that need them."""
     performance_form: str = setting("full", choices=PERFORMANCE_FORMS)
     """Which of its models they use: full, or the papers' toppings."""
@@ -79,7 +91,7 @@ class RoutingConfig(Settings):
     placement_interval_s: float = setting(30.0, above=0, option="--placement-interval-s")
     """From one placement to the next."""
     operating_points: str | None = setting(
-        None, path="file", option="--operating-points", metavar="FILE", unset="all ranks alike"
+        None, path="place", option="--operating-points", metavar="FILE", unset="all ranks alike"
     )
     """{"rank": tokens/s} that an instance serves of a rank alone, for the placement."""
     heartbeat_timeout_s: float = setting(5.0, above=0, option="--heartbeat-timeout-s")
@@ -111,12 +123,20 @@ class RoutingConfig(Settings):
 class FrontEndConfig(RoutingConfig):
     """Where the front end listens, for HTTP and for instances that dial in, and how it routes."""
 
-    host: str = setting("127.0.0.1", option="--host")
+    host: str = setting("127.0.0.1", option="--host", group="Where")
     """Where to listen for HTTP."""
-    port: int = _port(8000, option="--port")
+    port: int = _port(8000, option="--port", group="Where")
     """Of HTTP; 0 takes a free one."""
     engines_address: str | None = setting(None, check=parse_host_port)
     """host:port where instances dial in."""
+    cors_origins: tuple[str, ...] = setting(
+        (), check=_check_origins, option="--cors-origin", metavar="ORIGIN", group="Where", unset="none"
+    )
+    """Let pages of this origin call the server from a browser (https://app.example.com; * is all); may be
+    given several times."""
+    drain_s: float = setting(20.0, least=0, option="--drain-s", group="Where")
+    """When told to end, requests under way get so long to finish.  Then each ends with an error, a stream
+    with an error event, one without a token with a 503.  A second signal ends it at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +168,7 @@ class ProvisionConfig(Settings):
     """How the places for adapters are watched to meet the load (`provision.online`)."""
 
     SECTION: ClassVar[str] = "provision"
+    GROUP: ClassVar[str] = "Watching the load"
 
     target_iar: float = setting(0.95, above=0, most=1, option="--target-iar")
     """Share of requests whose adapter should find a place at once, watched with a LoRA Server or if given."""
@@ -166,6 +187,7 @@ class RegistryConfig(Settings):
     """Where adapters are registered (`adapters.registry`), and which of them are served from the start."""
 
     SECTION: ClassVar[str] = "registry"
+    GROUP: ClassVar[str] = "Adapters"
     OPENED_BY: ClassVar[str] = "folder"
 
     folder: str = setting(path="folder", option="--registry", unset="none")

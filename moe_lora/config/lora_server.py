@@ -18,6 +18,7 @@ class LoraServerConfig(Settings):
     host they are chosen when it is started."""
 
     SECTION: ClassVar[str] = "lora_server"
+    GROUP: ClassVar[str] = "LoRA Server"
     OPENED_BY: ClassVar[str] = "layout"
 
     layout: str = setting("EP1-PP1", option="--lora-server", metavar="LAYOUT", unset="none, in the instances")

@@ -33,7 +33,7 @@ WORDS: dict[Any, str] = {
     bool: "true or false",
     types.NoneType: "null",
     tuple[int, ...]: "a list of whole numbers",
-    tuple[str, ...]: "a list of names",
+    tuple[str, ...]: "a list of texts",
 }
 """Types of values as users are told of them."""
 
@@ -43,9 +43,11 @@ class Rule:
     """What a setting may be beside its type, and where users find it.
 
     option: of the command, with its dashes; "--no-..." turns off what is on by default.  least, most: bounds
-    that are allowed; above: one that is not.  path: "file" or "folder"; in a file of settings it starts at
-    that file's folder.  check: called with name and value, raises ConfigError.  unset: what holds, in words,
-    where the option is not given, and what None stands for.  in_file: whether it may stand in a file.
+    that are allowed; above: one that is not.  path: "folder" (one that is there, as an option) or "place";
+    in a file of settings it starts at that file's folder.  check: called with name and value, raises
+    ConfigError.  unset: what holds, in words, where the option is not given, and what None stands for.
+    group: heading of the option in --help, if not that of the class.  in_file: whether it may stand in a
+    file.
     """
 
     option: str = ""
@@ -55,6 +57,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     path: str = ""
     metavar: str = ""
+    group: str = ""
     check: Callable[[str, Any], Any] | None = None
     unset: str = ""
     in_file: bool = True
@@ -117,6 +120,8 @@ class Settings:
 
     SECTION: ClassVar[str] = ""
     """What stands before a setting's name in errors."""
+    GROUP: ClassVar[str] = ""
+    """Heading of the options in --help."""
     OPENED_BY: ClassVar[str] = ""
     """The setting without whose option, or a section in the file, the others' options have no meaning."""
 

@@ -38,6 +38,10 @@ class CapacityError(MoeLoraError):
     """A request or adapter that could never fit."""
 
 
+class StorageError(CapacityError):
+    """A place for files that is full, or can't be written."""
+
+
 class SloError(MoeLoraError):
     """Latency goals, or a load, that the hardware in question can't hold; names the term that exceeds."""
 

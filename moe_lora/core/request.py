@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-AdapterResidency = Literal["device", "host", "peer", "remote", "disk"]
+AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavailable"]
 MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow."""
@@ -148,8 +148,9 @@ class AdapterInfo:
     """An adapter the engine knows.
 
     residency: where its bytes are now: in the device's arena, in host memory, in that of another instance of
-    the pool, on the LoRA Server, or in a file.  num_pages: of the device's arena.  pinned: it does not leave
-    the device.  idle_s: since a request last began or ended; None: none did.
+    the pool, on the LoRA Server, or in a file; unavailable: no instance has the content that is served under
+    this name.  content_hash: of its packed bytes, "" if it is not known.  num_pages: of the device's arena.
+    pinned: it does not leave the device.  idle_s: since a request last began or ended; None: none did.
     """
 
     name: str
@@ -164,6 +165,7 @@ class AdapterInfo:
     num_pages: int = 0
     pinned: bool = False
     idle_s: float | None = None
+    content_hash: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 FRONT_END = "front-end"
 STOP_S = 20.0
-"""From SIGTERM to SIGKILL: a front end drains, an instance finishes its step."""
+"""From SIGTERM to SIGKILL, beside the time that a front end drains: an instance finishes its step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,10 @@ class HostRoles:
         over: threading.Event,
         clock: Clock | None = None,
         policy: RestartPolicy | None = None,
+        drain_s: float = 0.0,
     ) -> None:
         self.failed = False
+        self._drain_s = drain_s
         self.over = over
         self._clock = clock or WallClock()
         self._policy = policy or RestartPolicy()
@@ -69,10 +71,15 @@ class HostRoles:
             self._stopping = True
             running = list(self._running.values())
         self.over.set()
-        _end([process for role, process in running if role.kind == FRONT_END])
-        _end([process for role, process in running if role.kind != FRONT_END])
+        _end([process for role, process in running if role.kind == FRONT_END], STOP_S + self._drain_s)
+        _end([process for role, process in running if role.kind != FRONT_END], STOP_S)
         for thread in self._threads:
             thread.join()
+
+    def kill(self) -> None:
+        """End all at once, while `stop` waits; safe in a signal handler."""
+        for _, process in list(self._running.values()):
+            process.kill()
 
     def _keep(self, role: Role) -> None:
         num_deaths = 0
@@ -119,23 +126,36 @@ class HostRoles:
         return process
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
     for process in processes:
         process.terminate()
     for process in processes:
         try:
-            process.wait(STOP_S)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             logger.warning("process %d does not end and is killed", process.pid)
             process.kill()
             process.wait()
 
 
-def run_roles(roles: Sequence[Role]) -> bool:
-    """Keep the roles running until SIGINT or SIGTERM; whether all did their part up to then."""
+def run_roles(roles: Sequence[Role], drain_s: float = 0.0) -> bool:
+    """Keep the roles running until SIGINT or SIGTERM; whether all did their part up to then.
+
+    drain_s: how long a front end may take to end.  A second signal ends all at once.
+    """
     over = threading.Event()
-    before = {number: signal.signal(number, lambda *_: over.set()) for number in _SIGNALS}
-    kept = HostRoles(roles, over)
+    kept: HostRoles | None = None
+    signalled = False
+
+    def end(*_: object) -> None:
+        nonlocal signalled
+        if signalled and kept is not None:
+            kept.kill()
+        signalled = True
+        over.set()
+
+    before = {number: signal.signal(number, end) for number in _SIGNALS}
+    kept = HostRoles(roles, over, drain_s=drain_s)
     try:
         over.wait()
     finally:

@@ -6,7 +6,7 @@ import logging
 import subprocess
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lora.config import EngineConfig
@@ -132,12 +132,10 @@ class LoraServerProcesses:
             self._restart(number)
 
     def _restart(self, number: int) -> None:
-        # A directory that is gone would keep the rank from starting; instances bring its content.
-        adapters = tuple((name, path) for name, path in self._config.adapters if Path(path).is_dir())
         with self._lock:
             if self._stopping.is_set():
                 return
-            rank = self._ranks[number] = self._start(number, replace(self._config, adapters=adapters))
+            rank = self._ranks[number] = self._start(number, self._config)
         try:
             rank.await_start()
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.state_folder import state_folder
 
 from .ranks import THREADS_PER_RANK, StartRank
 
@@ -90,7 +92,9 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())
     # Instances and incarnations that began with one seed would give unseeded requests the same answers.
     seed = config.seed + zlib.crc32(f"{name} {time.time_ns()}".encode())
-    config = replace(config, num_threads=threads, seed=seed)
+    contents = config.contents_dir or str(state_folder(config.state_dir) / f"contents-{_digest(key)}")
+    # A bad folder keeps no instance from starting: the front end has it brought, or marks the adapter.
+    config = replace(config, num_threads=threads, seed=seed, contents_dir=contents, leave_out_bad=True)
     os.environ.update(worker_environment(config.threads_per_process))
     if place.dist_rank:
         from moe_lora.engine.torchrun import follow_rank_0
@@ -101,6 +105,11 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str) -> int:
         follow_rank_0()
         return 0
     return _serve_engine(config, place, doors, key)
+
+
+def _digest(key: str) -> str:
+    """Tells clusters apart without giving their keys away."""
+    return hashlib.sha256(f"contents {key}".encode()).hexdigest()[:16]
 
 
 def _serve_engine(config: EngineConfig, place: Place, doors: Mapping[str, tuple[str, int]], key: str) -> int:

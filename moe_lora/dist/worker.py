@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from moe_lora.core.errors import MoeLoraError
+from moe_lora.core.teardown import quiet_teardown
 
 from .ranks import Started, StartRank
 
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--lora-server-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    quiet_teardown()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     if options.lora_server_fd is not None:
         # Whoever started this process decides when it ends; a Ctrl-C in its terminal must not end it first.

@@ -11,7 +11,7 @@ from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
 
 from .client import EngineClient
-from .heartbeat import Hearing
+from .heartbeat import Hearing, Heartbeat
 from .messages import Beat
 from .roster import Instance, Roster
 
@@ -103,3 +103,35 @@ class Attendance:
         except Exception:
             logger.exception("instance %s can't be brought to what the others serve; it is ended", name)
             self._give_up()
+
+
+class LoneAttendance(threading.Thread):
+    """Watches over the only engine: says in the log when it is silent and when it gets on again.
+
+    Nothing stands in for it, so its requests wait; `silent` is what health checks are told.
+    """
+
+    def __init__(self, client: BeatingClient, heartbeat: Heartbeat, clock: Clock | None = None) -> None:
+        super().__init__(name="attendance", daemon=True)
+        self.silent = False
+        self._client = client
+        self._timeout_s = heartbeat.timeout_s
+        self._clock = clock or WallClock()
+
+    def run(self) -> None:
+        """Until the engine has ended."""
+        looked_s = self._clock.now_s()
+        while not self._client.ended.wait(self._timeout_s / _LOOKS_PER_TIMEOUT):
+            if self._clock.now_s() - looked_s > self._timeout_s:
+                self._client.hearing.excuse()  # this process itself stood still
+            looked_s = self._clock.now_s()
+            silent_s = self._client.hearing.silent_s()
+            was_silent, self.silent = self.silent, silent_s >= self._timeout_s
+            if self.silent and not was_silent:
+                logger.error(
+                    "the engine is silent for %.1f s: it is stopped or stuck, and its requests wait; if it "
+                    "does not get on, restart the server",
+                    silent_s,
+                )
+            elif was_silent and not self.silent:
+                logger.warning("the engine gets on again")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from moe_lora.adapters.peft_format import adapter_layer_bytes, read_adapter
+from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
 from moe_lora.core.expert_parallel import check_expert_parallel
@@ -62,14 +63,17 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     shape, dtype, layout = rank.shape, rank.dtype, rank.layout
     if followers is not None:
         followers.settle()
+    contents = _contents(config, rank)
     adapters = []
     if config.pool is None:
-        adapters = [(read_adapter(Path(path), shape, dtype, name), path) for name, path in config.adapters]
+        adapters = contents.read_all(
+            config.adapters, dict(config.contents), leave_out_bad=config.leave_out_bad
+        )
     kept = [rank.kept_entries(other) for other in range(config.expert_parallel)]
     sizes = ShardSizes(shape, layout.page_bytes, kept)
     adapter_pages = [sum(sizes.layer_pages(packed)) for packed, _ in adapters]
     if config.pool is not None:
-        measured = [adapter_layer_bytes(path, shape, dtype) for _, path in config.adapters]
+        measured = contents.layer_bytes(config.adapters, leave_out_bad=config.leave_out_bad)
         adapter_pages = [sum(map(sizes.num_pages, layers)) for layers in measured]
     size = arena_size(config, shape, layout, adapter_pages, rank.device, rank.free_bytes(), rank.local_sites)
     if followers is not None:
@@ -79,11 +83,14 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         followers.settle()
     runner = _runner(rank, followers)
     clock = WallClock()
-    pool = _pool(config, shape, dtype)
-    cache, placement, transfers = build_cache(config, rank, size, sizes, followers, clock, pool)
+    pool = _pool(config, contents)
+    cache, placement, transfers = build_cache(
+        config, rank, size, sizes, followers, clock, contents.store, pool
+    )
     residency = Residency(placement, clock)
     for packed, path in adapters:
         residency.add(packed, path)
+        contents.serve(packed.name, packed.content_hash)
     runner.warm_up()
     if followers is not None:
         followers.tell(Report())
@@ -104,11 +111,19 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         *(size.num_host_pages * layout.page_bytes / 1e6, config.expert_parallel),
     )
     figures = CacheFigures(cache, layout.page_bytes, size.max_kv_pages)
-    parts = (scheduler, runner, residency, transfers, figures, clock)
+    parts = (scheduler, runner, residency, transfers, figures, contents, clock)
     return EngineCore(info, shape, dtype, *parts, config.seed, followers, pool)
 
 
-def _pool(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> PoolAdapters | None:
+def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
+    """With a LoRA Server its store has the contents, which are not this instance's to remove."""
+    if rank.lora_server is not None:
+        return AdapterContents(rank.shape, rank.dtype, rank.lora_server.store, owned=False)
+    store = None if config.contents_dir is None else HostStore(config.contents_dir)
+    return AdapterContents(rank.shape, rank.dtype, store)
+
+
+def _pool(config: EngineConfig, contents: AdapterContents) -> PoolAdapters | None:
     """This instance's part of the adapter pool, if there is one."""
     if config.pool is None:
         return None
@@ -116,7 +131,7 @@ def _pool(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> PoolAd
     if config.pool.transport == "gloo":
         options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
     transport = make_transport(config.pool.transport, name=config.instance, **options)
-    return PoolAdapters(transport, lambda path, name: read_adapter(Path(path), shape, dtype, name))
+    return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content))
 
 
 def _runner(rank: Rank, followers: Followers | None) -> ModelRunner:

@@ -35,11 +35,12 @@ def build_cache(
     sizes: ShardSizes,
     followers: Followers | None,
     clock: Clock,
+    lasting: HostStore | None = None,
     pool: PoolAdapters | None = None,
 ) -> tuple[UnifiedCache, Placement, Transfers]:
     """The cache, what brings adapters in, and what carries out the cache's orders.
 
-    pool: what keeps adapters; None: all are kept here.
+    lasting: a store that has every adapter that is read.  pool: what keeps adapters; None: all are kept here.
     """
     cache = UnifiedCache(
         num_device_pages=size.num_pages,
@@ -52,7 +53,7 @@ def build_cache(
         upper=config.swap_out_above,
         lower=config.swap_in_below,
     )
-    kept = _kept_adapters(rank, size, followers) if pool is None else pool
+    kept = _kept_adapters(rank, size, followers, lasting) if pool is None else pool
     ranks = Ranks(rank.copier(kept.find, pool), rank.layout.page_bytes, followers)
     local = LocalPlacement(
         cache,
@@ -103,7 +104,9 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
     return policy
 
 
-def _kept_adapters(rank: Rank, size: ArenaSize, followers: Followers | None) -> KeptAdapters:
+def _kept_adapters(
+    rank: Rank, size: ArenaSize, followers: Followers | None, lasting: HostStore | None
+) -> KeptAdapters:
     """Adapters in files where other processes read them, or where the host arena is what memory is for."""
     if followers is not None:
 
@@ -113,4 +116,4 @@ def _kept_adapters(rank: Rank, size: ArenaSize, followers: Followers | None) -> 
 
         return KeptAdapters(store=HostStore(followers.directory / HOST_STORE), before_removal=all_read)
     # With a LoRA Server they are mapped already, from its store.
-    return KeptAdapters(in_files=rank.lora_server is None and size.num_host_pages > 0)
+    return KeptAdapters(in_files=rank.lora_server is None and size.num_host_pages > 0, lasting=lasting)

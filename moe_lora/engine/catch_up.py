@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
@@ -34,16 +36,19 @@ def catch_up(
             pool.forget(name, have[name].version)
         del have[name]
     for name, adapter in served.items():
-        if have.get(name) == adapter:
+        before = have.get(name)
+        is_there = adapter.is_same(before)
+        if is_there and before is not None and before.pinned == adapter.pinned:
             continue
-        is_loaded = name in have and name not in missing
+        is_loaded, content_hash = name in have and name not in missing, adapter.content_hash
         try:
-            before = have.get(name)
-            if before is None or (before.path, before.version) != (adapter.path, adapter.version):
+            if not is_there:
                 if pool is None:
-                    client.call("load_adapter", name, adapter.path, True, adapter.version).result()
+                    words = (name, adapter.path, True, adapter.version, content_hash)
+                    info: AdapterInfo = client.call("load_adapter", *words).result()
+                    content_hash = info.content_hash or None
                 else:
-                    pool.give(client, name, adapter.path, adapter.version)
+                    pool.give(client, name, adapter.path, adapter.version, content_hash)
                 is_loaded = True
             if adapter.pinned != (before is not None and before.pinned):
                 client.call("pin_adapter", name, adapter.pinned).result()
@@ -51,12 +56,12 @@ def catch_up(
         except EngineDeadError:
             raise
         except Exception as error:
-            logger.error("adapter %s can't be loaded again: %s; other instances serve it", name, error)
+            logger.error("adapter %s is unavailable here: %s", name, error)
             if is_loaded:
                 with suppress(AdapterNotFoundError):  # a pool that found no bytes took it away
                     client.call("unload_adapter", name).result()
             missing.add(name)
-        have[name] = adapter
+        have[name] = replace(adapter, content_hash=content_hash)
 
 
 def held_by(client: LoopClient, pool: PoolDirectory | None = None) -> dict[str, ServedAdapter]:
@@ -68,4 +73,22 @@ def held_by(client: LoopClient, pool: PoolDirectory | None = None) -> dict[str, 
     if pool is not None:
         pool.enter(client)
     infos: list[AdapterInfo] = client.call("list_adapters").result()
-    return {info.name: ServedAdapter(info.path or "", info.version, pinned=info.pinned) for info in infos}
+    return {
+        info.name: ServedAdapter(info.path or "", info.version, info.pinned, info.content_hash or None)
+        for info in infos
+    }
+
+
+def settle_contents(clients: Sequence[LoopClient]) -> dict[str, str]:
+    """Have engines that were started alike serve what the first of them has read: name -> content hash.
+
+    Raises AdapterError for what another one can't have.
+    """
+    found = held_by(clients[0])
+    for client in clients[1:]:
+        have = held_by(client)
+        for name, adapter in found.items():
+            if not adapter.is_same(have.get(name)):
+                words = (name, adapter.path, True, adapter.version, adapter.content_hash)
+                client.call("load_adapter", *words).result()
+    return {name: one.content_hash for name, one in found.items() if one.content_hash is not None}

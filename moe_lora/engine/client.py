@@ -28,12 +28,19 @@ class EngineClient(Protocol):
         ...
 
     async def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
     ) -> AdapterInfo:
         """Read a PEFT directory and serve it as `name`; with `replace`, as a new version of that name.
 
         Requests under way finish on the version they started with.  version: the number of this one; None:
-        one more than the last.
+        one more than the last.  content_hash: what it must hold (`AdapterInfo.content_hash`), wherever that
+        is read; None: what is in the directory now.
         """
         ...
 

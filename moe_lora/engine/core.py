@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.peft_format import pack_state_dict, read_adapter
+from moe_lora.adapters.peft_format import pack_state_dict
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterVersionError, EngineDeadError
 from moe_lora.core.request import (
@@ -58,6 +58,7 @@ class EngineCore:
         residency: Residency,
         transfers: Transfers,
         figures: CacheFigures,
+        contents: AdapterContents,
         clock: Clock,
         seed: int,
         followers: Followers | None = None,
@@ -70,6 +71,7 @@ class EngineCore:
         self._runner = runner
         self._residency = residency
         self._transfers = transfers
+        self._contents = contents
         self._clock = clock
         self._followers = followers
         self.pool = pool
@@ -194,13 +196,11 @@ class EngineCore:
         timing = sequence.timing(self._clock.now_s())
         return TokenOutput(request_id=request_id, token_ids=(), finish_reason="abort", timing=timing)
 
-    def read_adapter(self, name: str, path: str) -> PackedAdapter:
-        """Read an adapter's files into host memory; safe to call from another thread."""
-        return self._residency.prepare(read_adapter(Path(path), self._shape, self._dtype, name))
+    def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
+        """Read an adapter's files (see `AdapterContents.read`); safe to call from another thread."""
+        return self._residency.prepare(self._contents.read(name, path, content_hash))
 
-    def pack_adapter(
-        self, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-    ) -> PackedAdapter:
+    def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
         return self._residency.prepare(pack_state_dict(tensors, config, self._shape, self._dtype, name))
 
@@ -209,6 +209,7 @@ class EngineCore:
     ) -> AdapterInfo:
         """Serve an adapter from now on (see `Residency.add`)."""
         adapter = self._residency.add(packed, path, replace=replace, version=version)
+        self._contents.serve(adapter.name, adapter.packed.content_hash)
         self._transfers.send()
         logger.info(
             "adapter %s version %d: rank %d, %d bytes",
@@ -222,6 +223,7 @@ class EngineCore:
     def remove_adapter(self, name: str) -> frozenset[int]:
         """Refuse new requests for an adapter; uids of its versions, replaced ones too, still in use."""
         self._residency.remove(name)
+        self._contents.forget(name)
         self._transfers.send()
         logger.info("adapter %s removed", name)
         adapters = (sequence.adapter for sequence in self._sequences.values())

@@ -7,16 +7,21 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
+from moe_lora.core.request import AdapterInfo
 
 from .client import EngineClient
+from .pool_messages import PoolEntry
 from .roster import Instance, Roster
 
 Answer = TypeVar("Answer")
+Loaded = TypeVar("Loaded", AdapterInfo, PoolEntry)
+Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
+"""What instances answered, and what those that refused raised."""
 
 
 async def ask(
     roster: Roster, instances: list[Instance], call: Callable[[EngineClient], Awaitable[Answer]]
-) -> tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]:
+) -> Answers[Answer]:
     """What these instances answered, and what those that refused raised.
 
     Those found dead are taken out of routing and left out, those that were silent only left out: until the
@@ -51,3 +56,30 @@ async def ask_live(
     for _, error in errors:
         raise error
     return answers
+
+
+async def load_alike(
+    instances: list[Instance], load: Callable[[list[Instance], str | None], Awaitable[Answers[Loaded]]]
+) -> Answers[Loaded]:
+    """Load one adapter on these instances: the first reads it, the others must have the same content.
+
+    load: on some instances, with the content hash that it must have.  As `ask` otherwise.
+    """
+    for number, first in enumerate(instances, 1):
+        rest = instances[number:]
+        try:
+            answers, errors = await load([first], None)
+        except EngineDeadError:
+            if not rest:
+                raise
+            continue  # the next one is the first
+        if errors or not rest:
+            return answers, errors
+        loaded = answers[0][1]
+        info = loaded if isinstance(loaded, AdapterInfo) else loaded.info
+        try:
+            more, errors = await load(rest, info.content_hash or None)
+        except EngineDeadError:  # all of them: they hear of it when they are back
+            return answers, []
+        return answers + more, errors
+    raise AssertionError("an adapter is loaded somewhere")

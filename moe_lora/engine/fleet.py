@@ -28,7 +28,7 @@ from .fan_out import ask_live
 from .fleet_adapters import load_everywhere, pin_everywhere, unload_everywhere
 from .fleet_pool import FleetPool
 from .fleet_views import merge_adapters, merge_stats
-from .roster import Instance, Roster
+from .roster import Instance, Roster, ServedAdapter
 
 
 @dataclass(eq=False)
@@ -169,10 +169,16 @@ class FleetClient:
         return self._info
 
     async def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
     ) -> AdapterInfo:
         async def load() -> AdapterInfo:
-            assert version is None, "the roster counts versions"
+            assert version is content_hash is None, "the roster says which"
             async with self._lock(name):
                 info = await load_everywhere(self._roster, name, path, replace=replace, pool=self.pool)
                 if self._ranks is not None:
@@ -203,6 +209,8 @@ class FleetClient:
         answers = await ask_live(self._roster, lambda client: client.list_adapters())
         served = self._roster.adapters
         infos = {info.name: info for info in merge_adapters(infos for _, infos in answers)}
+        for name in served.keys() - infos.keys():
+            infos[name] = _unavailable(name, served[name])
         for name in served.keys() & infos.keys():
             infos[name] = replace(infos[name], version=served[name].version)
         # Instances of a pool got them in different orders.
@@ -222,6 +230,19 @@ class FleetClient:
     async def close(self) -> None:
         """End all instances, those that are being restarted too."""
         await asyncio.gather(*(client.close() for client in self._roster.close()))
+
+
+def _unavailable(name: str, served: ServedAdapter) -> AdapterInfo:
+    return AdapterInfo(
+        name=name,
+        version=served.version,
+        lora_rank=0,
+        nbytes=0,
+        targets=(),
+        path=served.path,
+        residency="unavailable",
+        content_hash=served.content_hash or "",
+    )
 
 
 def _instance_stats(instance: Instance) -> InstanceStats:

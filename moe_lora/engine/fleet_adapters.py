@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
+from typing import Any
 
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError
 from moe_lora.core.request import AdapterInfo
 
 from .client import EngineClient
-from .fan_out import ask
+from .fan_out import Answers, ask, load_alike
 from .fleet_pool import FleetPool
 from .fleet_views import merge_adapters
 from .roster import Instance, Roster, ServedAdapter
@@ -22,8 +23,9 @@ async def load_everywhere(
 ) -> AdapterInfo:
     """Serve the directory as `name` on all live instances; those that come back later load it too.
 
-    If one instance refuses, the others go back to what they served before.  Calls for one name must come
-    one after the other.  pool: what has some of them hold it; None: all do.
+    The content is what the first of them finds.  If one refuses, be it that it finds other content, the
+    others go back to what they served before.  Calls for one name must come one after the other.  pool: what
+    has some of them hold it; None: all do.
     """
     with roster.loading():
         previous = roster.adapters.get(name)
@@ -33,11 +35,12 @@ async def load_everywhere(
             )
         instances, version = roster.candidates(None), roster.next_version(name)
         if pool is None:
-            answers, errors = await ask(
-                roster,
-                instances,
-                lambda client: client.load_adapter(name, path, replace=replace, version=version),
-            )
+
+            async def load(some: list[Instance], content: str | None) -> Answers[AdapterInfo]:
+                words: Any = {"replace": replace, "version": version, "content_hash": content}
+                return await ask(roster, some, lambda client: client.load_adapter(name, path, **words))
+
+            answers, errors = await load_alike(instances, load)
         else:
             answers, errors = await pool.load(instances, name, path, replace=replace, version=version)
         if errors:
@@ -101,7 +104,8 @@ async def _take_back(
     def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
         if previous is None:
             return client.unload_adapter(name)
-        return client.load_adapter(name, previous.path, replace=True, version=previous.version)
+        words: Any = {"version": previous.version, "content_hash": previous.content_hash}
+        return client.load_adapter(name, previous.path, replace=True, **words)
 
     if not instances:
         return

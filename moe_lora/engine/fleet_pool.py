@@ -14,7 +14,7 @@ from moe_lora.core.request import AdapterInfo
 from moe_lora.policies.pool_moves import copies_to_drop, copies_to_make, place_holders
 
 from .client import EngineClient
-from .fan_out import ask
+from .fan_out import Answers, ask, load_alike
 from .loop_client import LoopClient
 from .pool_directory import PoolDirectory
 from .pool_messages import PoolEntry
@@ -106,9 +106,13 @@ class FleetPool:
 
         What they answered, and what those that refused raised, as `fan_out.ask` has it.
         """
+
+        async def load(some: list[Instance], content: str | None) -> Answers[PoolEntry]:
+            return await self._ask(some, "pool_load", name, path, replace, version, content)
+
         homes = [instance for instance in instances if instance.index in self._emptiest(instances)]
         try:
-            answers, errors = await self._ask(homes, "pool_load", name, path, replace, version)
+            answers, errors = await load_alike(homes, load)
         except EngineDeadError:
             left = [instance for instance in instances if instance.live]
             if not 0 < len(left) < len(instances):
@@ -143,7 +147,7 @@ class FleetPool:
         def undo(client: object) -> Awaitable[PoolEntry]:
             assert isinstance(client, LoopClient)
             if facts is None:
-                return _call(client, "pool_load", name, path, True, version)
+                return _call(client, "pool_load", name, path, True, version, previous.content_hash)
             sources = self._directory.sources(facts.content_hash, client)
             return _call(client, "pool_know", facts, path, True, version, sources)
 

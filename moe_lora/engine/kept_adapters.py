@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from safetensors import SafetensorError
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.shard import shard_layer
-from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.request import AdapterResidency
 from moe_lora.core.shape import ModelShape
 
@@ -20,17 +19,20 @@ from moe_lora.core.shape import ModelShape
 class KeptAdapters:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
-    in_files: as files, which this process alone can read.  store: as files in this store, which others read
-    too.  before_removal: called before such a file goes, returns when none of them will open it any more.
+    in_files: as files, which this process alone can read; lasting: a store that has them already.  store: as
+    files in this store, which others read too.  before_removal: called before such a file goes, returns when
+    none of them will open it any more.
     """
 
     def __init__(
         self,
         *,
         in_files: bool = False,
+        lasting: HostStore | None = None,
         store: HostStore | None = None,
         before_removal: Callable[[], None] = lambda: None,
     ) -> None:
+        self._lasting = lasting
         self.in_files = in_files or store is not None
         self._store = store
         self._before_removal = before_removal
@@ -43,7 +45,7 @@ class KeptAdapters:
         if self._store is not None:
             return _stored(packed, self._store)
         if self.in_files:
-            packed = self._prepared[packed.content_hash] = _nameless(packed)
+            packed = self._prepared[packed.content_hash] = self._mapped(packed)
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
@@ -63,10 +65,14 @@ class KeptAdapters:
             packed = _stored(packed, self._store)
         elif self.in_files:
             known = packed.content_hash in self._prepared
-            packed = self._prepared.pop(packed.content_hash) if known else _nameless(packed)
+            packed = self._prepared.pop(packed.content_hash) if known else self._mapped(packed)
         self._kept.setdefault(packed.content_hash, packed)
         self._num_kept[packed.content_hash] += 1
         return packed
+
+    def _mapped(self, packed: PackedAdapter) -> PackedAdapter:
+        """As a mapped file, whose name may go."""
+        return _nameless(packed) if self._lasting is None else _stored(packed, self._lasting)
 
     def find(self, content_hash: str) -> PackedAdapter:
         """A kept adapter."""
@@ -116,8 +122,8 @@ def _stored(packed: PackedAdapter, store: HostStore) -> PackedAdapter:
     try:
         store.put(packed)
         return store.get(packed.content_hash, packed.name)
-    except (OSError, SafetensorError, AdapterError) as error:
-        raise CapacityError(
+    except AdapterError as error:
+        raise StorageError(
             f"adapter {packed.name!r} of {packed.nbytes / 1e9:.3f} GB can't be kept in "
             f"{store.directory} ({error}); free room there or let TMPDIR name another place"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from moe_lora.adapters.peft_files import adapter_folder
 from moe_lora.config import EngineConfig
 from moe_lora.config.settings import check_names, settings_of
 from moe_lora.core.errors import ConfigError
@@ -41,7 +43,9 @@ class _Engine:
         check_names("", settings, settings_of(EngineConfig))
         config = EngineConfig(
             model_dir=str(model_dir),
-            adapters=tuple((name, str(path)) for name, path in (adapters or {}).items()),
+            adapters=tuple(
+                (name, adapter_folder(str(path), name)) for name, path in (adapters or {}).items()
+            ),
             **settings,
         )
         if config.pool is not None:
@@ -57,23 +61,30 @@ class _Engine:
     def publish_adapter(
         self,
         name: str,
-        source: str | Mapping[str, torch.Tensor],
-        config: Mapping[str, Any] | None = None,
+        source: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+        config: Any = None,
     ) -> AdapterInfo:
         """Serve a new version of `name` (or a new name) from now on, while requests run.
 
-        source: a PEFT directory, or LoRA tensors by their PEFT keys with the fields of adapter_config.json
-        as `config`; tensors are copied, so training may go on.  Requests under way finish on the version
+        source: a PEFT directory, or a state dict with `config`: the fields of adapter_config.json, or PEFT's
+        LoraConfig.  Of a whole PEFT model's state dict the LoRA tensors count; they are copied, so training
+        may go on.  Requests under way finish on the version
         they started with.  Returns once new requests use the new version.  Raises AdapterError.
         """
         if isinstance(source, Mapping):
             if config is None:
                 raise ValueError(
-                    "config is missing; give the fields of adapter_config.json (r, lora_alpha, …)"
+                    "config is missing; give PEFT's LoraConfig (model.peft_config['default']), or the fields "
+                    "of adapter_config.json (r, lora_alpha, …)"
                 )
             packed = self.client.core.pack_adapter(name, source, config)
             return self.client.call("publish_adapter", packed, None).result()
-        return self.client.call("load_adapter", name, str(source), True, None).result()
+        if not isinstance(source, (str, os.PathLike)):
+            raise ValueError(
+                f"source is a {type(source).__name__}; give a PEFT directory, or a state dict and config"
+            )
+        path = adapter_folder(os.fspath(source), name)
+        return self.client.call("load_adapter", name, path, True, None).result()
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name`, wait for its running ones, free its memory."""

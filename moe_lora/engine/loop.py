@@ -129,11 +129,18 @@ class EngineLoop(threading.Thread):
     def _load_adapter(self, call: Call) -> None:
         """Read the files in another thread, so that steps go on, then add the adapter in this one."""
 
-        def read(name: str, path: str, replace: bool, version: int | None) -> PackedAdapter:
-            return self._core.read_adapter(name, path)
+        def read(
+            name: str, path: str, replace: bool, version: int | None, content_hash: str | None = None
+        ) -> PackedAdapter:
+            return self._core.read_adapter(name, path, content_hash)
 
         def add(
-            packed: PackedAdapter, name: str, path: str, replace: bool, version: int | None
+            packed: PackedAdapter,
+            name: str,
+            path: str,
+            replace: bool,
+            version: int | None,
+            content_hash: str | None = None,
         ) -> AdapterInfo:
             return self._core.add_adapter(packed, path, replace=replace, version=version)
 

@@ -163,9 +163,17 @@ class LoopClient:
         return await asyncio.wrap_future(self.call("model_info"))
 
     async def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
     ) -> AdapterInfo:
-        return await asyncio.wrap_future(self.call("load_adapter", name, path, replace, version))
+        return await asyncio.wrap_future(
+            self.call("load_adapter", name, path, replace, version, content_hash)
+        )
 
     async def unload_adapter(self, name: str) -> None:
         await asyncio.wrap_future(self.call("unload_adapter", name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import resource
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from moe_lora.adapters.window_layout import (
     write_adapter,
 )
 from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.core.open_files import allow_many_files
 from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.transport.contract import Transport, Window
 
@@ -46,11 +46,11 @@ class PoolAdapters(KeptAdapters):
     (`adapter_without_data`) only the facts are kept, and its bytes are fetched each time they are needed.
     `fetch_held` and `hold` turn the second into the first, `drop` the first into the second.  Tables and
     scales stay here from the first fetch on; they are small.
-    read: (path, name) -> the adapter in a PEFT directory.  Called by the engine's thread, but for `prepare`,
-    `undo_prepare`, `fetch_held` and what `reader` returned.
+    read: (path, name, content hash) -> the adapter in a PEFT directory.  Called by the engine's thread, but
+    for `prepare`, `undo_prepare`, `fetch_held` and what `reader` returned.
     """
 
-    def __init__(self, transport: Transport, read: Callable[[str, str], PackedAdapter]) -> None:
+    def __init__(self, transport: Transport, read: Callable[[str, str, str], PackedAdapter]) -> None:
         super().__init__()
         self.counters_now = PoolCounters()
         self._transport = transport
@@ -63,7 +63,7 @@ class PoolAdapters(KeptAdapters):
         self._paths: dict[str, str] = {}
         self._lock = threading.Lock()
         """Around what other threads see: _waiting, and the tables in _kept."""
-        _allow_many_files()
+        allow_many_files()  # each window in shared memory is two open files
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
         """Lay it into a window."""
@@ -200,7 +200,7 @@ class PoolAdapters(KeptAdapters):
         def read_again() -> PackedAdapter:
             if path is None:
                 raise AdapterError(f"adapter {facts.name!r} has no directory to be read from again")
-            return self._read(path, facts.name)
+            return self._read(path, facts.name, content_hash)
 
         def list_sources() -> Sequence[bytes]:
             return self._sources.get(content_hash, ()) if sources is None else sources
@@ -222,10 +222,3 @@ class PoolAdapters(KeptAdapters):
                 f"adapter {facts.name!r} of {num_bytes / 1e9:.3f} GB can't be held in this instance's host "
                 f"memory ({error}); unload others, or add instances"
             ) from error
-
-
-def _allow_many_files() -> None:
-    """Each window in shared memory is two open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

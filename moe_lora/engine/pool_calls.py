@@ -66,10 +66,20 @@ class PoolCalls:
         """The adapters known here."""
         return [self._entry(info.name) for info in self._core.list_adapters()]
 
-    def _read(self, name: str, path: str, replace: bool, version: int) -> Any:
-        return self._core.read_adapter(name, path)
+    def _read(
+        self, name: str, path: str, replace: bool, version: int, content_hash: str | None = None
+    ) -> Any:
+        return self._core.read_adapter(name, path, content_hash)
 
-    def _add(self, packed: Any, name: str, path: str, replace: bool, version: int) -> PoolEntry:
+    def _add(
+        self,
+        packed: Any,
+        name: str,
+        path: str,
+        replace: bool,
+        version: int,
+        content_hash: str | None = None,
+    ) -> PoolEntry:
         """Serve an adapter and hold it."""
         return self._entry(self._core.add_adapter(packed, path, replace=replace, version=version).name)
 

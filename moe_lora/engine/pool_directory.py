@@ -127,8 +127,10 @@ class PoolDirectory:
                 if self._facts[name].content_hash == entry.facts.content_hash:
                     self.note(client, entry.facts.content_hash, entry.source)
 
-    def give(self, client: LoopClient, name: str, path: str, version: int) -> None:
-        """Have an engine that joins serve an adapter, and hold it if too few do.
+    def give(
+        self, client: LoopClient, name: str, path: str, version: int, content_hash: str | None = None
+    ) -> None:
+        """Have an engine that joins serve an adapter, with this content, and hold it if too few do.
 
         Raises EngineDeadError, and what keeps the engine from serving it.
         """
@@ -136,7 +138,7 @@ class PoolDirectory:
             return
         with self._joining:
             if not self._know(client, name, path, version):  # others may hold it by now
-                self._take(client, name, path, version)
+                self._take(client, name, path, version, content_hash)
 
     def _know(self, client: LoopClient, name: str, path: str, version: int) -> bool:
         """Have an engine serve an adapter that enough others hold; False if they don't."""
@@ -150,11 +152,11 @@ class PoolDirectory:
         self.note(client, facts.content_hash, entry.source)
         return True
 
-    def _take(self, client: LoopClient, name: str, path: str, version: int) -> None:
+    def _take(self, client: LoopClient, name: str, path: str, version: int, content_hash: str | None) -> None:
         """Have an engine serve an adapter and hold it, with the content that is served so far."""
         facts = self.facts_at(name, path, version)
         if facts is None:
-            self._load(client, name, path, version)
+            self._load(client, name, path, version, content_hash)
             return
         sources = self.sources(facts.content_hash, client)
         entry: PoolEntry = client.call("pool_know", facts, path, True, version, sources).result()
@@ -180,12 +182,18 @@ class PoolDirectory:
         Raises what keeps one of them from being served.
         """
         sizes = {name: _file_bytes(path) for name, path in adapters}
-        homes = place_holders(sizes, {}, range(len(clients)), self.replicas)
+        places = place_holders(sizes, {}, range(len(clients)), self.replicas)
+        homes = {name: sorted(holders) for name, holders in places.items()}
 
         def load(index: int) -> None:
             for name, path in adapters:
-                if index in homes[name]:
+                if index in homes[name][:1]:
                     self._load(clients[index], name, path, 1)
+
+        def load_too(index: int) -> None:
+            for name, path in adapters:
+                if index in homes[name][1:]:
+                    self._load(clients[index], name, path, 1, self.content_hashes()[name])
 
         def know(index: int) -> None:
             for name, path in adapters:
@@ -193,11 +201,13 @@ class PoolDirectory:
                     self.give(clients[index], name, path, 1)
 
         with ThreadPoolExecutor(len(clients)) as threads:
-            for part in (load, know):
+            for part in (load, load_too, know):
                 list(threads.map(part, range(len(clients))))
 
-    def _load(self, client: LoopClient, name: str, path: str, version: int) -> None:
-        entry: PoolEntry = client.call("pool_load", name, path, True, version).result()
+    def _load(
+        self, client: LoopClient, name: str, path: str, version: int, content_hash: str | None = None
+    ) -> None:
+        entry: PoolEntry = client.call("pool_load", name, path, True, version, content_hash).result()
         self.serve(entry)
         self.note(client, entry.facts.content_hash, entry.source)
 

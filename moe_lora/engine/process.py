@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 
+from .attendance import LoneAttendance
 from .connection_client import ConnectionClient
 from .messages import Reply, Stop
 
@@ -72,8 +73,11 @@ class ProcessClient(ConnectionClient):
     """`EngineClient` of an engine process that it starts, and that ends with it.
 
     Raises, from the constructor, what kept the engine from starting; with wait=False, `await_start` must be
-    called before anything else, and raises it.
+    called before anything else, and raises it.  attendance: what watches over an engine for which nothing
+    stands in; None: a roster's does.
     """
+
+    attendance: LoneAttendance | None = None
 
     def __init__(self, config: EngineConfig, *, wait: bool = True, heartbeat_s: float = 1.0) -> None:
         self._process, connection = start_child(
@@ -129,6 +133,9 @@ class ProcessClient(ConnectionClient):
         if self._reader is not None:
             self._reader.join(STOP_TIMEOUT_S)
             self._connection.close()
+
+    async def is_alive(self) -> bool:
+        return await super().is_alive() and not (self.attendance is not None and self.attendance.silent)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.shut_down)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from moe_lora.dist.lora_server.attach import LoraServerClient
 
 from .adapter_version import AdapterVersion
 from .local_placement import LocalPlacement
+
+logger = logging.getLogger(__name__)
 
 
 class RemotePlacement:
@@ -31,6 +34,8 @@ class RemotePlacement:
         self._lock = threading.Lock()
         self._held: dict[int, AdapterVersion] = {}
         self._num_versions: Counter[str] = Counter()
+        self._mapped: dict[str, PackedAdapter] = {}
+        """By content hash, so that the host store can be given again what it has lost."""
         self._leases = server.leases(self._take)
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
@@ -46,13 +51,19 @@ class RemotePlacement:
         self._store.put(packed)
         self._leases.register(packed.content_hash)
         self._num_versions[packed.content_hash] += 1
-        return self._store.get(packed.content_hash, packed.name)
+        mapped = self._store.get(packed.content_hash, packed.name)
+        self._mapped.setdefault(packed.content_hash, mapped)
+        return mapped
 
     def hold(self, adapter: AdapterVersion) -> bool:
         """Whether there is a lease, or none can come; if not, it is asked for, and may come later."""
         if adapter.uid in self._held:
             return True
         adapter_id = adapter.packed.content_hash
+        try:
+            self._store.restore(adapter_id)
+        except CapacityError as error:
+            logger.error("adapter %s: %s", adapter.name, error)
         with self._lock:
             lease = self._leases.lease(adapter_id)
             if lease is None and self._leases.acquire(adapter_id):
@@ -90,6 +101,7 @@ class RemotePlacement:
         self._num_versions[adapter_id] -= 1
         if not self._num_versions[adapter_id]:
             del self._num_versions[adapter_id]
+            self._mapped.pop(adapter_id, None)
             self._leases.unregister(adapter_id)
 
     def resident(self) -> Iterator[AdapterVersion]:

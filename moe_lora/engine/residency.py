@@ -117,6 +117,7 @@ class Residency:
             num_pages=num_pages,
             pinned=adapter.pinned,
             idle_s=None if last_used_s is None else self._clock.now_s() - last_used_s,
+            content_hash=adapter.packed.content_hash,
         )
 
     @property

@@ -6,7 +6,7 @@ Shared by the front end's event loop and the supervisor's threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -71,9 +71,9 @@ class Roster:
     """The instances and the adapters that they serve.
 
     clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
-    pairs of the start.  advice: what to do when no instance is live, where they come by themselves.
-    heartbeat: when an instance counts as silent.  pool: where adapters are held; None: every instance has
-    them all.
+    pairs of the start; contents: their content hashes.  advice: what to do when no instance is live, where
+    they come by themselves. heartbeat: when an instance counts as silent.  pool: where adapters are held;
+    None: every instance has them all.
     """
 
     def __init__(
@@ -83,12 +83,16 @@ class Roster:
         advice: str | None = None,
         heartbeat: Heartbeat | None = None,
         pool: PoolDirectory | None = None,
+        contents: Mapping[str, str] | None = None,
     ) -> None:
         self.heartbeat = heartbeat or Heartbeat()
         self.instances = [Instance(index, client, str(index)) for index, client in enumerate(clients)]
         self.closed = threading.Event()
         self.pool = pool
-        self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
+        known = contents or {}
+        self._adapters = {
+            name: ServedAdapter(path, 1, content_hash=known.get(name)) for name, path in adapters
+        }
         self._versions = dict.fromkeys(self._adapters, 1)
         self._numbers = {instance.name: instance.index for instance in self.instances}
         self._num_loading = 0
@@ -106,7 +110,7 @@ class Roster:
             return found
         if self.live:
             raise EngineDeadError(
-                f"adapter {adapter!r} could not be loaded again after a restart; "
+                f"adapter {adapter!r} is unavailable: its files are damaged or not those that were loaded; "
                 "load it with load_inplace=true"
             )
         raise EngineDeadError(f"no LLM instance is running: {self._absence()}")
@@ -188,10 +192,23 @@ class Roster:
             self._changed.wait_for(lambda: not self._num_loading or self.closed.is_set())
             if self.closed.is_set():
                 raise EngineDeadError("the instances were closed")
-            if have != self._adapters:
+            if not self._is_all(have):
                 return False
             self._route_to(instance, client, missing, incarnation)
             return True
+
+    def _is_all(self, have: dict[str, ServedAdapter]) -> bool:
+        """Whether an engine has what all serve; of an adapter that no engine had, it says the content."""
+        if have.keys() != self._adapters.keys():
+            return False
+        for name, there in have.items():
+            here = self._adapters[name]
+            if not here.is_same(there) or here.pinned != there.pinned:
+                return False
+        for name, there in have.items():
+            if self._adapters[name].content_hash is None:
+                self._adapters[name] = there
+        return True
 
     def _route_to(
         self, instance: Instance, client: EngineClient, missing: set[str], incarnation: str | None
@@ -249,7 +266,7 @@ class Roster:
             self._versions[info.name] = version
             before = self._adapters.get(info.name)
             pinned = before is not None and before.pinned
-            self._adapters[info.name] = ServedAdapter(path, version, pinned)
+            self._adapters[info.name] = ServedAdapter(path, version, pinned, info.content_hash or None)
             return self._adapters[info.name]
 
     def pin(self, name: str, *, pinned: bool) -> None:

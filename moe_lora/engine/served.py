@@ -8,11 +8,21 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """What every instance serves under a name."""
+    """What every instance serves under a name.
+
+    content_hash: `AdapterInfo.content_hash`; None: what the first instance finds in the directory.
+    """
 
     path: str
     version: int
     pinned: bool = False
+    content_hash: str | None = None
+
+    def is_same(self, other: ServedAdapter | None) -> bool:
+        """Whether both are one version, and as far as it is known one content."""
+        if other is None or (self.path, self.version) != (other.path, other.version):
+            return False
+        return None in (self.content_hash, other.content_hash) or self.content_hash == other.content_hash
 
 
 @dataclass(frozen=True)
@@ -36,12 +46,7 @@ class Served:
 
     def lacking(self, have: Mapping[str, ServedAdapter]) -> set[str]:
         """The adapters of which an engine that has `have` lacks what is served."""
-        return {
-            name
-            for name, adapter in self.adapters.items()
-            if (there := have.get(name)) is None
-            or (there.path, there.version) != (adapter.path, adapter.version)
-        }
+        return {name for name, adapter in self.adapters.items() if not adapter.is_same(have.get(name))}
 
     @staticmethod
     def of(adapters: Mapping[str, ServedAdapter]) -> Served:
@@ -64,8 +69,12 @@ class Served:
                 adapters.pop(name, None)
             elif version > known:
                 adapters[name] = theirs
-            elif mine is not None and mine.path == theirs.path and theirs.pinned:
-                adapters[name] = replace(mine, pinned=True)
+            elif mine is not None and mine.is_same(theirs):
+                adapters[name] = replace(
+                    mine,
+                    pinned=mine.pinned or theirs.pinned,
+                    content_hash=mine.content_hash or theirs.content_hash,
+                )
         versions = {
             name: max(self.versions.get(name, 0), other.versions.get(name, 0))
             for name in {**self.versions, **other.versions}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from moe_lora.core.clock import Clock
@@ -15,7 +14,7 @@ from moe_lora.core.errors import EngineDeadError
 from .attendance import Attendance
 from .catch_up import catch_up, held_by
 from .process import ProcessClient
-from .roster import Instance, Roster, ServedAdapter
+from .roster import Instance, Roster
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +73,10 @@ class Supervisor:
             ).start()
 
     def _watch(self, instance: Instance, client: ProcessClient | None) -> None:
-        num_deaths, have = 0, None
+        num_deaths = 0
         while client is not None:
             started_s = self._clock.now_s()
-            come = partial(self._bring, instance, client, have)
+            come = partial(self._bring, instance, client)
             Attendance(self._roster, instance, client, come, client.kill).run()
             if self._roster.closed.is_set():
                 return
@@ -91,20 +90,18 @@ class Supervisor:
                 client.exit_code,
                 lived_s,
             )
-            client, have, num_deaths = self._replace(instance, num_deaths)
+            client, num_deaths = self._replace(instance, num_deaths)
 
-    def _replace(
-        self, instance: Instance, num_deaths: int
-    ) -> tuple[ProcessClient | None, dict[str, ServedAdapter] | None, int]:
-        """A new process, what it has, and the deaths counted up to it; None: given up, or closed."""
+    def _replace(self, instance: Instance, num_deaths: int) -> tuple[ProcessClient | None, int]:
+        """A new process, and the deaths counted up to it; None: given up, or closed."""
         while (pause_s := self._policy.pause_s(num_deaths)) is not None:
             if self._roster.closed.wait(pause_s):
-                return None, None, num_deaths
+                return None, num_deaths
             try:
-                return *self._start(instance), num_deaths
+                return self._start(instance), num_deaths
             except Exception as error:
                 if self._roster.closed.is_set():
-                    return None, None, num_deaths
+                    return None, num_deaths
                 num_deaths += 1
                 logger.error("instance %d could not be started again: %s", instance.index, error)
         instance.given_up = True
@@ -115,21 +112,11 @@ class Supervisor:
             num_deaths,
             self._policy.quick_s,
         )
-        return None, None, num_deaths
+        return None, num_deaths
 
-    def _start(self, instance: Instance) -> tuple[ProcessClient, dict[str, ServedAdapter]]:
+    def _start(self, instance: Instance) -> ProcessClient:
         served = self._roster.adapters
-        # A directory that is gone would keep the whole engine from starting; loading it fails alone.
-        # An engine counts what it starts with as version 1; what was replaced it loads again, by its number.
-        have = {
-            name: replace(served[name], version=1, pinned=False)
-            for name in self._start_adapters
-            if name in served and os.path.isdir(served[name].path)
-        }
-        adapters = tuple((name, adapter.path) for name, adapter in have.items())
-        pool = self._roster.pool
-        if pool is not None:
-            have = {}  # an engine of a pool begins without any
+        adapters = tuple((name, served[name].path) for name in self._start_adapters if name in served)
         client = self._launch(instance.index, instance.num_restarts + 1, adapters)
         try:
             if not self._roster.start(instance, client):
@@ -138,14 +125,12 @@ class Supervisor:
         except BaseException:
             client.shut_down()
             raise
-        return client, have
+        return client
 
-    def _bring(
-        self, instance: Instance, client: ProcessClient, have: dict[str, ServedAdapter] | None
-    ) -> None:
-        """Put a process into routing.  have: what it began with; None, or empty by now: ask it."""
+    def _bring(self, instance: Instance, client: ProcessClient) -> None:
+        """Put a process into routing, once it has what the others serve."""
         missing, pool = set[str](), self._roster.pool
-        found = dict(have) if have is not None and instance.client is not client else held_by(client, pool)
+        found = held_by(client, pool)
         while not self._roster.join(instance, client, found, missing, str(client.pid)):
             catch_up(client, self._roster.adapters, found, missing, pool)
         logger.info("instance %d is back (process %d)", instance.index, client.pid)

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from moe_lora.core.teardown import quiet_teardown
+
 from .heartbeat import beat_until
 from .inbox import Inbox
 from .messages import Beat, Command, Event, Reply, Stop
@@ -65,5 +67,6 @@ def _read(connection: Connection, put: Callable[[Command], None], ready: threadi
 if __name__ == "__main__":
     # The front end decides when the engine ends; a Ctrl-C in its terminal must not end it first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quiet_teardown()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     main(Connection(int(sys.argv[1])))

@@ -71,10 +71,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def git_state(folder: Path) -> dict[str, Any]:
-    """git_commit and whether tracked files differ from it (git_dirty); both None outside a repository."""
+def git_state(folder: Path, *, without: Path | None = None) -> dict[str, Any]:
+    """git_commit and whether tracked files differ from it (git_dirty); both None outside a repository.
+
+    without: a folder below `folder` whose files don't count.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no") if commit else None
+    paths = () if without is None else ("--", ".", f":(exclude){without.relative_to(folder)}")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no", *paths) if commit else None
     return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
 
 

@@ -14,6 +14,8 @@ PAGE = """<!doctype html>
  h1 { font-size: 26px; margin: 0 0 4px; }
  h2 { font-size: 18px; margin: 34px 0 10px; }
  .sub { color: #5f6770; margin: 0 0 18px; }
+ dt { font-weight: 600; }
+ dd { margin: 0 0 6px; }
  .cards { display: flex; flex-wrap: wrap; gap: 10px; margin: 8px 0 14px; }
  .card { background: #fff; border: 1px solid #dfe3e8; border-radius: 8px; }
  .card { padding: 10px 16px; min-width: 120px; }
@@ -33,9 +35,15 @@ PAGE = """<!doctype html>
 <body>
 <main>
 <h1>{{ title }}</h1>
-<p class="sub">SLO: TTFT {{ "%g"|format(runs[0].slo_ttft_s) }} s,
-TPOT {{ "%g"|format(runs[0].slo_tpot_s) }} s.
-An adapter is within the SLO if more than 90&nbsp;% of its requests are.</p>
+{% for note in notes %}
+<p>{{ note }}</p>
+{% endfor %}
+<dl>
+{% for run in runs %}
+<dt style="color: {{ colors[loop.index0] }}">{{ run.label }}</dt><dd>{{ abouts[loop.index0] }}</dd>
+{% endfor %}
+</dl>
+<p class="sub">{{ terms }}</p>
 {% for run in runs %}
 <section class="run" style="border-color: {{ colors[loop.index0] }}">
 <strong>{{ run.label }}</strong>

@@ -36,18 +36,19 @@ def run_result(
     label: str,
     config: dict[str, Any],
     env: dict[str, Any],
+    kind: str = "measured",
     stopped_early: bool = False,
 ) -> dict[str, Any]:
     """What `--save-result` writes: `summarize`'s keys, label, date, kind, config, env and ARRAYS.
 
-    stopped_early: the user ended the run before its plan did.
+    kind: one of `results.KINDS`.  stopped_early: the user ended the run before its plan did.
     Arrays in seconds, as vLLM's client has them, null for a request without the value.
     """
     errors = Counter(record.error for record in records if record.error is not None)
     return {
         "label": label,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "kind": "measured",
+        "kind": kind,
         "stopped_early": stopped_early,
         **summarize(records, duration_s, slo),
         "error_counts": dict(errors.most_common()),

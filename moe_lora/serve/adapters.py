@@ -8,14 +8,13 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from moe_lora.core.errors import AdapterExistsError
+from moe_lora.adapters.peft_files import CONFIG_FILE, adapter_folder
+from moe_lora.core.errors import AdapterError, AdapterExistsError
 from moe_lora.core.request import AdapterInfo, name_problem
 
 from .errors import ApiError, JsonResponse, bad_request, to_api_error
 from .frontend import Frontend
 from .protocol import LoadAdapterRequest, UnloadAdapterRequest
-
-CONFIG_FILE = "adapter_config.json"
 
 
 def check_name(name: str) -> None:
@@ -31,13 +30,21 @@ def check_new_name(name: str, frontend: Frontend) -> None:
         raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
 
 
-def check_files(path: str) -> None:
-    """Raises ApiError 400 for an empty path, 404 where no adapter lies."""
+def find_files(path: str, name: str) -> str:
+    """The directory of the adapter at `path` (see `adapter_folder`).
+
+    Raises ApiError 400 for an empty path or one of several adapters, 404 where no adapter lies.
+    """
     if not path:
         raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
-    if not os.path.isfile(os.path.join(path, CONFIG_FILE)):
+    try:
+        found = adapter_folder(path, name)
+    except AdapterError as error:
+        raise bad_request(str(error), "lora_path") from error
+    if not os.path.isfile(os.path.join(found, CONFIG_FILE)):
         problem = f"has no {CONFIG_FILE}" if os.path.isdir(path) else "is not a directory on the server"
         raise ApiError(404, f"no LoRA adapter found: {path!r} {problem}", "lora_path")
+    return found
 
 
 def adapters_router(frontend: Frontend) -> APIRouter:
@@ -110,8 +117,7 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
 async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
     """Where the adapter's files lie.  Raises ApiError, and what `ServedRegistry.resolve` raises."""
     if body.lora_path is not None:
-        check_files(body.lora_path)
-        return body.lora_path
+        return find_files(body.lora_path, body.lora_name)
     if frontend.registry is None:
         raise bad_request(
             "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from enum import Enum
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -14,6 +15,14 @@ from starlette.responses import Response
 from .errors import JsonResponse
 from .generation import Delta, Generation
 from .streaming import CLIENT_GONE, EventStream, unless_disconnected
+
+
+class UsageInStream(Enum):
+    """Which events of a stream have a `usage`: none, one of its own at the end, or all."""
+
+    NEVER = "never"
+    AT_END = "at_end"
+    ALWAYS = "always"
 
 
 class ChoiceFormat(Protocol):
@@ -38,13 +47,13 @@ async def answer(
     *,
     model: str,
     stream: bool,
-    include_usage: bool,
+    usage: UsageInStream,
 ) -> Response:
     """Run the generation for this client; the engine stops working on it when the client leaves."""
     head = {"id": generation.plan.request_id, "created": int(time.time()), "model": model}
     if stream:
         head["object"] = form.chunk_object_name
-        return EventStream(_events(generation, form, head, include_usage))
+        return EventStream(_events(generation, form, head, usage))
     joined = await unless_disconnected(request.receive, _join(generation))
     if joined is None:
         return Response(status_code=CLIENT_GONE)
@@ -54,15 +63,18 @@ async def answer(
 
 
 async def _events(
-    generation: Generation, form: ChoiceFormat, head: dict[str, Any], include_usage: bool
+    generation: Generation, form: ChoiceFormat, head: dict[str, Any], usage: UsageInStream
 ) -> AsyncGenerator[str, None]:
-    """Chunks as event texts.  Only the choice is encoded per token; what surrounds it is made once."""
+    """Chunks as event texts.  Only the choice, and its usage if asked for, is encoded per token; what
+    surrounds it is made once."""
     opening = f'data: {json.dumps(head)[:-1]}, "choices": ['
-    closing = '], "usage": null}\n\n' if include_usage else "]}\n\n"
+    closing = "]}\n\n" if usage is UsageInStream.NEVER else '], "usage": null}\n\n'
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
+            if usage is UsageInStream.ALWAYS:
+                closing = f'], "usage": {json.dumps(generation.usage_of(delta.index))}}}\n\n'
             yield "".join([f"{opening}{json.dumps(choice)}{closing}" for choice in form.chunk(delta)])
-    if include_usage:
+    if usage is not UsageInStream.NEVER:
         yield f'{opening}], "usage": {json.dumps(generation.usage())}}}\n\n'
 
 

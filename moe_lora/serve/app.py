@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 import moe_lora
 
@@ -14,7 +15,9 @@ from .errors import install_error_handlers
 from .frontend import Frontend
 from .models import models_router
 from .registry import registry_router
+from .request_ids import HEADER, RequestIds
 from .status import status_router
+from .welcome import welcome_router
 
 
 def create_app(frontend: Frontend) -> FastAPI:
@@ -28,10 +31,20 @@ def create_app(frontend: Frontend) -> FastAPI:
         description="Many LoRA adapters over one model, through the OpenAI interface.",
     )
     install_error_handlers(app)
+    app.add_middleware(RequestIds)
+    if frontend.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=frontend.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER],
+        )
     generating, managing = (
         (completions_router, chat_router),
         (models_router, adapters_router, registry_router, capacity_router),
     )
     for make_router in (*generating, *managing, status_router):
         app.include_router(make_router(frontend))
+    app.include_router(welcome_router(frontend, app))
     return app

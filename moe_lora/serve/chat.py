@@ -11,9 +11,10 @@ from .answers import answer
 from .errors import bad_request
 from .fields import whole_characters
 from .frontend import Frontend
-from .generation import Delta, Generation, Plan, new_request_id
+from .generation import Delta, Generation, Plan
 from .logprobs import chat_logprobs
 from .protocol import ChatRequest
+from .request_ids import name_request
 
 
 class ChatFormat:
@@ -80,7 +81,7 @@ def chat_router(frontend: Frontend) -> APIRouter:
         prompt = await prompt_of(body)
         await frontend.check_prompt(prompt, sampling)
         plan = Plan(
-            request_id=new_request_id("chatcmpl"),
+            request_id=f"chatcmpl-{name_request(request, body.request_id)}",
             adapter=frontend.adapter_of(body.model),
             prompts=(tuple(prompt),),
             num_choices=body.num_choices,
@@ -93,7 +94,7 @@ def chat_router(frontend: Frontend) -> APIRouter:
             ChatFormat(frontend, with_token_ids=bool(body.return_token_ids)),
             model=body.model or frontend.model_name,
             stream=bool(body.stream),
-            include_usage=body.include_usage,
+            usage=body.usage_in_stream,
         )
 
     return router

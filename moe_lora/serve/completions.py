@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from .answers import answer
 from .frontend import Frontend
-from .generation import Delta, Generation, Plan, new_request_id
+from .generation import Delta, Generation, Plan
 from .logprobs import CompletionLogprobs
 from .protocol import CompletionRequest
+from .request_ids import name_request
 
 DEFAULT_MAX_TOKENS = 16
 """As in the OpenAI interface; less where the context has less room."""
@@ -68,7 +69,7 @@ def completions_router(frontend: Frontend) -> APIRouter:
             default = max(DEFAULT_MAX_TOKENS, sampling.min_tokens)
             sampling = replace(sampling, max_tokens=min(default, room))
         plan = Plan(
-            request_id=new_request_id("cmpl"),
+            request_id=f"cmpl-{name_request(request, body.request_id)}",
             adapter=frontend.adapter_of(body.model),
             prompts=tuple(prompts),
             num_choices=body.num_choices,
@@ -83,7 +84,7 @@ def completions_router(frontend: Frontend) -> APIRouter:
             CompletionFormat(frontend, with_token_ids=with_token_ids),
             model=body.model or frontend.model_name,
             stream=bool(body.stream),
-            include_usage=body.include_usage,
+            usage=body.usage_in_stream,
         )
 
     return router

@@ -21,6 +21,7 @@ from moe_lora.core.errors import (
     LoraServerError,
     MoeLoraError,
     RegistryError,
+    StorageError,
 )
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (AdapterNotFoundError, 404),
     (AdapterExistsError, 400),
     (AdapterError, 400),
+    (StorageError, 503),
     (CapacityError, 400),
     (AdapterVersionError, 503),
     (EngineDeadError, 503),

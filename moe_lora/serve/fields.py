@@ -16,73 +16,70 @@ IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
-        "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "request_id",
         "safety_identifier",
-        "service_tier",
         "store",
         "user",
     }
 )
-NOTHING: tuple[Any, ...] = (None, "", [], {}, False)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
-            "allowed_token_ids",
             "audio",
-            "bad_words",
-            "chat_template",
-            "continue_final_message",
-            "documents",
-            "echo",
-            "frequency_penalty",
-            "function_call",
-            "functions",
-            "guided_choice",
-            "guided_grammar",
             "guided_json",
-            "guided_regex",
-            "include_stop_str_in_output",
-            "logit_bias",
-            "logits_processors",
             "mm_processor_kwargs",
             "prediction",
-            "presence_penalty",
-            "prompt_embeds",
             "prompt_logprobs",
-            "reasoning_effort",
             "structured_outputs",
-            "suffix",
-            "tools",
             "truncate_prompt_tokens",
-            "use_beam_search",
-            "verbosity",
             "web_search_options",
         ),
-        NOTHING,
+        (None,),
     ),
-    "length_penalty": (None, 1),
+    **dict.fromkeys(
+        ("continue_final_message", "echo", "include_stop_str_in_output", "use_beam_search"), (None, False)
+    ),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "priority"), (None, 0)),
+    **dict.fromkeys(("length_penalty", "repetition_penalty"), (None, 1)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
+    **dict.fromkeys(
+        ("chat_template", "guided_grammar", "guided_regex", "prompt_embeds", "suffix"), (None, "")
+    ),
+    **dict.fromkeys(
+        (
+            "allowed_token_ids",
+            "bad_words",
+            "documents",
+            "functions",
+            "guided_choice",
+            "logits_processors",
+            "tools",
+        ),
+        (None, []),
+    ),
+    **dict.fromkeys(("function_call", "tool_choice"), (None, "none", "auto")),
+    "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
-    "repetition_penalty": (None, 1),
+    "reasoning_effort": (None, "none"),
     "response_format": (None, {"type": "text"}),
-    "skip_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True),
-    "tool_choice": (None, "none", "auto"),
+    "service_tier": (None, "auto", "default"),
+    "verbosity": (None, "medium"),
 }
-NEUTRAL_IN_MESSAGE = dict.fromkeys(
-    ("annotations", "audio", "function_call", "reasoning_content", "refusal", "tool_call_id", "tool_calls"),
-    NOTHING,
-)
+"""The values of each field that ask for nothing."""
+NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("audio", "function_call"), (None,)),
+    **dict.fromkeys(("reasoning_content", "refusal", "tool_call_id"), (None, "")),
+    **dict.fromkeys(("annotations", "tool_calls"), (None, [])),
+}
 
 
 class UnsupportedFieldError(ValueError):
     """A field that asks for what this server can't do.  param: its name."""
 
     def __init__(self, name: str, neutral: tuple[Any, ...]) -> None:
-        choices = ", ".join(dict.fromkeys(json.dumps(allowed) for allowed in neutral))
-        super().__init__(f"{name} is not supported; leave it out (accepted values: {choices})")
+        choices = " or ".join(json.dumps(allowed) for allowed in neutral)
+        super().__init__(f"{name} is not supported; leave it out, or send {choices}")
         self.param = name
 
 
@@ -101,10 +98,8 @@ def drop_neutral(data: Any, ignored: frozenset[str], neutral: Mapping[str, tuple
 
 
 def _same(value: Any, allowed: Any) -> bool:
-    """Equal, where 0 counts as False but True not as 1."""
-    if isinstance(value, bool) or isinstance(allowed, bool):
-        return value is allowed or (allowed is False and value == 0 and isinstance(value, (int, float)))
-    return value == allowed
+    """Equal; true and false are no numbers."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def whole_characters(text: str) -> str:

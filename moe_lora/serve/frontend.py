@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from moe_lora.core.request import ModelInfo, SamplingParams
 from moe_lora.engine.client import EngineClient
 
+from .ending import Ending
 from .errors import bad_request
 from .metrics import Metrics
 from .request_watch import RequestWatch
@@ -40,8 +41,9 @@ class Frontend:
     tokenizer None: prompts are token ids only.  model_name: what requests call the base model; every other
     name is an adapter's.  controller None: the load on adapters is not watched.  placement None: adapters
     are not divided over instances.  registry None: adapters are known by their paths only.  link: to the
-    process that decides, if that is another one.  tasks: run while it serves.  ready: waited for before
-    it serves.  Whoever makes it closes the client.
+    process that decides, if that is another one.  tasks: run while it serves.  ending: cuts requests when it
+    ends.  ready: waited for before it serves.  cors_origins: whose pages a browser lets call this server;
+    "*" is all.  Whoever makes it closes the client.
     """
 
     client: EngineClient
@@ -53,6 +55,8 @@ class Frontend:
     link: ControllerLink | None = None
     tasks: Sequence[Task] = ()
     ready: Callable[[], Awaitable[None]] | None = None
+    cors_origins: Sequence[str] = ()
+    ending: Ending = field(default_factory=Ending)
     created_s: int = field(default_factory=lambda: int(time.time()))
     _info: ModelInfo | None = None
 

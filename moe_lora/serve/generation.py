@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -24,7 +25,8 @@ REFUSED = "refused"
 class Plan:
     """What to generate: `num_choices` answers to each prompt, prompt by prompt.
 
-    continues_prompt: the answer's text goes on where the prompt's stops (keeps a leading space).
+    request_id: what the client calls the request, perhaps several at once.  continues_prompt: the answer's
+    text goes on where the prompt's stops (keeps a leading space).
     """
 
     request_id: str
@@ -35,8 +37,10 @@ class Plan:
     continues_prompt: bool
 
     def requests(self) -> list[GenerateRequest]:
-        """One per choice.  Choices of a seeded request get seeds of their own, or they would be equal."""
+        """One per choice, under ids of their own.  Choices of a seeded request get seeds of their own, or
+        they would be equal."""
         requests: list[GenerateRequest] = []
+        engine_id = uuid.uuid4().hex
         for prompt in self.prompts:
             for choice in range(self.num_choices):
                 sampling = self.sampling
@@ -44,7 +48,7 @@ class Plan:
                     sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
                 requests.append(
                     GenerateRequest(
-                        request_id=f"{self.request_id}-{len(requests)}",
+                        request_id=f"{engine_id}-{len(requests)}",
                         prompt_token_ids=prompt,
                         sampling=sampling,
                         adapter=self.adapter,
@@ -70,7 +74,7 @@ class Generation:
     def __init__(self, frontend: Frontend, plan: Plan) -> None:
         self.plan = plan
         self._frontend = frontend
-        self._completion_tokens = 0
+        self._completion_tokens: Counter[int] = Counter()
         self._cached_tokens: dict[int, int] = {}
         self._timings: list[RequestTiming] = []
 
@@ -110,9 +114,10 @@ class Generation:
         """The engine's outputs, its errors as ApiError; closing it aborts the request."""
         outputs = cast("AsyncGenerator[TokenOutput, None]", self._frontend.client.generate(request))
         try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
+            with self._frontend.ending.ends():
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield output
         except AdapterNotFoundError as error:
             raise ApiError(
                 404, f"the model {request.adapter!r} does not exist; GET /v1/models lists what does", "model"
@@ -150,20 +155,20 @@ class Generation:
                 piece += rest.text
                 stopped = rest.stopped
             reason = "stop" if stopped else reason
-        self._completion_tokens += len(token_ids)
+        self._completion_tokens[index] += len(token_ids)
         if index % self.plan.num_choices == 0:
             self._cached_tokens[index] = max(self._cached_tokens.get(index, 0), output.num_cached_tokens)
         return Delta(index, piece, token_ids, logprobs, reason)
 
+    def usage_of(self, index: int) -> dict[str, Any]:
+        """Tokens of one choice so far, and of its prompt, as vLLM counts them in a stream."""
+        prompt = self.plan.prompts[index // self.plan.num_choices]
+        return _tokens(len(prompt), self._completion_tokens[index])
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage, and `timing`: where the time went in the engine (the longest of all choices)."""
-        prompt_tokens = sum(map(len, self.plan.prompts))
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
-        }
+        usage: dict[str, Any] = _tokens(sum(map(len, self.plan.prompts)), self._completion_tokens.total())
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens.values())}
         if self._timings:
             usage["timing"] = {
                 f"{name}_ms": round(1e3 * max(getattr(timing, f"{name}_s") for timing in self._timings), 3)
@@ -172,13 +177,17 @@ class Generation:
         return usage
 
 
+def _tokens(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
 async def _timing_of_rest(outputs: AsyncGenerator[TokenOutput, None]) -> RequestTiming | None:
     """Timing from the last output of an aborted request; tokens that still came are dropped."""
     timing = None
     async for output in outputs:
         timing = output.timing
     return timing
-
-
-def new_request_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"

@@ -10,12 +10,14 @@ from pydantic import Field, model_validator
 from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import SamplingParams
 
+from .answers import UsageInStream
 from .errors import bad_request
 from .fields import NEUTRAL_IN_MESSAGE, ApiRequest, Message, Text, drop_neutral
 
 MAX_CHOICES = 1024
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
+MAX_ID_CHARS = 256
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
@@ -25,14 +27,23 @@ TokenId = Annotated[int, Field(ge=0)]
 
 class StreamOptions(Message):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+
+    def check(self) -> None:
+        """Raises ApiError for options that contradict each other."""
+        if self.continuous_usage_stats and self.include_usage is False:
+            raise bad_request(
+                "stream_options.continuous_usage_stats=true needs include_usage=true, or leave that out",
+                "stream_options",
+            )
 
 
 class SamplingFields(ApiRequest):
     """What both generating endpoints share.  null means the default everywhere."""
 
     model: Text | None = None
+    request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     best_of: int | None = None
     stream: bool | None = None
@@ -54,8 +65,13 @@ class SamplingFields(ApiRequest):
         return self.n or 1
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def usage_in_stream(self) -> UsageInStream:
+        options = self.stream_options
+        if options is None:
+            return UsageInStream.NEVER
+        if options.continuous_usage_stats:
+            return UsageInStream.ALWAYS
+        return UsageInStream.AT_END if options.include_usage else UsageInStream.NEVER
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -69,6 +85,8 @@ class SamplingFields(ApiRequest):
             raise bad_request(f"best_of={self.best_of} must equal n={self.num_choices}", "best_of")
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream=true", "stream_options")
+        if self.stream_options is not None:
+            self.stream_options.check()
 
     def sampling(self, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         """The engine's parameters.  Raises ApiError naming the field that is out of range."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from moe_lora.adapters.registered import REMOVED
 from moe_lora.config import MAX_COUNT
 
-from .adapters import check_files, check_new_name
+from .adapters import check_new_name, find_files
 from .errors import ApiError, JsonResponse, bad_request
 from .fields import Text
 from .frontend import Frontend
@@ -48,11 +48,10 @@ def registry_router(frontend: Frontend) -> APIRouter:
         """Add the PEFT adapter in `lora_path` as the next version of `lora_name`; that does not load it."""
         served = opened()
         check_new_name(body.lora_name, frontend)
-        check_files(body.lora_path)
         added = await served.call(
             "add",
             body.lora_name,
-            body.lora_path,
+            find_files(body.lora_path, body.lora_name),
             base_hash=await served.base(),
             owner=body.owner,
             link=body.link,

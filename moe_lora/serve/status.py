@@ -21,7 +21,8 @@ def status_router(frontend: Frontend) -> APIRouter:
         """200 while the engine works, else 503."""
         if not await frontend.client.is_alive():
             raise ApiError(
-                503, "no engine is running; if the server's log names no restart, restart the server"
+                503,
+                "no engine is running or gets on; if the server's log names no restart, restart the server",
             )
         return Response()
 

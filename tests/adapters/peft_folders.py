@@ -23,8 +23,8 @@ def peft_folder(folder: Path, content: int, *, lora_rank: int = 2) -> Path:
     return folder
 
 
-def alter(path: Path) -> None:
-    """Flip a bit of the last byte, keeping the length."""
+def alter(path: Path, place: int = -1) -> None:
+    """Flip a bit of the last byte, or of another one, keeping the length."""
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[place] ^= 1
     path.write_bytes(content)

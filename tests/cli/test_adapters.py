@@ -38,6 +38,18 @@ def test_check_prints_rank_targets_and_bytes_of_a_good_adapter(folders):
     assert "targets q k v o," in result.output
 
 
+def test_check_says_which_names_match_nothing(folders, tmp_path):
+    model, _ = folders
+    names = ["q_proj", "gate_proj", "up_proj"]
+    make_adapter("mixtral", model, tmp_path / "a", target_modules=names, target_parameters=None)
+    result = run("check", tmp_path / "a", "--model", model)
+    assert result.exit_code == 0
+    warning, ok = result.output.splitlines()
+    assert warning.startswith("a: warning: ")
+    assert "'gate_proj', 'up_proj' match nothing" in warning
+    assert ok.startswith("a: ok: rank 4")
+
+
 def test_check_of_a_folder_names_each_refusal_and_exits_with_1(folders):
     model, zoo = folders
     result = run("check", zoo, "--model", model)

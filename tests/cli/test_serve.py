@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from moe_lora.cli.main import main
 from moe_lora.config import FrontEndConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
@@ -23,6 +28,8 @@ def served(monkeypatch):
             "lora_server": cluster.lora_server,
             "provision": cluster.provision,
             "registry": cluster.registry,
+            "cors_origins": cluster.front_end.cors_origins,
+            "drain_s": cluster.front_end.drain_s,
         }
         calls.append((cluster.engine, others))
 
@@ -34,13 +41,22 @@ def served(monkeypatch):
 def model_dir(tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    fields = {"num_hidden_layers": 1, "vocab_size": 9, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **fields}))
     return str(folder)
 
 
-def adapter(folder, name):
+def adapter(folder, name, value=1.0, **config):
+    """A folder with an adapter of the model in `model_dir`, filled with `value`."""
     place = folder / name
     place.mkdir(parents=True)
-    (place / "adapter_config.json").write_text("{}")
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], **config}
+    (place / "adapter_config.json").write_text(json.dumps(fields))
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (2, 8), "B": (8, 2)}
+    tensors = {key.format(part): np.full(shapes[part], value, np.float32) for part in "AB"}
+    save_file(tensors, place / "adapter_model.safetensors")
     return str(place)
 
 
@@ -60,6 +76,8 @@ def test_defaults_are_those_of_the_engine(served, model_dir):
         "lora_server": None,
         "provision": None,
         "registry": None,
+        "cors_origins": (),
+        "drain_s": 20.0,
     }
 
 
@@ -171,8 +189,10 @@ def test_a_pool_needs_instances(model_dir):
 @pytest.fixture
 def cluster_file(tmp_path, model_dir):
     path = tmp_path / "cluster.yaml"
+    adapter(tmp_path, "places/a")
+    b = adapter(tmp_path, "places/b")
     path.write_text(
-        f"model_dir: {model_dir}\nadapters: {{a: places/a, b: /places/b}}\nkey: secret\n"
+        f"model_dir: {model_dir}\nadapters: {{a: places/a, b: {b}}}\nkey: secret\n"
         "engine: {max_num_seqs: 5, max_loras: 3}\n"
         "lora_server: {layout: EP2-PP1, capacity: 9, address: 'h:1', store_dir: s}\n"
         "front_end: {port: 77, routing: round_robin, engines_address: 'h:2'}\n"
@@ -198,6 +218,8 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         ),
         "provision": None,
         "registry": None,
+        "cors_origins": (),
+        "drain_s": 20.0,
     }
 
 
@@ -319,6 +341,57 @@ def test_adapters_by_name_and_by_folder(served, model_dir, tmp_path):
     assert served[0][0].adapters == (("x", given), ("y", given), ("a", below[1]), ("b", below[0]))
 
 
+def test_folders_in_which_peft_saves_adapters_by_name_are_found(served, model_dir, tmp_path):
+    only = adapter(tmp_path, "one/first")
+    several = [adapter(tmp_path, f"several/{name}") for name in ("first", "second")]
+    one, many = str(tmp_path / "one"), str(tmp_path / "several")
+    result = run(model_dir, "--lora-modules", f"x={one}", f"second={many}")
+    assert result.exit_code == 0, result.output
+    assert served[0][0].adapters == (("x", only), ("second", several[1]))
+    result = run(model_dir, "--lora-modules", f"x={many}")
+    assert result.exit_code == 2
+    assert "2 adapters (first, second) and none called 'x'" in result.output
+
+
+@pytest.fixture
+def good_and_bad(tmp_path):
+    """A folder with adapters a, b, c, d and e, of which a and e can be served."""
+    folder = tmp_path / "all"
+    adapter(folder, "a")
+    adapter(folder, "b", use_dora=True)
+    adapter(folder, "c", r=10**400)
+    damaged = Path(adapter(folder, "d")) / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    adapter(folder, "e")
+    return folder
+
+
+def test_all_adapters_that_can_not_be_served_are_named_before_anything_starts(
+    served, model_dir, good_and_bad
+):
+    result = run(model_dir, "--lora-dir", str(good_and_bad))
+    assert result.exit_code == 1
+    assert not served
+    first, *lines = result.output.splitlines()
+    assert "3 of 5 adapters can't be served" in first
+    assert "--skip-bad-adapters" in first
+    assert [line.split(":")[0].strip() for line in lines] == ["b", "c", "d"]
+    for line, reason in zip(lines, ("use_dora", "r=1000", "not a readable safetensors"), strict=True):
+        assert reason in line
+
+
+def test_adapters_that_can_not_be_served_are_left_out_if_that_is_asked_for(
+    served, model_dir, good_and_bad, caplog
+):
+    adapter(good_and_bad, "f", value=np.inf)
+    options = ["--lora-dir", str(good_and_bad), "--skip-bad-adapters"]
+    assert run(model_dir, *options).exit_code == 0
+    assert [name for name, _ in served[0][0].adapters] == ["a", "e"]
+    left_out = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert [line.split(":")[1].strip() for line in left_out] == [f"adapter {name}" for name in "bcdf"]
+    assert "NaN or infinite" in left_out[-1]
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -383,3 +456,21 @@ def test_registry_options_that_can_not_be_are_refused(served, model_dir):
     assert "needs --registry" in run(model_dir, "--registry-adapters", "a").output
     assert "does not exist" in run(model_dir, "--registry", "nowhere").output
     assert not served
+
+
+def test_origins_reach_the_server_and_go_before_those_of_the_file(served, cluster_file, model_dir):
+    origins = ["https://a.example.com", "http://localhost:3000"]
+    assert run(model_dir, "--cors-origin", origins[0], "--cors-origin", origins[1]).exit_code == 0
+    assert served[0][1]["cors_origins"] == tuple(origins)
+    result = run(model_dir, "--cors-origin", "https://a.example.com/page")
+    assert result.exit_code == 1
+    assert "give scheme://host[:port] without a path" in result.output
+
+
+def test_help_groups_the_options_and_shows_examples():
+    text = run("--help").output
+    places = [text.index(f"\n{heading}:\n") for heading in ("Where", "Adapters", "Engine", "LoRA Server")]
+    assert places == sorted(places)
+    assert text.index("Adapters:") < text.index("--lora-dir") < text.index("Engine:")
+    assert "  moe-lora serve demo/model --lora-dir demo/adapters\n" in text
+    assert "--listen-fd" not in text

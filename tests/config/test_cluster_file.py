@@ -184,7 +184,7 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nregistry: r", "registry must be a mapping"),
         ("model_dir: m\nregistry: {}", "registry.folder is missing; give a folder"),
         ("model_dir: m\nregistry: {path: r}", "registry.path is not a setting; allowed are folder, adapters"),
-        ("model_dir: m\nregistry: {folder: r, adapters: a}", "registry.adapters='a' must be a list of names"),
+        ("model_dir: m\nregistry: {folder: r, adapters: a}", "registry.adapters='a' must be a list of texts"),
         ("model_dir: m\nkey: 5", "key=5 must be a text"),
         ("model_dir: m\nkey_file: absent", "absent can't be read"),
         ("model_dir: m\nkey: a\nkey_file: cluster.key", "both given"),

@@ -105,7 +105,14 @@ class Cluster:
             "served_model_name": "demo",
             "adapters": {name: str(DEMO / "adapters" / name) for name in ADAPTERS},
             "key": "a key of these tests",
-            "engine": {"dtype": "float32", "eager": True, "num_threads": 1, "num_instances": 2, **engine},
+            "engine": {
+                "dtype": "float32",
+                "eager": True,
+                "num_threads": 1,
+                "num_instances": 2,
+                "state_dir": "state",
+                **engine,
+            },
             **part,
             "front_end": {
                 "host": hosts["front-end"].address,

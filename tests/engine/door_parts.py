@@ -87,7 +87,9 @@ class ScriptedLoop(threading.Thread):
     def list_adapters(self) -> list[AdapterInfo]:
         return [self._info(name) for name in self.adapters]
 
-    def load_adapter(self, name: str, path: str, replaces: bool, version: int) -> AdapterInfo:
+    def load_adapter(
+        self, name: str, path: str, replaces: bool, version: int, content_hash: str | None
+    ) -> AdapterInfo:
         assert replaces
         self.adapters[name] = (path, version)
         return self._info(name)

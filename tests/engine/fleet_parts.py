@@ -77,7 +77,13 @@ class CountingEngine:
         self.running.discard(request_id)
 
     async def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
     ) -> AdapterInfo:
         await asyncio.sleep(0)
         self.check()

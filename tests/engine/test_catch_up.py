@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moe_lora.core.errors import CapacityError, EngineDeadError
+from moe_lora.core.request import AdapterInfo
 from moe_lora.engine.catch_up import catch_up
 from moe_lora.engine.roster import ServedAdapter
 
@@ -19,13 +20,19 @@ class ToldClient:
         self.loaded: set[str] = set()
         self._fails = fails
 
-    def call(self, method: str, name: str, *args: Any) -> Future[None]:
-        answer: Future[None] = Future()
+    def call(self, method: str, name: str, *args: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
         if method in self._fails:
             answer.set_exception(self._fails[method])
             return answer
         if method == "load_adapter":
             self.loaded.add(name)
+            answer.set_result(
+                AdapterInfo(
+                    name=name, version=1, lora_rank=1, nbytes=1, targets=(), path=args[0], residency="host"
+                )
+            )
+            return answer
         elif method == "unload_adapter":
             self.loaded.remove(name)
         answer.set_result(None)

@@ -90,7 +90,14 @@ def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_
     second = join("two", adapters={**START, "left": ("places/left", 1)})
     until(lambda: front_end.names() == ["one", "two"])
     assert second.loop.adapters == {**START, "later": ("places/later", 1)}
-    assert ("load_adapter", "start", "places/start", True, 1) not in first.loop.calls + second.loop.calls
+    assert (
+        "load_adapter",
+        "start",
+        "places/start",
+        True,
+        1,
+        None,
+    ) not in first.loop.calls + second.loop.calls
 
 
 def test_instance_stays_as_it_is_when_the_front_end_is_another(front_end, join, made):
@@ -228,7 +235,7 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
     until(lambda: other.names() == ["one", "three"])
     served = {"start": ("places/start", 1), "new": ("places/new", 1), "later": ("places/latest", 2)}
     assert one.loop.adapters == third.loop.adapters == served
-    assert one.loop.calls.count(("load_adapter", "later", "places/latest", True, 2)) == 1
+    assert one.loop.calls.count(("load_adapter", "later", "places/latest", True, 2, None)) == 1
     assert asyncio.run(other.fleet.load_adapter("later", "places/last", replace=True)).version == 3
 
 
@@ -261,7 +268,7 @@ def test_directed_front_end_changes_nothing_of_an_instance(directed, join):
     }
     assert {method for method, *_ in instance.loop.calls} == {"list_adapters"}
     assert [one.name for one in directed.roster.candidates("other")] == ["one"]
-    with pytest.raises(EngineDeadError, match="'start' could not be loaded"):
+    with pytest.raises(EngineDeadError, match="'start' is unavailable"):
         directed.roster.candidates("start")
 
 

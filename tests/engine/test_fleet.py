@@ -273,7 +273,7 @@ def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
         fleet = FleetClient(roster, LeastOutstanding(), VirtualClock())
         for instance in roster.instances:
             instance.missing.add("a")
-        with pytest.raises(EngineDeadError, match="'a' could not be loaded again"):
+        with pytest.raises(EngineDeadError, match="'a' is unavailable"):
             await tokens_of(fleet, ask(adapter="a"))
         await fleet.load_adapter("a", "q", replace=True)
         assert await tokens_of(fleet, ask(adapter="a")) == list(range(2, 10))
@@ -290,7 +290,7 @@ def test_what_every_instance_refuses_is_refused_as_one_engine_would():
     engines = [CountingEngine(refuse=frozenset({"bad"})) for _ in range(2)]
     with pytest.raises(AdapterError, match=r"^bad can't be read$"):
         asyncio.run(fleet_of(*engines).load_adapter("a", "bad"))
-    assert [engine.calls for engine in engines] == [[("load", "a", "bad")]] * 2
+    assert [engine.calls for engine in engines] == [[("load", "a", "bad")], []]
 
 
 def test_instance_that_ends_while_loading_is_left_out():

@@ -95,7 +95,9 @@ class Engine(LoopClient):
     def _pool_free(self, content_hash: str) -> None:
         self.held.discard(content_hash)
 
-    def _pool_load(self, name: str, path: str, replace: bool, version: int) -> PoolEntry:
+    def _pool_load(
+        self, name: str, path: str, replace: bool, version: int, content_hash: str | None = None
+    ) -> PoolEntry:
         if path in self.refuse:
             raise AdapterError(f"{path} can't be read")
         self.log.append(("read", self.name, path))

@@ -92,6 +92,29 @@ def test_published_version_serves_later_requests_and_no_stale_kv(llm):
     assert "changing" not in {adapter.name for adapter in llm.list_adapters()}
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_objects_of_a_training_loop_are_published_as_they_are(llm):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(DEMO / "model")
+    model = PeftModel.from_pretrained(base, str(DEMO / "adapters" / "rot13"))
+    with pytest.raises(ValueError, match="config is missing; give PEFT's LoraConfig"):
+        llm.publish_adapter("trained", model.state_dict())
+    with pytest.raises(ValueError, match=r"source is a PeftModel.*a state dict"):
+        llm.publish_adapter("trained", model)
+    llm.publish_adapter("trained", model.state_dict(), model.peft_config["default"])
+    assert llm.generate(prompt_for("abcdefgh"), "trained", GREEDY)[0].text == "nopqrstu"
+    llm.unload_adapter("trained")
+
+
+def test_folder_below_that_has_the_adapters_name_is_published(llm):
+    llm.publish_adapter("upper", DEMO / "adapters")
+    assert {adapter.name: adapter.path for adapter in llm.list_adapters()}["upper"] == str(
+        DEMO / "adapters" / "upper"
+    )
+
+
 def test_request_under_way_finishes_on_its_version(llm):
     upper, rot13 = (str(DEMO / "adapters" / name) for name in ("upper", "rot13"))
     long = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)

@@ -60,7 +60,7 @@ def instances(place, request) -> Iterator[Callable[[], PoolAdapters]]:
         def make() -> PoolAdapters:
             transport = stack.enter_context(make_transport(request.param, name=next(names)))
             return PoolAdapters(
-                transport, lambda path, name: read_adapter(path, place[1], torch.float32, name)
+                transport, lambda path, name, _: read_adapter(path, place[1], torch.float32, name)
             )
 
         yield make
@@ -188,7 +188,7 @@ def test_source_for_which_no_file_is_left_is_a_source_that_failed(instances, pac
 def test_directory_that_can_not_be_read_is_tried_once(packed):
     tries = []
 
-    def read(path: str, name: str) -> PackedAdapter:
+    def read(path: str, name: str, content_hash: str) -> PackedAdapter:
         tries.append(path)
         assert len(tries) == 1
         raise ValueError("whatever it is")

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -44,18 +45,26 @@ class Process:
         if self.fails is not None:
             raise self.fails
 
-    def call(self, method: str, name: str, path: str = "", *rest: object) -> Future[None]:
-        future: Future[None] = Future()
+    def settle(self) -> None:
+        pass
+
+    def call(
+        self, method: str, name: str = "", path: str = "", replace: bool = False, version: int = 1, *_: object
+    ) -> Future[Any]:
+        future: Future[Any] = Future()
+        if method == "list_adapters":
+            future.set_result([info_of(one, where) for one, where in self.adapters.items()])
+            return future
         if path in self.refuse:
             future.set_exception(AdapterError(f"{path} is gone"))
             return future
         if method == "load_adapter":
             self.adapters[name] = path
-            self.versions[name] = rest[-1]
+            self.versions[name] = version
         else:
             del self.adapters[name]
         self.on_call()
-        future.set_result(None)
+        future.set_result(info_of(name, path))
         return future
 
     def kill(self) -> None:
@@ -64,6 +73,10 @@ class Process:
     def shut_down(self) -> None:
         self.ended.set()
         self.may_start.set()
+
+
+def info_of(name: str, path: str) -> AdapterInfo:
+    return AdapterInfo(name=name, version=1, lora_rank=1, nbytes=1, targets=(), path=path, residency="host")
 
 
 class Fleet:
@@ -82,14 +95,12 @@ class Fleet:
     def launch(self, index: int, num_starts: int, adapters: tuple) -> Process:
         self.launched.append((index, num_starts, adapters))
         process = self.later.pop(0)
-        process.adapters.update(adapters)
+        # What can't be read is left out.
+        process.adapters.update((name, path) for name, path in adapters if path not in process.refuse)
         return process
 
     def load(self, name: str, path: str) -> None:
-        info = AdapterInfo(
-            name=name, version=1, lora_rank=1, nbytes=1, targets=(), path=path, residency="host"
-        )
-        self.roster.serve(info, path)
+        self.roster.serve(info_of(name, path), path)
 
 
 @pytest.fixture

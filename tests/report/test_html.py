@@ -139,3 +139,17 @@ def test_series_agree_with_the_requests() -> None:
     values, shares = cdf(np.arange(5000.0), max_points=100)
     assert len(values) == 100
     assert (values[0], shares[-1]) == (0.0, 1.0)
+
+
+def test_the_top_names_model_machine_load_and_terms():
+    config = {"model": "base", "trace": "/data/azure.csv", "request_rate": 4.0, "emulates": "DBRX on 12 GPUs"}
+    env = {"cpu_model": "EPYC", "cpu_cores": 2, "gpus": ["H100"], "git_commit": 40 * "a", "git_dirty": True}
+    page = render([{**make_run("first"), "config": config, "env": env}], "t", ["A note."])
+    top = page[: page.index("How long requests waited")]
+    for text in ("Model: base", "Emulated: DBRX", "trace azure.csv, 4 requests/s", "EPYC, 2 cores, H100"):
+        assert text in top
+    assert "commit aaaaaaaaaa with changes" in top
+    assert "TTFT 0.25 s, TPOT 0.1 s" in top
+    assert "TTFT: from sending a request" in top
+    assert "A note." in top
+    assert "/data/" not in top

@@ -137,7 +137,13 @@ class ScriptedEngine:
             self.aborted.append(request_id)
 
     async def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
     ) -> AdapterInfo:
         self._check_alive()
         if name in self.adapters and not replace:

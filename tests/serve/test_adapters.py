@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -35,6 +37,21 @@ def test_load_use_and_unload(server, adapter_dir):
     assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'new' removed successfully.")
     assert names(server) == ["base", "shout"]
     assert server.post("/v1/completions", {"prompt": "hello", "model": "new"}).status_code == 404
+
+
+def test_a_folder_of_adapters_that_peft_saved_by_name_is_looked_into(server, adapter_dir, tmp_path):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    shutil.copytree(adapter_dir, folder / "first")
+    assert server.post(LOAD, {"lora_name": "new", "lora_path": str(folder)}).status_code == 200
+    cards = {card["id"]: card for card in server.get("/v1/models").json()["data"]}
+    assert cards["new"]["root"] == str(folder / "first")
+    shutil.copytree(adapter_dir, folder / "second")
+    message = error_of(server.post(LOAD, {"lora_name": "third", "lora_path": str(folder)}), 400)
+    assert "2 adapters (first, second) and none called 'third'" in message
+    assert server.post(LOAD, {"lora_name": "second", "lora_path": str(folder)}).status_code == 200
+    for name in ("new", "second"):
+        assert server.post(UNLOAD, {"lora_name": name}).status_code == 200
 
 
 def test_a_name_taken_is_400_unless_loaded_in_place(server, engine, adapter_dir):

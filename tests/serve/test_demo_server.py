@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -85,6 +86,36 @@ def test_replaced_name_serves_the_new_version_and_unloading_frees_it(demo):
             return answers
 
     assert asyncio.run(cycle()) == ["ABCDEFGH", "nopqrstu"]
+
+
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [
+        ("r", "1" + "0" * 400),
+        ("r", "1" + "0" * 5000),
+        ("r", "1e400"),
+        ("r", "-8"),
+        ("r", "true"),
+        ("lora_alpha", "1e400"),
+        ("lora_alpha", "NaN"),
+        ("lora_alpha", "true"),
+        ("rank_pattern", '{"q_proj": 1%s}' % ("0" * 400)),
+        ("rank_pattern", json.dumps({f"layers.{n}.q_proj": 8 for n in range(20_000)})),
+        ("alpha_pattern", '{"q_proj": -1e300}'),
+        ("layers_to_transform", "1e400"),
+    ],
+)
+def test_numbers_that_no_adapter_has_are_400(demo, tmp_path, key, number):
+    shutil.copytree(DEMO / "adapters" / "upper", tmp_path / "bad")
+    config = tmp_path / "bad" / "adapter_config.json"
+    fields = json.loads(config.read_text()) | {key: "HERE"}
+    config.write_text(json.dumps(fields).replace('"HERE"', number))
+    body = {"lora_name": "bad", "lora_path": str(tmp_path / "bad")}
+    response = httpx.post(f"{demo.url}/v1/load_lora_adapter", json=body, timeout=60, trust_env=False)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert str(config) in error["message"]
+    assert len(error["message"]) < 1000
 
 
 def test_metrics_count_what_was_served(demo):

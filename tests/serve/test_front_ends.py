@@ -110,3 +110,23 @@ def kill_and_await(server: DemoServer, name: str) -> None:
     times += server.log.read_text().count(back)
     os.kill(pids(server)[name], signal.SIGKILL)
     until(lambda: server.log.read_text().count(back) >= times, server.log.read_text)
+
+
+def test_a_second_signal_ends_all_at_once(tmp_path):
+    with demo_server(tmp_path / "log", *OPTIONS, "--front-ends", "2", "--drain-s", "1000") as server:
+        until(
+            lambda: len(re.findall(r"instance-0 dialled in", server.log.read_text())) == 3,
+            server.log.read_text,
+        )
+        everyone = pids(server)
+        body = {"model": "upper", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False
+        ) as answer:
+            next(answer.iter_lines())
+            os.kill(everyone["instance-0"], signal.SIGSTOP)
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: "Ending:" in server.log.read_text(), server.log.read_text)
+            server.process.send_signal(signal.SIGTERM)
+            server.process.wait(60)
+        assert not any(map(alive, everyone.values()))

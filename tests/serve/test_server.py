@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import httpx
 import pytest
@@ -24,16 +27,17 @@ PROGRAM = """
     tokenizer = wrapped(characters())
     engine = scripted(tokenizer, step_s=STEP_S)
     frontend = Frontend(client=engine, tokenizer=tokenizer, model_name="base")
-    run_server(frontend, bind("127.0.0.1", 0), drain_s=1)
+    run_server(frontend, bind("127.0.0.1", 0), drain_s=DRAIN_S)
     print("aborted", len(engine.aborted), flush=True)
 """
 LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 100, "stream": True}
 
 
-def start(step_s):
-    program = textwrap.dedent(PROGRAM).replace("STEP_S", str(step_s))
+def start(step_s, drain_s=1, files=None):
+    program = textwrap.dedent(PROGRAM).replace("DRAIN_S", str(drain_s)).replace("STEP_S", str(step_s))
+    limit = [] if files is None else ["prlimit", f"--nofile={files}:{files}"]
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*limit, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     line = process.stdout.readline()
     assert line.startswith("Serving base at http://127.0.0.1:"), line + process.stdout.read()
@@ -53,23 +57,78 @@ def test_a_signal_lets_short_requests_finish_and_ends_cleanly(number):
         output, _ = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert (process.returncode, output) == (0, "aborted 0\n")
+    assert process.returncode == 0
+    assert output.endswith("aborted 0\n")
 
 
-def test_what_runs_after_the_drain_is_aborted():
-    process, url = start(step_s=0.5)
+def test_what_runs_after_the_drain_ends_with_an_error_event_and_what_has_no_token_yet_with_a_503():
+    process, url = start(step_s=1.5)
+    waiting: list[httpx.Response] = []
+    body = {**LONG, "stream": False}
+
+    def wait() -> None:
+        waiting.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+
+    try:
+        thread = threading.Thread(target=wait)
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            thread.start()
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        thread.join()
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert rest[-1] == "data: [DONE]"
+    assert "the server is shutting down" in rest[-2]
+    assert waiting[0].status_code == 503
+    assert waiting[0].json()["error"]["type"] == "ServiceUnavailableError"
+    assert process.returncode == 0
+    assert output.endswith("aborted 2\n")
+
+
+def test_a_second_signal_ends_it_at_once():
+    process, url = start(step_s=0.5, drain_s=1000)
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(lines)
+            assert process.stdout.readline().startswith("Ending:")
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert "the server is shutting down" in rest[-2]
+    assert process.returncode == 0
+
+
+def test_connections_for_which_no_files_are_left_are_refused_and_that_is_said_once():
+    process, url = start(step_s=0.002, files=256)
+    port = int(url.rpartition(":")[2])
+    socks = []
+    try:
+        for _ in range(400):
+            socks.append(socket.create_connection(("127.0.0.1", port), timeout=30))
+        answers = [one.recv(4096) for one in socks[-20:]]
+        assert all(answer.startswith(b"HTTP/1.1 503") for answer in answers if answer)
+        assert any(answers)
+        for one in socks:
+            one.close()
+        response = None
+        while response is None or response.status_code == 503:
+            response = httpx.get(f"{url}/version", timeout=30)
+        assert response.status_code == 200
+        process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == 0
-    assert output.endswith("aborted 1\n")
+    assert output.count("raise it with ulimit -n") == 1
+    assert "Traceback" not in output
 
 
 def test_a_port_in_use_is_refused_before_an_engine_starts():

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 
 from moe_lora.adapters.host_store import HostStore
@@ -62,6 +63,7 @@ class Leader:
         self._registered_by: dict[str, set[str]] = {}
         self._acquires: dict[tuple[str, str], int] = {}
         self._ranks: dict[int, ControlConnection] = {}
+        self._awaited: dict[str, list[Callable[[], None]]] = {}
         self._addresses: dict[int, str] = {}
 
     def set_address(self, server_rank: int, address: str) -> None:
@@ -139,7 +141,7 @@ class Leader:
             while True:
                 message = connection.receive(1.0, SILENCE_S)
                 if message is not None and message["kind"] == "need":
-                    send_content(connection, self._store, message["adapter_id"])
+                    self._supply(server_rank, message["adapter_id"])
         finally:
             with self._lock:
                 if self._ranks.get(server_rank) is connection:
@@ -184,6 +186,7 @@ class Leader:
         kind, adapter_id = message["kind"], message.get("adapter_id", "")
         if kind == "content":
             receive_content(connection, self._store, message)
+            self._regained(adapter_id)
             kind = "register"
         shares = None
         if kind == "register":
@@ -280,8 +283,39 @@ class Leader:
             "runs": [[layer, *run] for layer, run in runs.items()],
         }
 
+    # Content that the store has lost
+
+    def _supply(self, server_rank: int, adapter_id: str) -> None:
+        """Send content to a rank, at once or when an instance has given it."""
+        with self._lock:
+            if adapter_id in self._store:
+                send_content(self._ranks[server_rank], self._store, adapter_id)
+            else:
+                self._await(adapter_id, lambda: self._supply(server_rank, adapter_id))
+
+    def _await(self, adapter_id: str, then: Callable[[], None]) -> None:
+        """Ask an instance that has registered the adapter for its content; the caller holds the lock."""
+        waiting = self._awaited.setdefault(adapter_id, [])
+        waiting.append(then)
+        if len(waiting) == 1:
+            logger.warning("the content of adapter %s was lost; it is fetched again", adapter_id)
+        for instance in sorted(self._registered_by.get(adapter_id, ())):
+            if instance in self._instances:
+                with suppress(OSError):
+                    self._instances[instance].send("need", adapter_id=adapter_id)
+                    return
+
+    def _regained(self, adapter_id: str) -> None:
+        with self._lock:
+            for then in self._awaited.pop(adapter_id, []):
+                with suppress(KeyError, OSError):  # a rank that has left asks again when it is back
+                    then()
+
     def _tell_rank(self, server_rank: int, command: Message) -> None:
         if server_rank == LEADER:
+            if command["kind"] == "load" and command["adapter_id"] not in self._store:
+                self._await(command["adapter_id"], lambda: self._tell_rank(server_rank, command))
+                return
             try:
                 self._carry_out(command)
             except Exception:  # what was decided after it must be carried out all the same

@@ -196,10 +196,21 @@ class LeaseClient(threading.Thread):
             self._lock.notify_all()
         self._on_change()
 
+    def _supply(self, connection: ControlConnection, adapter_id: str) -> None:
+        """Send content that the server lacks, if it is here."""
+        try:
+            if self._store.restore(adapter_id):
+                send_content(connection, self._store, adapter_id)
+                return
+            problem = "it is not in the store"
+        except (OSError, CapacityError) as error:
+            problem = str(error)
+        logger.error("adapter %s can't be given to the LoRA Server: %s", adapter_id, problem)
+
     def _hear(self, connection: ControlConnection, message: Message) -> None:
         kind, adapter_id = message["kind"], message.get("adapter_id", "")
         if kind == "need":
-            send_content(connection, self._store, adapter_id)
+            self._supply(connection, adapter_id)
             return
         with self._lock:
             if kind == "registered":

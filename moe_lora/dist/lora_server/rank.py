@@ -12,12 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.peft_format import read_adapter
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
@@ -121,11 +120,9 @@ class ServerRank:
 
     def _lead(self) -> None:
         config = self._config
-        packed = [
-            read_adapter(Path(path), config.shape, config.dtype, name) for name, path in config.adapters
-        ]
-        for adapter in packed:
-            self._store.put(adapter)
+        # An instance that serves a bad one says so; here it would keep the whole server from starting again.
+        contents = AdapterContents(config.shape, config.dtype, self._store, owned=False)
+        packed = [adapter for adapter, _ in contents.read_all(config.adapters, {}, leave_out_bad=True)]
         memory = plan_memory(config.server, self._partition, config.dtype, packed)
         self.loop = self._data_loop(memory)
         orders = Orders(self.loop.shelf, self._store)

@@ -17,6 +17,7 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.shard import shard_layer
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.step import SlotTable
 
@@ -38,6 +39,17 @@ class _Loading:
     runs: deque[tuple[int, Run]]
 
 
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"no memory on {device} for {num_bytes / 1e9:.3g} GB of adapters on a rank of the LoRA Server; "
+            "lower lora_server.memory_gb (--lora-server-memory-gb) or the capacity, or use a larger host: a "
+            "plan of `moe-lora provision` is for the GPUs that it names"
+        ) from error
+
+
 class Shelf:
     """What one server rank holds.
 
@@ -50,6 +62,7 @@ class Shelf:
     wait for the last ones of another (InfiniLoRA section 5.3).
     load_bytes_per_s: upper bound on the rate of loading; None = none.  layer_wise: False for the comparison
     with whole adapters, one after the other, of which nothing is ready before all is.
+    Raises ConfigError if the memory can't be had.
     """
 
     def __init__(
@@ -73,7 +86,7 @@ class Shelf:
         self._on_progress = on_progress
         self._load_bytes_per_s = load_bytes_per_s
         self._layer_wise = layer_wise
-        self.arena = torch.empty(num_pages * page_bytes, dtype=torch.uint8, device=device)
+        self.arena = _allocate(num_pages * page_bytes, device)
         self.slots = SlotTable(capacity, shape.num_layers, shape.num_entries, device)
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.loaded = np.zeros((capacity, shape.num_layers), dtype=np.int64)

@@ -49,9 +49,15 @@ class DirectedFleet(FleetClient):
                 yield output
 
     async def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, version: int | None = None
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
     ) -> AdapterInfo:
-        assert version is None, "the controller counts versions"
+        assert version is content_hash is None, "the controller says which"
         return cast("AdapterInfo", await self._link.call("load_adapter", name, path, replace))
 
     async def unload_adapter(self, name: str) -> None:

@@ -104,10 +104,11 @@ def serve_directed(
         link=link,
         tasks=(link,),
         ready=routing.ready,
+        cors_origins=cluster.front_end.cors_origins,
     )
     door = Door(*place, key, roster, AsItIs(roster))
     try:
-        run_server(frontend, sock)
+        run_server(frontend, sock, cluster.front_end.drain_s)
     finally:
         door.close()
         asyncio.run(fleet.close())

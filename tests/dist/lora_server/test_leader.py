@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Iterator
 
@@ -219,3 +220,26 @@ def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():
 def test_client_with_other_settings_is_refused_by_their_name(cluster, changes, field):
     with pytest.raises(LoraServerError, match=field):
         cluster.client("one", **changes)
+
+
+@pytest.mark.parametrize("layout", ["EP1-PP1", "EP2-PP1"])
+def test_content_that_the_store_has_lost_is_fetched_from_an_instance(layout):
+    with Cluster(SHAPE, layout, capacity=2) as made:
+        made.put(*(random_adapter(name, SHAPE) for name in "ab"))
+        client = made.client("one")
+        in_use = [client.store.get(name, name) for name in "ab"]
+        one = made.leases(client)
+        for name in "ab":
+            one.register(name)
+        shutil.rmtree(made.config.store_dir)
+        for name in "ab":
+            one.acquire(name)
+            granted(one, name)
+            lease = one.lease(name)
+            for number in range(made.num_ranks):
+                shelf = made.rank(number).loop.shelf
+                until(
+                    lambda shelf=shelf, lease=lease: (shelf.loaded[lease.slot] == lease.generation).all(),
+                    f"{name} is loaded",
+                )
+        assert all(packed.content_hash in client.store for packed in in_use)

@@ -9,10 +9,11 @@ import pytest
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.errors import ConfigError
 from moe_lora.dist.lora_server.kept import shard_pages
 from moe_lora.dist.lora_server.orders import Orders
 from moe_lora.dist.lora_server.partition import Layout, Partition
-from moe_lora.dist.lora_server.shelf import Shelf
+from moe_lora.dist.lora_server.shelf import Shelf, _allocate
 
 from .cluster import CPU, random_adapter, until
 from .shapes import model_shape
@@ -255,3 +256,8 @@ def test_damaged_content_is_refused_at_once(content):
     orders.hear(connection, load_order(1))
     orders.hear(connection, CONTENT)
     assert stale(shelf, 0, 1)
+
+
+def test_memory_that_is_not_there_is_refused_with_what_to_lower():
+    with pytest.raises(ConfigError, match=r"no memory on cpu for .* GB .* lower lora_server\.memory_gb"):
+        _allocate(2**60, CPU)

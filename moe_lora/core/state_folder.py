@@ -1,0 +1,80 @@
+"""Where a host keeps what must outlive a process: cleaners of temporary folders don't go there."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_RUN = "run-"
+
+
+def state_folder(given: str | None) -> Path:
+    """The folder given, else $XDG_STATE_HOME/moe_lora or ~/.local/state/moe_lora; made if it is absent.
+
+    Where neither of these can be written, one for temporary files.  Raises ConfigError for a given one.
+    """
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    folder = Path(given) if given is not None else Path(home) / "moe_lora"
+    try:
+        _make(folder)
+    except OSError as error:
+        problem = f"state_dir={str(folder)!r} can't be written ({error.strerror}); let it name another folder"
+        if given is not None:
+            raise ConfigError(problem) from error
+        folder = Path(tempfile.gettempdir()) / f"moe_lora-{os.getuid()}"
+        logger.warning("%s; until then it is %s", problem, folder)
+        try:
+            _make(folder)
+        except OSError as again:
+            raise ConfigError(problem) from again
+    return folder.resolve()
+
+
+@contextmanager
+def run_folder(given: str | None) -> Iterator[Path]:
+    """A folder under `state_folder` for this run, deleted with the context.
+
+    Those of runs that were killed are deleted before.  Raises ConfigError.
+    """
+    parent = state_folder(given)
+    _sweep(parent)
+    try:
+        folder = Path(tempfile.mkdtemp(dir=parent, prefix=_RUN))
+    except OSError as error:
+        raise ConfigError(
+            f"state_dir={str(parent)!r} can't be written ({error.strerror}); let it name another folder"
+        ) from error
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _make(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(13, "Permission denied")
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_RUN}*"):
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)

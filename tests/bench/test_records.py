@@ -1,0 +1,89 @@
+"""Records name a commit, so a changed tree writes none into bench/results, and elsewhere only when asked."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import records
+from bench.records import ALLOW_DIRTY, environment
+from moe_lora.report.environment import environment as this_environment
+
+BENCH = Path(records.__file__).parent
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch) -> Path:
+    """A committed repository with a program and a result file, in place of this one."""
+    root = tmp_path / "tree"
+    (root / "bench" / "results").mkdir(parents=True)
+    (root / "program.py").write_text("1")
+    (root / "bench" / "results" / "old.jsonl").write_text("")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        command = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e@x", *arguments]
+        subprocess.run(command, check=True)
+    monkeypatch.setattr(records, "ROOT", root)
+    monkeypatch.setattr(records, "RESULTS", root / "bench" / "results")
+    monkeypatch.delenv(ALLOW_DIRTY, raising=False)
+    return root
+
+
+def _change(root: Path) -> None:
+    (root / "program.py").write_text("2")
+
+
+def test_a_committed_tree_records_its_commit(tree):
+    env = environment(tree / "bench" / "results" / "old.jsonl")
+    assert len(env["git_commit"]) == 40
+    assert env["git_dirty"] is False
+    assert set(env) == set(this_environment())
+
+
+def test_a_changed_tree_writes_no_record_into_bench_results(tree, monkeypatch):
+    _change(tree)
+    for allowed in ("", "1"):
+        monkeypatch.setenv(ALLOW_DIRTY, allowed)
+        with pytest.raises(SystemExit, match=r"old\.jsonl: tracked files differ.*commit or stash"):
+            environment(tree / "bench" / "results" / "old.jsonl")
+
+
+def test_a_changed_tree_writes_elsewhere_only_when_asked_and_the_record_says_so(tree, tmp_path, monkeypatch):
+    _change(tree)
+    with pytest.raises(SystemExit, match=f"set {ALLOW_DIRTY}=1"):
+        environment(str(tmp_path / "new.jsonl"))
+    monkeypatch.setenv(ALLOW_DIRTY, "1")
+    assert environment(str(tmp_path / "new.jsonl"))["git_dirty"] is True
+
+
+def test_a_way_round_into_bench_results_is_seen(tree, tmp_path, monkeypatch):
+    _change(tree)
+    monkeypatch.setenv(ALLOW_DIRTY, "1")
+    (tmp_path / "link").symlink_to(tree / "bench" / "results")
+    with pytest.raises(SystemExit):
+        environment(tmp_path / "link" / "new.jsonl")
+
+
+def test_records_added_by_a_run_that_was_stopped_do_not_count_as_changes(tree):
+    (tree / "bench" / "results" / "old.jsonl").write_text("{}\n")
+    assert environment(tree / "bench" / "results" / "old.jsonl")["git_dirty"] is False
+
+
+def test_nothing_is_refused_where_nothing_is_written(tree):
+    _change(tree)
+    assert environment(None)["git_dirty"] is True
+
+
+def test_a_tree_outside_of_git_is_not_refused(tree):
+    subprocess.run(["rm", "-rf", str(tree / ".git")], check=True)
+    assert environment(tree / "bench" / "results" / "old.jsonl")["git_commit"] is None
+
+
+def test_every_bench_takes_its_environment_from_here():
+    for path in BENCH.glob("*.py"):
+        imports = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+        sources = {node.module for node in imports if "environment" in {name.name for name in node.names}}
+        # The tuner quotes a commit in a table and writes no record.
+        assert sources <= {"records"} or path.name in ("records.py", "autotune_lora.py"), path.name

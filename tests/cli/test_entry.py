@@ -1,0 +1,56 @@
+"""Processes of `moe-lora` end quietly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def ended(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+@pytest.mark.parametrize("raised", ["KeyboardInterrupt", "ImportError('initialization failed')"])
+def test_an_interrupt_shows_no_traceback_whatever_it_came_out_as(raised):
+    done = ended(f"""
+        import os, signal
+        from moe_lora.cli import entry
+        def main():
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise {raised}
+        entry.main = main
+        entry.run()
+    """)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_errors_of_other_causes_are_shown():
+    done = ended("""
+        from moe_lora.cli import entry
+        def main():
+            raise ImportError("no such thing")
+        entry.main = main
+        entry.run()
+    """)
+    assert done.returncode == 1
+    assert "no such thing" in done.stderr
+
+
+def test_only_what_is_said_after_all_of_pythons_code_is_dropped():
+    done = ended("""
+        import atexit, ctypes, os
+        from moe_lora.core.teardown import quiet_teardown
+        atexit.register(lambda: os.write(2, b"too late"))
+        quiet_teardown()
+        atexit.register(lambda: os.write(2, b"in time"))
+    """)
+    assert (done.returncode, done.stderr) == (0, "in time")

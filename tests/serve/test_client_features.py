@@ -1,0 +1,143 @@
+"""What clients count on beside the answer: usage in every chunk, request ids, calls from browsers, a page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.serve.conftest import app_of, as_served
+from tests.serve.live_server import ServerThread
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+ENDPOINTS = pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [("/v1/completions", {"prompt": "hello"}, "cmpl-"), ("/v1/chat/completions", CHAT, "chatcmpl-")],
+)
+
+
+def chunks(server, path, body):
+    text = server.post(path, {**body, "stream": True}).text
+    events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+@ENDPOINTS
+@pytest.mark.parametrize("include", [{"include_usage": True}, {}])
+def test_usage_is_in_every_chunk_where_it_is_asked_for(any_server, path, body, prefix, include):
+    options = {"stream_options": {**include, "continuous_usage_stats": True}, "max_tokens": 3}
+    *parts, last = chunks(any_server, path, {**body, **options, "ignore_eos": True})
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    for part in parts:
+        usage = part["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 3
+
+
+def test_usage_in_chunks_is_that_of_their_choice(any_server):
+    body = {"prompt": [[5, 6], [7]], "n": 2, "max_tokens": 2, "ignore_eos": True}
+    *parts, last = chunks(
+        any_server, "/v1/completions", {**body, "stream_options": {"continuous_usage_stats": True}}
+    )
+    found = {part["choices"][0]["index"]: part["usage"] for part in parts}
+    assert [found[index]["prompt_tokens"] for index in range(4)] == [2, 2, 1, 1]
+    assert all(usage["completion_tokens"] == 2 for usage in found.values())
+    assert last["usage"]["completion_tokens"] == 8
+
+
+def test_usage_in_every_chunk_and_in_none_contradict_each_other(any_server):
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    answer = any_server.post(
+        "/v1/completions", {"prompt": "hello", "stream": True, "stream_options": options}
+    )
+    assert answer.status_code == 400
+    assert "continuous_usage_stats=true needs include_usage=true" in answer.json()["error"]["message"]
+
+
+@ENDPOINTS
+def test_the_header_names_the_request_before_the_body_does(any_server, path, body, prefix):
+    url, body = f"{any_server.url}{path}", {**body, "max_tokens": 1}
+
+    def ask(headers, **fields):
+        answer = any_server.http.post(url, json={**body, **fields}, headers=headers)
+        return answer.headers["x-request-id"], answer.json()["id"]
+
+    assert ask({"X-Request-Id": "mine"}) == ("mine", f"{prefix}mine")
+    assert ask({"X-Request-Id": "mine"}, request_id="other") == ("mine", f"{prefix}mine")
+    assert ask({}, request_id="other") == ("other", f"{prefix}other")
+    assert ask({}, request_id="ö\n")[1] == f"{prefix}ö\n"
+    made, shown = ask({})
+    assert shown == f"{prefix}{made}"
+    assert made != ask({})[0]
+
+
+def test_requests_of_one_id_run_side_by_side(any_server):
+    body = {"prompt": "hello", "max_tokens": 5, "request_id": "same", "stream": True}
+    with (
+        any_server.http.stream("POST", "/v1/completions", json=body) as first,
+        any_server.http.stream("POST", "/v1/completions", json=body) as second,
+    ):
+        texts = [answer.read().decode() for answer in (first, second)]
+    assert all('"id": "cmpl-same"' in text and '"error"' not in text for text in texts)
+
+
+def test_errors_and_other_answers_carry_the_id_too(any_server):
+    for path in ("/health", "/v2/nothing"):
+        answer = any_server.http.get(path, headers={"X-Request-Id": "mine"})
+        assert answer.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("priority", 1, "null or 0"),
+        ("service_tier", "flex", 'null or "auto" or "default"'),
+        ("echo", True, "null or false"),
+        ("presence_penalty", 0.5, "null or 0"),
+        ("logit_bias", {"5": 1}, "null or {}"),
+        ("tools", [{}], "null or []"),
+        ("web_search_options", {}, "null"),
+        ("tool_choice", "required", 'null or "none" or "auto"'),
+    ],
+)
+def test_a_refusal_names_the_values_that_its_field_takes(any_server, field, value, accepted):
+    answer = any_server.post("/v1/chat/completions", {**CHAT, field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        f"{field} is not supported; leave it out, or send {accepted}"
+    )
+
+
+@pytest.mark.parametrize("field", [{"priority": 0}, {"service_tier": "auto"}, {"service_tier": "default"}])
+def test_neutral_priorities_are_taken(any_server, field):
+    assert any_server.post("/v1/chat/completions", {**CHAT, **field, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_the_front_page_says_what_this_is(any_server, path):
+    page = any_server.get(path)
+    assert page.headers["content-type"].startswith("text/html")
+    assert any_server.model in page.text
+    assert "/v1/load_lora_adapter" in page.text
+    assert "<script" not in page.text
+
+
+def test_origins_that_are_named_may_call_from_a_browser(engine, tokenizer):
+    app = app_of(engine, tokenizer, cors_origins=("https://app.example.com",))
+    with ServerThread(app) as thread, as_served(thread.url, engine) as served:
+        ask = {"Origin": "https://app.example.com", "Access-Control-Request-Method": "POST"}
+        asked = served.http.options("/v1/completions", headers=ask)
+        assert asked.headers["access-control-allow-origin"] == "https://app.example.com"
+        answer = served.http.get("/v1/models", headers={"Origin": "https://app.example.com"})
+        assert answer.headers["access-control-allow-origin"] == "https://app.example.com"
+        other = served.http.get("/v1/models", headers={"Origin": "https://other.example.com"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_no_origin_may_where_none_is_named(server):
+    answer = server.http.get("/v1/models", headers={"Origin": "https://app.example.com"})
+    assert "access-control-allow-origin" not in answer.headers

@@ -1,0 +1,29 @@
+"""The only engine of a server, when it does not get on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import httpx
+
+from tests.serve.demo_server import demo_server
+from tests.serve.test_instances import until
+
+
+def test_engine_that_is_stopped_is_unhealthy_and_said_once_and_healthy_when_it_gets_on(tmp_path):
+    with demo_server(tmp_path / "log", "--eager", "--heartbeat-timeout-s", "1") as server:
+
+        def health() -> int:
+            return httpx.get(f"{server.url}/health", trust_env=False).status_code
+
+        assert health() == 200
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        try:
+            until(lambda: health() == 503)
+            until(lambda: "the engine is silent" in server.log.read_text())
+        finally:
+            os.kill(server.engine_pid(), signal.SIGCONT)
+        until(lambda: health() == 200)
+        assert server.log.read_text().count("the engine is silent") == 1
+        until(lambda: "the engine gets on again" in server.log.read_text())
