@@ -19,7 +19,7 @@ from moe_lora.dist.transport import make_transport
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.local import LocalBackend
 from moe_lora.kernels.lora import lora_delta
-from moe_lora.kernels.step import SlotTable, StepTables
+from moe_lora.kernels.step import LoraOperands, SlotTable, StepTables
 from moe_lora.models.layers import DecoderLayer
 
 from .rank import Rank
@@ -65,7 +65,9 @@ class LayerClock:
         self._batches, self._context_tokens = batches, context_tokens
         self._generator = torch.Generator().manual_seed(0)
         weights = torch.arange(1, num_adapters + 1, dtype=torch.float64) ** -zipf
-        self._row_slot = torch.multinomial(weights, batches[-1], replacement=True, generator=self._generator)
+        self._token_slots = torch.multinomial(
+            weights, batches[-1], replacement=True, generator=self._generator
+        )
         draws = torch.rand(batches[-1], self.shape.num_experts, generator=self._generator)
         self._ids = draws.topk(self.shape.num_experts_per_token).indices.sort(1).values.int()
         self._slots, self._adapters = self._random_adapters(lora_rank, num_adapters)
@@ -102,18 +104,18 @@ class LayerClock:
 
     def _compute(self, batch: int, ep: int) -> float:
         """Deltas of gate/up and down at a rank that holds the first E / x experts."""
-        ids, row_slot = self._ids[:batch], self._row_slot[:batch].int().to(self.device)
+        ids, slots = self._ids[:batch], self._token_slots[:batch].int().to(self.device)
         held = torch.where(ids < self.shape.num_experts // ep, ids, -1).to(self.device)
         work = []
         for name in _EXPERT_SITES:
             site, rows = self.shape.site(name), held.numel()
             x = self._random(batch if name == "gate_up" else rows, site.in_features)
             out = self._random(rows, site.total_out_features)
-            work.append((x, held, site, _LAYER, row_slot, self._slots, self._adapters, out))
+            work.append((LoraOperands(x, held, site, _LAYER, slots, self._slots, self._adapters), out))
 
         def deltas() -> None:
-            for operands in work:
-                lora_delta(*operands)
+            for operands, out in work:
+                lora_delta(operands, out)
 
         return self._seconds(deltas)
 

@@ -8,7 +8,7 @@ import torch
 
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.lora import SharedSegments, Shrunk, lora_expand, lora_shrink
-from moe_lora.kernels.step import SlotTable, StepTables
+from moe_lora.kernels.step import LoraOperands, SlotTable, StepTables
 
 _NO_DELTA = 0
 
@@ -48,7 +48,7 @@ class LocalBackend:
             return torch.tensor([_NO_DELTA])
         ticket = next(self._tickets)
         self._pending[ticket] = lora_shrink(
-            *(x, ids, self._sites[site], layer, step.row_slot, self._slots, self._arena),
+            LoraOperands(x, ids, self._sites[site], layer, step.row_slot, self._slots, self._arena),
             kernel=self._kernel,
             decode=step.decode,
             shared=self._shared,

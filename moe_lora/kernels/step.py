@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -138,6 +138,24 @@ class SlotTable:
         """Make `slot` mean "no delta anywhere"."""
         self.lora_rank[slot].zero_()
         self.max_lora_ranks[slot] = ()
+
+
+class LoraOperands(NamedTuple):
+    """What the LoRA operations of one site work on.
+
+    x: [T, H], or [T*K, H] at an expert site whose rows are already spread over the experts.
+    ids: [T, K] int32 (output row t*K + k belongs to expert ids[t, k], -1 = none), None at a dense site.
+    layer: row of the slot table.  token_slots: [T] int32 adapter slot of each token, -1 = none.
+    arena: flat uint8 with the matrices, of x's dtype, that `slots` points at.
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor | None
+    site: Site
+    layer: int
+    token_slots: torch.Tensor
+    slots: SlotTable
+    arena: torch.Tensor
 
 
 @dataclass(frozen=True)
