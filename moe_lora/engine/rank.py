@@ -21,6 +21,7 @@ from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.exchange import ExpertExchange, choose_exchange, open_group
 from moe_lora.execution.local import LocalBackend
 from moe_lora.execution.paced import PacedBackend
+from moe_lora.execution.row_routing import Source
 from moe_lora.kernels.huge_pages import advise_huge_pages
 from moe_lora.kernels.step import KvLayout, SlotTable
 from moe_lora.models.families import load_model
@@ -138,10 +139,10 @@ class Rank:
             self.model,
             context,
             self.device,
+            [Source.LOCAL if site.name in self.local_sites else Source.LEASED for site in self.shape.sites],
             eager=self.config.eager,
             decode_buckets=decode_buckets(self.config, self.device),
             announce=announce,
-            remote=self.lora_server is not None,
         )
 
 

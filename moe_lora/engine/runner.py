@@ -14,22 +14,26 @@ import numpy as np
 import torch
 
 from moe_lora.execution.context import ExecutionContext
-from moe_lora.kernels.step import LeasedAdapter, LeasedRows, StepTables
+from moe_lora.execution.row_routing import RoutedAdapter, RowRouting, Source, no_terms
+from moe_lora.kernels.step import Lease, LeasedAdapter, LeasedRows, StepTables
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.layers import DecoderLayer
 from moe_lora.scheduling.plan import Scheduled
 
+from .adapter_version import AdapterVersion
 from .sequence import Sequence
 from .step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
+_NO_LEASE = Lease(-1, 0)
 
 
 class ModelRunner:
     """Runs steps of one model.
 
     decode_buckets: batch sizes that decode steps are padded to; empty = none.  announce: told of each batch
-    before it is computed, for the ranks that compute it too.  remote: a LoRA Server computes deltas.
+    before it is computed, for the ranks that compute it too.  site_sources: who computes the deltas of each
+    site, in all layers.
     """
 
     def __init__(
@@ -37,11 +41,11 @@ class ModelRunner:
         model: CausalLM,
         context: ExecutionContext,
         device: torch.device,
+        site_sources: Seq[Source],
         *,
         eager: bool,
         decode_buckets: Seq[int],
         announce: Callable[[StepBatch], None] | None = None,
-        remote: bool = False,
     ) -> None:
         self._model = model
         self._context = context
@@ -49,7 +53,9 @@ class ModelRunner:
         self._eager = eager
         self._buckets = sorted(decode_buckets)
         self._announce = announce
-        self._remote = remote
+        self._sources = sorted(set(site_sources))
+        groups = tuple(self._sources.index(source) for source in site_sources)
+        self._groups = (groups,) * len(context.channels)
         self._compiled: LayerForward = DecoderLayer.__call__
         if not eager:
             torch._dynamo.config.recompile_limit = max(64, 4 * len(self._buckets))
@@ -97,6 +103,7 @@ class ModelRunner:
             logit_rows=logit_rows,
             num_live=sum(item.num_tokens for item in plan),
             tables=self._tables(plan, num_rows),
+            routing=self._routing(plan, num_rows),
             compiled=self._fits_graph(plan, num_rows),
             any_rows=any_rows,
         )
@@ -153,9 +160,34 @@ class ModelRunner:
             seq_lens=self._tensor(seq_lens),
             block_tables=self._tensor(block_tables),
             has_adapters=has_adapters,
-            leased=self._leased_rows(plan, query_start, num_rows) if self._remote else None,
+            leased=self._leased_rows(plan, query_start, num_rows) if Source.LEASED in self._sources else None,
             decode=all(item.num_tokens == 1 for item in plan),
         )
+
+    def _routing(self, plan: Seq[Scheduled[Sequence]], num_rows: int) -> RowRouting:
+        """Rows of an adapter take its slot or its lease, whichever each group of sites is computed from."""
+        routes: dict[AdapterVersion, int] = {}
+        row_route = np.full(num_rows, -1, dtype=np.int32)
+        if plan:
+            of_items = [
+                -1 if item.sequence.adapter is None else routes.setdefault(item.sequence.adapter, len(routes))
+                for item in plan
+            ]
+            rows = np.repeat(of_items, [item.num_tokens for item in plan])
+            row_route[: len(rows)] = rows
+        terms = no_terms(len(routes), len(self._sources))
+        adapters: list[RoutedAdapter] = []
+        for group, source in enumerate(self._sources if routes else ()):
+            term = terms[:-1, group, 0]
+            term["source"], term["sign"], term["adapter"] = source, 1, range(len(routes))
+            if source == Source.LOCAL:
+                term["slot"] = [-1 if adapter.slot is None else adapter.slot for adapter in routes]
+            else:
+                leases = [adapter.lease or _NO_LEASE for adapter in routes]
+                term["slot"] = [lease.slot for lease in leases]
+                term["generation"] = [lease.generation for lease in leases]
+                adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
+        return RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
 
     def _leased_rows(
         self, plan: Seq[Scheduled[Sequence]], query_start: np.ndarray, num_rows: int

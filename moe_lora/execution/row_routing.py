@@ -1,0 +1,86 @@
+"""Where each row's LoRA deltas are computed in a step: one table for all backends.
+
+Legend: T token rows, L layers, N routes, G groups of sites, M terms.
+
+Rows of one adapter share a route, so the table has a row per adapter of the step, not per token: a token row
+costs one index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Source(IntEnum):
+    """Who computes a term; 0 in the table is no term."""
+
+    LOCAL = 1
+    LEASED = 2
+
+
+TERM = np.dtype(
+    [
+        ("source", np.int8),
+        ("sign", np.int8),
+        ("adapter", np.int16),
+        ("slot", np.int32),
+        ("generation", np.int64),
+    ]
+)
+"""One signed delta of a row.
+
+source: a `Source`.  sign: 1 = added, -1 = subtracted.  adapter: index into `RowRouting.adapters`.
+slot: of this device's slot table (LOCAL; -1 = nothing of the adapter is there), or of the LoRA Server's
+(LEASED; -1 = there is no lease).  generation: of the lease.
+"""
+_NO_TERM = np.array((0, 0, -1, -1, 0), TERM)
+
+
+class RoutedAdapter(NamedTuple):
+    """An adapter as backends without slots know it.  targets: modules that it has deltas for."""
+
+    content_hash: str
+    targets: tuple[str, ...]
+
+
+def no_terms(num_routes: int, num_groups: int) -> np.ndarray:
+    """[num_routes + 1, num_groups, 1] TERM without any term; the last route stays so."""
+    return np.full((num_routes + 1, num_groups, 1), _NO_TERM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRouting:
+    """Of each row and group of sites up to M signed terms; their sum is added to the sites' output.
+
+    groups: [L][sites] group of each site of each layer.  row_route: [T] int32 route of each row, -1 = base
+    model.  terms: [N + 1, G, M] TERM; the last route has none.  M is 1 as long as nothing is merged: a row
+    then has a second, subtracted term.  adapters: may be empty where all sources are LOCAL.
+    """
+
+    groups: Sequence[Sequence[int]]
+    row_route: np.ndarray
+    terms: np.ndarray
+    adapters: Sequence[RoutedAdapter] = ()
+
+    @property
+    def has_deltas(self) -> bool:
+        """Some row has an adapter."""
+        return len(self.terms) > 1
+
+    @cached_property
+    def sources(self) -> list[set[int]]:
+        """Of each group, the `Source`s that compute terms there in this step."""
+        return [set(codes) - {0} for codes in self.terms["source"][:, :, 0].T.tolist()]
+
+    def terms_from(self, source: Source, group: int) -> np.ndarray:
+        """[T] TERM: of each row the term that this source computes; slot -1, adapter -1 where it has none."""
+        terms = self.terms[:, group, 0]
+        if self.sources[group] != {source}:
+            terms = np.where(terms["source"] == source, terms, _NO_TERM)
+        return terms[self.row_route]
