@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from moe_lora.core.config import EngineConfig
@@ -18,6 +19,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.dist.transport import make_transport
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.local import LocalBackend
+from moe_lora.execution.row_routing import local_routing
 from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.step import LoraOperands, SlotTable, StepTables
 from moe_lora.models.layers import DecoderLayer
@@ -93,7 +95,9 @@ class LayerClock:
         blocks = -(-self._context_tokens // layout.block_size)
         arena = torch.zeros(batch * blocks * layout.page_bytes, dtype=torch.uint8, device=self.device)
         context = ExecutionContext(arena, layout, LocalBackend(self.shape, arena, self._slots))
-        context.begin_step(self._tables(batch, blocks))
+        context.begin_step(
+            self._tables(batch, blocks), local_routing(self.shape, np.full(batch, -1, dtype=np.int32))
+        )
         layer, channel = model.layers[_LAYER], context.channels[_LAYER]
         assert isinstance(layer, DecoderLayer)
         x = self._random(batch, self.shape.hidden_size)
@@ -174,11 +178,9 @@ class LayerClock:
             return torch.arange(count, dtype=torch.int32, device=self.device)
 
         return StepTables(
-            row_slot=torch.full((batch,), -1, dtype=torch.int32, device=self.device),
             query_start=counting(batch + 1),
             seq_lens=torch.full((batch,), self._context_tokens, dtype=torch.int32, device=self.device),
             block_tables=counting(batch * blocks).view(batch, blocks),
-            has_adapters=False,
             decode=True,
         )
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from moe_lora.execution.context import ExecutionContext
-from moe_lora.execution.row_routing import RoutedAdapter, RowRouting, Source, no_terms
-from moe_lora.kernels.step import Lease, LeasedAdapter, LeasedRows, StepTables
+from moe_lora.execution.row_routing import Lease, RoutedAdapter, RowRouting, Source, no_terms
+from moe_lora.kernels.step import StepTables
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.layers import DecoderLayer
 from moe_lora.scheduling.plan import Scheduled
@@ -87,7 +87,7 @@ class ModelRunner:
     def execute(self, batch: StepBatch) -> torch.Tensor:
         """Logits of the batch's `logit_rows`, [rows, vocab] fp32."""
         batch = batch.to(self._device)
-        self._context.begin_step(batch.tables)
+        self._context.begin_step(batch.tables, batch.routing)
         live = torch.arange(len(batch.tokens), device=self._device) < batch.num_live
         layer_forward = self._compiled if batch.compiled else DecoderLayer.__call__
         if batch.any_rows:
@@ -136,31 +136,23 @@ class ModelRunner:
         )
 
     def _tables(self, plan: Seq[Scheduled[Sequence]], num_rows: int) -> StepTables:
-        """Step tables; rows beyond the plan belong to a padding sequence each (seq_lens 0, no adapter)."""
+        """Step tables; rows beyond the plan belong to a padding sequence each (seq_lens 0)."""
         counts = [item.num_tokens for item in plan]
         counts += [1] * (num_rows - sum(counts))
-        row_slot = np.full(num_rows, -1, dtype=np.int32)
         query_start = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         seq_lens = np.zeros(len(counts), dtype=np.int32)
         max_blocks = max((len(item.sequence.table.pages) for item in plan), default=1)
         block_tables = np.zeros((len(counts), max_blocks), dtype=np.int32)
-        has_adapters = False
         for index, item in enumerate(plan):
             sequence = item.sequence
             pages = sequence.table.pages
             block_tables[index, : len(pages)] = pages
             seq_lens[index] = sequence.num_computed + item.num_tokens
-            if sequence.adapter is not None and sequence.adapter.slot is not None:
-                row_slot[query_start[index] : query_start[index + 1]] = sequence.adapter.slot
-                has_adapters = True
         return StepTables(
-            row_slot=self._tensor(row_slot),
             query_start=self._tensor(query_start),
             seq_lens=self._tensor(seq_lens),
             block_tables=self._tensor(block_tables),
-            has_adapters=has_adapters,
-            leased=self._leased_rows(plan, query_start, num_rows) if Source.LEASED in self._sources else None,
             decode=all(item.num_tokens == 1 for item in plan),
         )
 
@@ -188,24 +180,6 @@ class ModelRunner:
                 term["generation"] = [lease.generation for lease in leases]
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
         return RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
-
-    def _leased_rows(
-        self, plan: Seq[Scheduled[Sequence]], query_start: np.ndarray, num_rows: int
-    ) -> LeasedRows | None:
-        """Rows whose deltas the LoRA Server computes: all that have an adapter."""
-        index_of: dict[int, int] = {}
-        adapters: list[LeasedAdapter] = []
-        row_adapter = np.full(num_rows, -1, dtype=np.int32)
-        for index, item in enumerate(plan):
-            adapter = item.sequence.adapter
-            if adapter is None:
-                continue
-            if adapter.uid not in index_of:
-                index_of[adapter.uid] = len(adapters)
-                packed = adapter.packed
-                adapters.append(LeasedAdapter(packed.content_hash, packed.targets, adapter.lease))
-            row_adapter[query_start[index] : query_start[index + 1]] = index_of[adapter.uid]
-        return LeasedRows(adapters, row_adapter) if adapters else None
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         """On the host: `StepBatch.to` moves it."""

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moe_lora.core.shape import ModelShape
+
 
 class Source(IntEnum):
     """Who computes a term; 0 in the table is no term."""
@@ -40,6 +42,14 @@ slot: of this device's slot table (LOCAL; -1 = nothing of the adapter is there),
 (LEASED; -1 = there is no lease).  generation: of the lease.
 """
 _NO_TERM = np.array((0, 0, -1, -1, 0), TERM)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Where the LoRA Server serves an adapter; the generation tells one content of the slot from the next."""
+
+    slot: int
+    generation: int
 
 
 class RoutedAdapter(NamedTuple):
@@ -84,3 +94,13 @@ class RowRouting:
         if self.sources[group] != {source}:
             terms = np.where(terms["source"] == source, terms, _NO_TERM)
         return terms[self.row_route]
+
+
+def local_routing(shape: ModelShape, token_slots: np.ndarray) -> RowRouting:
+    """All deltas from this device.  token_slots: [T] int32 slot of each row, -1 = base model."""
+    terms = no_terms(int(token_slots.max(initial=-1)) + 1, 1)
+    terms["source"][:-1], terms["sign"][:-1] = Source.LOCAL, 1
+    terms["slot"][:-1, 0, 0] = range(len(terms) - 1)
+    return RowRouting(
+        groups=((0,) * len(shape.sites),) * shape.num_layers, row_route=token_slots, terms=terms
+    )

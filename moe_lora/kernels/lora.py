@@ -28,23 +28,23 @@ _DENSE = -1
 class SharedSegments:
     """Rows as `kernel` walks them, made once for the sites of a step that share them (CUDA only).
 
-    A step's dense sites share one order; a layer's expert sites share that of their ids.  For one kernel.
+    Dense sites of the same token_slots share one order; a layer's expert sites also that of their ids.  For
+    one kernel.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor | None, Segments]] = {}
+        self._known: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor, Segments]] = {}
 
     def of(self, operands: LoraOperands, kernel: str) -> Segments:
-        """`gpu.segments.rows_for` of these rows; ids are kept: no other tensor can be taken for them."""
+        """`gpu.segments.rows_for` of these rows; tensors are kept: no others can be taken for them."""
         from .gpu.segments import rows_for
 
-        ids = operands.ids
-        place = _DENSE if ids is None else operands.layer
+        ids, slots = operands.ids, operands.token_slots
+        place = _DENSE if ids is None else operands.layer, id(slots)
         known = self._known.get(place)
         if known is None or known[0] is not ids:
-            known = ids, rows_for(operands, kernel)
-            self._known[place] = known
-        return known[1]
+            known = self._known[place] = ids, slots, rows_for(operands, kernel)
+        return known[2]
 
 
 def lora_shrink(

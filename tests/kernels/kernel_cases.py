@@ -123,10 +123,8 @@ def paged_case(
         tables[seq, :count] = order[sum(blocks[:seq]) : sum(blocks[: seq + 1])]
     starts = list(accumulate((rows for rows, _ in sequences), initial=0))
     step = StepTables(
-        row_slot=torch.full((starts[-1],), -1, dtype=torch.int32),
         query_start=torch.tensor(starts, dtype=torch.int32),
         seq_lens=torch.tensor(lens, dtype=torch.int32),
         block_tables=tables,
-        has_adapters=False,
     )
     return step, arena

@@ -15,8 +15,9 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
+from moe_lora.execution.row_routing import RoutedAdapter
 from moe_lora.kernels.lora import lora_delta
-from moe_lora.kernels.step import LeasedAdapter, LoraOperands, SlotTable
+from moe_lora.kernels.step import LoraOperands, SlotTable
 
 from .frames import Request
 
@@ -83,7 +84,7 @@ class HostDeltas:
         self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
 
     def compute(
-        self, request: Request, adapters: Sequence[LeasedAdapter], row_adapter: np.ndarray, out: torch.Tensor
+        self, request: Request, adapters: Sequence[RoutedAdapter], row_adapter: np.ndarray, out: torch.Tensor
     ) -> None:
         """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x."""
         out.zero_()
