@@ -97,13 +97,15 @@ class ModelRunner:
 
     def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:
         tokens, positions, logit_rows = self._rows(plan, num_rows)
+        num_live = sum(item.num_tokens for item in plan)
+        counts = [item.num_tokens for item in plan] + [1] * (num_rows - num_live)
         return StepBatch(
             tokens=tokens,
             positions=positions,
             logit_rows=logit_rows,
-            num_live=sum(item.num_tokens for item in plan),
-            tables=self._tables(plan, num_rows),
-            routing=self._routing(plan, num_rows),
+            num_live=num_live,
+            tables=self._tables(plan, counts),
+            routing=self._routing(plan, counts),
             compiled=self._fits_graph(plan, num_rows),
             any_rows=any_rows,
         )
@@ -135,10 +137,11 @@ class ModelRunner:
             self._tensor(np.array(logit_rows, dtype=np.int64)),
         )
 
-    def _tables(self, plan: Seq[Scheduled[Sequence]], num_rows: int) -> StepTables:
-        """Step tables; rows beyond the plan belong to a padding sequence each (seq_lens 0)."""
-        counts = [item.num_tokens for item in plan]
-        counts += [1] * (num_rows - sum(counts))
+    def _tables(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> StepTables:
+        """Step tables; rows beyond the plan belong to a padding sequence each (seq_lens 0).
+
+        counts: rows of each sequence.
+        """
         query_start = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         seq_lens = np.zeros(len(counts), dtype=np.int32)
@@ -156,28 +159,30 @@ class ModelRunner:
             decode=all(item.num_tokens == 1 for item in plan),
         )
 
-    def _routing(self, plan: Seq[Scheduled[Sequence]], num_rows: int) -> RowRouting:
-        """Rows of an adapter take its slot or its lease, whichever each group of sites is computed from."""
+    def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:
+        """Rows of an adapter take its slot or its lease, whichever each group of sites is computed from.
+
+        counts: rows of each sequence, padding ones included.
+        """
         routes: dict[AdapterVersion, int] = {}
-        row_route = np.full(num_rows, -1, dtype=np.int32)
-        if plan:
-            of_items = [
-                -1 if item.sequence.adapter is None else routes.setdefault(item.sequence.adapter, len(routes))
-                for item in plan
-            ]
-            rows = np.repeat(of_items, [item.num_tokens for item in plan])
-            row_route[: len(rows)] = rows
+        of_items = [
+            -1 if item.sequence.adapter is None else routes.setdefault(item.sequence.adapter, len(routes))
+            for item in plan
+        ]
+        of_items += [-1] * (len(counts) - len(plan))
+        row_route = np.array(of_items, dtype=np.int32).repeat(counts)
         terms = no_terms(len(routes), len(self._sources))
         adapters: list[RoutedAdapter] = []
         for group, source in enumerate(self._sources if routes else ()):
             term = terms[:-1, group, 0]
-            term["source"], term["sign"], term["adapter"] = source, 1, range(len(routes))
+            term["source"] = source
             if source == Source.LOCAL:
                 term["slot"] = [-1 if adapter.slot is None else adapter.slot for adapter in routes]
             else:
                 leases = [adapter.lease or _NO_LEASE for adapter in routes]
                 term["slot"] = [lease.slot for lease in leases]
                 term["generation"] = [lease.generation for lease in leases]
+                term["adapter"] = range(len(routes))
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
         return RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
 

@@ -20,28 +20,22 @@ from moe_lora.core.shape import ModelShape
 
 
 class Source(IntEnum):
-    """Who computes a term; 0 in the table is no term."""
+    """Who computes a term."""
 
     LOCAL = 1
     LEASED = 2
 
 
 TERM = np.dtype(
-    [
-        ("source", np.int8),
-        ("sign", np.int8),
-        ("adapter", np.int16),
-        ("slot", np.int32),
-        ("generation", np.int64),
-    ]
+    [("source", np.int8), ("adapter", np.int16), ("slot", np.int32), ("generation", np.int64)], align=True
 )
 """One signed delta of a row.
 
-source: a `Source`.  sign: 1 = added, -1 = subtracted.  adapter: index into `RowRouting.adapters`.
-slot: of this device's slot table (LOCAL; -1 = nothing of the adapter is there), or of the LoRA Server's
-(LEASED; -1 = there is no lease).  generation: of the lease.
+source: a `Source`, negated where the delta is subtracted; 0 = no term.  adapter: index into
+`RowRouting.adapters`, -1 where a slot is enough.  slot: of this device's slot table (LOCAL; -1 = nothing of
+the adapter is there), or of the LoRA Server's (LEASED; -1 = there is no lease).  generation: of the lease.
 """
-_NO_TERM = np.array((0, 0, -1, -1, 0), TERM)
+_NO_TERM = np.array((0, -1, -1, 0), TERM)
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,9 @@ class RoutedAdapter(NamedTuple):
 
 def no_terms(num_routes: int, num_groups: int) -> np.ndarray:
     """[num_routes + 1, num_groups, 1] TERM without any term; the last route stays so."""
-    return np.full((num_routes + 1, num_groups, 1), _NO_TERM)
+    terms = np.zeros((num_routes + 1, num_groups, 1), TERM)
+    terms["slot"] = terms["adapter"] = -1
+    return terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +81,7 @@ class RowRouting:
 
     @cached_property
     def sources(self) -> list[set[int]]:
-        """Of each group, the `Source`s that compute terms there in this step."""
+        """Of each group, the `Source`s of its terms in this step, signed as there."""
         return [set(codes) - {0} for codes in self.terms["source"][:, :, 0].T.tolist()]
 
     def terms_from(self, source: Source, group: int) -> np.ndarray:
@@ -99,7 +95,7 @@ class RowRouting:
 def local_routing(shape: ModelShape, token_slots: np.ndarray) -> RowRouting:
     """All deltas from this device.  token_slots: [T] int32 slot of each row, -1 = base model."""
     terms = no_terms(int(token_slots.max(initial=-1)) + 1, 1)
-    terms["source"][:-1], terms["sign"][:-1] = Source.LOCAL, 1
+    terms["source"][:-1] = Source.LOCAL
     terms["slot"][:-1, 0, 0] = range(len(terms) - 1)
     return RowRouting(
         groups=((0,) * len(shape.sites),) * shape.num_layers, row_route=token_slots, terms=terms

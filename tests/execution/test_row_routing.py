@@ -14,7 +14,7 @@ def route(*terms: tuple[Source, int] | None) -> RowRouting:
     table = no_terms(1, len(terms))
     for group, term in enumerate(terms):
         if term is not None:
-            table[0, group, 0] = (term[0], 1, 0, term[1], 0)
+            table[0, group, 0] = (term[0], 0, term[1], 0)
     return RowRouting(groups=GROUPS, row_route=np.array([-1, 0, -1], dtype=np.int32), terms=table)
 
 

@@ -55,7 +55,7 @@ def leased_routing(
     terms = no_terms(len(adapters), 1)
     for index, lease in enumerate(leases):
         slot, generation = (lease.slot, lease.generation) if lease else (-1, 0)
-        terms[index, 0, 0] = (Source.LEASED, 1, index, slot, generation)
+        terms[index, 0, 0] = (Source.LEASED, index, slot, generation)
     return RowRouting(
         groups=((0,) * len(shape.sites),) * shape.num_layers,
         row_route=row_adapter,
