@@ -30,6 +30,8 @@ from moe_lora.dist.lora_server.session import ClientSession, Exchange
 from moe_lora.dist.ranks import LoraServerProcesses
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
+from moe_lora.execution.backend import RoutedBackend
+from moe_lora.execution.row_routing import Source
 from moe_lora.report import append_result
 
 from .interleave import interleave, ratio
@@ -80,8 +82,9 @@ class Decode:
 
 def session_of(core: EngineCore) -> ClientSession:
     """The engine's one session (what an engine is connected to is not part of its interface)."""
-    backend = core._runner._context.backend
-    remote = getattr(backend, "_backends", (None, backend))[1]
+    routed = core._runner._context.backend
+    assert isinstance(routed, RoutedBackend)
+    remote = routed.backends[Source.LEASED]
     assert isinstance(remote, RemoteBackend)
     [link] = remote._links.values()
     assert link.session is not None

@@ -146,7 +146,7 @@ def case(shape: Any, lora_rank: int, rows: int = 64, adapters: int = 64) -> Any:
 def segments_of(one: Any) -> Any:
     from moe_lora.kernels.gpu.segments import build_segments
 
-    return build_segments(one.row_slot, one.ids, one.slots.num_slots, one.site.num_experts)
+    return build_segments(one.token_slots, one.ids, one.slots.num_slots, one.site.num_experts)
 
 
 def shapes() -> dict[str, Any]:
@@ -209,8 +209,7 @@ def whole_delta(kernel: str, specialize: bool) -> dict[str, tuple[float, Any]]:
         c = case(shape, 32)
         with configs.override(kernel, {**default(kernel), "warp_specialize": specialize, "num_stages": 3}):
             out = torch.empty_like(c.y[0])
-            given = (c.x[0], c.ids, c.site, 0, c.row_slot, c.slots, c.arena, out)
-            lora_delta(*given, decode=True, segments=segments_of(c))
+            lora_delta(c.operands(0), out, decode=True, segments=segments_of(c.operands(0)))
         torch.cuda.synchronize()
         results[name] = (float((out.float() - c.exact).abs().max() / c.exact.abs().max()), out)
     return results
@@ -244,15 +243,14 @@ def race(log: Log) -> None:
     from moe_lora.kernels.gpu.lora import lora_expand, lora_shrink
 
     c = case(shapes()["gate_up"], 16)
-    segments = segments_of(c)
+    segments = segments_of(c.operands(0))
     noise = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     other = torch.cuda.Stream()
 
     def run(specialize: bool) -> torch.Tensor:
         with configs.override(SHRINK, {**default(SHRINK), "warp_specialize": specialize}):
             out = torch.zeros_like(c.y[0])
-            given = (c.x[0], c.ids, c.site, 0, c.row_slot, c.slots, c.arena)
-            lora_expand(lora_shrink(*given, decode=True, segments=segments, max_lora_rank=16), out)
+            lora_expand(lora_shrink(c.operands(0), decode=True, segments=segments, max_lora_rank=16), out)
             return out
 
     right, rounds, wrong = run(False), 0, 0
@@ -281,28 +279,15 @@ def _time_site(log: Log, name: str, shape: Any, lora_rank: int) -> None:
     from moe_lora.kernels.gpu.lora import lora_expand, lora_shrink
 
     c = case(shape, lora_rank)
-    segments = segments_of(c)
+    segments = segments_of(c.operands(0))
     copies = range(c.num_copies)
     about: dict[str, Any] = {"site": name, "rank": lora_rank}
 
     def shrink_all() -> list[Any]:
-        return [
-            lora_shrink(
-                c.x[i],
-                c.ids,
-                c.site,
-                i,
-                c.row_slot,
-                c.slots,
-                c.arena,
-                decode=True,
-                segments=segments,
-                max_lora_rank=lora_rank,
-            )
-            for i in copies
-        ]
+        given: dict[str, Any] = {"decode": True, "segments": segments, "max_lora_rank": lora_rank}
+        return [lora_shrink(c.operands(i), **given) for i in copies]
 
-    log("lora", **about, kernel="segments", us=cuda_us(lambda: segments_of(c).tiles(16))[0])
+    log("lora", **about, kernel="segments", us=cuda_us(lambda: segments_of(c.operands(0)).tiles(16))[0])
     for kernel, change in TRIALS:
         trial = {**about, "kernel": kernel, "change": change}
         try:

@@ -12,7 +12,6 @@ From that come the command's option (`cli.setting_options`), what a section of t
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import inspect
 import math
@@ -38,7 +37,7 @@ WORDS: dict[Any, str] = {
 """Types of values as users are told of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Rule:
     """What a setting may be beside its type, and where users find it.
 
@@ -63,7 +62,7 @@ class Rule:
     in_file: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Setting:
     """A field of a settings class with its rule; kinds: the types its values may have."""
 
@@ -207,6 +206,8 @@ def check_names(section: str, given: Mapping[str, Any], allowed: Iterable[str]) 
     allowed = tuple(allowed)
     for name in given:
         if name not in allowed:
+            import difflib
+
             place = f"{section}.{name}".lstrip(".")
             near = difflib.get_close_matches(str(name), allowed, n=1)
             asked = f"did you mean {near[0]}?  " if near else ""

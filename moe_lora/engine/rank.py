@@ -17,11 +17,12 @@ from moe_lora.core.expert_parallel import experts_of_rank
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.attach import LoraServerClient
-from moe_lora.execution.backend import LoraBackend, SplitBackend
+from moe_lora.execution.backend import LoraBackend, RoutedBackend
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.exchange import ExpertExchange, choose_exchange, open_group
 from moe_lora.execution.local import LocalBackend
 from moe_lora.execution.paced import PacedBackend
+from moe_lora.execution.row_routing import Source
 from moe_lora.kernels.huge_pages import advise_huge_pages
 from moe_lora.kernels.step import KvLayout, SlotTable
 from moe_lora.models.families import load_model
@@ -125,12 +126,13 @@ class Rank:
         announce: Callable[[StepBatch], None] | None = None,
     ) -> ModelRunner:
         """What computes this rank's part of steps (see `ModelRunner` for `announce`)."""
-        backend: LoraBackend = LocalBackend(
+        backends: dict[Source, LoraBackend] = {}
+        if self.lora_server is not None:
+            backends[Source.LEASED] = self.lora_server.backend
+        backends[Source.LOCAL] = LocalBackend(
             self.shape, self.arena, self.slots, kernel=self.config.lora_kernel
         )
-        if self.lora_server is not None:
-            remote_sites = [site.name not in self.local_sites for site in self.shape.sites]
-            backend = SplitBackend(backend, self.lora_server.backend, remote_sites)
+        backend: LoraBackend = RoutedBackend(backends)
         profile = self.config.emulation.step_profile
         if profile is not None:
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
@@ -139,10 +141,10 @@ class Rank:
             self.model,
             context,
             self.device,
+            [Source.LOCAL if site.name in self.local_sites else Source.LEASED for site in self.shape.sites],
             eager=self.config.eager,
             decode_buckets=self.config.decode_buckets or (),
             announce=announce,
-            remote=self.lora_server is not None,
         )
 
 

@@ -43,15 +43,20 @@ def test_it_imports_from_both_packages() -> None:
 def test_calls_fit_the_functions_of_today() -> None:
     """Names of settings and methods that are reached on a GPU only."""
     pytest.importorskip("triton")
+    from bench.lora_kernel_cases import Case
     from bench.lora_kernel_plan import CaseSpec
     from moe_lora import EngineConfig
     from moe_lora.dist.transport import nvshmem
     from moe_lora.kernels.gpu.lora import lora_delta, lora_expand, lora_shrink
-    from moe_lora.kernels.step import SlotTable
+    from moe_lora.kernels.gpu.segments import build_segments
+    from moe_lora.kernels.step import LoraOperands, SlotTable
 
-    inspect.signature(lora_shrink).bind(*range(7), decode=True, segments=None, max_lora_rank=16)
-    inspect.signature(lora_delta).bind(*range(8), decode=True, segments=None)
+    inspect.signature(lora_shrink).bind(1, decode=True, segments=None, max_lora_rank=16)
+    inspect.signature(lora_delta).bind(1, 2, decode=True, segments=None)
     inspect.signature(lora_expand).bind(1, 2)
+    inspect.signature(Case.operands).bind(1, 0)
+    inspect.signature(build_segments).bind(*range(4))
+    assert {"token_slots", "ids", "slots", "site"} <= set(LoraOperands._fields)
     inspect.signature(SlotTable.write_layer).bind(*range(7))
     inspect.signature(SlotTable.checked_rank).bind(*range(4))
     inspect.signature(nvshmem.register).bind()

@@ -11,7 +11,7 @@ from typing import Any
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.core.problems import LastProblem
-from moe_lora.kernels.step import Lease
+from moe_lora.execution.row_routing import Lease
 
 from .content import send_content
 from .control import ControlConnection, Message, dial
