@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.lora_server.client import RemoteBackend
 from moe_lora.dist.lora_server.session import ClientSession, Exchange

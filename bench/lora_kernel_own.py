@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.core.config import LORA_KERNELS
+from moe_lora.config import LORA_KERNELS
 
 from .lora_kernel_cases import Case
 from .lora_kernel_peers import Contestant, NotApplicable, Phases, both

@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moe_lora.core.config import (
-    EngineConfig,
-    LoraServerConfig,
-    ProvisionConfig,
-    RegistryConfig,
-    RoutingConfig,
-)
+from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.token_meter import TokenMeter
-from moe_lora.dist.cluster import ClusterConfig
-from moe_lora.dist.front_ends import FrontEndConfig
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import Router
 
@@ -34,45 +27,28 @@ if TYPE_CHECKING:
     from moe_lora.serve.controller import Controller
     from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.placement import PlacementController
+    from moe_lora.serve.routes import Routes
     from moe_lora.serve.served_registry import ServedRegistry
 
 
-def serve(
-    config: EngineConfig,
-    *,
-    host: str,
-    port: int,
-    served_model_name: str | None = None,
-    routing: RoutingConfig | None = None,
-    lora_server: Mapping[str, Any] | None = None,
-    provision: ProvisionConfig | None = None,
-    registry: RegistryConfig | None = None,
-    cors_origins: Sequence[str] = (),
-    drain_s: float = FrontEndConfig.drain_s,
-) -> None:
-    """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
+def serve(cluster: ClusterConfig) -> None:
+    """Start the cluster's instances as processes of this host and serve them over HTTP until told to stop.
 
-    config.num_threads counts for each instance.  lora_server: see `lora_server_processes`.  provision,
-    registry: see `ClusterConfig`.  cors_origins, drain_s: see `FrontEndConfig`.  Raises ConfigError,
-    RegistryError or AdapterError for what can be known at start.
+    cluster.engine.num_threads counts for each instance.  Of the cluster's addresses only that of HTTP counts.
+    Raises ConfigError, RegistryError or AdapterError for what can be known at start.
     """
     from moe_lora.engine.heartbeat import Heartbeat
-    from moe_lora.engine.shares import check_pool
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.controller import make_controller
-    from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, run_server
 
-    routes = make_routes(routing or RoutingConfig(), config.max_num_seqs, config.lora_kernel)
-    _check_placement(routes.config, config)
-    check_pool(config)
-    tokenizer = load_tokenizer(config.model_dir)
-    name = served_model_name or Path(config.model_dir).resolve().name
+    routes, config, name = _checked_routes(cluster), cluster.engine, cluster.served_model_name
+    tokenizer, front_end = load_tokenizer(config.model_dir), cluster.front_end
     with (
-        bind(host, port) as sock,
-        opened_registry(registry, config, name) as (config, served),
-        lora_server_processes(config, lora_server) as joined,
+        bind(front_end.host, front_end.port) as sock,
+        opened_registry(cluster.registry, config, name) as (config, served),
+        lora_server_processes(config, cluster.lora_server) as joined,
         engine_processes(
             joined,
             routes.router,
@@ -81,10 +57,10 @@ def serve(
             heartbeat=Heartbeat.of(routes.config),
         ) as client,
     ):
-        controller = make_controller(provision, client, joined.lora_server)
+        controller = make_controller(cluster.provision, client, joined.lora_server)
         placement = routes.placement(client)
-        frontend = _frontend(client, tokenizer, name, controller, placement, served, cors_origins)
-        run_server(frontend, sock, drain_s)
+        frontend = _frontend(client, tokenizer, name, controller, placement, served, front_end.cors_origins)
+        run_server(frontend, sock, front_end.drain_s)
 
 
 def serve_controller(cluster: ClusterConfig) -> None:
@@ -107,22 +83,16 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     from moe_lora.dist.host_roles import run_roles
     from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
     from moe_lora.engine.process import usable_cores
-    from moe_lora.engine.shares import check_pool, thread_share
-    from moe_lora.serve.routes import make_routes
+    from moe_lora.engine.shares import thread_share
     from moe_lora.serve.server import bind
 
     # What can't work is said here, once, and not by each process.
-    make_routes(cluster.front_end, cluster.engine.max_num_seqs, cluster.engine.lora_kernel)
-    _check_placement(cluster.front_end, cluster.engine)
-    check_pool(cluster.engine)
+    _checked_routes(cluster)
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
-    options = cluster.lora_server and {
-        name: value for name, value in cluster.lora_server.items() if name not in ("address", "store_dir")
-    }
     with (
         bind(cluster.front_end.host, cluster.front_end.port) as sock,
         run_folder(cluster.engine.state_dir) as folder,
-        lora_server_processes(cluster.engine, options) as joined,
+        lora_server_processes(cluster.engine, cluster.lora_server) as joined,
     ):
         cluster = on_loopback(cluster, num_front_ends, joined.lora_server)
         kept = replace(cluster.engine, contents_dir=str(folder / "contents"))
@@ -136,7 +106,7 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
     name: of one of several.  listen_fd: a bound socket that the process inherits; None: it makes one.
     Raises ConfigError for what can be known at start.
     """
-    from moe_lora.dist.front_ends import ONE_FRONT_END
+    from moe_lora.config import ONE_FRONT_END
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.control.roles import serve_directed
     from moe_lora.serve.server import bind
@@ -155,8 +125,8 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
 
 def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
     """Serve as the only front end, which decides everything."""
+    from moe_lora.config import parse_host_port
     from moe_lora.core.clock import WallClock
-    from moe_lora.dist.front_ends import parse_host_port
     from moe_lora.engine.door import Door
     from moe_lora.engine.entry import CatchUp, Recovery
     from moe_lora.engine.fleet import FleetClient
@@ -190,11 +160,18 @@ def _serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: s
             asyncio.run(fleet.close())
 
 
-def _check_placement(routing: RoutingConfig, config: EngineConfig) -> None:
-    if routing.placement is not None and config.num_instances < 2:
+def _checked_routes(cluster: ClusterConfig) -> Routes:
+    """What routes the requests to instances of this host.  Raises ConfigError."""
+    from moe_lora.engine.shares import check_pool
+    from moe_lora.serve.routes import make_routes
+
+    routes = make_routes(cluster.front_end, cluster.engine.max_num_seqs, cluster.engine.lora_kernel)
+    if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
         raise ConfigError(
             "a placement is over several instances; give --instances 2 or more, or leave it out"
         )
+    check_pool(cluster.engine)
+    return routes
 
 
 def _frontend(
@@ -338,12 +315,12 @@ def _settle(clients: list[ProcessClient]) -> dict[str, str]:
 
 
 @contextmanager
-def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | None) -> Iterator[EngineConfig]:
+def lora_server_processes(config: EngineConfig, server: LoraServerConfig | None) -> Iterator[EngineConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
 
-    options: fields of `LoraServerConfig` but address, key and store_dir; None: no server, nothing is started.
+    server: its address, key and store_dir are chosen here; None: no server, nothing is started.
     """
-    if options is None:
+    if server is None:
         yield config
         return
 
@@ -354,8 +331,8 @@ def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | Non
     from moe_lora.dist.ranks import LoraServerProcesses
 
     with run_folder(config.state_dir) as kept, TemporaryDirectory(prefix="moe_lora-") as directory:
-        server = LoraServerConfig(
-            **options,
+        server = replace(
+            server,
             address=f"{directory}/lora-server",
             key=secrets.token_hex(16),
             store_dir=str(kept / "adapters"),

@@ -10,11 +10,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from tempfile import TemporaryFile
 
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import ControllerConfig, FrontEndPlace, LoraServerConfig
+from moe_lora.config.cluster import ClusterConfig, cluster_text
 
-from .cluster import ClusterConfig
-from .cluster_text import cluster_text
-from .front_ends import ControllerConfig, FrontEndPlace
 from .host_roles import FRONT_END, Role
 
 
@@ -42,9 +40,7 @@ def on_loopback(
     return replace(
         cluster,
         key=secrets.token_hex(32) if server is None else server.key,
-        lora_server=None
-        if server is None
-        else {**(cluster.lora_server or {}), "address": server.address, "store_dir": server.store_dir},
+        lora_server=None if server is None else replace(server, key=""),
         front_end=replace(cluster.front_end, engines_address=None),
         front_ends={
             f"front-end-{number}": FrontEndPlace(engines_address=next(addresses))

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import LoraServerError
 from moe_lora.engine.process import start_child
 

@@ -11,11 +11,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
+from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.state_folder import state_folder
 
-from .cluster import ClusterConfig, read_cluster
 from .ranks import THREADS_PER_RANK, StartRank
 
 _PARENT_S = 0.5

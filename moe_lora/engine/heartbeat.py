@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.config import RoutingConfig
 
 from .messages import Beat
 

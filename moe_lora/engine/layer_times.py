@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.transport import make_transport
 from moe_lora.execution.context import ExecutionContext

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
 
 from .attendance import LoneAttendance

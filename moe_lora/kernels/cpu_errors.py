@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_lora.core.config import LORA_KERNELS
+from moe_lora.config import LORA_KERNELS
 
 from .step import KvLayout, LoraOperands
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from moe_lora.config import LoraServerConfig, ProvisionConfig
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.config import LoraServerConfig, ProvisionConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError, LoraServerError
 from moe_lora.core.problems import LastProblem
 from moe_lora.core.request import FleetStats
@@ -125,5 +125,5 @@ def make_controller(
     """The controller as `ClusterConfig.provision` says; None: the load on adapters is not watched."""
     if provision is None and server is None:
         return None
-    admin = None if server is None else LoraServerAdmin(server.address, server.key)
+    admin = None if server is None else LoraServerAdmin(server.address, server.secret())
     return Controller(provision or ProvisionConfig(), client, admin)

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import pytest
 
 from demo.tasks import prompt_for
-from moe_lora.core.config import EngineConfig, LoraServerConfig, PoolConfig
+from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.engine.build import build_engine

@@ -9,7 +9,7 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.engine.process import StartEngine
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import ModelShape
 
 from .client import RemoteBackend
@@ -42,7 +42,7 @@ class LoraServerClient:
         client_ranks: int = 1,
     ) -> None:
         self._server = server
-        self._key = server.key.encode()
+        self._key = server.secret().encode()
         self._instance = instance
         self._client_rank = client_rank
         self._agreed = agreed_facts(shape, dtype, server, client_ranks)

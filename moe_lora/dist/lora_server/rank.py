@@ -17,9 +17,10 @@ import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.step_profile import StageTime
 from moe_lora.dist.transport.contract import RemoteWindow, Window
 
 from .control import SILENCE_S, ControlConnection, ControlServer, Handler, Message
@@ -46,6 +47,7 @@ class RankConfig:
 
     expert_parallel: ranks of each instance.  adapters: (name, directory) pairs that the leader puts into the
     store at the start and sizes the arenas by.  lora_kernel: how deltas are computed (`kernels.lora`).
+    lora_time: of one layer, on the device that this rank emulates; None = none.
     """
 
     server: LoraServerConfig
@@ -57,6 +59,7 @@ class RankConfig:
     starvation_s: float = 5.0
     lora_kernel: str = "sgmv"
     adapters: tuple[tuple[str, str], ...] = ()
+    lora_time: StageTime | None = None
 
 
 def agreed_facts(
@@ -87,7 +90,7 @@ class ServerRank:
             config.shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
         )
         self._agreed = agreed_facts(config.shape, config.dtype, server, config.expert_parallel)
-        self._key = server.key.encode()
+        self._key = server.secret().encode()
         self._store = HostStore(server.store_dir)
         self._name = f"lora-server-{config.server_rank}"
         self._transport = server_transport(server, self._name, put_timeout_s=_PUT_TIMEOUT_S)
@@ -186,7 +189,7 @@ class ServerRank:
             config.shape,
             self._shelf_maker(memory),
             self._transport,
-            config.server.lora_time,
+            config.lora_time,
             lora_kernel=config.lora_kernel,
         )
 

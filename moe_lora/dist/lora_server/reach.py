@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import LoraServerError
 from moe_lora.dist.transport.contract import Transport
 from moe_lora.dist.transport.make import make_transport

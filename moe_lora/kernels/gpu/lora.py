@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_lora.core.config import LORA_KERNELS
+from moe_lora.config import LORA_KERNELS
 from moe_lora.kernels.step import LoraOperands
 
 from . import launch, steps

@@ -6,11 +6,10 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING
 
+from moe_lora.config import CONTROLLER, ONE_FRONT_END, ProvisionConfig, parse_host_port
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import WallClock
-from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster import ClusterConfig
-from moe_lora.dist.front_ends import CONTROLLER, ONE_FRONT_END, parse_host_port
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.door import Door
 from moe_lora.engine.entry import AsItIs, CatchUp, Recovery

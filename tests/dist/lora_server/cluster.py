@@ -16,7 +16,7 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.dist.lora_server.control import ControlConnection

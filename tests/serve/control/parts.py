@@ -6,8 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+from moe_lora.config import ProvisionConfig, RoutingConfig
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.config import ProvisionConfig, RoutingConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.entry import Recovery

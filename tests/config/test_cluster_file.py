@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
-
 import pytest
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config import (
+    ControllerConfig,
+    EngineConfig,
+    FrontEndConfig,
+    FrontEndPlace,
+    LoraServerConfig,
+    PoolConfig,
+    ProvisionConfig,
+    RegistryConfig,
+)
+from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster import read_cluster
-from moe_lora.dist.front_ends import ControllerConfig, FrontEndConfig, FrontEndPlace
 
 WHOLE = """
 model_dir: base
@@ -107,9 +112,12 @@ def test_the_key_is_not_shown(read):
         ("engine: {}", "model_dir=None must be a text"),
         (
             "model_dir: m\nmodel_directory: x",
-            "model_directory is not a setting; allowed are model_dir, served_model_name",
+            "model_directory is not a setting; did you mean model_dir?  allowed are model_dir, served_",
         ),
-        ("model_dir: m\nengine: {max_seqs: 3}", "engine.max_seqs is not a setting; allowed are dtype"),
+        (
+            "model_dir: m\nengine: {max_seqs: 3}",
+            "engine.max_seqs is not a setting; did you mean max_num_seqs?  allowed are dtype",
+        ),
         ("model_dir: m\nengine: {model_dir: x}", "engine.model_dir is not a setting"),
         ("model_dir: m\nlora_server: {key: x}", "lora_server.key is not a setting; allowed are layout"),
         ("model_dir: m\nfront_end: {ports: 1}", "allowed are routing, performance_model, performance_form"),
@@ -129,7 +137,7 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nfront_end: {mean_output_tokens: .inf}", "mean_output_tokens=inf must be positive"),
         (
             "model_dir: m\nfront_end: {adapter_load_s_per_rank: -1}",
-            "adapter_load_s_per_rank=-1.0 must be seconds",
+            "adapter_load_s_per_rank=-1.0 must be 0 or more",
         ),
         ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
         ("model_dir: m\nfront_end: {engines_address: 'a..b:1'}", "'a..b:1' is not host:port"),
@@ -174,9 +182,9 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nadapters: {'a,b': x}", "without commas"),
         ("model_dir: m\nadapters: {m: x}", "names the base model and an adapter"),
         ("model_dir: m\nregistry: r", "registry must be a mapping"),
-        ("model_dir: m\nregistry: {}", "registry.folder=None must be a text"),
+        ("model_dir: m\nregistry: {}", "registry.folder is missing; give a folder"),
         ("model_dir: m\nregistry: {path: r}", "registry.path is not a setting; allowed are folder, adapters"),
-        ("model_dir: m\nregistry: {folder: r, adapters: a}", "registry.adapters='a' must be a list of names"),
+        ("model_dir: m\nregistry: {folder: r, adapters: a}", "registry.adapters='a' must be a list of texts"),
         ("model_dir: m\nkey: 5", "key=5 must be a text"),
         ("model_dir: m\nkey_file: absent", "absent can't be read"),
         ("model_dir: m\nkey: a\nkey_file: cluster.key", "both given"),
@@ -238,21 +246,3 @@ def test_an_only_front_end_needs_no_name(read):
         cluster.front_end_named("one")
     with pytest.raises(ConfigError, match="engines_address is needed"):
         read("model_dir: m").doors()
-
-
-def test_docs_describe_every_field():
-    text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-    left_out = {"model_dir", "lora_server", "instance", "key", "contents", "leave_out_bad"}
-    kinds = (
-        EngineConfig,
-        LoraServerConfig,
-        FrontEndConfig,
-        FrontEndPlace,
-        ControllerConfig,
-        ProvisionConfig,
-        RegistryConfig,
-        PoolConfig,
-    )
-    for kind in kinds:
-        for one in fields(kind):
-            assert one.name in left_out or f"`{one.name}`" in text, one.name
