@@ -128,11 +128,12 @@ def algorithm_phases(case: Case, algorithm: str) -> Phases:
 
     if case.device.type != "cuda":
         raise NotApplicable("the fused kernel is tuned on a GPU")
-    segments = build_segments(case.row_slot, case.ids, case.slots.num_slots, case.site.num_experts)
+    segments = build_segments(case.token_slots, case.ids, case.slots.num_slots, case.site.num_experts)
 
     def delta(copy: int) -> None:
         lora.lora_delta(
-            *(case.x[copy], case.ids, case.site, copy, case.row_slot, case.slots, case.arena, case.y[copy]),
+            case.operands(copy),
+            case.y[copy],
             decode=case.spec.group == "decode",
             segments=segments,
             algorithm="fused",

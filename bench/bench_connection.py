@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from moe_lora.core.address import Address
 from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, TokenOutput
-from moe_lora.dist.net.connection import Address, dial, listen
+from moe_lora.dist.net.connection import dial, listen
 from moe_lora.dist.net.peer import Peer
 from moe_lora.engine.door import DialledClient
 from moe_lora.engine.messages import ENGINE_SIDE, FRONT_END_SIDE, Hello, Outputs, Request

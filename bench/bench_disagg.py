@@ -24,7 +24,7 @@ from .disagg_runs import (
     engine_config,
     measure,
     planned,
-    server_options,
+    server_config,
     shortened,
     started,
     write_files,
@@ -57,8 +57,8 @@ def _run_series(
         return
     system = series.system
     config = engine_config(device, plan, system, files, trace, series.paced)
-    options = server_options(device, plan, system, files, series.paced)
-    with started(config, options, files.popularity) as client:
+    server = server_config(device, plan, system, files, series.paced)
+    with started(config, server, files.popularity) as client:
         for point, rate in zip(configs, series.rates_per_s, strict=True):
             if _key(point) in done:
                 result = done[_key(point)]["result"]

@@ -23,12 +23,14 @@ from typing import Any
 import torch
 
 from moe_lora.assemble import lora_server_processes
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.lora_server.client import RemoteBackend
 from moe_lora.dist.lora_server.session import ClientSession, Exchange
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
+from moe_lora.execution.backend import RoutedBackend
+from moe_lora.execution.row_routing import Source
 from moe_lora.report import append_result
 
 from .interleave import interleave, ratio
@@ -79,8 +81,9 @@ class Decode:
 
 def session_of(core: EngineCore) -> ClientSession:
     """The engine's one session (what an engine is connected to is not part of its interface)."""
-    backend = core._runner._context.backend
-    remote = getattr(backend, "_backends", (None, backend))[1]
+    routed = core._runner._context.backend
+    assert isinstance(routed, RoutedBackend)
+    remote = routed.backends[Source.LEASED]
     assert isinstance(remote, RemoteBackend)
     [link] = remote._links.values()
     assert link.session is not None
@@ -189,7 +192,7 @@ def measure(folder: Path, size: ModelSize, options: argparse.Namespace, rounds: 
         eager=options.tiny,
     )
     names = [name for name, _ in adapters]
-    with lora_server_processes(config, {"capacity": NUM_ADAPTERS}) as joined:
+    with lora_server_processes(config, LoraServerConfig(capacity=NUM_ADAPTERS)) as joined:
         local, remote = build_engine(config), build_engine(joined)
         for num_requests in options.num_requests:
             cell(local, remote, num_requests, names, size, options, env, rounds, steps)

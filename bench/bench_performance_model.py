@@ -16,7 +16,7 @@ import click
 
 from moe_lora.cli.operating_points import found_points
 from moe_lora.cli.profile_steps import measured_models, summary_lines
-from moe_lora.core.config import LORA_KERNELS, EngineConfig
+from moe_lora.config import LORA_KERNELS, EngineConfig
 from moe_lora.core.errors import SloError
 from moe_lora.engine.step_times import StepClock
 from moe_lora.policies.step_work import Row
@@ -52,7 +52,7 @@ def models(model_dir: Path, num_rounds: int, threads: int, *, small: bool) -> di
             "rounds": num_rounds,
             "decode_steps": 6,
             "max_tokens": 512,
-            "threads": threads,
+            "num_threads": threads,
             "quantile": QUANTILE,
             "processor_time": threads == 1,
         },
@@ -129,7 +129,7 @@ def points(
         "start_per_s": 200.0 if small else 16.0,
         "max_num_seqs": 2 if small else 32,
         "max_num_batched_tokens": 512,
-        "threads": threads,
+        "num_threads": threads,
     }
     try:
         return found_points(None if profile else str(model_dir), options)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from moe_lora.api import LLM
+from moe_lora.config import EmulationConfig
 from moe_lora.core.request import EngineStats
 from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues
 from moe_lora.workload.popularity import zipf
@@ -175,7 +176,7 @@ def _engine(plan: MeasuredPlan, model: Path, adapters: dict[str, str], settings:
         device="cpu",
         arena_mb=plan.arena_mb,
         host_arena_mb=plan.host_arena_mb,
-        load_gb_per_s=plan.load_gb_per_s,
+        emulation=EmulationConfig(load_gb_per_s=plan.load_gb_per_s),
         max_loras=plan.num_adapters,
         max_model_len=max(shape.max_tokens for shape in SHAPES.values()),
         max_num_batched_tokens=512,

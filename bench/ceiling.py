@@ -13,8 +13,9 @@ import torch
 
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.core import EngineCore
-from moe_lora.execution.backend import LoraBackend
+from moe_lora.execution.backend import AddTo, LoraBackend, RoutedBackend
 from moe_lora.execution.local import LocalBackend
+from moe_lora.execution.row_routing import RowRouting, Source
 from moe_lora.kernels.step import SlotTable, StepTables
 
 from .engine_runs import EngineRun
@@ -62,19 +63,18 @@ class _Recorder:
 
     inner: LoraBackend
     step: StepTables | None = None
+    token_slots: torch.Tensor | None = None
     expert_ids: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
-    def begin_step(self, step: StepTables) -> None:
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self.step = step
-        self.inner.begin_step(step)
+        self.token_slots = torch.from_numpy(routing.terms_from(Source.LOCAL, 0)["slot"])
+        self.inner.begin_step(step, routing)
 
-    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         if ids is not None:
             self.expert_ids[layer, site] = ids.clone()
         return self.inner.begin(layer, site, x, ids)
-
-    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        self.inner.add_to(ticket, y)
 
 
 def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
@@ -96,14 +96,16 @@ def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
 
 
 def _slots(core: EngineCore) -> SlotTable:
-    backend = core._runner._context.backend
+    routed = core._runner._context.backend
+    assert isinstance(routed, RoutedBackend)
+    backend = routed.backends[Source.LOCAL]
     assert isinstance(backend, LocalBackend)
     return backend._slots
 
 
 def _weight_elements(shape: ModelShape, recorder: _Recorder) -> int:
-    assert recorder.step is not None
-    rows = recorder.step.row_slot.numel()
+    assert recorder.token_slots is not None
+    rows = recorder.token_slots.numel()
     total = shape.hidden_size * (rows + shape.vocab_size + 1)  # embedding rows, head, last norm
     for layer in range(shape.num_layers):
         total += 2 * shape.hidden_size
@@ -116,12 +118,11 @@ def _weight_elements(shape: ModelShape, recorder: _Recorder) -> int:
 
 def _adapter_matrices(shape: ModelShape, recorder: _Recorder, slots: SlotTable) -> dict[tuple[str, int], int]:
     """Elements of each distinct A and B that the step touches, by kind and byte offset in the arena."""
-    assert recorder.step is not None
-    row_slot = recorder.step.row_slot
+    assert recorder.token_slots is not None
     found: dict[tuple[str, int], int] = {}
     for layer in range(shape.num_layers):
         for number, site in enumerate(shape.sites):
-            for slot, expert in _pairs(row_slot, recorder.expert_ids.get((layer, number))):
+            for slot, expert in _pairs(recorder.token_slots, recorder.expert_ids.get((layer, number))):
                 for module, width in enumerate(site.out_features):
                     index = (slot, layer, site.entry(module, expert))
                     lora_rank = int(slots.lora_rank[index])
@@ -131,10 +132,10 @@ def _adapter_matrices(shape: ModelShape, recorder: _Recorder, slots: SlotTable) 
     return found
 
 
-def _pairs(row_slot: torch.Tensor, ids: torch.Tensor | None) -> Iterator[tuple[int, int]]:
+def _pairs(token_slots: torch.Tensor, ids: torch.Tensor | None) -> Iterator[tuple[int, int]]:
     """Distinct (slot, expert) of a site; expert 0 at a dense one."""
-    experts = torch.zeros_like(row_slot)[:, None] if ids is None else ids
-    slots = row_slot[:, None].expand_as(experts)
+    experts = torch.zeros_like(token_slots)[:, None] if ids is None else ids
+    slots = token_slots[:, None].expand_as(experts)
     pairs = torch.stack([slots.reshape(-1), experts.reshape(-1)], 1).unique(dim=0)
     for slot, expert in pairs.tolist():
         if slot >= 0 and expert >= 0:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lora.assemble import instance_processes
+from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
-from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
 from moe_lora.engine.client import EngineClient
 from moe_lora.engine.roster import Roster

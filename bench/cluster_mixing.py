@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from moe_lora.config.plan import WorkloadOptions
 from moe_lora.report.records import RequestRecord
-from moe_lora.workload.plan import PlannedRequest, WorkloadOptions, make_plan
+from moe_lora.workload.plan import PlannedRequest, make_plan
 
 from .cluster_fleet import Fleet
 from .cluster_models import MachineModel

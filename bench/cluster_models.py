@@ -74,7 +74,7 @@ def machine_models(plan: Plan, files: Files, folder: Path) -> dict[str, MachineM
             "rounds": plan.profile_rounds,
             "decode_steps": 4,
             "max_tokens": plan.max_num_batched_tokens,
-            "threads": 1,
+            "num_threads": 1,
             "quantile": 0.25,
             "processor_time": True,
             "device": "cpu",

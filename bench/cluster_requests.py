@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_lora.workload.plan import PlannedRequest, WorkloadOptions, make_plan
+from moe_lora.config.plan import WorkloadOptions
+from moe_lora.workload.plan import PlannedRequest, make_plan
 from moe_lora.workload.records import Trace, TraceRequest
 
 from .cluster_plan import TRACES, Plan

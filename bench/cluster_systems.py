@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from moe_lora.config import RoutingConfig
+from moe_lora.config.plan import ReplayOptions
 from moe_lora.core.clock import WallClock
-from moe_lora.core.config import RoutingConfig
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.client import EngineClient
@@ -22,7 +23,6 @@ from moe_lora.policies.phi_routing import PhiRouting
 from moe_lora.policies.routers import RoutingContext, make_router
 from moe_lora.policies.routing import Instance, RoutedView, Router
 from moe_lora.provision.placement_quality import PlacementQuality
-from moe_lora.report.exchange import ReplayOptions
 from moe_lora.report.records import RequestRecord
 from moe_lora.report.replay import replay
 from moe_lora.serve.placement import PlacementController

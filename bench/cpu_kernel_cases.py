@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from moe_lora.core.shape import Site
 from moe_lora.kernels import cpu, reference
-from moe_lora.kernels.step import SlotTable
+from moe_lora.kernels.step import LoraOperands, SlotTable
 
 HIDDEN, INNER, EXPERTS, TOP_K = 1024, 1792, 8, 2
 EIGHT_ADAPTERS = (8, 16, 32, 64, 8, 16, 32, 64)
@@ -100,10 +100,12 @@ def lora_case(
     """
     lora_ranks = lora_ranks[:rows]
     per_rank = len(site.modules) * HIDDEN + site.total_out_features
-    row_slot = (torch.arange(rows) % len(lora_ranks)).int()
+    token_slots = (torch.arange(rows) % len(lora_ranks)).int()
     ids = _choices(rows, generator) if site.num_experts else None
     num_rows = rows * (TOP_K if site.num_experts else 1)
-    used = {(int(row_slot[t]), e) for t in range(rows) for e in (ids[t].tolist() if ids is not None else [0])}
+    used = {
+        (int(token_slots[t]), e) for t in range(rows) for e in (ids[t].tolist() if ids is not None else [0])
+    }
     matrix_bytes = sum(lora_ranks[slot] for slot, _ in used) * per_rank * dtype.itemsize
     copies = _copies(matrix_bytes, rows)
     slots, arena = _adapters(site, copies, dtype, generator, lora_ranks)
@@ -112,18 +114,18 @@ def lora_case(
     y = torch.zeros(num_rows, site.total_out_features, dtype=dtype)
 
     def run(kernel: str, i: int, target: torch.Tensor = y) -> torch.Tensor:
-        shrunk = cpu.lora_shrink(x, ids, site, i, row_slot, slots, arena, kernel=kernel)
+        shrunk = cpu.lora_shrink(LoraOperands(x, ids, site, i, token_slots, slots, arena), kernel=kernel)
         cpu.lora_expand(shrunk, target)
         return target
 
-    exact = reference.lora_delta(x, ids, site, 0, row_slot, slots, arena).double()
+    exact = reference.lora_delta(LoraOperands(x, ids, site, 0, token_slots, slots, arena)).double()
     return Case(
         {"op": "lora", "site": site.name, "rows": rows, "dtype": str(dtype), "lora_ranks": lora_ranks,
          "segments": len(used), "sum_of_ranks": sum(row_ranks), "rows_x_max_rank": num_rows * max(row_ranks)},
         matrix_bytes + x.nbytes + 2 * y.nbytes,
         2 * len(site.modules) * HIDDEN * sum(row_ranks),
         {"own": partial(run, "sgmv"), "bgmv": partial(run, "bgmv"), "mbgmv": partial(run, "mbgmv"),
-         "mm loop": _mm_loop(x, ids, site, row_slot, slots, arena, y, lora_ranks)},
+         "mm loop": _mm_loop(x, ids, site, token_slots, slots, arena, y, lora_ranks)},
         lambda: _error(run("sgmv", 0, torch.zeros_like(y)), exact),
         copies,
         fp32_flops=2 * site.total_out_features * sum(row_ranks),
@@ -135,11 +137,11 @@ def _copies(num_bytes: int, rows: int) -> int:
     return 2 if rows >= 512 else max(2, COLD_BYTES // num_bytes)
 
 
-def _mm_loop(x, ids, site, row_slot, slots, arena, y, lora_ranks):
+def _mm_loop(x, ids, site, token_slots, slots, arena, y, lora_ranks):
     """The LoRA of a step by torch: rows of each (adapter, expert) gathered, mm, mm, scattered."""
-    flat = torch.zeros(len(row_slot), dtype=torch.int32) if ids is None else ids.flatten()
-    slot_of = row_slot if ids is None else row_slot.repeat_interleave(ids.shape[1])
-    source = torch.arange(len(row_slot)) if ids is None else reference.input_rows(x, ids)
+    flat = torch.zeros(len(token_slots), dtype=torch.int32) if ids is None else ids.flatten()
+    slot_of = token_slots if ids is None else token_slots.repeat_interleave(ids.shape[1])
+    source = torch.arange(len(token_slots)) if ids is None else reference.input_rows(x, ids)
     groups: dict[tuple[int, int], list[int]] = {}
     for row, key in enumerate(zip(slot_of.tolist(), flat.tolist(), strict=True)):
         groups.setdefault(key, []).append(row)

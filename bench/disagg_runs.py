@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from moe_lora.assemble import engine_processes, lora_server_processes
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EmulationConfig, EngineConfig, LoraServerConfig
+from moe_lora.config.plan import ReplayOptions, WorkloadOptions
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.routing import ByAdapter, balanced_assignment
-from moe_lora.report.exchange import ReplayOptions
 from moe_lora.report.latency import SloTargets
 from moe_lora.report.records import RequestRecord
 from moe_lora.report.replay import replay
 from moe_lora.report.summary import summarize
-from moe_lora.workload.plan import PlannedRequest, WorkloadOptions, make_plan
+from moe_lora.workload.plan import PlannedRequest, make_plan
 from moe_lora.workload.popularity import Popularity, zipf
 from moe_lora.workload.records import Trace, TraceRequest
 
@@ -125,40 +125,37 @@ def engine_config(
         num_instances=system.num_instances,
         starvation_s=5.0 * plan.slowdown,
         queue=system.queue,
-        step_profile=profile if paced else None,
-        load_gb_per_s=files.adapter_bytes / load_s / 1e9 if paced and not system.server_gpus else None,
+        emulation=EmulationConfig(
+            step_profile=profile if paced else None,
+            load_gb_per_s=files.adapter_bytes / load_s / 1e9 if paced and not system.server_gpus else None,
+        ),
     )
 
 
-def server_options(
+def server_config(
     device: Device, plan: Plan, system: System, files: Files, paced: bool
-) -> dict[str, Any] | None:
+) -> LoraServerConfig | None:
     """The LoRA Server: one rank stands for all of its GPUs, which share each layer's work."""
     if not system.server_gpus:
         return None
-    options: dict[str, Any] = {
-        "layout": "EP1-PP1",
-        "capacity": system.slots,
-        "max_rows": 2048,
-        "layer_wise": system.layer_wise,
-    }
-    if paced:
-        load_s = device.load_s(system.server_gpus) * plan.slowdown
-        profile = device.step_profile(
-            plan.num_layers, plan.slowdown, kernel_ratio=system.kernel_ratio, overlap=True
-        )
-        options |= {"load_gb_per_s": files.adapter_bytes / load_s / 1e9, "lora_time": profile.lora}
-    return options
+    load_s = device.load_s(system.server_gpus) * plan.slowdown
+    return LoraServerConfig(
+        layout="EP1-PP1",
+        capacity=system.slots,
+        max_rows=2048,
+        layer_wise=system.layer_wise,
+        load_gb_per_s=files.adapter_bytes / load_s / 1e9 if paced else None,
+    )
 
 
 @contextmanager
 def started(
-    config: EngineConfig, options: dict[str, Any] | None, popularity: Popularity
+    config: EngineConfig, server: LoraServerConfig | None, popularity: Popularity
 ) -> Iterator[EngineClient]:
     """The system's processes; each adapter's requests go to one instance, balanced greedily."""
     loads = dict(zip(popularity.adapters, popularity.probabilities, strict=True))
     router = ByAdapter(balanced_assignment(loads, config.num_instances))
-    with lora_server_processes(config, options) as joined, engine_processes(joined, router) as client:
+    with lora_server_processes(config, server) as joined, engine_processes(joined, router) as client:
         yield client
 
 

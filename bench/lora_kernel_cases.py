@@ -17,7 +17,7 @@ import torch
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 from moe_lora.kernels import reference
 from moe_lora.kernels.huge_pages import advise_huge_pages
-from moe_lora.kernels.step import SlotTable
+from moe_lora.kernels.step import LoraOperands, SlotTable
 
 from .lora_kernel_plan import CaseSpec
 
@@ -29,12 +29,12 @@ _H_BYTES = 4  # the values between the phases are fp32
 
 @dataclass(frozen=True)
 class Routing:
-    """Who asks for what.  row_slot: [T] int32.  ids: [T, K] int32 ascending in a row, or None.
+    """Who asks for what.  token_slots: [T] int32.  ids: [T, K] int32 ascending in a row, or None.
 
     pairs: [P, 2] touched (slot, expert), sorted.  pair_of_row: [M] int64.
     """
 
-    row_slot: torch.Tensor
+    token_slots: torch.Tensor
     ids: torch.Tensor | None
     pairs: torch.Tensor
     pair_of_row: torch.Tensor
@@ -47,18 +47,18 @@ def routing(spec: CaseSpec) -> Routing:
     turn = torch.arange(spec.num_rows)
     if spec.popularity == "zipf":
         weights = torch.arange(1, spec.num_adapters + 1, dtype=torch.float64) ** -ZIPF_S
-        row_slot = torch.multinomial(weights, spec.num_rows, replacement=True, generator=generator)
+        token_slots = torch.multinomial(weights, spec.num_rows, replacement=True, generator=generator)
     elif spec.popularity == "uniform":
-        row_slot = turn % spec.num_adapters
+        token_slots = turn % spec.num_adapters
     else:
-        row_slot = turn * spec.num_adapters // spec.num_rows
-    ids, expert, slot = None, torch.zeros_like(row_slot), row_slot
+        token_slots = turn * spec.num_adapters // spec.num_rows
+    ids, expert, slot = None, torch.zeros_like(token_slots), token_slots
     if spec.shape.top_k:
         draws = torch.rand(spec.num_rows, spec.shape.site.num_experts, generator=generator)
         ids = draws.topk(spec.shape.top_k).indices.sort(1).values
-        expert, slot = ids.reshape(-1), row_slot.repeat_interleave(spec.shape.top_k)
+        expert, slot = ids.reshape(-1), token_slots.repeat_interleave(spec.shape.top_k)
     pairs, pair_of_row = torch.stack([slot, expert], 1).unique(dim=0, return_inverse=True)
-    return Routing(row_slot.int(), None if ids is None else ids.int(), pairs, pair_of_row)
+    return Routing(token_slots.int(), None if ids is None else ids.int(), pairs, pair_of_row)
 
 
 def lora_ranks(spec: CaseSpec) -> torch.Tensor:
@@ -135,8 +135,8 @@ def _copy_layout(spec: CaseSpec) -> tuple[torch.Tensor, torch.Tensor, int]:
 class Case:
     """The operands on a device.  `x[copy]`, `y[copy]` and layer `copy` of `slots` belong together.
 
-    x: [T, H] or [M, H] each.  y: [M, N] each; kernels add to it.  arena: bytes.  ids, row_slot, slots: as the
-    kernels take them.  order: [M] output rows sorted by pair; source: [M] row of x for each of them; ends:
+    x: [T, H] or [M, H] each.  y: [M, N] each; kernels add to it.  arena: bytes.  ids, token_slots, slots: as
+    the kernels take them.  order: [M] output rows by pair; source: [M] row of x for each of them; ends:
     [P] int32, where each pair's rows end in that order; pairs: (slot, expert); lora_rank, scale: per pair.
     """
 
@@ -144,7 +144,7 @@ class Case:
         self.spec, self.site, self.device = spec, spec.shape.site, device
         self.work, self.num_copies = work(spec), num_copies(spec, cold_bytes)
         route = routing(spec)
-        self.row_slot = route.row_slot.to(device)
+        self.token_slots = route.token_slots.to(device)
         self.ids = None if route.ids is None else route.ids.to(device)
         self.pairs: list[tuple[int, int]] = [(slot, expert) for slot, expert in route.pairs.tolist()]
         self.pair_of_row = route.pair_of_row.to(device)
@@ -159,6 +159,10 @@ class Case:
         self.max_lora_rank = max(self.lora_rank)
         self._fill_memory(num_outputs)
         self._fill_slots(ranks)
+
+    def operands(self, copy: int) -> LoraOperands:
+        """What our kernels take."""
+        return LoraOperands(self.x[copy], self.ids, self.site, copy, self.token_slots, self.slots, self.arena)
 
     def _fill_memory(self, num_outputs: int) -> None:
         """Matrices with values of variance 1 / H, x with variance 1, y of zeros."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_lora.core.config import LORA_KERNELS
+from moe_lora.config import LORA_KERNELS
 
 from .lora_kernel_cases import Case
 from .lora_kernel_peers import Contestant, NotApplicable, Phases, both
@@ -38,9 +38,7 @@ def gpu_phases(options: dict[str, Any]) -> Callable[[Case], Phases]:
         from moe_lora.kernels.gpu import lora
         from moe_lora.kernels.gpu.segments import rows_for
 
-        rows = rows_for(
-            options["kernel"], case.row_slot, case.ids, case.slots.num_slots, case.site.num_experts
-        )
+        rows = rows_for(case.operands(0), options["kernel"])
         found = {
             **options,
             "decode": case.spec.group != "prefill",
@@ -66,10 +64,9 @@ def _phases(case: Case, library: Any, options: dict[str, Any]) -> Phases:
     Raises NotApplicable with the library's own words where it refuses the case.
     """
     shrunk: list[Any] = [None] * case.num_copies
-    arguments = (case.row_slot, case.slots, case.arena)
 
     def shrink(copy: int) -> None:
-        shrunk[copy] = library.lora_shrink(case.x[copy], case.ids, case.site, copy, *arguments, **options)
+        shrunk[copy] = library.lora_shrink(case.operands(copy), **options)
 
     def expand(copy: int) -> None:
         library.lora_expand(shrunk[copy], case.y[copy])

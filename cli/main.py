@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from dataclasses import dataclass
 
@@ -47,6 +48,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         entry = COMMANDS.get(cmd_name)
         if entry is None:
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            if near:
+                ctx.fail(f"No such command {cmd_name!r}; did you mean {near[0]}?")
             return None
         module = importlib.import_module(f".{entry.module}", __package__)
         return getattr(module, entry.function)

@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moe_lora.config import EngineConfig
+
 from .errors import user_errors
-from .machine_options import DEVICE, DTYPE, THREADS
 from .numbers import WholeNumbers
+from .setting_options import setting_options
 
 if TYPE_CHECKING:
-    from moe_lora.core.config import EngineConfig
     from moe_lora.provision.operating_points import OperatingPoint, PointLoad, SloGoal, Trial
 
 _OVERLOAD_TTFTS = 3.0
 """A run is stopped once a request has waited this many times the SLO's TTFT."""
 
+_ENGINE = ("lora_kernel", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "num_threads", "eager")
+"""Settings of the engine that this command has options of."""
 
+
+@setting_options(EngineConfig, *_ENGINE)
 @click.command("operating-points")
 @click.argument("model_dir", required=False, type=click.Path(exists=True, file_okay=False))
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
@@ -49,19 +54,6 @@ _OVERLOAD_TTFTS = 3.0
     "--tolerance", default=0.05, show_default=True, type=float, help="Relative width of the result."
 )
 @click.option("--start-per-s", default=4.0, show_default=True, type=float, help="Requests/s tried first.")
-@click.option(
-    "--lora-kernel",
-    "lora_kernel",
-    default="sgmv",
-    show_default=True,
-    type=click.Choice(["sgmv", "bgmv", "mbgmv"]),
-)
-@click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1, 4096))
-@click.option("--max-num-batched-tokens", default=2048, show_default=True, type=click.IntRange(min=1))
-@DEVICE
-@DTYPE
-@THREADS
-@click.option("--eager", is_flag=True, help="Do not compile, as `serve --eager`.")
 @user_errors
 def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
     """Search, rank by rank, the highest rate at which the model in MODEL_DIR holds the SLO.
@@ -184,17 +176,9 @@ def _told(run: Callable[[float, int], Trial], rank: int) -> Callable[[float, int
 
 
 def _engine_config(model_dir: str, load: PointLoad, options: dict[str, Any]) -> EngineConfig:
-    from moe_lora.core.config import EngineConfig
-
     return EngineConfig(
         model_dir=model_dir,
-        lora_kernel=options["lora_kernel"],
-        device=options["device"],
-        dtype=options["dtype"],
-        num_threads=options["threads"],
-        eager=options["eager"],
-        max_num_seqs=options["max_num_seqs"],
-        max_num_batched_tokens=options["max_num_batched_tokens"],
+        **{name: options[name] for name in _ENGINE},
         max_model_len=load.tokens_per_request,
         prefix_caching=False,
     )

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moe_lora.config import EngineConfig
+
 from .errors import user_errors
-from .machine_options import DEVICE, THREADS
+from .setting_options import setting_options
 
 if TYPE_CHECKING:
     from moe_lora.engine.layer_times import LayerClock, LayerTimes
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 _BATCHES = tuple(2**power for power in range(9))
 
 
+@setting_options(EngineConfig, "device", "num_threads")
 @click.command()
 @click.argument("model_dir", type=click.Path(exists=True, file_okay=False))
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
@@ -26,21 +29,17 @@ _BATCHES = tuple(2**power for power in range(9))
 @click.option("--num-adapters", default=32, show_default=True, type=click.IntRange(min=1))
 @click.option("--zipf", default=1.2, show_default=True, help="Popularity ~ 1 / place**ZIPF.")
 @click.option("--context-tokens", default=512, show_default=True, type=click.IntRange(min=1))
-@DEVICE
-@THREADS
 @user_errors
 def profile(model_dir: str, out: str, max_batch: int, **options: Any) -> None:
     """Time one layer of the model in MODEL_DIR: attention, experts, LoRA deltas, transfers.
 
     Each on one GPU (or, without any, on the CPU), not compiled, transfers through shared memory of this host.
     """
-    from moe_lora.core.config import EngineConfig
     from moe_lora.engine.layer_times import LayerClock
     from moe_lora.report.results import write_text
 
-    config = EngineConfig(
-        model_dir=model_dir, device=options.pop("device"), num_threads=options.pop("threads"), eager=True
-    )
+    machine = {name: options.pop(name) for name in ("device", "num_threads")}
+    config = EngineConfig(model_dir=model_dir, eager=True, **machine)
     batches = (*(batch for batch in _BATCHES if batch < max_batch), max_batch)
     clock = LayerClock(config, batches, **options)
     content = _content(model_dir, batches, clock, clock.measure(), options)

@@ -6,21 +6,23 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from moe_lora.config import LORA_KERNELS, EngineConfig
+
 from .errors import user_errors
-from .machine_options import DEVICE, DTYPE, THREADS
 from .numbers import WholeNumbers
+from .setting_options import setting_options
 
 LEAST_R2 = 0.9
 """Of batches held out; the papers report 0.96."""
+_MACHINE = ("device", "dtype", "num_threads", "eager")
+"""Settings of the engine that this command has options of."""
 
-if TYPE_CHECKING:
-    from moe_lora.core.config import EngineConfig
 
-
+@setting_options(EngineConfig, *_MACHINE)
 @click.command("profile-steps")
 @click.argument("model_dir", type=click.Path(exists=True, file_okay=False))
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON file to write.")
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     "--lora-kernel",
     "kernels",
     multiple=True,
-    default=("sgmv",),
+    default=(EngineConfig.lora_kernel,),
     show_default=True,
-    type=click.Choice(["sgmv", "bgmv", "mbgmv"]),
+    type=click.Choice(LORA_KERNELS),
     help="May be given several times: one engine each, timed in turn.",
 )
 @click.option("--ranks", default="8,16,32,64,128", show_default=True, type=WholeNumbers(1, 512))
@@ -68,10 +70,6 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 65536),
     help="Most tokens of a prefill step.",
 )
-@DEVICE
-@DTYPE
-@THREADS
-@click.option("--eager", is_flag=True, help="Do not compile, as `serve --eager`.")
 @click.option(
     "--quantile",
     default=0.5,
@@ -190,17 +188,13 @@ def summary_lines(content: dict[str, Any]) -> list[str]:
 
 
 def _engine_config(model_dir: str, kernel: str, options: dict[str, Any]) -> EngineConfig:
-    from moe_lora.core.config import EngineConfig
     from moe_lora.provision.performance_batches import MAX_PROMPT_TOKENS
 
     largest = max(options["batches"])
     return EngineConfig(
         model_dir=model_dir,
         lora_kernel=kernel,
-        device=options["device"],
-        dtype=options["dtype"],
-        num_threads=options["threads"],
-        eager=options["eager"],
+        **{name: options[name] for name in _MACHINE},
         max_num_seqs=largest,
         max_num_batched_tokens=max(largest, options["max_tokens"]),
         max_model_len=MAX_PROMPT_TOKENS + options["decode_steps"] + 2,

@@ -7,8 +7,11 @@ from typing import Any
 
 import click
 
+from moe_lora.config.plan import PlanGoals
+
 from .errors import input_errors
 from .load_options import FORMAT, POPULARITY, ZIPF
+from .setting_options import setting_options
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _OUT = click.Path(dir_okay=False)
@@ -18,17 +21,6 @@ _LOAD = (
     FORMAT,
     click.option("--request-rate", type=float, help="Requests per second.  [default: the trace's mean]"),
     click.option("--peak", is_flag=True, help="Size for the rate of the trace's busiest minute."),
-    click.option(
-        "--global-batch",
-        type=float,
-        help="Requests decoding at once.  [default: rate * mean output tokens * predicted TPOT + margin]",
-    ),
-    click.option(
-        "--load-margin",
-        default=0.2,
-        show_default=True,
-        help="Size for so much more than the predicted TPOT keeps running; not with --global-batch.",
-    ),
 )
 _ADAPTERS = (
     click.option(
@@ -58,21 +50,7 @@ _ADAPTERS = (
 _CLUSTER = (
     click.option("--model", required=True, help="Folder with a config.json, or a name such as Mixtral-8x7B."),
     click.option("--hardware", default="hopper96", show_default=True, help="Profile: name, or JSON file."),
-    click.option("--gpus", type=int, help="Split so many.  [default: as few as it takes]"),
-    click.option("--instances", type=int, help="So many LLM instances.  [default: chosen]"),
     click.option("--instance-gpus", type=int, help="GPUs of one.  [default: table 3's, else 1]"),
-)
-_GOALS = (
-    click.option("--slo-ttft-s", default=0.25, show_default=True, help="P95, without prefill."),
-    click.option("--slo-tpot-s", default=0.1, show_default=True, help="Mean."),
-    click.option("--target-iar", default=0.95, show_default=True, help="Share that must start at once."),
-    click.option(
-        "--estimator",
-        type=click.Choice(["paper", "corrected"]),
-        default="corrected",
-        show_default=True,
-        help="Whose IAR M* has to bring to the target.",
-    ),
 )
 _RESULT = (
     click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON."),
@@ -87,11 +65,12 @@ _RESULT = (
 
 
 def _options(function: Any) -> Any:
-    for option in reversed(_LOAD + _ADAPTERS + _CLUSTER + _GOALS + _RESULT):
+    for option in reversed(_LOAD + _ADAPTERS + _CLUSTER + _RESULT):
         function = option(function)
     return function
 
 
+@setting_options(PlanGoals)
 @click.command()
 @_options
 @input_errors

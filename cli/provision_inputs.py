@@ -10,6 +10,8 @@ from typing import Any
 import click
 import numpy as np
 
+from moe_lora.config.plan import PlanGoals
+from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.known_models import KnownModel, known_model
 from moe_lora.core.shape import ModelShape
@@ -43,13 +45,7 @@ def plan_inputs(options: dict[str, Any]) -> PlanInputs:
         output_tokens=load.output_tokens.mean,
         context_tokens=load.prompt_tokens.mean + load.output_tokens.mean,
         rate_per_s=_rate(options, load),
-        **{
-            name: options[name]
-            for name in (
-                *("global_batch", "load_margin", "slo_ttft_s", "slo_tpot_s", "target_iar"),
-                *("gpus", "instances", "estimator"),
-            )
-        },
+        **{name: options[name] for name in settings_of(PlanGoals)},
     )
 
 

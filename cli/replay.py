@@ -6,39 +6,30 @@ from typing import Any
 
 import click
 
+from moe_lora.config.plan import ARRIVALS, ReplayOptions, WorkloadOptions
+
 from .errors import user_errors
 from .load_options import FORMAT, POPULARITY, ZIPF
+from .setting_options import setting_options
 from .variadic import VariadicCommand
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _OUT = click.Path(dir_okay=False)
 
 _WHERE = (
-    click.option("--url", required=True, help="Server, e.g. http://127.0.0.1:8000"),
     click.option("--model", help="Base model's name.  [default: the first base model the server lists]"),
     click.option("--api-key", envvar="OPENAI_API_KEY", help="Sent as bearer token."),
-    click.option("--timeout-s", default=600.0, show_default=True, help="For one whole request."),
-    click.option("--max-connections", default=2048, show_default=True),
 )
 _LOAD = (
     click.option("--trace", required=True, type=_FILE, help="Trace file."),
     FORMAT,
     click.option(
         "--arrivals",
-        type=click.Choice(["trace", "gamma"]),
+        type=click.Choice(ARRIVALS),
         help="The trace's own times (scaled, with --request-rate), or times drawn at --request-rate.  "
         "[default: gamma with --request-rate, else trace]",
     ),
     click.option("--request-rate", type=float, help="Requests per second."),
-    click.option(
-        "--burstiness", default=1.0, show_default=True, help="1: Poisson; less is burstier (Gamma)."
-    ),
-    click.option("--duration-s", type=float, help="Send what arrives before this."),
-    click.option(
-        "--busiest", is_flag=True, help="With --duration-s: the trace's busiest stretch, not its start."
-    ),
-    click.option("--num-requests", type=int, help="Send at most so many."),
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
 )
 _ADAPTERS = (
     click.option("--lora-modules", multiple=True, metavar="NAMES...", help="Adapters to ask for."),
@@ -57,17 +48,6 @@ _ADAPTERS = (
 _PROMPTS = (
     click.option("--prompts", type=_FILE, help='JSON lines {"adapter", "prompt"[, "answer"]} to send.'),
     click.option("--random-prompts", is_flag=True, help="Random token ids even if the trace has texts."),
-    click.option("--vocab-size", default=32000, show_default=True, help="Random token ids are below it."),
-    click.option("--max-prompt-tokens", type=int, help="Cut longer prompts."),
-    click.option("--max-output-tokens", type=int, help="Ask for no more than this."),
-    click.option(
-        "--force-length",
-        type=click.Choice(["ignore-eos", "min-tokens", "off"]),
-        default="ignore-eos",
-        show_default=True,
-        help="How a server is made to give the trace's output length (not where an answer is known).",
-    ),
-    click.option("--temperature", default=0.0, show_default=True, help="0: greedy."),
 )
 _RESULT = (
     click.option("--slo-ttft-s", default=0.25, show_default=True),
@@ -89,6 +69,8 @@ def _options(function: Any) -> Any:
     return function
 
 
+@setting_options(ReplayOptions)
+@setting_options(WorkloadOptions)
 @click.command(cls=VariadicCommand, variadic=["--lora-modules"])
 @_options
 @user_errors

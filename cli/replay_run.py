@@ -7,13 +7,14 @@ from typing import Any
 import click
 from rich.console import Console
 
+from moe_lora.config.plan import ReplayOptions, WorkloadOptions
+from moe_lora.config.settings import settings_of
 from moe_lora.report import SloTargets, append_result, environment, write_json
 from moe_lora.report.client import ServedModels
-from moe_lora.report.exchange import ReplayOptions
 from moe_lora.report.replay import replay, served_models
 from moe_lora.report.run_file import run_result, without_arrays
 from moe_lora.report.tables import summary_table
-from moe_lora.workload import PlannedRequest, Trace, WorkloadOptions, make_plan, read_trace
+from moe_lora.workload import PlannedRequest, Trace, make_plan, read_trace
 from moe_lora.workload.prompts import read_prompts
 
 from .progress import progress
@@ -68,17 +69,20 @@ def workload_options(options: dict[str, Any], trace: Trace) -> WorkloadOptions:
     if options["functions"] and drawn == "trace":
         rate = None  # its invocations are thinned to the rate, not scaled
     has_texts = all(request.prompt is not None for request in trace.requests)
+    same = (
+        "burstiness",
+        "duration_s",
+        "busiest",
+        "num_requests",
+        "max_prompt_tokens",
+        "max_output_tokens",
+        "seed",
+    )
     return WorkloadOptions(
         arrivals=drawn,
         request_rate_per_s=rate,
-        burstiness=options["burstiness"],
-        duration_s=options["duration_s"],
-        busiest=options["busiest"],
-        num_requests=options["num_requests"],
-        max_prompt_tokens=options["max_prompt_tokens"],
-        max_output_tokens=options["max_output_tokens"],
         prompts="text" if has_texts and not (options["random_prompts"] or options["prompts"]) else "random",
-        seed=options["seed"],
+        **{name: options[name] for name in same},
     )
 
 
@@ -88,8 +92,7 @@ def replay_options(options: dict[str, Any], served: ServedModels) -> ReplayOptio
     if model is None:
         raise ValueError(f"{options['url']} lists no base model; give --model")
     check_served({model}, served, options["url"])
-    names = ("url", "timeout_s", "max_connections", "temperature", "force_length", "vocab_size", "seed")
-    return ReplayOptions(model=model, api_key=options["api_key"], **{name: options[name] for name in names})
+    return ReplayOptions(**{name: options[name] for name in settings_of(ReplayOptions)} | {"model": model})
 
 
 def saved_config(

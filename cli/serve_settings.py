@@ -4,111 +4,81 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import fields as fields_of
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.request import name_problem
 
+from .setting_options import sections_of
+
 if TYPE_CHECKING:
-    from moe_lora.core.config import EngineConfig, RegistryConfig
-    from moe_lora.dist.cluster import ClusterConfig
+    from moe_lora.config import EngineConfig
+    from moe_lora.config.cluster import ClusterConfig
 
 logger = logging.getLogger(__name__)
 
-_PROVISION_FIELDS = {
-    "target_iar": "target_iar",
-    "provision_window_s": "window_s",
-    "auto_resize": "auto_resize",
-}
-_SERVER_FIELDS = {
-    "lora_capacity": "capacity",
-    "lora_server_memory_gb": "memory_gb",
-    "transport": "transport",
-    "load_gb_per_s": "load_gb_per_s",
-}
 
-
-def _server_options(file: Mapping[str, Any] | None, given: dict[str, Any]) -> Mapping[str, Any] | None:
-    """Fields of LoraServerConfig, those of options taken out of `given` and laid over the file's.
-
-    Raises click.UsageError if there is no server to which they belong.
-    """
-    layout = {"layout": given.pop("lora_server")} if "lora_server" in given else {}
-    fields = {field: given.pop(option) for option, field in _SERVER_FIELDS.items() if option in given}
-    if file is None and not layout:
-        if fields:
-            raise click.UsageError(f"{', '.join(fields)}: these need --lora-server, such as EP1-PP1")
-        return None
-    return {**(file or {}), **layout, **fields}
-
-
-def settings_of(config_file: str | None, options: dict[str, Any]) -> ClusterConfig:
+def cluster_to_serve(
+    config_file: str | None, front_end: str | None, options: dict[str, Any]
+) -> ClusterConfig:
     """What to serve.  Options that were not given are None, or empty.
 
-    Raises ConfigError, click.UsageError and click.BadParameter.
+    front_end: which of several front ends host and port are of.  Raises ConfigError, click.UsageError and
+    click.BadParameter.
     """
-    from moe_lora.core.config import EngineConfig, PoolConfig, ProvisionConfig
-    from moe_lora.dist.cluster import ClusterConfig, read_cluster
-    from moe_lora.dist.front_ends import FrontEndConfig
+    from moe_lora.config.cluster import SECTIONS, cluster_of, read_cluster, read_content
 
-    given = {name: value for name, value in options.items() if value is not None}
-    model_dir, name = given.pop("model_dir", None), given.pop("served_model_name", None)
-    front_end = {one.name: given.pop(one.name) for one in fields_of(FrontEndConfig) if one.name in given}
-    if not front_end["cors_origins"]:
-        del front_end["cors_origins"]
-    adapters = (*map(_named_path, given.pop("lora_modules")), *find_adapters(given.pop("lora_dir")))
-    if given.pop("no_prefix_caching"):
-        given["prefix_caching"] = False
+    content: dict[str, Any] = {}
+    folder, path_of = Path(), str
     if config_file is not None:
-        file = read_cluster(config_file)
-    elif model_dir is None:
-        raise click.UsageError("give MODEL_DIR, or --config with a file that names one")
-    else:
-        file = ClusterConfig(engine=EngineConfig(model_dir=model_dir), served_model_name="")
-    server = _server_options(file.lora_server, given)
-    if "pool_replicas" in given:
-        pool = file.engine.pool or PoolConfig()
-        given["pool"] = replace(pool, replicas=given.pop("pool_replicas"))
-    fields = {field: given.pop(option) for option, field in _PROVISION_FIELDS.items() if option in given}
-    registry = _registry_options(file.registry, given)
-    provision = replace(file.provision or ProvisionConfig(), **fields) if fields else file.provision
-    if model_dir is not None:
-        given["model_dir"] = model_dir
-        name = name or (Path(model_dir).resolve().name)
-    name = name or file.served_model_name
-    names = [adapter for adapter, _ in adapters]
-    kept = tuple(one for one in file.engine.adapters if one[0] not in names)
-    if name in names:
-        raise click.UsageError(
-            f"{name!r} names the base model and an adapter; give another --served-model-name"
+        read_cluster(config_file)  # so that what is wrong in the file is said of the file
+        content, folder, path_of = (
+            read_content(config_file),
+            Path(config_file).resolve().parent,
+            os.path.abspath,
         )
-    return replace(
-        file,
-        engine=replace(file.engine, adapters=kept + adapters, **given),
-        served_model_name=name,
-        lora_server=server,
-        front_end=replace(file.front_end, **front_end),
-        provision=provision,
-        registry=registry,
-    )
+    elif options["model_dir"] is None:
+        raise click.UsageError("give MODEL_DIR, or --config with a file that names one")
+    if options["model_dir"] is not None:
+        content["model_dir"] = path_of(options["model_dir"])
+        content.pop("served_model_name", None)
+    if options["served_model_name"] is not None:
+        content["served_model_name"] = options["served_model_name"]
+    sections = sections_of(options, SECTIONS, absolute=config_file is not None)
+    front_ends = content.get("front_ends") or {}
+    if front_end in front_ends:
+        where = {name: one for name, one in sections.get("front_end", {}).items() if name in ("host", "port")}
+        content["front_ends"] = {**front_ends, front_end: {**front_ends[front_end], **where}}
+    for section, given in sections.items():
+        content[section] = _laid_over(SECTIONS[section], content.get(section), given)
+    adapters = [*map(_named_path, options["lora_modules"]), *find_adapters(options["lora_dir"])]
+    names = [name for name, _ in adapters]
+    if len(set(names)) < len(names):
+        raise click.UsageError(
+            f"adapter names must be unique, not {', '.join(names)}; --lora-modules gives others"
+        )
+    content["adapters"] = {
+        **(content.get("adapters") or {}),
+        **{name: path_of(path) for name, path in adapters},
+    }
+    return cluster_of(content, folder)
 
 
-def _registry_options(file: RegistryConfig | None, given: dict[str, Any]) -> RegistryConfig | None:
-    """The registry of the options, taken out of `given`, or of the file.  Raises click.UsageError."""
-    from moe_lora.core.config import RegistryConfig
-
-    folder, names = given.pop("registry", None), tuple(given.pop("registry_adapters"))
-    if folder is not None:
-        return RegistryConfig(folder=folder, adapters=names or None)
-    if names and file is None:
-        raise click.UsageError("--registry-adapters needs --registry, where they are registered")
-    return replace(file, adapters=names) if names and file is not None else file
+def _laid_over(kind: Any, file: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:
+    """A section of the file with the options over it; another registry takes nothing of the file's."""
+    settings, opening = settings_of(kind), kind.OPENED_BY
+    if opening and file is None and opening not in given:
+        options = ", ".join(settings[name].rule.option for name in given)
+        raise click.UsageError(f"{options} needs {settings[opening].rule.option}, see its help")
+    if opening == "folder" and opening in given:
+        return given
+    return {**(file or {}), **given}
 
 
 def _named_path(text: str) -> tuple[str, str]:
@@ -155,8 +125,7 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
 def find_adapters(folders: Iterable[str]) -> list[tuple[str, str]]:
     """(name, directory) of every PEFT adapter in or below the folders, sorted by name.
 
-    Raises click.BadParameter for a folder without any and for unfit names; EngineConfig refuses names that
-    come twice.
+    Raises click.BadParameter for a folder without any and for unfit names.
     """
     found: list[tuple[str, str]] = []
     unfit: list[str] = []

@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-_HEADING = "moe_lora_heading"
-
 
 class VariadicCommand(click.Command):
     """A command in which `--name a b c` means `--name a --name b --name c` for the names in `variadic`.
@@ -17,21 +15,25 @@ class VariadicCommand(click.Command):
     with a dash, so arguments without a name go before it.
     """
 
-    def __init__(self, *args: Any, variadic: Sequence[str] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, variadic: Sequence[str] = (), headings: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.variadic = tuple(variadic)
+        self.variadic, self.headings = tuple(variadic), tuple(headings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, expand(args, self.variadic))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click, under the headings of `grouped`."""
-        sections: dict[str, list[tuple[str, str]]] = {}
+        """As click, under the options' headings, those of the command first and in its order."""
+        sections: dict[str, list[tuple[str, str]]] = {heading: [] for heading in self.headings}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
-                sections.setdefault(getattr(param, _HEADING, "Options"), []).append(record)
+                sections.setdefault(getattr(param, "heading", "Options"), []).append(record)
         for heading, records in sections.items():
+            if not records:
+                continue
             with formatter.section(heading):
                 formatter.write_dl(records)
 
@@ -42,7 +44,7 @@ def grouped(heading: str, options: Sequence[Callable[[Any], Any]]) -> Callable[[
     def decorate(function: Any) -> Any:
         for option in reversed(options):
             function = option(function)
-            setattr(function.__click_params__[-1], _HEADING, heading)
+            function.__click_params__[-1].heading = heading
         return function
 
     return decorate

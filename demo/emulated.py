@@ -46,7 +46,7 @@ SYSTEMS = {"coupled": System(3, 0), "server": System(2, SERVER_EP)}
 def serve(system: System, port: int) -> None:
     """Serve over HTTP until a signal ends it."""
     from moe_lora.assemble import serve as serve_config
-    from moe_lora.core.config import EngineConfig, RoutingConfig
+    from moe_lora.config import EngineConfig, RoutingConfig
 
     device = read_device()
     adapters = tuple(sorted((place.parent.name, str(place.parent)) for place in _adapter_files()))

@@ -15,7 +15,7 @@ _EXPORTS = {
     "LLM": "moe_lora.api",
     "AsyncLLM": "moe_lora.api",
     "Completion": "moe_lora.api",
-    "EngineConfig": "moe_lora.core.config",
+    "EngineConfig": "moe_lora.config",
     "SamplingParams": "moe_lora.core.request",
 }
 

@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from moe_lora.core.config import (
-    EngineConfig,
-    LoraServerConfig,
-    ProvisionConfig,
-    RegistryConfig,
-    RoutingConfig,
-)
+from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.token_meter import TokenMeter
-from moe_lora.dist.cluster import ClusterConfig
-from moe_lora.dist.front_ends import FrontEndConfig
 from moe_lora.engine.client import CallableEngine, EngineClient
 from moe_lora.policies.routing import Router
 
@@ -30,47 +23,30 @@ if TYPE_CHECKING:
     from moe_lora.engine.fleet import FleetClient
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.roster import Roster
+    from moe_lora.serve.routes import Routes
     from moe_lora.serve.served_registry import ServedRegistry
 
 
-def serve(
-    config: EngineConfig,
-    *,
-    host: str,
-    port: int,
-    served_model_name: str | None = None,
-    routing: RoutingConfig | None = None,
-    lora_server: Mapping[str, Any] | None = None,
-    provision: ProvisionConfig | None = None,
-    registry: RegistryConfig | None = None,
-    cors_origins: Sequence[str] = (),
-    drain_s: float = FrontEndConfig.drain_s,
-) -> None:
-    """Start `config.num_instances` engine processes and serve them over HTTP until told to stop.
+def serve(cluster: ClusterConfig) -> None:
+    """Start the cluster's instances as processes of this host and serve them over HTTP until told to stop.
 
-    config.num_threads counts for each instance.  lora_server: see `lora_server_processes`.  provision,
-    registry: see `ClusterConfig`.  cors_origins, drain_s: see `FrontEndConfig`.  Raises ConfigError,
-    RegistryError or AdapterError for what can be known at start.
+    cluster.engine.num_threads counts for each instance.  Of the cluster's addresses only that of HTTP counts.
+    Raises ConfigError, RegistryError or AdapterError for what can be known at start.
     """
     from moe_lora.engine.heartbeat import Heartbeat
-    from moe_lora.engine.shares import check_pool
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.control.director import Decisions
     from moe_lora.serve.controller import make_controller
-    from moe_lora.serve.routes import make_routes
     from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, serve_forever
 
-    routes = make_routes(routing or RoutingConfig(), config.max_num_seqs, config.lora_kernel)
-    _check_placement(routes.config, config)
-    check_pool(config)
-    tokenizer = load_tokenizer(config.model_dir)
-    name = served_model_name or Path(config.model_dir).resolve().name
+    routes, config, name = _checked_routes(cluster), cluster.engine, cluster.served_model_name
+    tokenizer, front_end = load_tokenizer(config.model_dir), cluster.front_end
 
     async def run(config: EngineConfig, served: ServedRegistry | None) -> None:
         heartbeat = Heartbeat.of(routes.config)
         async with (
-            local_lora_server(config, lora_server) as joined,
+            local_lora_server(config, cluster.lora_server) as joined,
             local_instances(
                 joined, routes.router, meter=routes.meter, ranks=routes.ranks, heartbeat=heartbeat
             ) as fleet,
@@ -79,12 +55,16 @@ def serve(
                 fleet=fleet,
                 meter=routes.meter,
                 placement=routes.placement(fleet),
-                provision=make_controller(provision, fleet, joined.lora_server),
+                provision=make_controller(cluster.provision, fleet, joined.lora_server),
                 registry=served,
             )
-            await serve_forever(decisions.front_end(tokenizer, name, cors_origins), sock, drain_s)
+            deciding = decisions.front_end(tokenizer, name, front_end.cors_origins)
+            await serve_forever(deciding, sock, front_end.drain_s)
 
-    with bind(host, port) as sock, opened_registry(registry, config, name) as (config, served):
+    with (
+        bind(front_end.host, front_end.port) as sock,
+        opened_registry(cluster.registry, config, name) as (config, served),
+    ):
         asyncio.run(run(config, served))
 
 
@@ -108,21 +88,15 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     from moe_lora.dist.host_roles import run_roles
     from moe_lora.dist.one_host import cluster_file, on_sockets, roles_of
     from moe_lora.engine.process import usable_cores
-    from moe_lora.engine.shares import check_pool, thread_share
-    from moe_lora.serve.routes import make_routes
+    from moe_lora.engine.shares import thread_share
     from moe_lora.serve.server import bind
 
     # What can't work is said here, once, and not by each process.
-    make_routes(cluster.front_end, cluster.engine.max_num_seqs, cluster.engine.lora_kernel)
-    _check_placement(cluster.front_end, cluster.engine)
-    check_pool(cluster.engine)
+    _checked_routes(cluster)
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
-    options = cluster.lora_server and {
-        name: value for name, value in cluster.lora_server.items() if name not in ("address", "store_dir")
-    }
 
     async def run(folder: str, contents_dir: str) -> int:
-        async with local_lora_server(cluster.engine, options) as joined:
+        async with local_lora_server(cluster.engine, cluster.lora_server) as joined:
             whole = on_sockets(cluster, num_front_ends, joined.lora_server, folder)
             whole = replace(whole, engine=replace(whole.engine, contents_dir=contents_dir))
             with cluster_file(whole) as file:
@@ -143,7 +117,7 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
     name: of one of several.  listen_fd: a bound socket that the process inherits; None: it makes one.
     Raises ConfigError for what can be known at start.
     """
-    from moe_lora.dist.front_ends import ONE_FRONT_END
+    from moe_lora.config import ONE_FRONT_END
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.control.roles import serve_deciding, serve_directed
     from moe_lora.serve.server import bind
@@ -160,11 +134,18 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
             asyncio.run(serve_directed(cluster, name, tokenizer, sock))
 
 
-def _check_placement(routing: RoutingConfig, config: EngineConfig) -> None:
-    if routing.placement is not None and config.num_instances < 2:
+def _checked_routes(cluster: ClusterConfig) -> Routes:
+    """What routes the requests to instances of this host.  Raises ConfigError."""
+    from moe_lora.engine.shares import check_pool
+    from moe_lora.serve.routes import make_routes
+
+    routes = make_routes(cluster.front_end, cluster.engine.max_num_seqs, cluster.engine.lora_kernel)
+    if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
         raise ConfigError(
             "a placement is over several instances; give --instances 2 or more, or leave it out"
         )
+    check_pool(cluster.engine)
+    return routes
 
 
 @asynccontextmanager
@@ -181,10 +162,10 @@ async def local_instances(
     Each that ends is started again.  routing: a router, or the name of one in `policies.routers.ROUTERS`.
     meter, ranks: see `FleetClient`.  heartbeat: when one is silent.  Raises what keeps one from starting.
     """
+    from moe_lora.core.address import Address
     from moe_lora.core.clock import WallClock
     from moe_lora.core.state_folder import run_folder
     from moe_lora.dist.host_roles import HostRoles, Role
-    from moe_lora.dist.net.connection import Address
     from moe_lora.dist.ranks import StartInstance, start_file
     from moe_lora.engine.door import Door
     from moe_lora.engine.entry import CatchUp, Recovery
@@ -280,24 +261,23 @@ def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
 
 
 @contextmanager
-def lora_server_processes(config: EngineConfig, options: Mapping[str, Any] | None) -> Iterator[EngineConfig]:
+def lora_server_processes(config: EngineConfig, server: LoraServerConfig | None) -> Iterator[EngineConfig]:
     """`local_lora_server` for callers of any thread."""
     from moe_lora.dist.net.thread import entered
 
-    with entered(lambda: local_lora_server(config, options)) as (joined, _):
+    with entered(lambda: local_lora_server(config, server)) as (joined, _):
         yield joined
 
 
 @asynccontextmanager
 async def local_lora_server(
-    config: EngineConfig, options: Mapping[str, Any] | None
+    config: EngineConfig, server: LoraServerConfig | None
 ) -> AsyncIterator[EngineConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
 
-    options: fields of `LoraServerConfig` but address, certificates and store_dir; None: no server, nothing is
-    started.
+    server: its address and store_dir are chosen here; None: no server, nothing is started.
     """
-    if options is None:
+    if server is None:
         yield config
         return
 
@@ -312,8 +292,8 @@ async def local_lora_server(
     with ExitStack() as stack:
         directory = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
         kept = stack.enter_context(run_folder(config.state_dir))
-        server = LoraServerConfig(
-            **options,
+        server = replace(
+            server,
             address=f"{directory}/lora-server",
             store_dir=str(kept / "adapters"),
         )

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TORCH_FREE = (
     *("core", "policies", "cache", "workload", "report", "serve"),
-    *("cli.main", "engine.process", "engine.client", "engine.door", "dist.cluster", "dist.roles"),
+    *("cli.main", "engine.process", "engine.client", "engine.door", "config.cluster", "dist.roles"),
     *("adapters.registry", "adapters.base_model", "scheduling.scheduler"),
 )
 HOME = re.compile(rb"/(?:root|home|work|Users)/[\w.-]+|[A-Z]:\\Users\\")

@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from tempfile import TemporaryFile
 
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import ControllerConfig, FrontEndPlace, LoraServerConfig
+from moe_lora.config.cluster import ClusterConfig, cluster_text
 
-from .cluster import ClusterConfig
-from .cluster_text import cluster_text
-from .front_ends import ControllerConfig, FrontEndPlace
 from .host_roles import FRONT_END, Role
 
 
@@ -37,9 +35,7 @@ def on_sockets(
     """
     return replace(
         cluster,
-        lora_server=None
-        if server is None
-        else {**(cluster.lora_server or {}), "address": server.address, "store_dir": server.store_dir},
+        lora_server=server,
         front_end=replace(cluster.front_end, engines_address=None),
         front_ends={
             f"front-end-{number}": FrontEndPlace(engines_address=f"{folder}/front-end-{number}")

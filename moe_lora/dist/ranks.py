@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryFile
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
+from moe_lora.core.address import Address
 from moe_lora.dist.net.codec import Message, decoder_of, encode
-from moe_lora.dist.net.connection import Address
 
 THREADS_PER_RANK = 1
 

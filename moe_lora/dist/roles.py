@@ -14,14 +14,13 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import ONE_FRONT_END, EngineConfig
+from moe_lora.config.cluster import ClusterConfig, read_cluster
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.state_folder import state_folder
-from moe_lora.dist.net.connection import Address
-from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.keys import Keys, keys_of
 
-from .cluster import ClusterConfig, read_cluster
-from .front_ends import ONE_FRONT_END
 from .host_roles import say_started
 from .ranks import THREADS_PER_RANK, StartInstance, StartRank
 
@@ -88,7 +87,7 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str, status: int 
     from moe_lora.engine.shares import thread_share
 
     config = cluster.instance(name)
-    doors, keys = cluster.doors(), cluster.keys()
+    doors, keys = cluster.doors(), keys_of(cluster)
     if place.num_ranks not in (1, config.expert_parallel):
         raise ConfigError(
             f"this job has {place.num_ranks} processes, but engine.expert_parallel={config.expert_parallel}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.kernels.step import Lease
+from moe_lora.execution.row_routing import Lease
 
 
 @dataclass(eq=False)

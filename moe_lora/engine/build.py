@@ -10,8 +10,8 @@ import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
+from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
-from moe_lora.core.config import EngineConfig
 from moe_lora.core.expert_parallel import check_expert_parallel
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo

@@ -7,8 +7,8 @@ from functools import partial
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.unified import UnifiedCache
+from moe_lora.config import EngineConfig
 from moe_lora.core.clock import Clock
-from moe_lora.core.config import EngineConfig
 from moe_lora.execution import exchange
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching_names import make_caching_policy
@@ -76,7 +76,7 @@ def build_cache(
         make_mover=partial(
             Mover,
             rank.device,
-            bytes_per_s=None if config.load_gb_per_s is None else config.load_gb_per_s * 1e9,
+            bytes_per_s=None if (rate := config.emulation.load_gb_per_s) is None else rate * 1e9,
         ),
         interval_s=config.swap_interval_s,
     )
@@ -88,8 +88,8 @@ def build_cache(
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
     """The policy of the settings.  A static partition is moved until either part has room for a request."""
     costs = CacheCosts(page_bytes=page_bytes)
-    if config.load_gb_per_s is not None:
-        rate = config.load_gb_per_s * 1e9
+    if config.emulation.load_gb_per_s is not None:
+        rate = config.emulation.load_gb_per_s * 1e9
         costs = replace(costs, transfer_bytes_per_s=rate, disk_bytes_per_s=rate)
     policy = make_caching_policy(config.cache_policy, costs)
     if isinstance(policy, FastLibra) and config.swap_time_unit_s is not None:

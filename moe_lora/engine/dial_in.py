@@ -9,7 +9,8 @@ from contextlib import suppress
 
 from websockets.asyncio.connection import Connection
 
-from moe_lora.dist.net.connection import OPEN_S, Address, dial, stay_connected
+from moe_lora.core.address import Address
+from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Peer
 

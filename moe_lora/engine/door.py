@@ -10,9 +10,10 @@ from typing import Any
 
 from websockets.asyncio.connection import Connection
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import GenerateRequest, ModelInfo, TokenOutput
-from moe_lora.dist.net.connection import OPEN_S, Address, listen
+from moe_lora.dist.net.connection import OPEN_S, listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 

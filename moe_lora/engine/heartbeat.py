@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.config import RoutingConfig
 
 from .messages import Beat
 

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.transport import make_transport
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.local import LocalBackend
+from moe_lora.execution.row_routing import local_routing
 from moe_lora.kernels.lora import lora_delta
-from moe_lora.kernels.step import SlotTable, StepTables
+from moe_lora.kernels.step import LoraOperands, SlotTable, StepTables
 from moe_lora.models.layers import DecoderLayer
 
 from .rank import Rank
@@ -65,7 +67,9 @@ class LayerClock:
         self._batches, self._context_tokens = batches, context_tokens
         self._generator = torch.Generator().manual_seed(0)
         weights = torch.arange(1, num_adapters + 1, dtype=torch.float64) ** -zipf
-        self._row_slot = torch.multinomial(weights, batches[-1], replacement=True, generator=self._generator)
+        self._token_slots = torch.multinomial(
+            weights, batches[-1], replacement=True, generator=self._generator
+        )
         draws = torch.rand(batches[-1], self.shape.num_experts, generator=self._generator)
         self._ids = draws.topk(self.shape.num_experts_per_token).indices.sort(1).values.int()
         self._slots, self._adapters = self._random_adapters(lora_rank, num_adapters)
@@ -91,7 +95,9 @@ class LayerClock:
         blocks = -(-self._context_tokens // layout.block_size)
         arena = torch.zeros(batch * blocks * layout.page_bytes, dtype=torch.uint8, device=self.device)
         context = ExecutionContext(arena, layout, LocalBackend(self.shape, arena, self._slots))
-        context.begin_step(self._tables(batch, blocks))
+        context.begin_step(
+            self._tables(batch, blocks), local_routing(self.shape, np.full(batch, -1, dtype=np.int32))
+        )
         layer, channel = model.layers[_LAYER], context.channels[_LAYER]
         assert isinstance(layer, DecoderLayer)
         x = self._random(batch, self.shape.hidden_size)
@@ -102,18 +108,18 @@ class LayerClock:
 
     def _compute(self, batch: int, ep: int) -> float:
         """Deltas of gate/up and down at a rank that holds the first E / x experts."""
-        ids, row_slot = self._ids[:batch], self._row_slot[:batch].int().to(self.device)
+        ids, slots = self._ids[:batch], self._token_slots[:batch].int().to(self.device)
         held = torch.where(ids < self.shape.num_experts // ep, ids, -1).to(self.device)
         work = []
         for name in _EXPERT_SITES:
             site, rows = self.shape.site(name), held.numel()
             x = self._random(batch if name == "gate_up" else rows, site.in_features)
             out = self._random(rows, site.total_out_features)
-            work.append((x, held, site, _LAYER, row_slot, self._slots, self._adapters, out))
+            work.append((LoraOperands(x, held, site, _LAYER, slots, self._slots, self._adapters), out))
 
         def deltas() -> None:
-            for operands in work:
-                lora_delta(*operands)
+            for operands, out in work:
+                lora_delta(operands, out)
 
         return self._seconds(deltas)
 
@@ -172,11 +178,9 @@ class LayerClock:
             return torch.arange(count, dtype=torch.int32, device=self.device)
 
         return StepTables(
-            row_slot=torch.full((batch,), -1, dtype=torch.int32, device=self.device),
             query_start=counting(batch + 1),
             seq_lens=torch.full((batch,), self._context_tokens, dtype=torch.int32, device=self.device),
             block_tables=counting(batch * blocks).view(batch, blocks),
-            has_adapters=False,
             decode=True,
         )
 

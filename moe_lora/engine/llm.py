@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from moe_lora.adapters.peft_files import adapter_folder
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
+from moe_lora.config.settings import check_names, settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import (
     AdapterInfo,
@@ -39,6 +40,7 @@ class _Engine:
     """What the two faces share: the model, its adapters, and requests made from prompts."""
 
     def __init__(self, model_dir: str, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
+        check_names("", settings, settings_of(EngineConfig))
         config = EngineConfig(
             model_dir=str(model_dir),
             adapters=tuple(

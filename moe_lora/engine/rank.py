@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +11,18 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.shard import entries_of_experts
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.expert_parallel import experts_of_rank
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.attach import LoraServerClient
-from moe_lora.execution.backend import LoraBackend, SplitBackend
+from moe_lora.execution.backend import LoraBackend, RoutedBackend
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.exchange import ExpertExchange, choose_exchange, open_group
 from moe_lora.execution.local import LocalBackend
 from moe_lora.execution.paced import PacedBackend
+from moe_lora.execution.row_routing import Source
 from moe_lora.kernels.huge_pages import advise_huge_pages
 from moe_lora.kernels.step import KvLayout, SlotTable
 from moe_lora.models.families import load_model
@@ -49,11 +51,11 @@ class Rank:
     def __init__(self, config: EngineConfig, dist_rank: int = 0) -> None:
         if config.threads_per_process is not None:
             torch.set_num_threads(config.threads_per_process)
-        self.config = config
-        self.dist_rank = dist_rank
-        self.device = rank_device(choose_device(config.device), config.expert_parallel, dist_rank)
         hf_config = read_config(Path(config.model_dir))
-        self.dtype = choose_dtype(config.dtype, hf_config)
+        self.config = config = resolved(config, hf_config)
+        self.dist_rank = dist_rank
+        self.device = rank_device(torch.device(config.device), config.expert_parallel, dist_rank)
+        self.dtype = DTYPES[config.dtype]
         num_experts = ModelShape.from_hf_config(hf_config).num_experts
         self.experts = experts_of_rank(num_experts, config.expert_parallel, dist_rank)
         self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts)
@@ -124,13 +126,14 @@ class Rank:
         announce: Callable[[StepBatch], None] | None = None,
     ) -> ModelRunner:
         """What computes this rank's part of steps (see `ModelRunner` for `announce`)."""
-        backend: LoraBackend = LocalBackend(
+        backends: dict[Source, LoraBackend] = {}
+        if self.lora_server is not None:
+            backends[Source.LEASED] = self.lora_server.backend
+        backends[Source.LOCAL] = LocalBackend(
             self.shape, self.arena, self.slots, kernel=self.config.lora_kernel
         )
-        if self.lora_server is not None:
-            remote_sites = [site.name not in self.local_sites for site in self.shape.sites]
-            backend = SplitBackend(backend, self.lora_server.backend, remote_sites)
-        profile = self.config.step_profile
+        backend: LoraBackend = RoutedBackend(backends)
+        profile = self.config.emulation.step_profile
         if profile is not None:
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
         context = ExecutionContext(self.arena, self.layout, backend, exchange)
@@ -138,10 +141,10 @@ class Rank:
             self.model,
             context,
             self.device,
+            [Source.LOCAL if site.name in self.local_sites else Source.LEASED for site in self.shape.sites],
             eager=self.config.eager,
-            decode_buckets=decode_buckets(self.config, self.device),
+            decode_buckets=self.config.decode_buckets or (),
             announce=announce,
-            remote=self.lora_server is not None,
         )
 
 
@@ -189,13 +192,27 @@ def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor | None:
         ) from error
 
 
-def choose_device(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`.  Raises ConfigError if CUDA is asked for and absent."""
-    if name == "cuda" and not torch.cuda.is_available():
+def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
+    """The settings with dtype, device and decode_buckets as this model and machine have them.
+
+    dtype "auto" is the checkpoint's (bfloat16 for float16), device "auto" CUDA if there is any.
+    decode_buckets None: powers of two on CUDA; on CPU it stays None, and one graph serves any size.
+    Raises ConfigError if CUDA is asked for and absent.
+    """
+    device, dtype, buckets = config.device, config.dtype, config.decode_buckets
+    if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device='cuda' was asked for, but torch finds no CUDA device; use device='cpu' or 'auto'"
         )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+        dtype = "float32" if stored.removeprefix("torch.") == "float32" else "bfloat16"
+    if buckets is None and device == "cuda":
+        powers = [2**i for i in range(config.max_num_seqs.bit_length()) if 2**i < config.max_num_seqs]
+        buckets = (*powers, config.max_num_seqs)
+    return replace(config, device=device, dtype=dtype, decode_buckets=buckets)
 
 
 def rank_device(device: torch.device, expert_parallel: int, dist_rank: int) -> torch.device:
@@ -209,23 +226,3 @@ def rank_device(device: torch.device, expert_parallel: int, dist_rank: int) -> t
         )
     torch.cuda.set_device(dist_rank)
     return torch.device("cuda", dist_rank)
-
-
-def choose_dtype(name: str, hf_config: dict) -> torch.dtype:
-    """The dtype for `auto` (the checkpoint's; bfloat16 for float16), `float32` or `bfloat16`."""
-    if name == "auto":
-        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16").removeprefix(
-            "torch."
-        )
-        name = "float32" if stored == "float32" else "bfloat16"
-    return DTYPES[name]
-
-
-def decode_buckets(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Batch sizes that decode steps are padded to; empty: one graph serves any size."""
-    if config.decode_buckets is not None:
-        return config.decode_buckets
-    if device.type == "cpu":
-        return ()
-    powers = [2**i for i in range(config.max_num_seqs.bit_length()) if 2**i < config.max_num_seqs]
-    return (*powers, config.max_num_seqs)

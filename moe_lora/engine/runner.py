@@ -14,22 +14,26 @@ import numpy as np
 import torch
 
 from moe_lora.execution.context import ExecutionContext
-from moe_lora.kernels.step import LeasedAdapter, LeasedRows, StepTables
+from moe_lora.execution.row_routing import Lease, RoutedAdapter, RowRouting, Source, no_terms
+from moe_lora.kernels.step import StepTables
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.layers import DecoderLayer
 from moe_lora.scheduling.plan import Scheduled
 
+from .adapter_version import AdapterVersion
 from .sequence import Sequence
 from .step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
+_NO_LEASE = Lease(-1, 0)
 
 
 class ModelRunner:
     """Runs steps of one model.
 
     decode_buckets: batch sizes that decode steps are padded to; empty = none.  announce: told of each batch
-    before it is computed, for the ranks that compute it too.  remote: a LoRA Server computes deltas.
+    before it is computed, for the ranks that compute it too.  site_sources: who computes the deltas of each
+    site, in all layers.
     """
 
     def __init__(
@@ -37,11 +41,11 @@ class ModelRunner:
         model: CausalLM,
         context: ExecutionContext,
         device: torch.device,
+        site_sources: Seq[Source],
         *,
         eager: bool,
         decode_buckets: Seq[int],
         announce: Callable[[StepBatch], None] | None = None,
-        remote: bool = False,
     ) -> None:
         self._model = model
         self._context = context
@@ -49,7 +53,9 @@ class ModelRunner:
         self._eager = eager
         self._buckets = sorted(decode_buckets)
         self._announce = announce
-        self._remote = remote
+        self._sources = sorted(set(site_sources))
+        groups = tuple(self._sources.index(source) for source in site_sources)
+        self._groups = (groups,) * len(context.channels)
         self._compiled: LayerForward = DecoderLayer.__call__
         if not eager:
             torch._dynamo.config.recompile_limit = max(64, 4 * len(self._buckets))
@@ -81,7 +87,7 @@ class ModelRunner:
     def execute(self, batch: StepBatch) -> torch.Tensor:
         """Logits of the batch's `logit_rows`, [rows, vocab] fp32."""
         batch = batch.to(self._device)
-        self._context.begin_step(batch.tables)
+        self._context.begin_step(batch.tables, batch.routing)
         live = torch.arange(len(batch.tokens), device=self._device) < batch.num_live
         layer_forward = self._compiled if batch.compiled else DecoderLayer.__call__
         if batch.any_rows:
@@ -91,12 +97,15 @@ class ModelRunner:
 
     def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:
         tokens, positions, logit_rows = self._rows(plan, num_rows)
+        num_live = sum(item.num_tokens for item in plan)
+        counts = [item.num_tokens for item in plan] + [1] * (num_rows - num_live)
         return StepBatch(
             tokens=tokens,
             positions=positions,
             logit_rows=logit_rows,
-            num_live=sum(item.num_tokens for item in plan),
-            tables=self._tables(plan, num_rows),
+            num_live=num_live,
+            tables=self._tables(plan, counts),
+            routing=self._routing(plan, counts),
             compiled=self._fits_graph(plan, num_rows),
             any_rows=any_rows,
         )
@@ -128,52 +137,54 @@ class ModelRunner:
             self._tensor(np.array(logit_rows, dtype=np.int64)),
         )
 
-    def _tables(self, plan: Seq[Scheduled[Sequence]], num_rows: int) -> StepTables:
-        """Step tables; rows beyond the plan belong to a padding sequence each (seq_lens 0, no adapter)."""
-        counts = [item.num_tokens for item in plan]
-        counts += [1] * (num_rows - sum(counts))
-        row_slot = np.full(num_rows, -1, dtype=np.int32)
+    def _tables(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> StepTables:
+        """Step tables; rows beyond the plan belong to a padding sequence each (seq_lens 0).
+
+        counts: rows of each sequence.
+        """
         query_start = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         seq_lens = np.zeros(len(counts), dtype=np.int32)
         max_blocks = max((len(item.sequence.table.pages) for item in plan), default=1)
         block_tables = np.zeros((len(counts), max_blocks), dtype=np.int32)
-        has_adapters = False
         for index, item in enumerate(plan):
             sequence = item.sequence
             pages = sequence.table.pages
             block_tables[index, : len(pages)] = pages
             seq_lens[index] = sequence.num_computed + item.num_tokens
-            if sequence.adapter is not None and sequence.adapter.slot is not None:
-                row_slot[query_start[index] : query_start[index + 1]] = sequence.adapter.slot
-                has_adapters = True
         return StepTables(
-            row_slot=self._tensor(row_slot),
             query_start=self._tensor(query_start),
             seq_lens=self._tensor(seq_lens),
             block_tables=self._tensor(block_tables),
-            has_adapters=has_adapters,
-            leased=self._leased_rows(plan, query_start, num_rows) if self._remote else None,
             decode=all(item.num_tokens == 1 for item in plan),
         )
 
-    def _leased_rows(
-        self, plan: Seq[Scheduled[Sequence]], query_start: np.ndarray, num_rows: int
-    ) -> LeasedRows | None:
-        """Rows whose deltas the LoRA Server computes: all that have an adapter."""
-        index_of: dict[int, int] = {}
-        adapters: list[LeasedAdapter] = []
-        row_adapter = np.full(num_rows, -1, dtype=np.int32)
-        for index, item in enumerate(plan):
-            adapter = item.sequence.adapter
-            if adapter is None:
-                continue
-            if adapter.uid not in index_of:
-                index_of[adapter.uid] = len(adapters)
-                packed = adapter.packed
-                adapters.append(LeasedAdapter(packed.content_hash, packed.targets, adapter.lease))
-            row_adapter[query_start[index] : query_start[index + 1]] = index_of[adapter.uid]
-        return LeasedRows(adapters, row_adapter) if adapters else None
+    def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:
+        """Rows of an adapter take its slot or its lease, whichever each group of sites is computed from.
+
+        counts: rows of each sequence, padding ones included.
+        """
+        routes: dict[AdapterVersion, int] = {}
+        of_items = [
+            -1 if item.sequence.adapter is None else routes.setdefault(item.sequence.adapter, len(routes))
+            for item in plan
+        ]
+        of_items += [-1] * (len(counts) - len(plan))
+        row_route = np.array(of_items, dtype=np.int32).repeat(counts)
+        terms = no_terms(len(routes), len(self._sources))
+        adapters: list[RoutedAdapter] = []
+        for group, source in enumerate(self._sources if routes else ()):
+            term = terms[:-1, group, 0]
+            term["source"] = source
+            if source == Source.LOCAL:
+                term["slot"] = [-1 if adapter.slot is None else adapter.slot for adapter in routes]
+            else:
+                leases = [adapter.lease or _NO_LEASE for adapter in routes]
+                term["slot"] = [lease.slot for lease in leases]
+                term["generation"] = [lease.generation for lease in leases]
+                term["adapter"] = range(len(routes))
+                adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
+        return RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         """On the host: `StepBatch.to` moves it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape
 from moe_lora.kernels.step import KvLayout

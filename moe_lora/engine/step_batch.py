@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moe_lora.execution.row_routing import RowRouting
 from moe_lora.kernels.step import StepTables
 
 
@@ -20,8 +21,8 @@ class StepBatch:
     """Tensors on the host until `to`.
 
     tokens, positions: [T] int64.  logit_rows: int64, rows whose logits are wanted.  num_live: rows from
-    there on are padding.  compiled: whether a graph runs the layers.  any_rows: mark that graph as good for
-    any number of rows.
+    there on are padding.  routing: where the rows' deltas are computed.  compiled: whether a graph runs the
+    layers.  any_rows: mark that graph as good for any number of rows.
     """
 
     tokens: torch.Tensor
@@ -29,6 +30,7 @@ class StepBatch:
     logit_rows: torch.Tensor
     num_live: int
     tables: StepTables
+    routing: RowRouting
     compiled: bool
     any_rows: bool
 

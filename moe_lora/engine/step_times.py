@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.core.shape import ModelShape
@@ -20,7 +20,7 @@ from moe_lora.models.families import read_config
 from .build import build_engine
 from .core import EngineCore
 from .random_adapters import random_adapter
-from .rank import choose_device, choose_dtype, kv_layout
+from .rank import DTYPES, kv_layout, resolved
 
 _LOAD_POLL_S = 0.001
 
@@ -51,7 +51,9 @@ class StepClock:
         *,
         processor_time: bool = False,
     ) -> None:
-        on_cpu = choose_device(config.device).type == "cpu"
+        hf_config = read_config(Path(config.model_dir))
+        self.device = torch.device(resolved(config, hf_config).device)
+        on_cpu = self.device.type == "cpu"
         if processor_time and not (on_cpu and config.num_threads == 1 and config.expert_parallel == 1):
             raise ConfigError(
                 "processor time is that of a step only on one CPU thread; give --device cpu --threads 1, or "
@@ -59,8 +61,7 @@ class StepClock:
             )
         self._now_s = time.thread_time if processor_time else time.perf_counter
         self.core = engine_with_adapters(config, adapters)
-        self.device = choose_device(config.device)
-        shape = ModelShape.from_hf_config(read_config(Path(config.model_dir)))
+        shape = ModelShape.from_hf_config(hf_config)
         self.expert_share = shape.num_experts_per_token / shape.num_experts if shape.num_experts else 1.0
         self._num_decode_steps = num_decode_steps
         self._num_requests = 0
@@ -123,7 +124,7 @@ def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> E
     There is room for all of them below the share from which on the cache swaps out, and no history is kept.
     """
     hf_config = read_config(Path(config.model_dir))
-    dtype = choose_dtype(config.dtype, hf_config)
+    dtype = DTYPES[resolved(config, hf_config).dtype]
     shape = replace(ModelShape.from_hf_config(hf_config), dtype_bytes=dtype.itemsize)
     slack = shape.num_layers * kv_layout(config, shape, dtype).page_bytes
     least = shape.adapter_bytes(16) + slack  # the engine's own bound below

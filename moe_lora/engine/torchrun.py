@@ -10,7 +10,7 @@ from multiprocessing.connection import Client, Connection, Listener
 
 import torch.distributed as dist
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 
 from .follower import follow

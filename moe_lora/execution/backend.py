@@ -1,28 +1,34 @@
-"""The interface behind which every way of computing a LoRA delta stands."""
+"""The interface behind which every way of computing a LoRA delta stands, and the choice among them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 
 from moe_lora.kernels.step import StepTables
 
+from .row_routing import RowRouting, Source
+
+AddTo: TypeAlias = Callable[[torch.Tensor], None]
+"""Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features]; called once."""
+
 
 class LoraBackend(Protocol):
-    """Computes y += delta for the rows of a step, while the caller runs the base GEMM in between.
+    """Computes y += delta for the rows of a step that are routed to it.
 
-    Per site: `ticket = begin(...)`, base GEMM into y, `add_to(ticket, y)`.  A ticket is an int64 [1] CPU
-    tensor, so that it passes through compiled code; each is redeemed exactly once, in any order.
+    Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`.  Several sites may be begun before the
+    first of them is added to.
     """
 
-    def begin_step(self, step: StepTables) -> None:
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         """Announce the batch whose sites follow."""
         ...
 
-    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-        """Start the deltas of one site.
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        """Start the deltas of one site; None if there are none.
 
         x: [T, d_in] (or [T*K, d_in] at an expert site whose rows are already spread over the experts).
         ids: None at a dense site, else [T, K] int32 experts of each token row, numbered in the whole model,
@@ -31,29 +37,38 @@ class LoraBackend(Protocol):
         """
         ...
 
-    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the deltas to the site's output y: [T or T*K, sum of the site's out_features]."""
-        ...
 
+class RoutedBackend:
+    """LoraBackend that leaves each row, at each site, to the backend of its source.
 
-class SplitBackend:
-    """Each site is computed by one of two backends.  remote_sites: per site whether `remote` has it.
-
-    A ticket's lowest bit tells whose it is.
+    backends: where several have rows of a site, they are begun in this order, so those that compute elsewhere
+    come first.
     """
 
-    def __init__(self, local: LoraBackend, remote: LoraBackend, remote_sites: Sequence[bool]) -> None:
-        self._backends = (local, remote)
-        self._remote_sites = tuple(remote_sites)
+    def __init__(self, backends: Mapping[Source, LoraBackend]) -> None:
+        self.backends = dict(backends)
+        self._groups: Sequence[Sequence[int]] = ()
+        self._chosen: list[list[LoraBackend]] = []
 
-    def begin_step(self, step: StepTables) -> None:
-        for backend in self._backends:
-            backend.begin_step(step)
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        assert routing.terms.shape[2] == 1, "no backend takes a second term yet"
+        self._groups = routing.groups
+        self._chosen = [
+            [backend for source, backend in self.backends.items() if source in sources]
+            for sources in routing.sources
+        ]
+        for source in set().union(*routing.sources):
+            self.backends[Source(source)].begin_step(step, routing)
 
-    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-        which = self._remote_sites[site]
-        return self._backends[which].begin(layer, site, x, ids) * 2 + which
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        chosen = self._chosen[self._groups[layer][site]]
+        if len(chosen) == 1:
+            return chosen[0].begin(layer, site, x, ids)
+        begun = [backend.begin(layer, site, x, ids) for backend in chosen]
+        return partial(_add_all, begun) if begun else None
 
-    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        number = int(ticket.item())
-        self._backends[number & 1].add_to(torch.tensor([number >> 1]), y)
+
+def _add_all(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
+    for add_to in begun:
+        if add_to is not None:
+            add_to(y)

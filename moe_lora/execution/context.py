@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from moe_lora.kernels import cpu, ops, reference
 from moe_lora.kernels.step import KvLayout, StepTables
 
-from .backend import LoraBackend
+from .backend import AddTo, LoraBackend
 from .exchange import ExpertExchange
+from .row_routing import RowRouting
+
+_NO_DELTA = 0
 
 
 class ExecutionContext:
@@ -30,18 +35,29 @@ class ExecutionContext:
         self.backend = backend
         self.exchange = exchange
         self._step: StepTables | None = None
+        self._tickets = itertools.count(_NO_DELTA + 1)
+        self._begun: dict[int, AddTo] = {}
         self.channels = ops.open_channels(self, layout.num_layers)
 
-    def begin_step(self, step: StepTables) -> None:
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         """Make `step` the batch that the operations work on."""
+        assert not self._begun, "a ticket of the last step was never redeemed"
         self._step = step
-        self.backend.begin_step(step)
+        self.backend.begin_step(step, routing)
 
     def lora_begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-        return self.backend.begin(layer, site, x, ids)
+        """A ticket, int64 [1] on the CPU so that it passes through compiled code; redeemed exactly once."""
+        add_to = self.backend.begin(layer, site, x, ids)
+        if add_to is None:
+            return torch.tensor([_NO_DELTA])
+        ticket = next(self._tickets)
+        self._begun[ticket] = add_to
+        return torch.tensor([ticket])
 
     def lora_add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        self.backend.add_to(ticket, y)
+        number = int(ticket.item())
+        if number != _NO_DELTA:
+            self._begun.pop(number)(y)
 
     def paged_attention(
         self,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+from functools import partial
 
+import numpy as np
 import torch
 
 from moe_lora.core.shape import ModelShape
-from moe_lora.kernels.lora import SharedSegments, Shrunk, lora_expand, lora_shrink
-from moe_lora.kernels.step import SlotTable, StepTables
+from moe_lora.kernels.lora import SharedSegments, lora_expand, lora_shrink
+from moe_lora.kernels.step import LoraOperands, SlotTable, StepTables
 
-_NO_DELTA = 0
+from .backend import AddTo
+from .row_routing import RowRouting, Source
 
 
 class LocalBackend:
@@ -26,40 +28,42 @@ class LocalBackend:
         self._arena = arena
         self._slots = slots
         self._kernel = kernel
-        self._tickets = itertools.count(1)
-        self._pending: dict[int, Shrunk] = {}
-        self._step: StepTables | None = None
+        self._decode = False
         self._shared = SharedSegments()
-        self._site_ranks: list[int] = []
+        self._routing: RowRouting | None = None
+        self._rows: dict[int, tuple[torch.Tensor, list[int]]] = {}
         self._slot_site_ranks: dict[int, tuple[tuple[int, ...], list[int]]] = {}
 
-    def begin_step(self, step: StepTables) -> None:
-        assert not self._pending, "a ticket of the last step was never redeemed"
-        self._step = step
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self._decode = step.decode
         self._shared = SharedSegments()
-        live = set(step.row_slot.tolist()) - {-1} if step.has_adapters else ()
-        ranks = [self._ranks_by_site(slot) for slot in live]
-        self._site_ranks = [max(site) for site in zip(*ranks, strict=True)] or [0] * len(self._sites)
+        self._routing = routing
+        self._rows = {}
 
-    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-        step = self._step
-        assert step is not None, "begin_step comes first"
-        if not self._site_ranks[site]:
-            return torch.tensor([_NO_DELTA])
-        ticket = next(self._tickets)
-        self._pending[ticket] = lora_shrink(
-            *(x, ids, self._sites[site], layer, step.row_slot, self._slots, self._arena),
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        routing = self._routing
+        assert routing is not None, "begin_step comes first"
+        group = routing.groups[layer][site]
+        if group not in self._rows:
+            self._rows[group] = self._rows_at(routing, group)
+        token_slots, site_ranks = self._rows[group]
+        if not site_ranks[site]:
+            return None
+        shrunk = lora_shrink(
+            LoraOperands(x, ids, self._sites[site], layer, token_slots, self._slots, self._arena),
             kernel=self._kernel,
-            decode=step.decode,
+            decode=self._decode,
             shared=self._shared,
-            batch_rank=self._site_ranks[site],
+            batch_rank=site_ranks[site],
         )
-        return torch.tensor([ticket])
+        return partial(lora_expand, shrunk)
 
-    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        number = ticket.item()
-        if number != _NO_DELTA:
-            lora_expand(self._pending.pop(int(number)), y)
+    def _rows_at(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
+        """At these sites, the slot of each row, and the largest rank of the batch at each site."""
+        slot = np.ascontiguousarray(routing.terms_from(Source.LOCAL, group)["slot"])
+        ranks = [self._ranks_by_site(live) for live in set(slot.tolist()) - {-1}]
+        site_ranks = [max(site) for site in zip(*ranks, strict=True)] or [0] * len(self._sites)
+        return torch.from_numpy(slot).to(self._arena.device, non_blocking=True), site_ranks
 
     def _ranks_by_site(self, slot: int) -> list[int]:
         """The largest rank that the slot's adapter has at each site; 0 where it has none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 
@@ -10,7 +11,8 @@ from moe_lora.core.shape import ModelShape, Site
 from moe_lora.core.step_profile import StepProfile
 from moe_lora.kernels.step import StepTables
 
-from .backend import LoraBackend
+from .backend import AddTo, LoraBackend
+from .row_routing import RowRouting
 
 
 def share_of_layer(site: Site, shape: ModelShape) -> float:
@@ -35,28 +37,25 @@ class PacedBackend:
         self._remote = remote
         self._shares = {i: share_of_layer(s, shape) for i, s in enumerate(shape.sites) if s.num_experts}
         self._first_site = min(self._shares)
-        self._begun: dict[int, int] = {}
         self._num_rows = self._num_lora_rows = 0
         self._due_s = 0.0
 
-    def begin_step(self, step: StepTables) -> None:
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         lengths = step.query_start[1:] - step.query_start[:-1]
         decode = (lengths == 1) & (step.seq_lens > 0)
         self._num_rows = int(decode.sum())
-        self._num_lora_rows = self._num_rows if step.has_adapters or step.leased is not None else 0
+        self._num_lora_rows = self._num_rows if routing.has_deltas else 0
         self._due_s = time.monotonic()
-        self._backend.begin_step(step)
+        self._backend.begin_step(step, routing)
 
-    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
         if site == self._first_site:
             self._pass(self._profile.attention.seconds(self._num_rows))
-        ticket = self._backend.begin(layer, site, x, ids)
-        self._begun[int(ticket)] = site
-        return ticket
+        return partial(self._add_to, self._backend.begin(layer, site, x, ids), self._shares.get(site))
 
-    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        self._backend.add_to(ticket, y)
-        share = self._shares.get(self._begun.pop(int(ticket)))
+    def _add_to(self, add_to: AddTo | None, share: float | None, y: torch.Tensor) -> None:
+        if add_to is not None:
+            add_to(y)
         if share is None:
             return
         profile = self._profile

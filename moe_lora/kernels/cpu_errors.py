@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_lora.core.config import LORA_KERNELS
+from moe_lora.config import LORA_KERNELS
 
-from .step import KvLayout, SlotTable
+from .step import KvLayout, LoraOperands
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
@@ -26,10 +26,9 @@ def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
     )
 
 
-def shrink_error(
-    x: torch.Tensor, ids: torch.Tensor | None, site: Site, layer: int, slots: SlotTable, kernel: str
-) -> str:
+def shrink_error(operands: LoraOperands, kernel: str) -> str:
     """What is wrong with the operands of shrink."""
+    x, ids, site, layer, _, slots, _ = operands
     _, num_layers, num_entries = slots.lora_rank.shape
     if x.dim() != 2 or x.shape[1] != site.in_features:
         return f"x must be [rows, {site.in_features}] at site {site.name!r}, not of shape {tuple(x.shape)}"
@@ -43,37 +42,22 @@ def shrink_error(
     return f"site {site.name!r} needs more entries than the {num_entries} of the slot table"
 
 
-def lora_error(
-    refusal: int,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena_bytes: int,
-    dtype: torch.dtype,
-) -> str:
+def lora_error(refusal: int, operands: LoraOperands) -> str:
     """What the library refused in shrink."""
     if refusal == _BAD_EXPERT:
-        return f"ids hold an expert outside -1 .. {max(1, site.num_experts) - 1}"
+        return f"ids hold an expert outside -1 .. {max(1, operands.site.num_experts) - 1}"
     if refusal == _BAD_SLOT:
-        return f"row_slot holds a slot outside -1 .. {slots.num_slots - 1}"
+        return f"token_slots holds a slot outside -1 .. {operands.slots.num_slots - 1}"
     assert refusal == _BAD_OFFSET, refusal
-    return _offset_error(ids, site, layer, row_slot, slots, arena_bytes, dtype.itemsize)
+    return _offset_error(operands)
 
 
-def _offset_error(
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena_bytes: int,
-    itemsize: int,
-) -> str:
+def _offset_error(operands: LoraOperands) -> str:
     """Names the first matrix of the batch that does not lie in the arena."""
+    x, ids, site, layer, token_slots, slots, arena = operands
+    arena_bytes, itemsize = arena.numel(), x.element_size()
     experts = [0] if ids is None else ids[ids >= 0].unique().tolist()
-    for slot, expert in itertools.product(row_slot[row_slot >= 0].unique().tolist(), experts):
+    for slot, expert in itertools.product(token_slots[token_slots >= 0].unique().tolist(), experts):
         for module, width in enumerate(site.out_features):
             index = (slot, layer, site.entry(module, expert))
             for name, row_features in (("a_offset", site.in_features), ("b_offset", width)):

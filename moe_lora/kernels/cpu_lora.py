@@ -23,7 +23,7 @@ import torch
 
 from . import cpu_errors
 from .cpu_library import check_rows, checked, dtype_code, lib, lora_site, lora_slots, row_stride
-from .step import SlotTable
+from .step import LoraOperands
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
@@ -58,28 +58,18 @@ class Shrunk:
             release(self._address)
 
 
-def lora_shrink(
-    x: torch.Tensor,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena: torch.Tensor,
-    *,
-    kernel: str = "sgmv",
-) -> Shrunk:
+def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> Shrunk:
     """h = x_row @ A.T in fp32, for each row that has an adapter and each module of the site.
 
-    x: [T, H] or [T*K, H], fp32 or bf16, rows may be strided; the adapters are of the same dtype.  ids: [T, K]
-    int32 at an expert site, -1 = no expert, else None.  row_slot: [T] int32, -1 = no adapter.  arena: [bytes]
-    uint8; it must not change before the expand.  kernel: see the head of this file.
+    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  kernel: see the head
+    of this file.
     Modules that share A (same a_offset) are computed once. Raises ValueError for operands that don't fit, or
     a matrix that would lie outside the arena.  Source: Punica (arXiv 2310.18547), SGMV shrink.
     """
+    x, ids, site, layer, token_slots, slots, arena = operands
     code = dtype_code(x)
     if ids is None:
-        tokens = rows = row_slot.numel()
+        tokens = rows = token_slots.numel()
         top_k, ids_ptr = 1, None
     else:
         if ids.dim() != 2:
@@ -97,7 +87,7 @@ def lora_shrink(
         or constants.last_entry > tables.num_entries
         or kernel not in KERNELS
     ):
-        raise ValueError(cpu_errors.shrink_error(x, ids, site, layer, slots, kernel))
+        raise ValueError(cpu_errors.shrink_error(operands, kernel))
     x_rows = x.shape[0]
     if x_rows != tokens:
         check_rows(x, tokens, top_k)
@@ -114,15 +104,13 @@ def lora_shrink(
         top_k,
         constants,
         layer,
-        checked(row_slot, "row_slot", torch.int32, tokens),
+        checked(token_slots, "token_slots", torch.int32, tokens),
         tables,
         checked(arena, "arena", torch.uint8, arena_bytes),
         arena_bytes,
     )
     if address < 0:
-        raise ValueError(
-            cpu_errors.lora_error(address, ids, site, layer, row_slot, slots, arena_bytes, x.dtype)
-        )
+        raise ValueError(cpu_errors.lora_error(address, operands))
     return Shrunk(address, site, rows, x.dtype, arena)
 
 
@@ -136,27 +124,15 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
     _expand(_threads(), *_redeemed(shrunk, y, "y"))
 
 
-def lora_delta(
-    x: torch.Tensor,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    kernel: str = "sgmv",
-) -> None:
+def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
     """out = delta, zero where a row has no adapter: what `lora_expand` would add to y.
 
     out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided. The rest is as in `lora_shrink`.
     Nothing is written if ValueError is raised.
     """
-    shrunk = lora_shrink(x, ids, site, layer, row_slot, slots, arena, kernel=kernel)
-    operands = _redeemed(shrunk, out, "out")
+    target = _redeemed(lora_shrink(operands, kernel=kernel), out, "out")
     out.zero_()
-    _expand(_threads(), *operands)
+    _expand(_threads(), *target)
 
 
 def _redeemed(shrunk: Shrunk, y: torch.Tensor, name: str) -> tuple[int, int, int]:

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Union
 import torch
 
 from . import cpu, reference
-from .step import SlotTable
+from .step import LoraOperands
 
 if TYPE_CHECKING:
-    from moe_lora.core.shape import Site
-
     from .gpu.lora import Shrunk as GpuShrunk
     from .gpu.segments import Segments
 
@@ -30,64 +28,51 @@ _DENSE = -1
 class SharedSegments:
     """Rows as `kernel` walks them, made once for the sites of a step that share them (CUDA only).
 
-    A step's dense sites share one order; a layer's expert sites share that of their ids.  For one kernel.
+    Dense sites of the same token_slots share one order; a layer's expert sites also that of their ids.  For
+    one kernel.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor | None, Segments]] = {}
+        self._known: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor, Segments]] = {}
 
-    def of(
-        self,
-        layer: int,
-        ids: torch.Tensor | None,
-        row_slot: torch.Tensor,
-        site: Site,
-        num_slots: int,
-        kernel: str,
-    ) -> Segments:
-        """`gpu.segments.rows_for` of these rows; ids are kept: no other tensor can be taken for them."""
+    def of(self, operands: LoraOperands, kernel: str) -> Segments:
+        """`gpu.segments.rows_for` of these rows; tensors are kept: no others can be taken for them."""
         from .gpu.segments import rows_for
 
-        place = _DENSE if ids is None else layer
+        ids, slots = operands.ids, operands.token_slots
+        place = _DENSE if ids is None else operands.layer, id(slots)
         known = self._known.get(place)
         if known is None or known[0] is not ids:
-            known = ids, rows_for(kernel, row_slot, ids, num_slots, site.num_experts)
-            self._known[place] = known
-        return known[1]
+            known = self._known[place] = ids, slots, rows_for(operands, kernel)
+        return known[2]
 
 
 def lora_shrink(
-    x: torch.Tensor,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena: torch.Tensor,
+    operands: LoraOperands,
     *,
     kernel: str = "sgmv",
     decode: bool = False,
     shared: SharedSegments | None = None,
     batch_rank: int | None = None,
 ) -> Shrunk:
-    """h = x_row @ A.T of each row that has an adapter; operands as in `reference.lora_delta`.
+    """h = x_row @ A.T of each row that has an adapter.
 
     decode: the phase, which on CUDA may choose tiles and grids, never another result.  batch_rank: the
     largest rank in this batch, if known; see `gpu.lora`.  Raises ValueError for operands that don't fit.
     """
-    operands = (x, ids, site, layer, row_slot, slots, arena)
+    x = operands.x
     if x.is_cpu:
-        return cpu.lora_shrink(*operands, kernel=kernel)
+        return cpu.lora_shrink(operands, kernel=kernel)
     if x.is_cuda:
         from .gpu import lora
 
         segments = None
         if shared is not None:
-            segments = shared.of(layer, ids, row_slot, site, slots.num_slots, kernel)
+            segments = shared.of(operands, kernel)
         return lora.lora_shrink(
-            *operands, kernel=kernel, decode=decode, segments=segments, batch_rank=batch_rank
+            operands, kernel=kernel, decode=decode, segments=segments, batch_rank=batch_rank
         )
-    return reference.lora_delta(*operands)
+    return reference.lora_delta(operands)
 
 
 def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
@@ -102,29 +87,18 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
         lora.lora_expand(shrunk, y)
 
 
-def lora_delta(
-    x: torch.Tensor,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    kernel: str = "sgmv",
-) -> None:
+def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
     """out = delta of each row, zero where it has no adapter; see `reference.lora_delta`.
 
     out: [T, N] or [T*K, N] in x's dtype, overwritten.  Added to y, it gives the bits of a shrink and an
     expand on the same device: the fused kernel is not allowed.
     """
-    operands = (x, ids, site, layer, row_slot, slots, arena)
+    x = operands.x
     if x.is_cpu:
-        cpu.lora_delta(*operands, out, kernel=kernel)
+        cpu.lora_delta(operands, out, kernel=kernel)
     elif x.is_cuda:
         from .gpu import lora
 
-        lora.lora_delta(*operands, out, kernel=kernel, decode=False)
+        lora.lora_delta(operands, out, kernel=kernel, decode=False)
     else:
-        out.copy_(reference.lora_delta(*operands))
+        out.copy_(reference.lora_delta(operands))

@@ -5,15 +5,10 @@ Legend: T token rows, H input width, N output width, E experts, K experts per to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
-from .step import KvLayout, SlotTable, StepTables
-
-if TYPE_CHECKING:
-    from moe_lora.core.shape import Site
+from .step import KvLayout, LoraOperands, StepTables
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -55,32 +50,24 @@ def arena_rows(
     return arena[offset_bytes : offset_bytes + num_bytes].view(dtype).view(lora_rank, width)
 
 
-def lora_delta(
-    x: torch.Tensor,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena: torch.Tensor,
-) -> torch.Tensor:
+def lora_delta(operands: LoraOperands) -> torch.Tensor:
     """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), A and B those of row i's adapter.
 
     A delta is a value of the model's dtype: computed in fp32, then rounded to x's dtype. Adding it to a
     site's output rounds once more, `y = round(y + delta)`, so that one computed elsewhere gives the same y.
 
-    x: [T, H].  ids: None at a dense site, else [T, K] as in `expert_linear`.  row_slot: [T] int32, -1 = none.
     Returns [T, sum(out_features)] or [T*K, sum(out_features)] in x's dtype; zero where a row has no adapter.
     Source: Punica (arXiv 2310.18547), SGMV; a segment is all rows of one (slot, expert).
     """
+    x, ids, site, layer, token_slots, slots, arena = operands
     num_rows = x.shape[0] if ids is None else ids.numel()
     delta = torch.zeros(num_rows, sum(site.out_features), dtype=x.dtype, device=x.device)
     if ids is None:
         source = torch.arange(num_rows, device=x.device)
-        slot, expert = row_slot.long(), torch.zeros_like(source)
+        slot, expert = token_slots.long(), torch.zeros_like(source)
     else:
         source = input_rows(x, ids)
-        slot, expert = row_slot.long().repeat_interleave(ids.shape[1]), ids.reshape(-1).long()
+        slot, expert = token_slots.long().repeat_interleave(ids.shape[1]), ids.reshape(-1).long()
         slot = torch.where(expert < 0, -1, slot)
     for slot_id, expert_id in torch.unique(torch.stack([slot, expert], 1), dim=0).tolist():
         if slot_id < 0:

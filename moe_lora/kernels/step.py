@@ -7,11 +7,9 @@ These tensors never enter a compiled graph: operations reach them through a chan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, MAX_LORA_RANK
@@ -140,56 +138,37 @@ class SlotTable:
         self.max_lora_ranks[slot] = ()
 
 
-@dataclass(frozen=True)
-class Lease:
-    """Where the LoRA Server serves an adapter; the generation tells one content of the slot from the next."""
+class LoraOperands(NamedTuple):
+    """What the LoRA operations of one site work on.
 
-    slot: int
-    generation: int
-
-
-@dataclass(frozen=True)
-class LeasedAdapter:
-    """An adapter whose deltas come from the LoRA Server.
-
-    content_hash: its name in the host store.  targets: modules that it has deltas for.  lease: None while
-    there is none, though requests of the adapter run.
+    x: [T, H], or [T*K, H] at an expert site whose rows are already spread over the experts.
+    ids: [T, K] int32 (output row t*K + k belongs to expert ids[t, k], -1 = none), None at a dense site.
+    layer: row of the slot table.  token_slots: [T] int32 adapter slot of each token, -1 = none.
+    arena: flat uint8 with the matrices, of x's dtype, that `slots` points at.
     """
 
-    content_hash: str
-    targets: tuple[str, ...]
-    lease: Lease | None
-
-
-@dataclass(frozen=True)
-class LeasedRows:
-    """Which rows of a step want deltas from the LoRA Server.
-
-    row_adapter: [T] int32 index into `adapters`, -1 = none.
-    """
-
-    adapters: Sequence[LeasedAdapter]
-    row_adapter: np.ndarray
+    x: torch.Tensor
+    ids: torch.Tensor | None
+    site: Site
+    layer: int
+    token_slots: torch.Tensor
+    slots: SlotTable
+    arena: torch.Tensor
 
 
 @dataclass(kw_only=True)
 class StepTables:
     """One step's batch, all int32; operations want it on the arena's device.
 
-    row_slot: [T] adapter slot of each token row, -1 = base model.
     query_start: [S + 1] first row of each sequence; rows of a sequence are consecutive tokens.
     seq_lens: [S] tokens of the sequence including this step's rows; 0 marks a padding sequence.
     block_tables: [S, B] page of each block.
-    has_adapters: some row has a slot.  leased: rows for the LoRA Server, None if there are none.
     decode: every sequence computes one token; kernels may launch otherwise then, but add in the same order.
     """
 
-    row_slot: torch.Tensor
     query_start: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
-    has_adapters: bool
-    leased: LeasedRows | None = None
     decode: bool = False
 
     def to(self, device: torch.device) -> StepTables:

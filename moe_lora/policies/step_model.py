@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from moe_lora.core.config import LORA_KERNELS, PERFORMANCE_FORMS
+from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
 
 from .step_work import Row, StepRow, StepWork

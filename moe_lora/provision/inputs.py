@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lora.config.plan import PlanGoals
+from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 
 from .memory import AdapterMix
 from .profile import Profile
 
-ESTIMATORS = ("paper", "corrected")
 _FROM_TRACE = {
     "rate_per_s": "change --request-rate",
     "output_tokens": "it is the trace's mean",
@@ -24,14 +25,11 @@ _FROM_TRACE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanInputs:
+class PlanInputs(PlanGoals):
     """A model, its adapters, a load, a device and two SLOs.
 
     model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
-    rate_per_s, output_tokens, context_tokens: of the load, means.  global_batch: requests decoding at
-    once over all instances; None: rate * output tokens * the plan's own TPOT (Little's law), and load_margin
-    more.  gpus: the whole budget;
-    None: as few as it takes.  instances: so many; None: chosen.  estimator: of the IAR that M* must reach.
+    rate_per_s, output_tokens, context_tokens: of the load, means.
     trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
     adapters_are_traces: probabilities are those of the adapters that the trace names.  adapter_share: of the
     requests, those for an adapter; the others ask the base model.
@@ -47,39 +45,18 @@ class PlanInputs:
     output_tokens: float
     context_tokens: float
     rate_per_s: float | None = None
-    global_batch: float | None = None
-    load_margin: float = 0.2
-    slo_ttft_s: float = 0.25
-    slo_tpot_s: float = 0.1
-    target_iar: float = 0.95
-    gpus: int | None = None
-    instances: int | None = None
-    estimator: str = "corrected"
     popularity_source: str = ""
     trace_rate_per_s: float | None = None
     adapters_are_traces: bool = False
     adapter_share: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("slo_ttft_s", "slo_tpot_s", "output_tokens", "context_tokens"):
-            _positive(name, getattr(self, name))
-        for name in ("rate_per_s", "global_batch", "gpus", "instances", "instance_gpus"):
+        super().__post_init__()
+        for name in ("output_tokens", "context_tokens", "rate_per_s", "instance_gpus"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        if not (math.isfinite(self.load_margin) and self.load_margin >= 0):
-            raise ConfigError(
-                f"load_margin={self.load_margin} must be a finite number, 0 or more (0.2 usual)"
-            )
-        if isinstance(self.target_iar, bool) or not 0 < self.target_iar <= 1:
-            raise ConfigError(f"target_iar={self.target_iar} must be above 0 and at most 1 (0.95 usual)")
         if not 0 < self.adapter_share <= 1:
             raise ConfigError(f"adapter_share={self.adapter_share} must be above 0 and at most 1")
-        if self.estimator not in ESTIMATORS:
-            raise ConfigError(
-                f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}"
-            )
-        if self.gpus is not None and self.instances is not None:
-            raise ConfigError("gpus and instances are both given; a budget is split by the plan: give one")
         if self.rate_per_s is None and self.global_batch is None:
             raise ConfigError(
                 "the load is unknown: the trace has no arrival times, or one only; "
@@ -96,12 +73,8 @@ class PlanInputs:
 
     def to_json(self) -> dict[str, Any]:
         """All that is not an array, as JSON holds it."""
-        names = (
-            *("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens", "global_batch"),
-            "load_margin",
-            *("slo_ttft_s", "slo_tpot_s", "target_iar", "gpus", "instances", "estimator"),
-            *("popularity_source", "adapter_share"),
-        )
+        own = ("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens")
+        names = (*own, *settings_of(PlanGoals), "popularity_source", "adapter_share")
         return {
             **{name: getattr(self, name) for name in names},
             "num_adapters": len(self.probabilities),

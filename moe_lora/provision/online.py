@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from moe_lora.config.plan import ESTIMATORS
+
 from .admitted import rates_at, smallest_capacity_of
 from .demand import Demand
 from .iar import expected_active
-from .inputs import ESTIMATORS
 
 MARGIN = 0.1
 SHRINK_ABOVE = 1.25

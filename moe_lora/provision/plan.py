@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moe_lora.config.plan import ESTIMATORS
 from moe_lora.workload.probabilities import checked_probabilities
 
 from .admitted import ADMITTED, Admitted, rates_at
@@ -15,7 +16,7 @@ from .candidate import Candidate, candidates, most_rows
 from .cluster import Cluster
 from .corrected import corrected_wait
 from .iar import expected_active
-from .inputs import ESTIMATORS, PlanInputs
+from .inputs import PlanInputs
 from .layer_figures import layer_ms, table_1_metrics
 from .load_range import NeededCapacity
 from .loading import loads_per_s

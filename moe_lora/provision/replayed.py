@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moe_lora.config.plan import WorkloadOptions
 from moe_lora.core.step_profile import StageTime, StepProfile
 from moe_lora.dist.lora_server.partition import Layout
 from moe_lora.sim.config import InstanceConfig, LoraServerConfig, SystemConfig
 from moe_lora.sim.replay import CapacityReplay, replay_capacity
-from moe_lora.workload.plan import PlannedRequest, WorkloadOptions, make_plan
+from moe_lora.workload.plan import PlannedRequest, make_plan
 from moe_lora.workload.popularity import Popularity
 from moe_lora.workload.records import Trace
 from moe_lora.workload.traces import read_trace

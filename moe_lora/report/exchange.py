@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
+from moe_lora.config.plan import ReplayOptions
 from moe_lora.workload.plan import PlannedRequest
 from moe_lora.workload.prompts import random_token_ids
 
 from .client import ServerError, StreamedCompletion
 from .latency import RequestTiming
 from .records import RequestRecord
-
-FORCE_LENGTH = ("ignore-eos", "min-tokens", "off")
-MAX_TEMPERATURE = 100.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayOptions:
-    """Where and how to send.
-
-    model: name of the base model, for requests without an adapter.
-    force_length: how requests without a known answer get the trace's output length.
-    timeout_s: for one whole request.  vocab_size: random prompts hold ids below it.
-    """
-
-    url: str
-    model: str
-    timeout_s: float = 600.0
-    max_connections: int = 2048
-    temperature: float = 0.0
-    force_length: str = "ignore-eos"
-    vocab_size: int = 32000
-    seed: int = 0
-    api_key: str | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.force_length not in FORCE_LENGTH:
-            raise ValueError(f"force_length={self.force_length!r}; choose one of {', '.join(FORCE_LENGTH)}")
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature={self.temperature} is not allowed; choose 0 (greedy) to {MAX_TEMPERATURE}"
-            )
-        for name in ("timeout_s", "max_connections", "vocab_size"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value} is not allowed; choose a finite number > 0")
 
 
 def request_body(planned: PlannedRequest, options: ReplayOptions) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moe_lora.config.plan import ReplayOptions
 from moe_lora.workload.plan import PlannedRequest
 
 from .client import CompletionClient, ServedModels, ServerError, StreamedCompletion
-from .exchange import ReplayOptions, finished_record, request_body
+from .exchange import finished_record, request_body
 from .records import RequestRecord
 
 _PROGRESS_PERIOD_S = 0.5

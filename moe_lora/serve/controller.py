@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from moe_lora.config import LoraServerConfig, ProvisionConfig
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.config import LoraServerConfig, ProvisionConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError, LoraServerError
 from moe_lora.core.problems import LastProblem
 from moe_lora.core.request import FleetStats

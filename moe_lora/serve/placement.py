@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import cast
 
+from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.config import RoutingConfig
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.problems import LastProblem
 from moe_lora.core.request import FleetStats

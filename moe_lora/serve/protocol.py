@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from moe_lora.core.config import MAX_COUNT
+from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import SamplingParams
 
 from .answers import UsageInStream

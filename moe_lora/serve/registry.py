@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from moe_lora.adapters.registered import REMOVED
-from moe_lora.core.config import MAX_COUNT
+from moe_lora.config import MAX_COUNT
 
 from .adapters import check_new_name, find_files
 from .errors import ApiError, JsonResponse, bad_request

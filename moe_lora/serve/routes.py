@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from moe_lora.core.config import RoutingConfig
+from moe_lora.config import RoutingConfig
 from moe_lora.core.token_meter import TokenMeter
 from moe_lora.engine.client import EngineClient
 from moe_lora.policies.model_routing import CostModel

@@ -12,7 +12,7 @@ from typing import Any, cast
 from moe_lora.adapters.base_model import base_model_hash
 from moe_lora.adapters.registered import RegisteredAdapter
 from moe_lora.adapters.registry import Registry
-from moe_lora.core.config import EngineConfig, RegistryConfig
+from moe_lora.config import EngineConfig, RegistryConfig
 from moe_lora.core.errors import AdapterError, ConfigError
 
 logger = logging.getLogger(__name__)

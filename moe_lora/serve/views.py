@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from moe_lora.adapters.registered import RegisteredAdapter
-from moe_lora.core.config import ProvisionConfig
+from moe_lora.config import ProvisionConfig
 from moe_lora.core.request import RequestTiming
 from moe_lora.dist.lora_server.admin import ServerState
 from moe_lora.provision.online import Outlook

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from moe_lora.config.settings import Settings, setting
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.step_profile import StageTime, StepProfile
 from moe_lora.policies.routing import LeastOutstanding, Router
@@ -27,14 +28,8 @@ def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
     return adapter_bytes[name]
 
 
-def _check_at_least(least: float, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value >= least:
-            raise ConfigError(f"{name}={value} is not allowed; choose {least} or more")
-
-
 @dataclass(frozen=True, kw_only=True)
-class InstanceConfig:
+class InstanceConfig(Settings):
     """An LLM instance.
 
     profile: of one of its num_layers equal layers; or steps: times of whole steps by the ranks in them, where
@@ -46,27 +41,26 @@ class InstanceConfig:
     """
 
     profile: StepProfile | None = None
-    num_layers: int = 1
+    num_layers: int = setting(1, least=1)
     steps: StepModel | None = None
-    max_num_seqs: int = 256
-    kv_tokens: float | None = None
+    max_num_seqs: int = setting(256, least=1)
+    kv_tokens: float | None = setting(None, least=1)
     prefill: StageTime | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = setting(2048, least=1)
     shortest_first: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.profile is None) == (self.steps is None):
             raise ConfigError("an instance needs a profile of its layers, or a model of its steps; give one")
         if self.steps is not None and (self.prefill is not None or self.num_layers != 1):
             raise ConfigError(
                 "steps has the time of prompts and of all layers; leave prefill and num_layers out"
             )
-        _check_at_least(1, num_layers=self.num_layers, max_num_seqs=self.max_num_seqs)
-        _check_at_least(1, kv_tokens=self.kv_tokens, max_num_batched_tokens=self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalConfig:
+class LocalConfig(Settings):
     """Every instance has `capacity` adapter slots of its own and loads at load_bytes_per_s (inf: at once).
 
     fetch_bytes_per_s: at which an adapter that a placement has put elsewhere so far comes from another host's
@@ -74,14 +68,13 @@ class LocalConfig:
     ones.
     """
 
-    capacity: int
+    capacity: int = setting(least=1)
     load_bytes_per_s: float = math.inf
     fetch_bytes_per_s: float = math.inf
-    starvation_s: float = 5.0
+    starvation_s: float = setting(5.0, least=0)
 
     def __post_init__(self) -> None:
-        _check_at_least(1, capacity=self.capacity)
-        _check_at_least(0, starvation_s=self.starvation_s)
+        super().__post_init__()
         for name in ("load_bytes_per_s", "fetch_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} brings nothing; choose more than 0")
@@ -96,14 +89,9 @@ class LoraServerConfig(LocalConfig):
     it; a step begins without those that wait for that.
     """
 
-    num_stages: int = 1
+    num_stages: int = setting(1, least=1)
     layer_wise: bool = True
-    control_s: float = 0.001
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_at_least(1, num_stages=self.num_stages)
-        _check_at_least(0, control_s=self.control_s)
+    control_s: float = setting(0.001, least=0)
 
 
 Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
@@ -112,19 +100,15 @@ first asked before any request, about no tokens in no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Settings):
     """planner: makes that of a run, which is asked every interval_s while requests come."""
 
     planner: Callable[[], Planner]
-    interval_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.interval_s < math.inf:
-            raise ConfigError(f"interval_s={self.interval_s} must be a number of seconds > 0")
+    interval_s: float = setting(30.0, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SystemConfig:
+class SystemConfig(Settings):
     """Equal instances and where their adapters are.
 
     adapters: slots of each instance, or a LoRA Server.  lora_ranks: of the adapters, which steps go by; one
@@ -132,7 +116,7 @@ class SystemConfig:
     anew while requests come, for a router that is a `PhiRouting`; None: every host has all adapters.
     """
 
-    num_instances: int
+    num_instances: int = setting(least=1)
     instance: InstanceConfig
     adapters: LocalConfig | LoraServerConfig
     adapter_bytes: AdapterBytes = 0.0
@@ -141,7 +125,7 @@ class SystemConfig:
     placement: PlacementConfig | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least(1, num_instances=self.num_instances)
+        super().__post_init__()
         if self.instance.steps is not None and isinstance(self.adapters, LoraServerConfig):
             raise ConfigError("steps has the deltas in it; with a LoRA Server give a profile of the layers")
         if self.placement is not None and isinstance(self.adapters, LoraServerConfig):

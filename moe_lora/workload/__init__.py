@@ -6,7 +6,7 @@ from .arrivals import cut_duration, gamma_arrivals, original_arrivals
 from .functions import Invocations, functions_popularity, read_invocations, with_invocations
 from .mapping import map_adapters, map_identities, mapped_popularity
 from .named import POPULARITY_NAMES, parse_popularity
-from .plan import PlannedRequest, WorkloadOptions, make_plan
+from .plan import PlannedRequest, make_plan
 from .popularity import AdapterChoice, Popularity, from_weights, read_counts, uniform, zipf
 from .records import Trace, TraceRequest
 from .statistics import LengthStatistics, TraceStatistics, trace_statistics
@@ -23,7 +23,6 @@ __all__ = [
     "Trace",
     "TraceRequest",
     "TraceStatistics",
-    "WorkloadOptions",
     "cut_duration",
     "detect_format",
     "from_weights",

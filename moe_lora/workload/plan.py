@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moe_lora.config.plan import WorkloadOptions
+
 from .arrivals import (
     FloatArray,
     busiest_stretch,
@@ -37,48 +39,6 @@ class PlannedRequest:
     prompt: str | None = None
     answer: str | None = None
     hash_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkloadOptions:
-    """How a trace is turned into requests; lengths in tokens, None: as in the trace.
-
-    arrivals: "trace" (its times, scaled if request_rate_per_s is given) or "gamma" (drawn; burstiness 1.0:
-        Poisson).
-    num_requests, duration_s: recorded arrivals are cut; drawn ones go round the trace's rows as often as
-        needed.
-    busiest: begin where the most recorded arrivals fall within duration_s, instead of at the trace's start.
-    prompts: "text" sends the trace's texts, "random" random token ids of the trace's lengths.
-    """
-
-    arrivals: str = "trace"
-    request_rate_per_s: float | None = None
-    burstiness: float = 1.0
-    duration_s: float | None = None
-    busiest: bool = False
-    num_requests: int | None = None
-    max_prompt_tokens: int | None = None
-    max_output_tokens: int | None = None
-    prompts: str = "random"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.arrivals not in ("trace", "gamma"):
-            raise ValueError(f"arrivals={self.arrivals!r} is unknown; choose trace or gamma")
-        if self.prompts not in ("random", "text"):
-            raise ValueError(f"prompts={self.prompts!r} is unknown; choose random or text")
-        if self.arrivals == "gamma" and self.request_rate_per_s is None:
-            raise ValueError("drawn arrivals need a rate; give --request-rate")
-        if self.arrivals == "trace" and self.burstiness != 1.0:
-            raise ValueError(
-                "burstiness applies to drawn arrivals only; use --arrivals gamma with --request-rate"
-            )
-        if self.busiest and (self.arrivals != "trace" or self.duration_s is None):
-            raise ValueError("--busiest picks a stretch of recorded arrivals; give --duration-s, draw none")
-        for name in ("num_requests", "max_prompt_tokens", "max_output_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is not allowed; choose a whole number >= 1")
 
 
 def make_plan(

@@ -136,9 +136,7 @@ def test_goal_over_peers_is_open_without_kernels_from_outside(outside: list[str]
 def test_operands_mean_what_the_reference_computes(shape_number: int) -> None:
     case = Case(spec_of(shape_number), CPU, 0)
     for copy in range(case.num_copies):
-        expected = reference.lora_delta(
-            case.x[copy], case.ids, case.site, copy, case.row_slot, case.slots, case.arena
-        )
+        expected = reference.lora_delta(case.operands(copy))
         mm_loop(case)["delta"](copy)
         torch.testing.assert_close(case.y[copy], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(case.exact, case.y[0], rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from moe_lora.cli.main import main
 from moe_lora.cli.profile_steps import good_models
-from moe_lora.core.config import RoutingConfig
+from moe_lora.config import RoutingConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.provision.operating_points_file import read_operating_points
 from moe_lora.provision.performance_file import read_step_model

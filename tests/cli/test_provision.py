@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from moe_lora.cli import load_options
 from moe_lora.cli.main import main
-from moe_lora.dist.cluster import read_cluster
+from moe_lora.config.cluster import read_cluster
 from moe_lora.provision.iar import expected_active
 from moe_lora.workload import FORMATS, zipf
 from moe_lora.workload.rank_shapes import production_ranks, shifting_ranks
@@ -171,12 +171,12 @@ def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
         (["--popularity", "oval", "--adapters", "8"], "'oval' is neither a file nor known"),
         (["--popularity", "uniform", "--zipf", "1", "--adapters", "8"], "exclude each other"),
         (["--adapters", "8", "--zipf", "-1"], "zipf=-1.0 is not allowed"),
-        (["--adapters", "8", "--slo-tpot-s", "-1"], "slo_tpot_s=-1.0 must be a finite number above 0"),
+        (["--adapters", "8", "--slo-tpot-s", "-1"], "slo_tpot_s=-1.0 must be positive and finite"),
         (["--adapters", "8", "--slo-ttft-s", "nan"], "slo_ttft_s=nan"),
         (["--adapters", "8", "--slo-tpot-s", "0.001"], "alone take"),
         (["--adapters", "8", "--target-iar", "1.2"], "target_iar=1.2"),
         (["--adapters", "8", "--gpus", "2"], "--gpus 2: no split"),
-        (["--adapters", "8", "--gpus", "-2"], "gpus=-2 must be"),
+        (["--adapters", "8", "--gpus", "-2"], "-2 is not in the range x>=1"),
         (["--adapters", "8", "--gpus", "8", "--instances", "2"], "give one"),
         (["--adapters", "8", "--hardware", "abacus"], "shipped are hopper96"),
         (["--adapters", "8", "--lora-rank", "big"], "'big' is not R or R=SHARE"),

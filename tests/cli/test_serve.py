@@ -9,18 +9,31 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 from moe_lora.cli.main import main
-from moe_lora.core.config import PoolConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config import FrontEndConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import CapacityError, EngineDeadError
-from moe_lora.dist.front_ends import FrontEndConfig
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """What `moe-lora serve` would start: a list that gets (config, keywords)."""
+    """What `moe-lora serve` would start: a list that gets the engine's settings, and the others by name."""
     calls = []
-    monkeypatch.setattr(
-        "moe_lora.assemble.serve", lambda config, **keywords: calls.append((config, keywords))
-    )
+
+    def serve(cluster: ClusterConfig) -> None:
+        others = {
+            "host": cluster.front_end.host,
+            "port": cluster.front_end.port,
+            "served_model_name": cluster.served_model_name,
+            "routing": cluster.front_end,
+            "lora_server": cluster.lora_server,
+            "provision": cluster.provision,
+            "registry": cluster.registry,
+            "cors_origins": cluster.front_end.cors_origins,
+            "drain_s": cluster.front_end.drain_s,
+        }
+        calls.append((cluster.engine, others))
+
+    monkeypatch.setattr("moe_lora.assemble.serve", serve)
     return calls
 
 
@@ -73,7 +86,7 @@ def test_lora_server_options_reach_the_server(served, model_dir):
     assert run(model_dir, *options).exit_code == 0
     [(config, keywords)] = served
     assert config.lora_kernel == "mbgmv"
-    assert keywords["lora_server"] == {"layout": "EP2-PP1", "capacity": 7}
+    assert keywords["lora_server"] == LoraServerConfig(layout="EP2-PP1", capacity=7)
 
 
 def test_lora_server_options_without_a_lora_server_are_refused(served, model_dir):
@@ -152,7 +165,6 @@ def test_adapters_lie_in_a_pool_if_it_is_asked_for(served, model_dir, cluster_fi
     assert run(model_dir, "--instances", "3", "--pool-replicas", "2").exit_code == 0
     assert [config.pool for config, _ in served] == [None, PoolConfig(replicas=2)]
     for words, reason in (
-        ([model_dir, "--pool-replicas", "0"], "pool.replicas=0 must be 1 or more"),
         (["--config", cluster_file, "--pool-replicas", "1"], "a LoRA Server do not go together"),
         ([model_dir, "--lora-server", "EP1-PP1", "--pool-replicas", "1"], "LoRA Server do not go together"),
         ([model_dir, "--expert-parallel", "2", "--pool-replicas", "1"], "use expert_parallel=1"),
@@ -160,6 +172,12 @@ def test_adapters_lie_in_a_pool_if_it_is_asked_for(served, model_dir, cluster_fi
         result = run(*words)
         assert result.exit_code == 1
         assert reason in result.output
+
+
+def test_a_pool_of_no_instance_is_refused(model_dir):
+    result = run(model_dir, "--pool-replicas", "0")
+    assert result.exit_code == 2
+    assert "0 is not in the range x>=1" in result.output
 
 
 def test_a_pool_needs_instances(model_dir):
@@ -195,7 +213,9 @@ def test_a_file_gives_the_settings_and_options_go_before_it(served, cluster_file
         "port": 78,
         "served_model_name": "base",
         "routing": FrontEndConfig(port=78, routing="round_robin", engines_address="h:2"),
-        "lora_server": {"layout": "EP2-PP1", "capacity": 8},
+        "lora_server": LoraServerConfig(
+            layout="EP2-PP1", capacity=8, address="h:1", store_dir=str(tmp_path / "s")
+        ),
         "provision": None,
         "registry": None,
         "cors_origins": (),
@@ -383,8 +403,8 @@ def test_adapters_that_can_not_be_served_are_left_out_if_that_is_asked_for(
         (["--lora-dir", "."], "no adapter_config.json"),
         (["--lora-modules", "x,y=p"], "without commas"),
         (["--port", "99999"], "0<=x<=65535"),
-        (["--max-loras", "0"], "max_loras=0"),
-        (["--instances", "0"], "num_instances=0"),
+        (["--max-loras", "0"], "0 is not in the range x>=1"),
+        (["--instances", "0"], "0 is not in the range x>=1"),
         (["--routing", "by_adapter"], "round_robin"),
         (["--max-loras", "9" * 20], "choose at most"),
         (["--kv-cache-gb", "-1"], "kv_cache_gb"),

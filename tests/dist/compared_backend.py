@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.client import RemoteBackend
+from moe_lora.execution.backend import AddTo
 from moe_lora.execution.local import LocalBackend
-from moe_lora.kernels.step import LeasedRows, SlotTable, StepTables
+from moe_lora.execution.row_routing import RowRouting, Source
+from moe_lora.kernels.step import SlotTable, StepTables
 from tests.slots import write_slot
 
 _BITS = {4: torch.int32, 2: torch.int16}
@@ -54,28 +57,26 @@ class ComparedBackend(RemoteBackend):
     def __init__(self, shape: ModelShape, partition, client_rank, links, layout, store: HostStore) -> None:
         super().__init__(shape, partition, client_rank, links, layout, store)
         self._local = LocalAdapters(shape, store)
-        self._numbers = itertools.count(1)
-        self._both: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         self._tally = Tally()
         # A mapping survives a process that is ended at once.
         path = tally_path(store.directory, client_rank)
         self._file = np.memmap(path, np.int64, "w+", shape=(len(fields(Tally)),))
 
-    def begin_step(self, step: StepTables) -> None:
-        super().begin_step(step)
-        self._local.begin_step(step)
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        super().begin_step(step, routing)
+        self._local.begin_step(step, routing)
 
-    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-        number = next(self._numbers)
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
         local = self._local.backend.begin(layer, site, x, ids)
-        self._both[number] = (100 * layer + site, super().begin(layer, site, x, ids), local)
-        return torch.tensor([number])
+        remote = super().begin(layer, site, x, ids)
+        return partial(self._add_both, 100 * layer + site, remote, local)
 
-    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        place, remote, local = self._both.pop(int(ticket))
+    def _add_both(self, place: int, remote: AddTo | None, local: AddTo | None, y: torch.Tensor) -> None:
         before, expected = _bits(y.clone()), y.clone()
-        self._local.backend.add_to(local, expected)
-        super().add_to(remote, y)
+        if local is not None:
+            local(expected)
+        if remote is not None:
+            remote(y)
         tally = self._tally
         num_wrong = int((_bits(y) != _bits(expected)).any(1).sum())
         if num_wrong and not tally.num_wrong:
@@ -96,21 +97,22 @@ class LocalAdapters:
         self._slot_of: dict[str, int] = {}
         self._load()
 
-    def begin_step(self, step: StepTables) -> None:
-        row_slot = torch.full_like(step.row_slot, -1)
-        if step.leased is not None:
-            row_slot = torch.from_numpy(self._slots(step.leased))
-        self.backend.begin_step(replace(step, row_slot=row_slot, has_adapters=step.leased is not None))
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        """What is leased comes from here, the rest from nowhere."""
+        slots = self._slots([adapter.content_hash for adapter in routing.adapters])
+        terms = routing.terms.copy()
+        leased = terms["source"] == Source.LEASED
+        terms["slot"] = np.where(leased, slots[terms["adapter"]], -1)
+        terms["source"] = np.where(leased, Source.LOCAL, 0)
+        self.backend.begin_step(step, replace(routing, terms=terms))
 
-    def _slots(self, leased: LeasedRows) -> np.ndarray:
-        """Slot of each row, [T] int32."""
-        hashes = [adapter.content_hash for adapter in leased.adapters]
+    def _slots(self, hashes: list[str]) -> np.ndarray:
+        """Slot of each adapter and of none."""
         new = [content_hash for content_hash in hashes if content_hash not in self._slot_of]
         if new:
             self._slot_of |= {content_hash: len(self._slot_of) + i for i, content_hash in enumerate(new)}
             self._load()
-        slots = np.array([self._slot_of[content_hash] for content_hash in hashes] + [-1], dtype=np.int32)
-        return slots[leased.row_adapter]
+        return np.array([self._slot_of[content_hash] for content_hash in hashes] + [-1])
 
     def _load(self) -> None:
         packed = [self._store.get(content_hash, content_hash) for content_hash in self._slot_of]

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest
 from moe_lora.dist.host_roles import Started, say_started
 from moe_lora.dist.lora_server import attach

@@ -14,11 +14,9 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lora.core.config import EngineConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
 from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.dist.cluster import ClusterConfig, read_cluster
-from moe_lora.dist.cluster_text import cluster_text
-from moe_lora.dist.front_ends import FrontEndConfig
 from moe_lora.dist.host_roles import HostRoles, RestartPolicy, Role
 from moe_lora.dist.net.thread import LoopThread, entered
 from moe_lora.dist.one_host import cluster_file, on_sockets, roles_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster import read_cluster
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.dist.roles import Place, serve_instance, serve_lora_server
 

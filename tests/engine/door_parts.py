@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.dist.net.connection import Address, parse_address
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.thread import LoopThread
 from moe_lora.engine.dial_in import FrontEndLinks

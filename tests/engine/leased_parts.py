@@ -14,7 +14,7 @@ from moe_lora.dist.lora_server.leases import LeaseTable
 from moe_lora.engine.adapter_version import AdapterVersion
 from moe_lora.engine.remote_placement import RemotePlacement, SharedPlacement
 from moe_lora.engine.sequence import Sequence
-from moe_lora.kernels.step import Lease
+from moe_lora.execution.row_routing import Lease
 
 from .parts import Parts, packed
 

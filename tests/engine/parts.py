@@ -12,8 +12,8 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
+from moe_lora.config import EngineConfig
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.adapter_room import AdapterRoom
 from moe_lora.engine.adapter_version import AdapterVersion

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.core.config import CACHE_POLICIES
+from moe_lora.config import CACHE_POLICIES
 
 from .parts import BLOCK_SIZE, Parts, packed
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine import sizing
 from moe_lora.engine.build import build_engine

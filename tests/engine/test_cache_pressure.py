@@ -8,7 +8,7 @@ import time
 import pytest
 
 from moe_lora import LLM, SamplingParams
-from moe_lora.core.config import CACHE_POLICIES
+from moe_lora.config import CACHE_POLICIES
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats
 from moe_lora.engine.copies import RankCopier

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.dist.net.connection import Address
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
 from moe_lora.engine.messages import Dead

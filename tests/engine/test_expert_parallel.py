@@ -16,7 +16,7 @@ import pytest
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.assemble import engine_processes
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
 from moe_lora.engine.followers import HOST_STORE
 from moe_lora.execution import exchange
@@ -205,7 +205,7 @@ def test_dense_model_has_no_experts_to_share(served):  # noqa: F811
 TORCHRUN_PROGRAM = f"""
 import os
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine import torchrun
 from moe_lora.engine.build import build_engine

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.config import RoutingConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 from moe_lora.engine.catch_up import catch_up, held_by

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_lora.config import EngineConfig
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore

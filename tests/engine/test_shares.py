@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.engine.shares import instance_config, thread_share
 

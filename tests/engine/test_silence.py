@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moe_lora.assemble import engine_processes
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.request import FleetStats, GenerateRequest, SamplingParams
 from moe_lora.engine.client import EngineClient
 from moe_lora.engine.heartbeat import Heartbeat

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lora.core.config import EngineConfig
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.open_loop import OverloadError, serve_open_loop

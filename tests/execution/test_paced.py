@@ -8,8 +8,10 @@ import torch
 
 from moe_lora.core.step_profile import StageTime, StepProfile
 from moe_lora.execution import paced
+from moe_lora.execution.backend import AddTo
 from moe_lora.execution.paced import PacedBackend
-from moe_lora.kernels.step import LeasedRows, StepTables
+from moe_lora.execution.row_routing import RowRouting, local_routing
+from moe_lora.kernels.step import StepTables
 from tests.dist.lora_server.shapes import model_shape
 
 SHAPE = model_shape()
@@ -41,12 +43,12 @@ class Answering:
     def __init__(self, clock: Clock, delay_s: float) -> None:
         self.clock, self.delay_s = clock, delay_s
 
-    def begin_step(self, step: StepTables) -> None: ...
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None: ...
 
-    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-        return torch.tensor([0])
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
+        return self.add_to
 
-    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
+    def add_to(self, y: torch.Tensor) -> None:
         self.clock.now_s += self.delay_s
 
 
@@ -70,16 +72,14 @@ def layer_s(
     start_s = clock.now_s
     backend.begin_step(
         StepTables(
-            row_slot=torch.zeros(query_len, dtype=torch.int32),
             query_start=torch.tensor([0, query_len], dtype=torch.int32),
             seq_lens=torch.tensor([8], dtype=torch.int32),
             block_tables=torch.zeros(1, 1, dtype=torch.int32),
-            has_adapters=lora and not remote,
-            leased=LeasedRows((), np.zeros(query_len, dtype=np.int32)) if lora and remote else None,
-        )
+        ),
+        local_routing(SHAPE, np.full(query_len, 0 if lora else -1, dtype=np.int32)),
     )
     for site in range(len(SHAPE.sites)):
-        backend.add_to(backend.begin(0, site, torch.zeros(1), None), torch.zeros(1))
+        backend.begin(0, site, torch.zeros(1), None)(torch.zeros(1))
     # Dense sites wait for the answering backend too, which is not the device's time.
     return clock.now_s - start_s - delay_s * (len(SHAPE.sites) - 2)
 

@@ -8,7 +8,7 @@ import torch
 from moe_lora.adapters import read_adapter
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.reference import arena_rows, lora_delta
-from moe_lora.kernels.step import SlotTable
+from moe_lora.kernels.step import LoraOperands, SlotTable
 from tests.families import make_adapter, make_checkpoint
 from tests.slots import write_slot
 
@@ -84,7 +84,8 @@ def test_writing_a_slot_again_leaves_nothing_of_the_old_adapter(shape_and_adapte
         sites = [site for site in shape.sites if site.in_features == shape.hidden_size]
         ids = torch.tensor([[0, 2], [1, 3]], dtype=torch.int32)
         return [
-            lora_delta(x, ids if site.num_experts else None, site, 1, rows, slots, arena) for site in sites
+            lora_delta(LoraOperands(x, ids if site.num_experts else None, site, 1, rows, slots, arena))
+            for site in sites
         ]
 
     for found, expected in zip(deltas(large, small), deltas(small), strict=True):

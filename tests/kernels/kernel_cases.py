@@ -82,7 +82,7 @@ def packed_adapters(
 
 
 def popularity(generator: torch.Generator, kind: str, rows: int, slots: int) -> torch.Tensor:
-    """row_slot of a batch in which adapters are popular in the way `kind` says; some rows have none."""
+    """token_slots of a batch in which adapters are popular in the way `kind` says; some rows have none."""
     if kind == "distinct":
         chosen = torch.arange(rows) % slots
     elif kind == "identical":
@@ -98,13 +98,13 @@ def popularity(generator: torch.Generator, kind: str, rows: int, slots: int) -> 
 def lora_batch(
     generator: torch.Generator, site: SiteCase, rows: int, kind: str, dtype: torch.dtype, num_slots: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """x, ids and row_slot of a batch at a site; `down` has one input row per output."""
-    row_slot = popularity(generator, kind, rows, num_slots)
+    """x, ids and token_slots of a batch at a site; `down` has one input row per output."""
+    token_slots = popularity(generator, kind, rows, num_slots)
     if not site.num_experts:
-        return random(generator, rows, site.in_features, dtype=dtype), None, row_slot
+        return random(generator, rows, site.in_features, dtype=dtype), None, token_slots
     ids = torch.randint(-1, site.num_experts, (rows, 2), generator=generator).int()
     x_rows = rows * 2 if site is DOWN else rows
-    return random(generator, x_rows, site.in_features, dtype=dtype), ids, row_slot
+    return random(generator, x_rows, site.in_features, dtype=dtype), ids, token_slots
 
 
 def paged_case(
@@ -123,10 +123,8 @@ def paged_case(
         tables[seq, :count] = order[sum(blocks[:seq]) : sum(blocks[: seq + 1])]
     starts = list(accumulate((rows for rows, _ in sequences), initial=0))
     step = StepTables(
-        row_slot=torch.full((starts[-1],), -1, dtype=torch.int32),
         query_start=torch.tensor(starts, dtype=torch.int32),
         seq_lens=torch.tensor(lens, dtype=torch.int32),
         block_tables=tables,
-        has_adapters=False,
     )
     return step, arena

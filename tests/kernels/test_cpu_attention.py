@@ -19,7 +19,7 @@ MIXED = [(5, 5), (1, 33), (40, 40), (0, 0), (7, 150), (0, 0)]
 def operands(generator, layout, sequences, heads, dtype):
     """Step, arena, and q, k, v as parts of one fused buffer."""
     step, arena = paged_case(generator, layout, sequences, dtype)
-    rows, dim, kv_heads = step.row_slot.numel(), layout.head_dim, layout.num_kv_heads
+    rows, dim, kv_heads = int(step.query_start[-1]), layout.head_dim, layout.num_kv_heads
     fused = strided(random(generator, rows, (heads + 2 * kv_heads), dim, dtype=dtype))
     return step, arena, fused.split([heads, kv_heads, kv_heads], dim=1)
 

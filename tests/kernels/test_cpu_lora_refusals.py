@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_lora.kernels import cpu
+from moe_lora.kernels.step import LoraOperands
 
 from .kernel_cases import GATE_UP, LAYER, QKV, SiteCase, packed_adapters
 
@@ -20,11 +21,15 @@ def operands(dtype, generator):
         "ids": torch.zeros(3, 2, dtype=I32),
         "site": GATE_UP,
         "layer": LAYER,
-        "row_slot": torch.zeros(3, dtype=I32),
+        "token_slots": torch.zeros(3, dtype=I32),
         "slots": slots,
         "arena": arena,
         "out": torch.full((6, 260), 7.0, dtype=dtype),
     }
+
+
+def delta(out, kernel="sgmv", **operands):
+    cpu.lora_delta(LoraOperands(**operands), out, kernel=kernel)
 
 
 REFUSED = {
@@ -44,10 +49,10 @@ REFUSED = {
     "layer=2": lambda o: {"layer": 2},
     "layer=-1": lambda o: {"layer": -1},
     "entries": lambda o: {"site": SiteCase("gate_up", ("gate", "up"), 70, (130, 130), 4, entry_base=9)},
-    "row_slot holds a slot": lambda o: {"row_slot": o["row_slot"] + 2},
-    "row_slot holds": lambda o: {"row_slot": o["row_slot"] - 2},
-    "row_slot must be .*int64": lambda o: {"row_slot": o["row_slot"].long()},
-    "row_slot must be .*3 elements": lambda o: {"row_slot": o["row_slot"][:2]},
+    "token_slots holds a slot": lambda o: {"token_slots": o["token_slots"] + 2},
+    "token_slots holds": lambda o: {"token_slots": o["token_slots"] - 2},
+    "token_slots must be .*int64": lambda o: {"token_slots": o["token_slots"].long()},
+    "token_slots must be .*3 elements": lambda o: {"token_slots": o["token_slots"][:2]},
     "arena must be": lambda o: {"arena": o["arena"].view(torch.int8)},
     "arena must be .*contiguous": lambda o: {"arena": o["arena"].repeat_interleave(2)[::2]},
     "out must be .*260 columns": lambda o: {"out": o["out"][:, :259]},
@@ -62,15 +67,15 @@ REFUSED = {
 def test_operands_that_do_not_fit(operands, named):
     changed = {**operands, **REFUSED[named](operands)}
     with pytest.raises(ValueError, match=named):
-        cpu.lora_delta(**changed)
+        delta(**changed)
     assert (operands["out"] == 7).all()
-    cpu.lora_delta(**operands)
+    delta(**operands)
     assert (operands["out"] == 0).all()
 
 
 def test_an_unknown_kernel(operands):
     with pytest.raises(ValueError, match="kernel='gemm' is unknown; choose one of sgmv, bgmv, mbgmv"):
-        cpu.lora_delta(**operands, kernel="gemm")
+        delta(**operands, kernel="gemm")
 
 
 @pytest.mark.parametrize("kernel", ["sgmv", "bgmv", "mbgmv"])
@@ -92,10 +97,10 @@ def test_a_matrix_outside_the_arena(operands, kernel, table, where):
     kept = int(offsets[0, LAYER, entry])
     offsets[0, LAYER, entry] = offset
     with pytest.raises(ValueError, match=rf"{table}\[0, 1, {entry}\]={offset}: {num_bytes} bytes"):
-        cpu.lora_delta(**operands, kernel=kernel)
+        delta(**operands, kernel=kernel)
     assert (operands["out"] == 7).all()
     offsets[0, LAYER, entry] = kept
-    cpu.lora_delta(**operands, kernel=kernel)
+    delta(**operands, kernel=kernel)
     assert (operands["out"] == 0).all()
 
 
@@ -103,8 +108,8 @@ def test_a_matrix_that_ends_with_the_arena_is_taken(dtype, generator):
     slots, arena = packed_adapters(generator, QKV, [4], dtype)
     last = int(slots.b_offset[0, LAYER, QKV.entry(2)]) + 4 * 33 * dtype.itemsize
     out = torch.zeros(1, 146, dtype=dtype)
-    x, row_slot = torch.ones(1, 96, dtype=dtype), torch.zeros(1, dtype=I32)
-    cpu.lora_delta(x, None, QKV, LAYER, row_slot, slots, arena[:last].clone(), out)
+    x, token_slots = torch.ones(1, 96, dtype=dtype), torch.zeros(1, dtype=I32)
+    cpu.lora_delta(LoraOperands(x, None, QKV, LAYER, token_slots, slots, arena[:last].clone()), out)
     assert (out[:, -33:] != 0).any()
     with pytest.raises(ValueError, match="b_offset"):
-        cpu.lora_delta(x, None, QKV, LAYER, row_slot, slots, arena[: last - 2].clone(), out)
+        cpu.lora_delta(LoraOperands(x, None, QKV, LAYER, token_slots, slots, arena[: last - 2].clone()), out)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.kernels import cpu
+from moe_lora.kernels.step import LoraOperands
 
 from .kernel_cases import DOWN, GATE_UP, LAYER, LORA_RANKS, QKV, SiteCase, lora_batch, packed_adapters
 
@@ -23,7 +24,7 @@ class Batch:
         generator, dtype = torch.Generator().manual_seed(seed), torch.bfloat16 if bf16 else torch.float32
         self.site, self.kernel = site, kernel
         self.slots, self.arena = packed_adapters(generator, site, LORA_RANKS, dtype)
-        self.x, self.ids, self.row_slot = lora_batch(generator, site, rows, kind, dtype, len(LORA_RANKS))
+        self.x, self.ids, self.token_slots = lora_batch(generator, site, rows, kind, dtype, len(LORA_RANKS))
         self.per_token = 1 if self.ids is None else 2
         self.x_per_token = self.x.shape[0] // rows
         self.tokens = torch.arange(rows)
@@ -38,8 +39,8 @@ class Batch:
             ids = self.ids[tokens]
         out = self.x.new_empty(len(tokens) * self.per_token, sum(self.site.out_features))
         x = self.x[self.rows_of(tokens, self.x_per_token)]
-        operands = (x, ids, self.site, LAYER, self.row_slot[tokens], self.slots, self.arena, out)
-        cpu.lora_delta(*operands, kernel=self.kernel)
+        operands = LoraOperands(x, ids, self.site, LAYER, self.token_slots[tokens], self.slots, self.arena)
+        cpu.lora_delta(operands, out, kernel=self.kernel)
         return out
 
     def expected(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from moe_lora.adapters import read_adapter
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.local import LocalBackend
+from moe_lora.execution.row_routing import RowRouting, local_routing
 from moe_lora.kernels.step import KvLayout, SlotTable, StepTables
 from moe_lora.models.families import load_model
 from moe_lora.models.layers import DecoderLayer
@@ -79,23 +81,22 @@ class Harness:
 
         num_padding: rows without a sequence at the end of the batch.
         """
-        tokens, positions, row_slot, starts, lengths = [], [], [], [0], []
+        tokens, positions, token_slots, starts, lengths = [], [], [], [0], []
         for sequence, new in batch:
             tokens += list(new)
             positions += range(sequence.length, sequence.length + len(new))
-            row_slot += [sequence.slot] * len(new)
+            token_slots += [sequence.slot] * len(new)
             sequence.length += len(new)
             starts.append(starts[-1] + len(new))
             lengths.append(sequence.length)
         num_rows = len(tokens)
         tables = StepTables(
-            row_slot=torch.tensor(row_slot + [-1] * num_padding, dtype=torch.int32),
             query_start=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             block_tables=torch.tensor([s.pages for s, _ in batch], dtype=torch.int32),
-            has_adapters=any(slot >= 0 for slot in row_slot),
         )
-        self.context.begin_step(tables)
+        token_slots += [-1] * num_padding
+        self.context.begin_step(tables, self.routing(np.array(token_slots, dtype=np.int32)))
         logits = self.model(
             torch.tensor(tokens + [0] * num_padding),
             torch.tensor(positions + [0] * num_padding),
@@ -105,6 +106,10 @@ class Harness:
             self.layer_forward,
         )
         return list(logits.split([len(new) for _, new in batch]))
+
+    def routing(self, token_slots: np.ndarray) -> RowRouting:
+        """Where the rows of these slots have their deltas from."""
+        return local_routing(self.model.spec.shape, token_slots)
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], slots: Sequence[int]

@@ -6,6 +6,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
@@ -19,6 +20,7 @@ from moe_lora.engine.kept_adapters import ShardSizes
 from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.exchange import RowExchange, open_group
 from moe_lora.execution.local import LocalBackend
+from moe_lora.execution.row_routing import local_routing
 from moe_lora.kernels.step import KvLayout, SlotTable, StepTables
 from moe_lora.models.families import load_model
 from tests.families import MOE_FAMILIES, NUM_EXPERTS, NUM_LAYERS
@@ -26,7 +28,7 @@ from tests.models.generated_code import operations
 
 CPU = torch.device("cpu")
 NUM_ROWS = 21
-SLOTS = torch.tensor([(-1, 0, 1, 2, 3)[i % 5] for i in range(NUM_ROWS)], dtype=torch.int32)
+SLOTS = np.array([(-1, 0, 1, 2, 3)[i % 5] for i in range(NUM_ROWS)], dtype=np.int32)
 PAGE_BYTES = 1024
 
 
@@ -63,9 +65,8 @@ class RankOfLayers:
         """Each layer's MoE half on the rows x; the last row is padding."""
         empty = torch.zeros(1, 1, dtype=torch.int32)
         self.context.begin_step(
-            StepTables(
-                row_slot=SLOTS, query_start=empty[0], seq_lens=empty[0], block_tables=empty, has_adapters=True
-            )
+            StepTables(query_start=empty[0], seq_lens=empty[0], block_tables=empty),
+            local_routing(self.model.spec.shape, SLOTS),
         )
         live = torch.arange(len(x)) < len(x) - 1
         layers = zip(self.model.layers, self.context.channels, strict=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.core.config import ROUTINGS
+from moe_lora.config import ROUTINGS
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.instance_load import InstanceLoad
 from moe_lora.policies.model_routing import CostModel, RankAware, ShortestPendingTime

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.core.config import PLACEMENTS as PLACEMENT_NAMES
+from moe_lora.config import PLACEMENTS as PLACEMENT_NAMES
 from moe_lora.provision.placement import place_adapters, place_by_rank
 from moe_lora.provision.placement_baselines import (
     PLACEMENTS,

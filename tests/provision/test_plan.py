@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
+from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.core.known_models import KNOWN_MODELS, known_model
-from moe_lora.dist.cluster import read_cluster
 from moe_lora.dist.lora_server.memory import plan_memory
 from moe_lora.dist.lora_server.partition import Layout, Partition
 from moe_lora.provision.cluster_yaml import plan_yaml
@@ -66,11 +67,9 @@ def test_plan_of_every_known_model_is_a_file_that_serve_takes(
     assert "placeholder" in text
     (tmp_path / "plan.yaml").write_text(text)
     read = read_cluster(tmp_path / "plan.yaml")
-    assert read.lora_server == {
-        "layout": plan.layout,
-        "capacity": plan.slots,
-        "memory_gb": plan.memory_gb_per_rank,
-    }
+    assert read.lora_server == LoraServerConfig(
+        layout=plan.layout, capacity=plan.slots, memory_gb=plan.memory_gb_per_rank
+    )
     assert read.engine.num_instances == plan.instances
     assert read.engine.max_num_seqs >= plan.batch_per_instance
     if gpus is not None:
@@ -139,13 +138,13 @@ def test_metrics_are_table_1s() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"slo_ttft_s": -1.0}, "slo_ttft_s=-1.0 must be a finite number above 0"),
+        ({"slo_ttft_s": -1.0}, "slo_ttft_s=-1.0 must be positive and finite"),
         ({"slo_tpot_s": math.nan}, "slo_tpot_s"),
         ({"target_iar": 1.5}, "target_iar"),
         ({"rate_per_s": None}, "give --request-rate or --global-batch"),
         ({"gpus": 8, "instances": 2}, "give one"),
         ({"rate_per_s": 0.0}, "rate_per_s=0.0 .* change --request-rate"),
-        ({"gpus": 0}, "gpus=0 .* change --gpus"),
+        ({"gpus": 0}, "gpus=0 must be 1 or more"),
         ({"global_batch": True}, "global_batch=True"),
         ({"target_iar": True}, "target_iar=True"),
     ],
@@ -242,7 +241,7 @@ def test_memory_of_the_written_file_holds_the_planned_adapters(tmp_path: Path) -
     (tmp_path / "plan.yaml").write_text(plan_yaml(plan, None))
     written = read_cluster(tmp_path / "plan.yaml").lora_server
     assert written is not None
-    server = LoraServerConfig(address="server", key="k", store_dir=str(tmp_path), **written)
+    server = replace(written, address="server", key="k", store_dir=str(tmp_path))
     shape, layout = known_model("Mixtral-8x7B").shape, Layout.parse(plan.layout)
     memory = plan_memory(server, Partition(shape, layout, 2, sites="auto"), torch.bfloat16, [])
     on_rank = AdapterMix(ranks=((64, 1.0),)).bytes_on_rank(shape, layout)

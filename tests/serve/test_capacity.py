@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.cli.main import main
+from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
 from moe_lora.dist.lora_server.admin import ServerState
 from moe_lora.provision.demand import DemandWindow

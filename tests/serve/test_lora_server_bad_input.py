@@ -31,7 +31,10 @@ def run(*words: str) -> str:
         (["--lora-server", "EPx"], r"lora_server='EPx' is no layout; choose EPx-PPy"),
         (["--lora-server", "EP0-PP1"], r"lora_server='EP0-PP1' is no layout"),
         (["--lora-server", "EP1-PP99"], r"lora_server='EP1-PP99': 99 stages are more than num_layers="),
-        (["--lora-server", "EP1-PP1", "--lora-capacity", "0"], r"lora_server.capacity=0"),
+        (
+            ["--lora-server", "EP1-PP1", "--lora-capacity", "0"],
+            r"--lora-capacity.*0 is not in the range x>=1",
+        ),
         (
             ["--lora-server", "EP1-PP1", "--transport", "pigeon"],
             r"'pigeon' is not one of 'shm', 'gloo', 'nixl'",

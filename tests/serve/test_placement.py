@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.config import RoutingConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster

@@ -13,7 +13,7 @@ import pytest
 from moe_lora.adapters.base_model import base_model_hash
 from moe_lora.adapters.peft_files import WEIGHTS_FILE
 from moe_lora.adapters.registry import Registry
-from moe_lora.core.config import EngineConfig, RegistryConfig
+from moe_lora.config import EngineConfig, RegistryConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError, RegistryError
 from moe_lora.serve.served_registry import ServedRegistry, opened_registry
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder

@@ -62,7 +62,7 @@ def test_a_result_says_that_it_is_simulated_and_what_nothing_averages_to():
 
 def test_settings_that_make_no_system_are_refused_with_the_way_out():
     for make, words in (
-        (lambda: LocalConfig(capacity=0), "capacity=0 is not allowed; choose 1 or more"),
+        (lambda: LocalConfig(capacity=0), "capacity=0 must be 1 or more"),
         (lambda: LocalConfig(capacity=1, load_bytes_per_s=0.0), "load_bytes_per_s=0.0"),
         (lambda: LocalConfig(capacity=1, starvation_s=-1.0), "starvation_s=-1.0"),
         (lambda: LoraServerConfig(capacity=1, num_stages=0), "num_stages=0"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.workload import Trace, TraceRequest, WorkloadOptions, make_plan, uniform, zipf
+from moe_lora.config.plan import WorkloadOptions
+from moe_lora.workload import Trace, TraceRequest, make_plan, uniform, zipf
 from moe_lora.workload.prompts import PromptRow, choose_rows, cut_text, random_token_ids, read_prompts
 
 TRACE = Trace(
@@ -71,11 +72,11 @@ def test_num_requests_limits_recorded_arrivals() -> None:
     ("settings", "said"),
     [
         ({"arrivals": "gamma"}, "--request-rate"),
-        ({"arrivals": "uniform"}, "trace or gamma"),
+        ({"arrivals": "uniform"}, "trace, gamma"),
         ({"burstiness": 0.5}, "--arrivals gamma"),
-        ({"prompts": "lyrics"}, "random or text"),
-        ({"num_requests": 0}, ">= 1"),
-        ({"max_prompt_tokens": -3}, ">= 1"),
+        ({"prompts": "lyrics"}, "random, text"),
+        ({"num_requests": 0}, "1 or more"),
+        ({"max_prompt_tokens": -3}, "1 or more"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(settings: dict, said: str) -> None:

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lora.config.plan import WorkloadOptions
 from moe_lora.workload import (
     POPULARITY_NAMES,
     AdapterChoice,
     Popularity,
     Trace,
     TraceRequest,
-    WorkloadOptions,
     make_plan,
     parse_popularity,
     uniform,

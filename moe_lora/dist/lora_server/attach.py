@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.net.keys import keys_in
 

@@ -5,16 +5,18 @@ Legend: T token rows of the step, K experts per token, R rows of an answer.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.shape import ModelShape
+from moe_lora.execution.backend import AddTo
+from moe_lora.execution.row_routing import RowRouting
 from moe_lora.kernels.step import StepTables
 
 from .compute import HostDeltas
@@ -25,8 +27,6 @@ from .rows import RemoteRows
 from .session import ClientSession, Sent, SessionLostError
 
 logger = logging.getLogger(__name__)
-
-_NO_DELTA = 0
 
 
 @dataclass
@@ -66,54 +66,56 @@ class RemoteBackend:
         self._links = links
         self._layout = layout
         self._host = HostDeltas(shape, store)
-        self._tickets = itertools.count(1)
-        self._pending: dict[int, list[_Part]] = {}
-        self._rows: RemoteRows | None = None
+        self._routing: RowRouting | None = None
+        self._rows: dict[int, RemoteRows] = {}
         self.num_requests = self.num_fallback_rows = 0
 
-    def begin_step(self, step: StepTables) -> None:
-        assert not self._pending, "a ticket of the last step was never redeemed"
-        self._rows = None if step.leased is None else RemoteRows(step.leased, self._shape)
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self._routing = routing
+        self._rows = {}
 
-    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-        tokens = None if self._rows is None else self._rows.tokens_at(site)
-        if tokens is None or not len(tokens):
-            return torch.tensor([_NO_DELTA])
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        routing = self._routing
+        assert routing is not None, "begin_step comes first"
+        group = routing.groups[layer][site]
+        if group not in self._rows:
+            self._rows[group] = RemoteRows(routing, group, self._shape)
+        rows = self._rows[group]
+        tokens = rows.tokens_at(site)
+        if not len(tokens):
+            return None
         if ids is None:
-            parts = self._send_dense(layer, site, x, tokens)
+            parts = self._send_dense(rows, layer, site, x, tokens)
         else:
-            parts = self._send_experts(layer, site, x, ids, tokens)
-        ticket = next(self._tickets)
-        self._pending[ticket] = parts
-        return torch.tensor([ticket])
+            parts = self._send_experts(rows, layer, site, x, ids, tokens)
+        return partial(self._add_to, parts)
 
-    def add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
-        number = int(ticket.item())
-        if number == _NO_DELTA:
-            return
-        for part in self._pending.pop(number):
+    def _add_to(self, parts: Sequence[_Part], y: torch.Tensor) -> None:
+        for part in parts:
             delta = self._take(part)
             if len(part.rows) == y.shape[0]:
                 y.add_(delta.to(y.device))
             else:
                 y.index_add_(0, part.rows.to(y.device), delta.to(y.device))
 
-    def _send_dense(self, layer: int, site: int, x: torch.Tensor, tokens: np.ndarray) -> list[_Part]:
+    def _send_dense(
+        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, tokens: np.ndarray
+    ) -> list[_Part]:
         parts = []
-        for server, chosen in self._by_server(layer, site, tokens):
+        for server, chosen in self._by_server(rows, layer, site, tokens):
             for some in _chunks(chosen, self._layout.max_rows):
-                parts.append(self._send(server, layer, site, x, some, some, None, some))
+                parts.append(self._send(server, rows, layer, site, x, some, some, None, some))
         return parts
 
     def _send_experts(
-        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, tokens: np.ndarray
+        self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor, tokens: np.ndarray
     ) -> list[_Part]:
         """Each server rank gets the rows that chose one of its experts."""
         top_k = ids.shape[1]
         all_ids = ids.cpu().numpy()
         per_output = x.shape[0] != ids.shape[0]
         parts = []
-        for server, chosen in self._by_server(layer, site, tokens):
+        for server, chosen in self._by_server(rows, layer, site, tokens):
             experts = self._partition.experts_of(server)
             mine = all_ids[chosen]
             mine[(mine < experts.start) | (mine >= experts.stop)] = -1
@@ -122,29 +124,31 @@ class RemoteBackend:
                 outputs = chosen[places[0]] * top_k + places[1]
                 flat_ids = mine[places][:, None]
                 for part in _chunks(np.arange(len(outputs)), self._layout.max_rows):
-                    rows, owner = outputs[part], chosen[places[0][part]]
-                    parts.append(self._send(server, layer, site, x, owner, rows, flat_ids[part], rows))
+                    some, owner = outputs[part], chosen[places[0][part]]
+                    parts.append(self._send(server, rows, layer, site, x, owner, some, flat_ids[part], some))
                 continue
             used = np.flatnonzero((mine >= 0).any(1))
             for part in _chunks(used, self._layout.max_rows // top_k):
                 places = np.nonzero(mine[part] >= 0)
-                rows = chosen[part[places[0]]] * top_k + places[1]
+                some = chosen[part[places[0]]] * top_k + places[1]
                 owner = chosen[part]
-                parts.append(self._send(server, layer, site, x, owner, owner, mine[part], rows))
+                parts.append(self._send(server, rows, layer, site, x, owner, owner, mine[part], some))
         return parts
 
-    def _by_server(self, layer: int, site: int, tokens: np.ndarray) -> Sequence[tuple[int, np.ndarray]]:
+    def _by_server(
+        self, rows: RemoteRows, layer: int, site: int, tokens: np.ndarray
+    ) -> Sequence[tuple[int, np.ndarray]]:
         """Server ranks of the site, with the tokens each may have rows of."""
         servers = self._partition.servers_of_client(self._client_rank, layer, site)
         dp = self._partition.layout.dp
         if dp == 1:
             return [(server, tokens) for server in servers]
-        assert self._rows is not None
-        return [(server, tokens[self._rows.slot[tokens] % dp == i]) for i, server in enumerate(servers)]
+        return [(server, tokens[rows.slot[tokens] % dp == i]) for i, server in enumerate(servers)]
 
     def _send(
         self,
         server: int,
+        rows: RemoteRows,
         layer: int,
         site: int,
         x: torch.Tensor,
@@ -154,8 +158,6 @@ class RemoteBackend:
         y_rows: np.ndarray,
     ) -> _Part:
         """One request to one server rank; tokens [T'] own the rows x_rows [T'] of x."""
-        rows = self._rows
-        assert rows is not None
         session = self._links[server].session
         leased = bool((rows.slot[tokens] >= 0).all())
         try:
@@ -195,10 +197,10 @@ class RemoteBackend:
         return delta
 
     def _compute_here(self, request: Request, row_adapter: np.ndarray) -> torch.Tensor:
-        assert self._rows is not None
+        assert self._routing is not None
         width = self._shape.sites[request.site].total_out_features
         delta = torch.empty(request.num_rows, width, dtype=self._layout.dtype)
-        self._host.compute(request, self._rows.adapters, row_adapter, delta)
+        self._host.compute(request, self._routing.adapters, row_adapter, delta)
         self.num_fallback_rows += request.num_rows
         return delta
 

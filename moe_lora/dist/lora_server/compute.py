@@ -15,8 +15,9 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
+from moe_lora.execution.row_routing import RoutedAdapter
 from moe_lora.kernels.lora import lora_delta
-from moe_lora.kernels.step import LeasedAdapter, SlotTable
+from moe_lora.kernels.step import LoraOperands, SlotTable
 
 from .frames import Request
 
@@ -28,24 +29,24 @@ def request_deltas(
     request: Request,
     shape: ModelShape,
     layer: int,
-    row_slot: np.ndarray,
+    slot: np.ndarray,
     slots: SlotTable,
     arena: torch.Tensor,
     out: torch.Tensor,
     *,
     kernel: str = "sgmv",
 ) -> None:
-    """out [R, N] = the deltas of the request's rows; rows whose row_slot is -1 become zero.
+    """out [R, N] = the deltas of the request's rows; rows whose slot is -1 become zero.
 
     layer: row of the slot table (the request's own layer, or 0 where the table holds one layer).  kernel: as
     in `kernels.lora`.
     """
 
     def delta(ids: torch.Tensor | None, target: torch.Tensor) -> None:
-        lora_delta(x, ids, site, layer, slot, slots, arena, target, kernel=kernel)
+        lora_delta(LoraOperands(x, ids, site, layer, token_slots, slots, arena), target, kernel=kernel)
 
     site = shape.sites[request.site]
-    slot = torch.from_numpy(np.ascontiguousarray(row_slot)).to(arena.device)
+    token_slots = torch.from_numpy(np.ascontiguousarray(slot)).to(arena.device)
     x = request.x.to(arena.device)
     if request.ids is None:
         _into(lambda full: delta(None, full), out, arena.device)
@@ -83,7 +84,7 @@ class HostDeltas:
         self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
 
     def compute(
-        self, request: Request, adapters: Sequence[LeasedAdapter], row_adapter: np.ndarray, out: torch.Tensor
+        self, request: Request, adapters: Sequence[RoutedAdapter], row_adapter: np.ndarray, out: torch.Tensor
     ) -> None:
         """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x."""
         out.zero_()
@@ -94,9 +95,9 @@ class HostDeltas:
         for index in np.unique(row_adapter).tolist():
             mapped = self._adapter(adapters[index].content_hash)
             arena = mapped.packed.layers[request.layer].data.view(torch.uint8)
-            row_slot = np.where(row_adapter == index, 0, -1).astype(np.int32)
+            slot = np.where(row_adapter == index, 0, -1).astype(np.int32)
             table = self._table(mapped, request.layer)
-            request_deltas(request, self._shape, 0, row_slot, table, arena, part)
+            request_deltas(request, self._shape, 0, slot, table, arena, part)
             rows = torch.from_numpy(np.flatnonzero(row_adapter[row_of] == index))
             out[rows] = part[rows]
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from websockets.asyncio.connection import Connection
 
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import ConfigError, LoraServerError
 from moe_lora.dist.net import connection as net
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import Address, parse_address
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.dist.net.thread import LoopThread

@@ -13,7 +13,7 @@ from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.core.problems import LastProblem
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import Keys
-from moe_lora.kernels.step import Lease
+from moe_lora.execution.row_routing import Lease
 
 from .content import send_content
 from .control import ControlConnection, dial

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import ConfigError
 
 from .kept import shard_pages

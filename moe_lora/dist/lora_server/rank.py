@@ -17,11 +17,12 @@ import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.step_profile import StageTime
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import Address, parse_address
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.transport.contract import RemoteWindow, Window
 
@@ -61,6 +62,7 @@ class RankConfig:
 
     expert_parallel: ranks of each instance.  adapters: (name, directory) pairs that the leader puts into the
     store at the start and sizes the arenas by.  lora_kernel: how deltas are computed (`kernels.lora`).
+    lora_time: of one layer, on the device that this rank emulates; None = none.
     """
 
     server: LoraServerConfig
@@ -72,6 +74,7 @@ class RankConfig:
     starvation_s: float = 5.0
     lora_kernel: str = "sgmv"
     adapters: tuple[tuple[str, str], ...] = ()
+    lora_time: StageTime | None = None
 
 
 def agreed_facts(
@@ -214,7 +217,7 @@ class ServerRank:
             config.shape,
             self._shelf_maker(memory),
             self._transport,
-            config.server.lora_time,
+            config.lora_time,
             lora_kernel=config.lora_kernel,
         )
 

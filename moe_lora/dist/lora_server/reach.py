@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
+from moe_lora.core.address import parse_address
 from moe_lora.core.errors import LoraServerError
-from moe_lora.dist.net.connection import parse_address
 from moe_lora.dist.transport.contract import Transport
 from moe_lora.dist.transport.make import make_transport
 

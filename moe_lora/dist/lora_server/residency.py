@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moe_lora.core.config import MAX_COUNT
+from moe_lora.config import MAX_COUNT
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
 from moe_lora.policies.eviction import least_recently_used
 

@@ -8,34 +8,29 @@ from __future__ import annotations
 import numpy as np
 
 from moe_lora.core.shape import ModelShape
-from moe_lora.kernels.step import LeasedRows
+from moe_lora.execution.row_routing import RowRouting, Source
 
 
 class RemoteRows:
-    """One step's rows as the remote backend asks for them.
+    """One step's rows at one group of sites as the remote backend asks for them.
 
-    adapter: [T] int32 index into `adapters`, -1 = base.  slot: [T] int32 server slot, -1 where the row has no
-    adapter or its lease was lost.  generation: [T] int64.
+    adapter: [T] index into `RowRouting.adapters`, -1 = not leased.  slot: [T] int32 server slot, -1 where the
+    row is not leased or its lease was lost.  generation: [T] int64.
     """
 
-    def __init__(self, leased: LeasedRows, shape: ModelShape) -> None:
-        self.adapters = leased.adapters
-        self.adapter = leased.row_adapter
-        leases = [adapter.lease for adapter in self.adapters]
-        slots = np.array([-1 if lease is None else lease.slot for lease in leases] + [-1], dtype=np.int32)
-        generations = np.array([0 if lease is None else lease.generation for lease in leases] + [0])
-        self.slot = slots[self.adapter]
-        self.generation = generations[self.adapter]
-        self._targets = [
-            [not set(adapter.targets).isdisjoint(site.modules) for adapter in self.adapters] + [False]
-            for site in shape.sites
-        ]
+    def __init__(self, routing: RowRouting, group: int, shape: ModelShape) -> None:
+        terms = routing.terms_from(Source.LEASED, group)
+        self.adapter, self.slot, self.generation = terms["adapter"], terms["slot"], terms["generation"]
+        self._adapters = routing.adapters
+        self._sites = shape.sites
         self._tokens: dict[int, np.ndarray] = {}
 
     def tokens_at(self, site: int) -> np.ndarray:
         """Token rows whose adapter has deltas at this site, ascending."""
         known = self._tokens.get(site)
         if known is None:
-            known = np.flatnonzero(np.array(self._targets[site])[self.adapter])
+            modules = set(self._sites[site].modules)
+            targeted = [not modules.isdisjoint(adapter.targets) for adapter in self._adapters]
+            known = np.flatnonzero(np.array([*targeted, False])[self.adapter])
             self._tokens[site] = known
         return known

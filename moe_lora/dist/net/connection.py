@@ -18,11 +18,12 @@ from websockets.asyncio.connection import Connection
 from websockets.asyncio.server import ServerConnection, serve, unix_serve
 from websockets.exceptions import WebSocketException
 
+from moe_lora.core.address import Address, needs_keys
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.problems import LastProblem
 
 from .codec import MAX_FRAME_BYTES
-from .keys import Keys, needs_keys
+from .keys import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -31,39 +32,6 @@ OPEN_S = 10.0
 _CLOSE_S = 1.0
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
 """A host that is gone or cut off is noticed after about 5 s (on Linux; elsewhere by the system's rules)."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where something listens: host and port, or the path of a Unix socket."""
-
-    host: str = ""
-    port: int = 0
-    path: str = ""
-
-    def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
-
-
-def parse_address(setting: str, address: str) -> Address:
-    """The address that "host:port" or "/path" says.  Raises ConfigError for anything else."""
-    if address.startswith("/"):
-        return Address(path=address)
-    host, separator, port = address.rpartition(":")
-    if not (separator and _is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
-        raise ConfigError(
-            f"{setting}={address!r} is not host:port, such as 10.0.0.1:7600, nor the absolute path of a "
-            "socket on this host"
-        )
-    return Address(host, int(port))
-
-
-def _is_host(host: str) -> bool:
-    """Whether it can be looked up: sockets refuse others with an error that is no OSError."""
-    try:
-        return bool(host.encode("idna"))
-    except UnicodeError:
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)

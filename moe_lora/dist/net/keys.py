@@ -8,11 +8,15 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
+from moe_lora.core.address import MAKE_KEYS, needs_keys
 from moe_lora.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from moe_lora.config.cluster import ClusterConfig
+
 AUTHORITY, AUTHORITY_KEY, MEMBER = "authority.pem", "authority.key", "member.pem"
-MAKE_KEYS = "moe-lora cluster init"
 _VALID_DAYS = 3650
 
 
@@ -52,17 +56,21 @@ class Keys:
         return (self.folder / AUTHORITY).read_bytes()
 
 
-def needs_keys(setting: str, address: object) -> ConfigError:
-    """What is wrong with an address of a network where there are no certificates."""
-    return ConfigError(
-        f"{setting}={address} is reached over a network, where the roles of a cluster know each other by "
-        f"certificates; make them by `{MAKE_KEYS}` and name their folder as certificates"
-    )
-
-
 def keys_in(folder: str | Path | None) -> Keys | None:
     """The certificates there; None where there is no folder, since all is on one host."""
     return None if folder is None else Keys(Path(folder))
+
+
+def keys_of(cluster: ClusterConfig) -> Keys | None:
+    """The certificates by which roles on several hosts know each other; None where all are on one.
+
+    Raises ConfigError if they can't be read, or there are none and an address is one of a network.
+    """
+    if cluster.certificates is None:
+        for name, address in cluster.doors().items():
+            if not address.path:
+                raise needs_keys(f"{name}.engines_address", address)
+    return keys_in(cluster.certificates)
 
 
 def make_keys(folder: Path) -> Keys:

@@ -53,7 +53,7 @@ struct LoraShrunk;
 // for exactly one call of expand or release; or a refusal.
 MOE_LORA_API int64_t moe_lora_shrink(int32_t kernel, int32_t dtype, int32_t threads, const void* x, int64_t x_stride,
                                      int64_t x_rows, const int32_t* ids, int64_t tokens, int64_t top_k,
-                                     const LoraSite* site, int64_t layer, const int32_t* row_slot,
+                                     const LoraSite* site, int64_t layer, const int32_t* token_slots,
                                      const LoraSlots* slots, const void* arena, int64_t arena_bytes);
 
 // y += round(scale * h B) for the same rows; the arena must still be what it was.

@@ -122,11 +122,11 @@ void** scratch_rows(int64_t columns) {
 
 int64_t moe_lora_shrink(int32_t kernel, int32_t dtype, int32_t threads, const void* x, int64_t x_stride,
                         int64_t x_rows, const int32_t* ids, int64_t tokens, int64_t top_k, const LoraSite* site,
-                        int64_t layer, const int32_t* row_slot, const LoraSlots* slots, const void* arena,
+                        int64_t layer, const int32_t* token_slots, const LoraSlots* slots, const void* arena,
                         int64_t arena_bytes) {
     LoraShrunk* const shrunk = pool().take();
     shrunk->dtype = dtype;
-    const int32_t refusal = plan_lora(LoraKernel(kernel), dtype, {ids, row_slot, tokens, top_k}, *site, layer, *slots,
+    const int32_t refusal = plan_lora(LoraKernel(kernel), dtype, {ids, token_slots, tokens, top_k}, *site, layer, *slots,
                                       {static_cast<const char*>(arena), arena_bytes}, shrunk->plan);
     if (refusal) {
         pool().put(shrunk);

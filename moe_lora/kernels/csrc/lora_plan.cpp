@@ -14,7 +14,7 @@ struct Chosen {
 int32_t choose(const LoraRows& rows, int64_t num_slots, int64_t experts, std::vector<Chosen>& chosen) {
     int32_t row = 0;
     for (int64_t t = 0; t < rows.tokens; t++) {
-        const int32_t slot = rows.row_slot[t];
+        const int32_t slot = rows.token_slots[t];
         if (slot < -1 || slot >= num_slots) return kBadSlot;
         for (int64_t k = 0; k < rows.top_k; k++, row++) {
             const int32_t expert = rows.ids ? rows.ids[row] : 0;
@@ -62,14 +62,14 @@ class LastGroups {
         const int64_t shape[] = {rows.tokens, rows.top_k, num_slots, experts, one_row_each};
         const size_t id_bytes = rows.ids ? rows.tokens * rows.top_k * sizeof(int32_t) : 0;
         const size_t slot_bytes = rows.tokens * sizeof(int32_t);
-        if (!groups_ || memcmp(shape, shape_, sizeof(shape)) || memcmp(slots_.data(), rows.row_slot, slot_bytes) ||
+        if (!groups_ || memcmp(shape, shape_, sizeof(shape)) || memcmp(slots_.data(), rows.token_slots, slot_bytes) ||
             (id_bytes && memcmp(ids_.data(), rows.ids, id_bytes))) {
             groups_ = nullptr;
             std::vector<Chosen> chosen;
             const int32_t refusal = choose(rows, num_slots, experts, chosen);
             if (refusal) return refusal;
             memcpy(shape_, shape, sizeof(shape));
-            slots_.assign(rows.row_slot, rows.row_slot + rows.tokens);
+            slots_.assign(rows.token_slots, rows.token_slots + rows.tokens);
             ids_.assign(rows.ids, rows.ids + id_bytes / sizeof(int32_t));
             groups_ = group_rows(chosen, num_slots, experts, one_row_each);
         }

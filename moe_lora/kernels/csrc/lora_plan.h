@@ -9,7 +9,7 @@
 // One step's adapter choice at one site.
 struct LoraRows {
     const int32_t* ids;
-    const int32_t* row_slot;
+    const int32_t* token_slots;
     int64_t tokens, top_k;
 };
 

@@ -21,7 +21,7 @@ from .steps import pipeline
 
 _POINTERS = {
     **dict.fromkeys(
-        ("rows", "tiles", "num_tiles", "described", "count", "lora_rank", "row_slot", "ids"), "*i32"
+        ("rows", "tiles", "num_tiles", "described", "count", "lora_rank", "token_slots", "ids"), "*i32"
     ),
     **dict.fromkeys(("a_offset", "b_offset"), "*i64"),
     **dict.fromkeys(("scales", "partial"), "*fp32"),

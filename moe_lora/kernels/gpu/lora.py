@@ -23,21 +23,17 @@ Source: Punica (arXiv 2310.18547), S-LoRA (arXiv 2311.03285), InfiniLoRA section
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from moe_lora.core.config import LORA_KERNELS
-from moe_lora.kernels.step import SlotTable
+from moe_lora.config import LORA_KERNELS
+from moe_lora.kernels.step import LoraOperands
 
 from . import launch, steps
 from .choose import choose, forced
 from .configs import Choice
 from .problem import Problem, check_output, checked_problem
 from .segments import Segments, rows_for
-
-if TYPE_CHECKING:
-    from moe_lora.core.shape import Site
 
 
 @dataclass(frozen=True)
@@ -50,13 +46,7 @@ class Shrunk:
 
 
 def lora_shrink(
-    x: torch.Tensor,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena: torch.Tensor,
+    operands: LoraOperands,
     *,
     kernel: str = "sgmv",
     decode: bool,
@@ -67,15 +57,12 @@ def lora_shrink(
 ) -> Shrunk:
     """h = x_row @ A.T for each row that has an adapter and each module of the site.
 
-    x: [T, H] or [T*K, H], bf16, fp16 or fp32, rows contiguous (row stride free); adapters have its dtype.
-    ids: [T, K] int32 (row t*K + k belongs to expert ids[t, k], -1 = none), None at a dense site.
-    row_slot: [T] int32, -1 = none.  arena: flat uint8.  decode: the phase, for tiles and grids.
-    segments: `rows_for` of the same kernel, row_slot and ids, to share them between sites.
+    x: bf16, fp16 or fp32, rows contiguous (row stride free).  decode: the phase, for tiles and grids.
+    segments: `rows_for` of the same kernel, token_slots and ids, to share them between sites.
     batch_rank: the largest rank in this batch, which "bgmv" pads to; without it "bgmv" waits for the device
     to learn it.  Modules that share A (same a_offset and rank) are computed once.
     Raises ValueError for operands that don't fit.
     """
-    operands = (x, ids, site, layer, row_slot, slots, arena)
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     choices = _choices(problem, kernel, algorithm, whole=False)
     if any(choice.algorithm == "fused" for choice in choices):
@@ -94,13 +81,7 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
 
 
 def lora_delta(
-    x: torch.Tensor,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena: torch.Tensor,
+    operands: LoraOperands,
     out: torch.Tensor,
     *,
     kernel: str = "sgmv",
@@ -116,7 +97,6 @@ def lora_delta(
     Adding out to y in its dtype gives the bits of `lora_shrink` and `lora_expand`, unless algorithm="fused"
     or allow_fused lets the table choose that.  out: like y of `lora_expand`.  The rest is `lora_shrink`'s.
     """
-    operands = (x, ids, site, layer, row_slot, slots, arena)
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")
     choices = _choices(problem, kernel, algorithm, whole=allow_fused)
@@ -128,7 +108,7 @@ def lora_delta(
 
 
 def _problem(
-    operands: tuple[torch.Tensor, torch.Tensor | None, Site, int, torch.Tensor, SlotTable, torch.Tensor],
+    operands: LoraOperands,
     kernel: str,
     decode: bool,
     segments: Segments | None,
@@ -137,13 +117,12 @@ def _problem(
 ) -> Problem:
     if kernel not in LORA_KERNELS:
         raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(LORA_KERNELS)}")
-    _, ids, site, _, row_slot, slots, _ = operands
     if segments is None:
-        segments = rows_for(kernel, row_slot, ids, slots.num_slots, site.num_experts)
+        segments = rows_for(operands, kernel)
     elif segments.is_sorted != (kernel == "sgmv"):
         order = "sorted" if segments.is_sorted else "unsorted"
         raise ValueError(f"segments are {order}, kernel={kernel!r} takes others; make them by rows_for")
-    problem = checked_problem(*operands, decode=decode, rows=segments, max_lora_rank=max_lora_rank)
+    problem = checked_problem(operands, decode=decode, rows=segments, max_lora_rank=max_lora_rank)
     if kernel != "bgmv":
         return problem
     return replace(problem, padded_rank=problem.batch_rank() if batch_rank is None else batch_rank)

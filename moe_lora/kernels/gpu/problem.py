@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES
-from moe_lora.kernels.step import SlotTable
+from moe_lora.kernels.step import LoraOperands, SlotTable
 
 from . import launch, segments
 
@@ -85,22 +85,17 @@ class Problem:
 
 
 def checked_problem(
-    x: torch.Tensor,
-    ids: torch.Tensor | None,
-    site: Site,
-    layer: int,
-    row_slot: torch.Tensor,
-    slots: SlotTable,
-    arena: torch.Tensor,
+    operands: LoraOperands,
     *,
     decode: bool,
     rows: segments.Segments,
     max_lora_rank: int | None,
 ) -> Problem:
-    """The operands as a `Problem`.  rows: `segments.rows_for` of row_slot and ids.
+    """The operands as a `Problem`.  rows: `segments.rows_for` of the same operands.
 
     Raises ValueError for operands that don't fit each other or the kernels.
     """
+    x, ids, site, layer, token_slots, slots, arena = operands
     if x.device.type != "cuda" and not launch.interpreted():
         raise ValueError(f"x lies on {x.device}; these kernels take CUDA tensors")
     if x.dtype not in launch.DTYPE_NAMES:
@@ -110,23 +105,25 @@ def checked_problem(
             f"x is {tuple(x.shape)} with strides {x.stride()}; site {site.name!r} takes rows of "
             f"{site.in_features} contiguous elements"
         )
-    segments.check_rows_and_ids(row_slot, ids)
+    segments.check_rows_and_ids(token_slots, ids)
     if (ids is None) != (site.num_experts == 0):
         raise ValueError(
             f"site {site.name!r} has {site.num_experts} experts; give ids if and only if it has any"
         )
-    num_rows = row_slot.numel() if ids is None else ids.numel()
-    if x.shape[0] not in (row_slot.numel(), num_rows):
-        raise ValueError(f"x has {x.shape[0]} rows; {row_slot.numel()} tokens need that many or {num_rows}")
+    num_rows = token_slots.numel() if ids is None else ids.numel()
+    if x.shape[0] not in (token_slots.numel(), num_rows):
+        raise ValueError(
+            f"x has {x.shape[0]} rows; {token_slots.numel()} tokens need that many or {num_rows}"
+        )
     if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous():
         raise ValueError(f"arena is {tuple(arena.shape)} {arena.dtype}; it must be flat contiguous uint8")
     if arena.data_ptr() % MATRIX_ALIGN_BYTES:
         raise ValueError(
             f"arena begins at {arena.data_ptr():#x}; it must be a multiple of {MATRIX_ALIGN_BYTES} bytes"
         )
-    devices = {tensor.device for tensor in (x, row_slot, arena, slots.lora_rank)}
+    devices = {tensor.device for tensor in (x, token_slots, arena, slots.lora_rank)}
     if len(devices) > 1:
-        raise ValueError(f"x, row_slot, arena and slots lie on {devices}; they must be on one device")
+        raise ValueError(f"x, token_slots, arena and slots lie on {devices}; they must be on one device")
     if not 0 <= layer < slots.lora_rank.shape[1]:
         raise ValueError(f"layer={layer} is outside the slot table's {slots.lora_rank.shape[1]} layers")
     if len(site.modules) > _MAX_MODULES:

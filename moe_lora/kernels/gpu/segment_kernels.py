@@ -13,11 +13,11 @@ import triton.language as tl
 
 @triton.jit
 def _row_keys(
-    row, row_slot, ids, num_rows, num_slots, num_experts, TOP_K: tl.constexpr, HAS_IDS: tl.constexpr
+    row, token_slots, ids, num_rows, num_slots, num_experts, TOP_K: tl.constexpr, HAS_IDS: tl.constexpr
 ):
     """expert * N + slot of each row; E * N where the row has no adapter, E * N + 1 past the last row."""
     inside = row < num_rows
-    slot = tl.load(row_slot + row // TOP_K, mask=inside, other=-1)
+    slot = tl.load(token_slots + row // TOP_K, mask=inside, other=-1)
     expert = tl.zeros_like(slot)
     if HAS_IDS:
         expert = tl.load(ids + row, mask=inside, other=-1)
@@ -28,7 +28,7 @@ def _row_keys(
 
 @triton.jit
 def sort_rows(
-    row_slot,
+    token_slots,
     ids,
     rows,
     described,
@@ -47,14 +47,14 @@ def sort_rows(
     Quadratic in R, but one launch: right for decode steps, where sorting must cost microseconds.
     """
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = _row_keys(mine, row_slot, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
+    key = _row_keys(mine, token_slots, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
     smaller = tl.zeros((BLOCK,), tl.int32)
     before = tl.zeros((BLOCK,), tl.int32)
     equal = tl.zeros((BLOCK,), tl.int32)
     with_adapter = 0
     for first in tl.range(0, num_rows, BLOCK_OTHER):
         other = first + tl.arange(0, BLOCK_OTHER)
-        other_key = _row_keys(other, row_slot, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
+        other_key = _row_keys(other, token_slots, ids, num_rows, num_slots, num_experts, TOP_K, HAS_IDS)
         same = other_key[None, :] == key[:, None]
         smaller += tl.sum((other_key[None, :] < key[:, None]).to(tl.int32), axis=1)
         before += tl.sum((same & (other[None, :] < mine[:, None])).to(tl.int32), axis=1)

@@ -3,7 +3,7 @@
 Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.
 
 Everything is built on the device with sizes known on the host, so nothing waits and graphs can be captured.
-Sorted once per (row_slot, ids), it serves gate_up and down of a layer, or all dense sites of a step.
+Sorted once per (token_slots, ids), it serves gate_up and down of a layer, or all dense sites of a step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+
+from moe_lora.kernels.step import LoraOperands
 
 from . import launch
 
@@ -53,40 +55,47 @@ class Segments:
         return self._tiles[tile_rows]
 
 
-def rows_for(
-    kernel: str, row_slot: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
-) -> Segments:
+def rows_for(operands: LoraOperands, kernel: str) -> Segments:
     """What `kernel` walks: `build_segments` for "sgmv", `unsorted_rows` for the baselines."""
     build = build_segments if kernel == "sgmv" else unsorted_rows
-    return build(row_slot, ids, num_slots, num_experts)
+    return build(operands.token_slots, operands.ids, operands.slots.num_slots, operands.site.num_experts)
 
 
 def build_segments(
-    row_slot: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+    token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
 ) -> Segments:
     """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
 
-    row_slot: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
+    token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
     Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 is taken as
     1).
     Raises ValueError for other shapes, dtypes or devices.  Does not wait for the device.
     """
-    check_rows_and_ids(row_slot, ids)
-    num_rows = row_slot.numel() if ids is None else ids.numel()
+    check_rows_and_ids(token_slots, ids)
+    num_rows = token_slots.numel() if ids is None else ids.numel()
     experts = max(1, num_experts)
-    rows = torch.empty(num_rows, dtype=torch.int32, device=row_slot.device)
-    described = torch.empty(num_rows, 4, dtype=torch.int32, device=row_slot.device)
-    count = torch.zeros(1, dtype=torch.int32, device=row_slot.device)
+    rows = torch.empty(num_rows, dtype=torch.int32, device=token_slots.device)
+    described = torch.empty(num_rows, 4, dtype=torch.int32, device=token_slots.device)
+    count = torch.zeros(1, dtype=torch.int32, device=token_slots.device)
     segments = Segments(rows=rows, described=described, count=count)
     if num_rows == 0:
         return segments
     if num_rows > SORT_MAX_ROWS:
-        return _sorted_by_torch(row_slot, ids, num_slots, experts)
+        return _sorted_by_torch(token_slots, ids, num_slots, experts)
     block = 64
     launch.start(
         launch.kernels("segment_kernels").sort_rows,
         -(-num_rows // block),
-        *(row_slot, row_slot if ids is None else ids, rows, described, count, num_rows, num_slots, experts),
+        *(
+            token_slots,
+            token_slots if ids is None else ids,
+            rows,
+            described,
+            count,
+            num_rows,
+            num_slots,
+            experts,
+        ),
         TOP_K=1 if ids is None else ids.shape[1],
         HAS_IDS=ids is not None,
         BLOCK=block,
@@ -97,14 +106,14 @@ def build_segments(
 
 
 def unsorted_rows(
-    row_slot: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+    token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
 ) -> Segments:
     """Every row in its own place, as the per-row baselines take them; `count` is R.
 
     Slots and experts outside the tables count as none; raises as `build_segments`.
     """
-    check_rows_and_ids(row_slot, ids)
-    slot, expert = _slots_and_experts(row_slot, ids)
+    check_rows_and_ids(token_slots, ids)
+    slot, expert = _slots_and_experts(token_slots, ids)
     fits = _fits(slot, expert, num_slots, max(1, num_experts))
     position = torch.arange(slot.numel(), dtype=torch.int32, device=slot.device)
     slot, expert = torch.where(fits, slot, -1), torch.where(fits, expert, -1)
@@ -113,25 +122,27 @@ def unsorted_rows(
     return Segments(rows=position, described=described, count=count, is_sorted=False)
 
 
-def check_rows_and_ids(row_slot: torch.Tensor, ids: torch.Tensor | None) -> None:
-    """Raises ValueError unless row_slot is [T] and ids [T, K], both int32, contiguous, on one device."""
-    for name, tensor, dims in (("row_slot", row_slot, 1), ("ids", ids, 2)):
+def check_rows_and_ids(token_slots: torch.Tensor, ids: torch.Tensor | None) -> None:
+    """Raises ValueError unless token_slots is [T] and ids [T, K], both int32, contiguous, on one device."""
+    for name, tensor, dims in (("token_slots", token_slots, 1), ("ids", ids, 2)):
         if tensor is None:
             continue
         if tensor.dtype != torch.int32 or tensor.dim() != dims or not tensor.is_contiguous():
             shape, dtype = tuple(tensor.shape), tensor.dtype
             raise ValueError(f"{name} is {shape} {dtype}; it must be int32, contiguous, {dims}-dimensional")
-    if ids is not None and (ids.shape[0] != row_slot.shape[0] or ids.device != row_slot.device):
+    if ids is not None and (ids.shape[0] != token_slots.shape[0] or ids.device != token_slots.device):
         raise ValueError(
-            f"ids {tuple(ids.shape)} on {ids.device} do not fit row_slot {tuple(row_slot.shape)} on "
-            f"{row_slot.device}; both have one row per token and lie on one device"
+            f"ids {tuple(ids.shape)} on {ids.device} do not fit token_slots {tuple(token_slots.shape)} on "
+            f"{token_slots.device}; both have one row per token and lie on one device"
         )
 
 
-def _slots_and_experts(row_slot: torch.Tensor, ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _slots_and_experts(
+    token_slots: torch.Tensor, ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if ids is None:
-        return row_slot, torch.zeros_like(row_slot)
-    return row_slot[:, None].expand(ids.shape).reshape(-1), ids.reshape(-1)
+        return token_slots, torch.zeros_like(token_slots)
+    return token_slots[:, None].expand(ids.shape).reshape(-1), ids.reshape(-1)
 
 
 def _fits(slot: torch.Tensor, expert: torch.Tensor, num_slots: int, num_experts: int) -> torch.Tensor:
@@ -139,9 +150,9 @@ def _fits(slot: torch.Tensor, expert: torch.Tensor, num_slots: int, num_experts:
 
 
 def _sorted_by_torch(
-    row_slot: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+    token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
 ) -> Segments:
-    slot, expert = _slots_and_experts(row_slot, ids)
+    slot, expert = _slots_and_experts(token_slots, ids)
     fits = _fits(slot, expert, num_slots, num_experts)
     key, rows = torch.where(fits, expert * num_slots + slot, num_experts * num_slots).sort(stable=True)
     none = key >= num_experts * num_slots

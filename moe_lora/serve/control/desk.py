@@ -10,8 +10,9 @@ from typing import Protocol
 
 from websockets.asyncio.connection import Connection
 
+from moe_lora.core.address import Address
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import OPEN_S, Address, listen
+from moe_lora.dist.net.connection import OPEN_S, listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.provision.demand import DemandWindow, Visit

@@ -10,8 +10,8 @@ from contextlib import aclosing
 from typing import Any, cast
 
 from moe_lora.adapters.registered import RegisteredAdapter
+from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import Clock
-from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import AdapterNotFoundError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, RequestTiming, TokenOutput
 from moe_lora.dist.lora_server.admin import ServerState

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from websockets.asyncio.connection import Connection
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.connection import OPEN_S, Address, dial, stay_connected
+from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 

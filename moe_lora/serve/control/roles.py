@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_lora.config import CONTROLLER, ONE_FRONT_END, ProvisionConfig
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
-from moe_lora.core.config import ProvisionConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster import ClusterConfig
-from moe_lora.dist.front_ends import CONTROLLER, ONE_FRONT_END
-from moe_lora.dist.net.connection import Address, parse_address
+from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.door import Door
 from moe_lora.engine.entry import RECOVERY_S, AsItIs, CatchUp, Recovery
@@ -71,7 +71,7 @@ async def controlling(
             provision=make_controller(cluster.provision, fleet, cluster.instance().lora_server),
             registry=registry,
         )
-        async with Door(roster, CatchUp(roster, recovery)).open(setting, address, cluster.keys()):
+        async with Door(roster, CatchUp(roster, recovery)).open(setting, address, keys_of(cluster)):
             try:
                 yield Control(decisions, roster, routes, recovery)
             finally:
@@ -91,7 +91,7 @@ async def serve_controller(cluster: ClusterConfig) -> None:
         book = StateBook(control.roster, control.routes, control.decisions.placement)
         front_ends = cluster.front_ends or (ONE_FRONT_END,)
         director = Director(control.decisions, book, control.recovery, front_ends)
-        await run_controller(director, address, cluster.keys())
+        await run_controller(director, address, keys_of(cluster))
 
 
 async def serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
@@ -112,7 +112,7 @@ async def serve_directed(
     sock: from `serve.server.bind`.  Raises ConfigError for what can be known at start.
     """
     assert cluster.controller is not None
-    place, keys, config = cluster.doors()[name], cluster.keys(), cluster.engine
+    place, keys, config = cluster.doors()[name], keys_of(cluster), cluster.engine
     link = ControllerLink(parse_address("controller.address", cluster.controller.address), keys, name)
     roster = DirectedRoster((), config.adapters, ABSENCE.format(place), Heartbeat.of(cluster.front_end))
     routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)

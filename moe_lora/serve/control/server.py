@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 
-from moe_lora.dist.net.connection import Address
+from moe_lora.core.address import Address
 from moe_lora.dist.net.keys import Keys
 
 from .desk import desk

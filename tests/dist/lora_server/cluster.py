@@ -6,7 +6,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,13 +16,14 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.dist.lora_server.control import ControlConnection
 from moe_lora.dist.lora_server.lease_client import LeaseClient
 from moe_lora.dist.lora_server.partition import Layout
 from moe_lora.dist.lora_server.rank import RankConfig, ServerRank
+from moe_lora.execution.row_routing import Lease
 
 CPU = torch.device("cpu")
 
@@ -143,6 +144,15 @@ class Cluster:
     def leases(self, client: LoraServerClient, on_change: Callable[[], None] = lambda: None) -> LeaseClient:
         self._leases.append(client.leases(on_change))
         return self._leases[-1]
+
+    def granted(self, client: LoraServerClient, adapters: Sequence[PackedAdapter]) -> list[Lease]:
+        """A lease of each adapter, which the store has."""
+        leases = self.leases(client)
+        for packed in adapters:
+            leases.register(packed.content_hash)
+            leases.acquire(packed.content_hash)
+        until(lambda: all(leases.lease(p.content_hash) for p in adapters), "all leases are granted")
+        return [lease for packed in adapters if (lease := leases.lease(packed.content_hash))]
 
     def put(self, *adapters: PackedAdapter) -> None:
         """Into the store that ranks and clients share."""

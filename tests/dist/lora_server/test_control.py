@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, LoraServerError
 from moe_lora.dist.lora_server import control
 from moe_lora.dist.lora_server.control import ControlConnection, ControlServer, dial
@@ -25,7 +26,6 @@ from moe_lora.dist.lora_server.messages import (
     Need,
     Welcome,
 )
-from moe_lora.dist.net.connection import Address
 from moe_lora.dist.net.connection import dial as connect_to
 from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.peer import Peer

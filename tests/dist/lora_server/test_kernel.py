@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.dist.build import build_rank
 from moe_lora.dist.lora_server import serving
 from moe_lora.dist.ranks import StartRank

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_lora.core.config import LoraServerConfig
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.lora_server.kept import shard_pages
 from moe_lora.dist.lora_server.leases import LeaseTable
 from moe_lora.dist.lora_server.memory import plan_memory
 from moe_lora.dist.lora_server.partition import Layout, Partition
+from moe_lora.dist.lora_server.rank import RankConfig, ServerRank
 
 from .cluster import random_adapter
 from .shapes import model_shape
@@ -66,3 +67,16 @@ def test_default_memory_holds_capacity_times_the_largest_adapter():
 def test_setting_that_can_not_work_is_named(field, value, reason):
     with pytest.raises(ConfigError, match=reason):
         replace(CONFIG, **{field: value})
+
+
+def test_no_role_starts_without_the_secret():
+    with pytest.raises(ConfigError, match="key='' is empty"):
+        ServerRank(
+            RankConfig(
+                server=replace(CONFIG, key=""),
+                shape=SHAPE,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                server_rank=0,
+            )
+        )

@@ -10,9 +10,18 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.lora_server.attach import LoraServerClient
+from moe_lora.execution.backend import AddTo, LoraBackend, RoutedBackend
+from moe_lora.execution.context import ExecutionContext
 from moe_lora.execution.local import LocalBackend
-from moe_lora.kernels.step import Lease, LeasedAdapter, LeasedRows, SlotTable, StepTables
+from moe_lora.execution.row_routing import (
+    Lease,
+    RoutedAdapter,
+    RowRouting,
+    Source,
+    local_routing,
+    no_terms,
+)
+from moe_lora.kernels.step import KvLayout, SlotTable, StepTables
 from tests.slots import write_slot
 
 from .cluster import CPU, Cluster, random_adapter, until
@@ -21,22 +30,37 @@ from .shapes import model_shape
 NUM_ROWS, LAYERS = 37, (0, 3)
 
 
-def random_step(adapters: Sequence[PackedAdapter], leases: Sequence[Lease | None], seed: int) -> StepTables:
-    """Rows of adapters in any order, a quarter of them without one.  row_slot is the index of the adapter."""
+STEP = StepTables(
+    query_start=torch.arange(NUM_ROWS + 1, dtype=torch.int32),
+    seq_lens=torch.ones(NUM_ROWS, dtype=torch.int32),
+    block_tables=torch.zeros(NUM_ROWS, 1, dtype=torch.int32),
+)
+
+
+def random_rows(num_adapters: int, seed: int) -> np.ndarray:
+    """[T] adapter of each row, in any order, a quarter of them -1."""
     rng = np.random.default_rng(seed)
-    row_adapter = rng.integers(0, len(adapters), NUM_ROWS).astype(np.int32)
+    row_adapter = rng.integers(0, num_adapters, NUM_ROWS).astype(np.int32)
     row_adapter[rng.random(NUM_ROWS) < 0.25] = -1
-    leased = [
-        LeasedAdapter(packed.content_hash, packed.targets, lease)
-        for packed, lease in zip(adapters, leases, strict=True)
-    ]
-    return StepTables(
-        row_slot=torch.from_numpy(row_adapter),
-        query_start=torch.arange(NUM_ROWS + 1, dtype=torch.int32),
-        seq_lens=torch.ones(NUM_ROWS, dtype=torch.int32),
-        block_tables=torch.zeros(NUM_ROWS, 1, dtype=torch.int32),
-        has_adapters=True,
-        leased=LeasedRows(leased, row_adapter),
+    return row_adapter
+
+
+def leased_routing(
+    shape: ModelShape,
+    row_adapter: np.ndarray,
+    adapters: Sequence[PackedAdapter],
+    leases: Sequence[Lease | None],
+) -> RowRouting:
+    """All deltas from the LoRA Server."""
+    terms = no_terms(len(adapters), 1)
+    for index, lease in enumerate(leases):
+        slot, generation = (lease.slot, lease.generation) if lease else (-1, 0)
+        terms[index, 0, 0] = (Source.LEASED, index, slot, generation)
+    return RowRouting(
+        groups=((0,) * len(shape.sites),) * shape.num_layers,
+        row_route=row_adapter,
+        terms=terms,
+        adapters=[RoutedAdapter(packed.content_hash, packed.targets) for packed in adapters],
     )
 
 
@@ -51,12 +75,19 @@ def local_backend(shape: ModelShape, adapters: Sequence[PackedAdapter]) -> Local
     return LocalBackend(shape, arena, slots)
 
 
-def outputs(backend, shape: ModelShape, step: StepTables, seed: int) -> list[torch.Tensor]:
+def outputs(backend: LoraBackend, shape: ModelShape, routing: RowRouting, seed: int) -> list[torch.Tensor]:
     """y of every site in two layers, sites begun before those before them are finished."""
+
+    def finish(add_to: AddTo | None, y: torch.Tensor) -> None:
+        if add_to is not None:
+            add_to(y)
+        found.append(y)
+
     generator = torch.Generator().manual_seed(seed)
     top_k = shape.num_experts_per_token
-    found, under_way = [], []
-    backend.begin_step(step)
+    found: list[torch.Tensor] = []
+    under_way: list[tuple[AddTo | None, torch.Tensor]] = []
+    backend.begin_step(STEP, routing)
     for layer in LAYERS:
         for index, site in enumerate(shape.sites):
             ids = None
@@ -70,21 +101,9 @@ def outputs(backend, shape: ModelShape, step: StepTables, seed: int) -> list[tor
             y = torch.randn(num_y, site.total_out_features, generator=generator)
             under_way.append((backend.begin(layer, index, x, ids), y))
             if len(under_way) > 1:
-                ticket, y = under_way.pop(0)
-                backend.add_to(ticket, y)
-                found.append(y)
-    ticket, y = under_way.pop()
-    backend.add_to(ticket, y)
-    return [*found, y]
-
-
-def leases_of(cluster: Cluster, client: LoraServerClient, adapters: Sequence[PackedAdapter]) -> list[Lease]:
-    leases = cluster.leases(client)
-    for packed in adapters:
-        leases.register(packed.content_hash)
-        leases.acquire(packed.content_hash)
-    until(lambda: all(leases.lease(packed.content_hash) for packed in adapters), "all leases are granted")
-    return [lease for packed in adapters if (lease := leases.lease(packed.content_hash))]
+                finish(*under_way.pop(0))
+    finish(*under_way.pop())
+    return found
 
 
 def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
@@ -106,19 +125,22 @@ def test_same_deltas_as_the_local_backend_bit_for_bit(layout, num_experts):
     with Cluster(shape, layout, max_rows=5, depth=2) as cluster:
         cluster.put(*adapters)
         client = cluster.client()
-        leases = leases_of(cluster, client, adapters)
+        leases = cluster.granted(client, adapters)
         local = local_backend(shape, adapters)
         for seed in (1, 2):
-            step = random_step(adapters, leases, seed)
-            expected = outputs(local, shape, step, seed)
-            assert_equal(outputs(client.backend, shape, step, seed), expected)
+            rows = random_rows(len(adapters), seed)
+            expected = outputs(local, shape, local_routing(shape, rows), seed)
+            leased = leased_routing(shape, rows, adapters, leases)
+            assert_equal(outputs(client.backend, shape, leased, seed), expected)
         assert client.backend.num_fallback_rows == 0
         assert client.backend.num_requests == sum(
             cluster.rank(number).loop.num_requests for number in range(cluster.num_ranks)
         )
         stale = [Lease(lease.slot, lease.generation - 1) for lease in leases]
-        step = random_step(adapters, [stale[0], None, leases[2]], 3)
-        assert_equal(outputs(client.backend, shape, step, 3), outputs(local, shape, step, 3))
+        rows = random_rows(len(adapters), 3)
+        leased = leased_routing(shape, rows, adapters, [stale[0], None, leases[2]])
+        expected = outputs(local, shape, local_routing(shape, rows), 3)
+        assert_equal(outputs(client.backend, shape, leased, 3), expected)
         assert client.backend.num_fallback_rows > 0
         assert not any(link.session.broken for link in client.links.values())
 
@@ -129,30 +151,33 @@ def test_rank_that_is_gone_is_made_up_for_and_used_again_when_it_is_back():
     with Cluster(shape, "EP2-PP1") as cluster:
         cluster.put(*adapters)
         client = cluster.client()
-        leases = leases_of(cluster, client, adapters)
-        step = random_step(adapters, leases, 1)
-        expected = outputs(local_backend(shape, adapters), shape, step, 1)
+        leases = cluster.granted(client, adapters)
+        rows = random_rows(len(adapters), 1)
+        expected = outputs(local_backend(shape, adapters), shape, local_routing(shape, rows), 1)
+        leased = leased_routing(shape, rows, adapters, leases)
         first = client.links[1].session
         cluster.stop(1)
-        assert_equal(outputs(client.backend, shape, step, 1), expected)
-        rows = client.backend.num_fallback_rows
-        assert rows > 0
+        assert_equal(outputs(client.backend, shape, leased, 1), expected)
+        num_rows = client.backend.num_fallback_rows
+        assert num_rows > 0
         cluster.start(1)
         until(lambda: client.links[1].session not in (None, first), "the link is made again")
-        assert_equal(outputs(client.backend, shape, step, 1), expected)
-        assert client.backend.num_fallback_rows == rows, "the rank was told what is resident"
+        assert_equal(outputs(client.backend, shape, leased, 1), expected)
+        assert client.backend.num_fallback_rows == num_rows, "the rank was told what is resident"
 
 
 def test_step_without_adapters_sends_nothing():
     shape = model_shape()
     with Cluster(shape) as cluster:
         backend = cluster.client().backend
-        step = random_step([random_adapter("a", shape)], [None], 1)
-        step.leased = None
+        base = leased_routing(shape, np.full(NUM_ROWS, -1, dtype=np.int32), [], [])
         generator = torch.Generator().manual_seed(1)
         before = torch.randn(NUM_ROWS, shape.sites[0].total_out_features, generator=generator)
-        backend.begin_step(step)
+        layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype=torch.float32)
+        context = ExecutionContext(torch.empty(0), layout, RoutedBackend({Source.LEASED: backend}))
+        context.begin_step(STEP, base)
         y = before.clone()
-        backend.add_to(backend.begin(0, 0, torch.zeros(NUM_ROWS, shape.sites[0].in_features), None), y)
+        x = torch.zeros(NUM_ROWS, shape.sites[0].in_features)
+        context.lora_add_to(context.lora_begin(0, 0, x, None), y)
         assert torch.equal(y, before)
         assert cluster.rank(0).loop.num_requests == 0

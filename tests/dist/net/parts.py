@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import AdapterNotFoundError
 from moe_lora.dist.net.codec import Interface, Message
-from moe_lora.dist.net.connection import Address, Pings, dial, listen
+from moe_lora.dist.net.connection import Pings, dial, listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, Protocol
 

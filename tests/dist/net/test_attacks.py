@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.net.connection import Address, dial
+from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import AUTHORITY, AUTHORITY_KEY, MEMBER, Keys, make_keys
 
 from .parts import Note, Relay, dialled, error_of, serving, until

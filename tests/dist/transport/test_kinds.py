@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from moe_lora.core.config import TRANSPORTS
+from moe_lora.config import TRANSPORTS
 from moe_lora.dist.transport import KINDS
 
 

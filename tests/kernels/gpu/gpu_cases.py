@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_lora.kernels.reference import arena_rows, input_rows
-from moe_lora.kernels.step import SlotTable
+from moe_lora.kernels.step import LoraOperands, SlotTable
 
 from ..kernel_cases import SiteCase, packed_adapters, popularity, random
 
@@ -28,16 +28,16 @@ class Batch:
     x: torch.Tensor
     ids: torch.Tensor | None
     site: SiteCase
-    row_slot: torch.Tensor
+    token_slots: torch.Tensor
     slots: SlotTable
     arena: torch.Tensor
 
     @property
     def num_rows(self) -> int:
-        return self.row_slot.numel() if self.ids is None else self.ids.numel()
+        return self.token_slots.numel() if self.ids is None else self.ids.numel()
 
-    def operands(self):
-        return self.x, self.ids, self.site, LAYER, self.row_slot, self.slots, self.arena
+    def operands(self) -> LoraOperands:
+        return LoraOperands(self.x, self.ids, self.site, LAYER, self.token_slots, self.slots, self.arena)
 
     def output(self, fill: float = float("nan")) -> torch.Tensor:
         return torch.full((self.num_rows, sum(self.site.out_features)), fill).to(self.x)
@@ -45,10 +45,10 @@ class Batch:
     def tokens(self, pick: list[int]) -> Batch:
         """The same adapters with these tokens only."""
         index = torch.tensor(pick, dtype=torch.long, device=self.x.device)
-        per_token = self.x.shape[0] // self.row_slot.numel()
+        per_token = self.x.shape[0] // self.token_slots.numel()
         x = self.x.unflatten(0, (-1, per_token))[index].flatten(0, 1)
         ids = None if self.ids is None else self.ids[index]
-        return Batch(x, ids, self.site, self.row_slot[index], self.slots, self.arena)
+        return Batch(x, ids, self.site, self.token_slots[index], self.slots, self.arena)
 
 
 def make_batch(
@@ -68,19 +68,19 @@ def make_batch(
     arena = torch.cat([arena, torch.full((64,), 255, dtype=torch.uint8)]).to(device)
     for name in ("a_offset", "b_offset", "lora_rank", "scale"):
         setattr(slots, name, getattr(slots, name).to(device))
-    row_slot = popularity(generator, kind, tokens, len(lora_ranks)).to(device)
+    token_slots = popularity(generator, kind, tokens, len(lora_ranks)).to(device)
     ids = None
     if site.num_experts:
         ids = torch.randint(-1, site.num_experts, (tokens, 2), generator=generator).int().to(device)
     x = random(generator, tokens * (2 if site.name == "down" else 1), site.in_features, dtype=dtype)
-    return Batch(x.to(device), ids, site, row_slot, slots, arena)
+    return Batch(x.to(device), ids, site, token_slots, slots, arena)
 
 
 def exact_delta(batch: Batch) -> torch.Tensor:
     """Deltas in fp64 on the batch's device, segment by segment."""
     site, slots, x = batch.site, batch.slots, batch.x.double()
     out = torch.zeros(batch.num_rows, sum(site.out_features), dtype=torch.float64, device=x.device)
-    slot, expert, source = batch.row_slot.long(), torch.zeros_like(batch.row_slot), None
+    slot, expert, source = batch.token_slots.long(), torch.zeros_like(batch.token_slots), None
     if batch.ids is not None:
         slot, expert = slot.repeat_interleave(batch.ids.shape[1]), batch.ids.flatten()
         source = input_rows(batch.x, batch.ids)

@@ -38,7 +38,7 @@ def test_delta_agrees_with_fp64_at_real_sizes_with_the_same_bits_in_both_phases(
     batch = make_batch(site, torch.bfloat16, kind, cuda, tokens=tokens, lora_ranks=RANKS)
     outs = [batch.output(), batch.output()]
     for decode, out in zip((True, False), outs, strict=True):
-        lora.lora_delta(*batch.operands(), out, decode=decode, algorithm=algorithm)
+        lora.lora_delta(batch.operands(), out, decode=decode, algorithm=algorithm)
     assert_delta(outs[0], batch)
     assert torch.equal(*outs)
 
@@ -47,12 +47,12 @@ def test_delta_agrees_with_fp64_at_real_sizes_with_the_same_bits_in_both_phases(
 def test_less_aligned_x_and_y_give_the_same_bits(cuda, algorithm):
     batch = make_batch(QKV, torch.bfloat16, "uniform", cuda, tokens=9, lora_ranks=RANKS)
     y = torch.zeros_like(batch.output())
-    lora.lora_expand(lora.lora_shrink(*batch.operands(), decode=True, algorithm=algorithm), y)
+    lora.lora_expand(lora.lora_shrink(batch.operands(), decode=True, algorithm=algorithm), y)
     wide_x, wide_y = (torch.zeros(9, t.shape[1] + 3, dtype=t.dtype, device=cuda) for t in (batch.x, y))
     shifted_x, shifted_y = wide_x[:, 1 : 1 + batch.x.shape[1]], wide_y[:, 1 : 1 + y.shape[1]]
     shifted_x.copy_(batch.x)
     batch.x = shifted_x
-    lora.lora_expand(lora.lora_shrink(*batch.operands(), decode=True, algorithm=algorithm), shifted_y)
+    lora.lora_expand(lora.lora_shrink(batch.operands(), decode=True, algorithm=algorithm), shifted_y)
     assert torch.equal(shifted_y, y)
 
 
@@ -61,11 +61,11 @@ def test_less_aligned_x_and_y_give_the_same_bits(cuda, algorithm):
 def test_row_is_bit_identical_alone_and_in_a_large_batch(cuda, algorithm, site):
     batch = make_batch(site, torch.bfloat16, "zipf", cuda, tokens=300, lora_ranks=RANKS)
     together, per_token = batch.output(), batch.num_rows // 300
-    lora.lora_delta(*batch.operands(), together, decode=False, algorithm=algorithm)
+    lora.lora_delta(batch.operands(), together, decode=False, algorithm=algorithm)
     for token in range(0, 300, 23):
         alone = batch.tokens([token])
         out = alone.output()
-        lora.lora_delta(*alone.operands(), out, decode=False, algorithm=algorithm)
+        lora.lora_delta(alone.operands(), out, decode=False, algorithm=algorithm)
         assert torch.equal(out, together[token * per_token : (token + 1) * per_token])
 
 
@@ -75,10 +75,10 @@ def test_captured_step_follows_new_rows_and_new_adapters(cuda, algorithm):
     y = torch.zeros_like(batch.output())
 
     def step() -> None:
-        segments = build_segments(batch.row_slot, batch.ids, batch.slots.num_slots, GATE_UP.num_experts)
+        segments = build_segments(batch.token_slots, batch.ids, batch.slots.num_slots, GATE_UP.num_experts)
         given = {"decode": True, "segments": segments, "algorithm": algorithm, "max_lora_rank": 512}
         y.zero_()
-        lora.lora_expand(lora.lora_shrink(*batch.operands(), **given), y)
+        lora.lora_expand(lora.lora_shrink(batch.operands(), **given), y)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -87,7 +87,7 @@ def test_captured_step_follows_new_rows_and_new_adapters(cuda, algorithm):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    batch.row_slot.copy_(batch.row_slot.flip(0))
+    batch.token_slots.copy_(batch.token_slots.flip(0))
     batch.ids.copy_(batch.ids.roll(3, 0))
     batch.x.mul_(0.5)
     batch.slots.lora_rank[1, LAYER] //= 2

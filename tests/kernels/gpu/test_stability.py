@@ -22,7 +22,7 @@ CASES = st.sampled_from(
 
 def deltas(batch, *, decode=False, kernel="sgmv", algorithm=None) -> torch.Tensor:
     out = batch.output()
-    lora.lora_delta(*batch.operands(), out, kernel=kernel, algorithm=algorithm, decode=decode)
+    lora.lora_delta(batch.operands(), out, kernel=kernel, algorithm=algorithm, decode=decode)
     return out
 
 

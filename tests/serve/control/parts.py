@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from tempfile import TemporaryDirectory
 
+from moe_lora.config import ProvisionConfig, RoutingConfig
+from moe_lora.core.address import Address
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.config import ProvisionConfig, RoutingConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.dist.net.connection import Address
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.entry import Recovery
 from moe_lora.engine.fleet import FleetClient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.config import RoutingConfig
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster
 from moe_lora.engine.served import Served, ServedAdapter

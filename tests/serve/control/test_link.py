@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
-from moe_lora.dist.net.connection import Address
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.served import Served, ServedAdapter
 from moe_lora.serve.control.link import ControllerLink

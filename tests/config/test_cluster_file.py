@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
-
 import pytest
 
-from moe_lora.core.config import EngineConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config import (
+    ControllerConfig,
+    EngineConfig,
+    FrontEndConfig,
+    FrontEndPlace,
+    LoraServerConfig,
+    PoolConfig,
+    ProvisionConfig,
+    RegistryConfig,
+)
+from moe_lora.config.cluster import read_cluster
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster import read_cluster
-from moe_lora.dist.front_ends import ControllerConfig, FrontEndConfig, FrontEndPlace
-from moe_lora.dist.net.connection import Address
-from moe_lora.dist.net.keys import make_keys
+from moe_lora.dist.net.keys import keys_of, make_keys
 
 WHOLE = """
 model_dir: base
@@ -97,13 +102,13 @@ def test_adapters_lie_in_a_pool_as_the_file_says(read):
 
 
 def test_certificates_are_read_from_the_folder(read, tmp_path):
-    assert read("model_dir: m\nfront_end: {engines_address: /run/s}").keys() is None
+    assert keys_of(read("model_dir: m\nfront_end: {engines_address: /run/s}")) is None
     with pytest.raises(ConfigError, match=r"front-end\.engines_address=h:1 .* moe-lora cluster init"):
-        read("model_dir: m\nfront_end: {engines_address: 'h:1'}").keys()
+        keys_of(read("model_dir: m\nfront_end: {engines_address: 'h:1'}"))
     with pytest.raises(ConfigError, match="moe-lora cluster init"):
-        read("model_dir: m\ncertificates: absent").keys()
+        keys_of(read("model_dir: m\ncertificates: absent"))
     made = make_keys(tmp_path / "made")
-    assert read("model_dir: m\ncertificates: made").keys() == made
+    assert keys_of(read("model_dir: m\ncertificates: made")) == made
 
 
 @pytest.mark.parametrize(
@@ -114,9 +119,12 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         ("engine: {}", "model_dir=None must be a text"),
         (
             "model_dir: m\nmodel_directory: x",
-            "model_directory is not a setting; allowed are model_dir, served_model_name",
+            "model_directory is not a setting; did you mean model_dir?  allowed are model_dir, served_",
         ),
-        ("model_dir: m\nengine: {max_seqs: 3}", "engine.max_seqs is not a setting; allowed are dtype"),
+        (
+            "model_dir: m\nengine: {max_seqs: 3}",
+            "engine.max_seqs is not a setting; did you mean max_num_seqs?  allowed are dtype",
+        ),
         ("model_dir: m\nengine: {model_dir: x}", "engine.model_dir is not a setting"),
         ("model_dir: m\nlora_server: {key: x}", "lora_server.key is not a setting; allowed are layout"),
         ("model_dir: m\nfront_end: {ports: 1}", "allowed are routing, performance_model, performance_form"),
@@ -136,7 +144,7 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         ("model_dir: m\nfront_end: {mean_output_tokens: .inf}", "mean_output_tokens=inf must be positive"),
         (
             "model_dir: m\nfront_end: {adapter_load_s_per_rank: -1}",
-            "adapter_load_s_per_rank=-1.0 must be seconds",
+            "adapter_load_s_per_rank=-1.0 must be 0 or more",
         ),
         ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
         ("model_dir: m\nfront_end: {engines_address: 'a..b:1'}", "'a..b:1' is not host:port"),
@@ -181,9 +189,9 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         ("model_dir: m\nadapters: {'a,b': x}", "without commas"),
         ("model_dir: m\nadapters: {m: x}", "names the base model and an adapter"),
         ("model_dir: m\nregistry: r", "registry must be a mapping"),
-        ("model_dir: m\nregistry: {}", "registry.folder=None must be a text"),
+        ("model_dir: m\nregistry: {}", "registry.folder is missing; give a folder"),
         ("model_dir: m\nregistry: {path: r}", "registry.path is not a setting; allowed are folder, adapters"),
-        ("model_dir: m\nregistry: {folder: r, adapters: a}", "registry.adapters='a' must be a list of names"),
+        ("model_dir: m\nregistry: {folder: r, adapters: a}", "registry.adapters='a' must be a list of texts"),
         ("model_dir: m\ncertificates: 5", "certificates=5 must be a text"),
         ("model_dir: m\nkey: a", "key is not a setting; allowed are model_dir"),
         ("model_dir: m\nkey_file: a", "key_file is not a setting; allowed are model_dir"),
@@ -245,21 +253,3 @@ def test_an_only_front_end_needs_no_name(read):
         cluster.front_end_named("one")
     with pytest.raises(ConfigError, match="engines_address is needed"):
         read("model_dir: m").doors()
-
-
-def test_docs_describe_every_field():
-    text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-    left_out = {"model_dir", "lora_server", "instance", "contents", "leave_out_bad"}
-    kinds = (
-        EngineConfig,
-        LoraServerConfig,
-        FrontEndConfig,
-        FrontEndPlace,
-        ControllerConfig,
-        ProvisionConfig,
-        RegistryConfig,
-        PoolConfig,
-    )
-    for kind in kinds:
-        for one in fields(kind):
-            assert one.name in left_out or f"`{one.name}`" in text, one.name

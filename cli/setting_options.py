@@ -1,0 +1,106 @@
+"""Options made from settings (`moe_lora.config.settings`): type, range, help and default are stated there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from moe_lora.config.settings import MISSING, Setting, meanings, settings_of
+
+_SEPARATOR = "__"
+
+
+class SettingOption(click.Option):
+    """The option of a setting, with its default or (default=None) none where it is not given.
+
+    Its help is made when it is shown.
+    """
+
+    def __init__(self, kind: Any, name: str, one: Setting, *, default: Any) -> None:
+        rule, attributes = one.rule, {"type": _type(one)}
+        if default is MISSING:
+            attributes, default = {**attributes, "required": True}, None
+        if bool in one.kinds:
+            attributes = {"is_flag": True, "flag_value": not one.default}
+        elif tuple[str, ...] in one.kinds:
+            attributes |= {"multiple": True}
+        names = [rule.option, name]
+        super().__init__(names, default=default, metavar=rule.metavar or None, **attributes)
+        self._kind, self._setting = kind, one
+        self.heading = rule.group or kind.GROUP or "Options"
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        self.help = help_of(self._kind, self._setting)
+        return super().get_help_record(ctx)
+
+
+def help_of(kind: Any, one: Setting) -> str:
+    """The first sentence of what a setting means, and what holds without it."""
+    text = re.split(r"\.\s+(?=[A-Z])", meanings(kind)[one.name])[0].rstrip(".") + "."
+    shown = one.rule.unset or one.default
+    return f"{text}  [default: {shown}]" if shown not in (None, "", False, True, MISSING) else text
+
+
+def _type(one: Setting) -> Any:
+    rule = one.rule
+    if rule.choices:
+        return click.Choice(rule.choices)
+    if rule.path == "folder":
+        return click.Path(exists=True, file_okay=False)
+    if int in one.kinds:
+        least, most = (None if bound is None else int(bound) for bound in (rule.least, rule.most))
+        return int if least is None else click.IntRange(least, most)
+    return float if float in one.kinds else str
+
+
+def section_options(**sections: Any) -> Callable[[click.Command], click.Command]:
+    """A decorator that adds the options of these sections, each a settings class; None if not given."""
+
+    def add(command: click.Command) -> click.Command:
+        for section, kind in sections.items():
+            command.params += _options(kind, prefix=f"{section}{_SEPARATOR}", defaults=False)
+        return command
+
+    return add
+
+
+def setting_options(kind: Any, *names: str) -> Callable[[click.Command], click.Command]:
+    """A decorator that adds the options of these settings, or of all of a class, with their defaults."""
+
+    def add(command: click.Command) -> click.Command:
+        command.params += _options(kind, names, defaults=True)
+        return command
+
+    return add
+
+
+def _options(
+    kind: Any, names: Sequence[str] = (), *, prefix: str = "", defaults: bool
+) -> list[SettingOption]:
+    return [
+        SettingOption(kind, prefix + name, one, default=one.default if defaults else None)
+        for name, one in settings_of(kind).items()
+        if one.rule.option and (not names or name in names)
+    ]
+
+
+def sections_of(
+    options: dict[str, Any], kinds: dict[str, Any], *, absolute: bool
+) -> dict[str, dict[str, Any]]:
+    """The options that were given, taken out of `options`, as sections of a cluster file.
+
+    absolute: paths are made so, because those of a file start at its folder.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for key in [key for key in options if _SEPARATOR in key]:
+        value, (section, name) = options.pop(key), key.split(_SEPARATOR)
+        if value is None or value == ():
+            continue
+        if absolute and settings_of(kinds[section])[name].rule.path:
+            value = os.path.abspath(value)
+        sections.setdefault(section, {})[name] = value
+    return sections

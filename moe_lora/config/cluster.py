@@ -1,0 +1,256 @@
+"""cluster.yaml: one file that every role of a cluster reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_lora.core.address import Address, needs_keys, parse_address
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.request import name_problem
+
+from .engine import EngineConfig, PoolConfig
+from .front_end import (
+    CONTROLLER,
+    ONE_FRONT_END,
+    ControllerConfig,
+    FrontEndConfig,
+    FrontEndPlace,
+    ProvisionConfig,
+    RegistryConfig,
+)
+from .lora_server import LoraServerConfig
+from .settings import MISSING, check_names, mapping_of, read_section, settings_of, text_of
+
+SECTIONS: dict[str, Any] = {
+    "engine": EngineConfig,
+    "lora_server": LoraServerConfig,
+    "front_end": FrontEndConfig,
+    "controller": ControllerConfig,
+    "provision": ProvisionConfig,
+    "pool": PoolConfig,
+    "registry": RegistryConfig,
+}
+NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "front_ends", *SECTIONS)
+"""What stands at the top of the file; front_ends are `FrontEndPlace`s by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """A cluster as its file describes it.
+
+    engine: of every instance; it names no LoRA Server.  lora_server: without the certificates; None = the
+    instances compute deltas.  certificates: folder of those of this cluster's authority (`dist.net.keys`);
+    None = all on one host.  provision: how the load on adapters is watched; None = by the defaults where
+    there is a LoRA Server, else not at all.  registry: its adapters are served beside those of `engine`; the
+    front end opens it.  front_ends: by name, where there are several; what else they need stands in
+    front_end.  controller: the process that decides for them; None = the one front end does.
+    """
+
+    engine: EngineConfig
+    served_model_name: str
+    certificates: str | None = None
+    lora_server: LoraServerConfig | None = None
+    front_end: FrontEndConfig = field(default_factory=FrontEndConfig)
+    provision: ProvisionConfig | None = None
+    registry: RegistryConfig | None = None
+    front_ends: Mapping[str, FrontEndPlace] = field(default_factory=dict)
+    controller: ControllerConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.provision is not None and self.provision.auto_resize and self.lora_server is None:
+            raise ConfigError("provision.auto_resize needs a LoRA Server, whose capacity it changes; add one")
+        replace(self.engine, lora_server=self.lora_server)  # which checks them together
+        if self.served_model_name in dict(self.engine.adapters):
+            raise ConfigError(
+                f"{self.served_model_name!r} names the base model and an adapter; give another "
+                "served_model_name (--served-model-name)"
+            )
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Raises ConfigError for places that can't be right together."""
+        if self.front_ends and self.controller is None:
+            raise ConfigError(
+                "front_ends needs a controller: where each decided by itself, their adapters and placements "
+                "would differ; add a controller section with address and engines_address"
+            )
+        if CONTROLLER in self.front_ends:
+            raise ConfigError(f"front_ends: the name {CONTROLLER!r} is the controller's; give another")
+        if self.front_ends and self.front_end.engines_address is not None:
+            raise ConfigError(
+                "front_end.engines_address and front_ends are both given; give each of front_ends its "
+                "engines_address, and in front_end only what they share"
+            )
+        addresses = {"front_end.engines_address": self.front_end.engines_address}
+        addresses |= {
+            f"front_ends.{name}.engines_address": one.engines_address for name, one in self.front_ends.items()
+        }
+        if self.controller is not None:
+            addresses[f"{CONTROLLER}.address"] = self.controller.address
+            addresses[f"{CONTROLLER}.engines_address"] = self.controller.engines_address
+        first: dict[Address, str] = {}
+        for place, address in addresses.items():
+            if address is None:
+                continue
+            other = first.setdefault(parse_address(place, address), place)
+            if other != place:
+                raise ConfigError(f"{place}={address!r} is {other} too; each needs a port of its own")
+
+    def instance(self, name: str = "instance-0") -> EngineConfig:
+        """Settings of the instance of that name, its LoRA Server where the file says.
+
+        Raises ConfigError for what a role on another host could not find out by itself.
+        """
+        if self.lora_server is None:
+            return replace(self.engine, instance=name)
+        for setting, example in (("address", "10.0.0.2:7500"), ("store_dir", "/var/tmp/adapters")):
+            if not getattr(self.lora_server, setting):
+                raise ConfigError(f"lora_server.{setting} is needed between hosts, such as {example}")
+        if self.certificates is None and not self.lora_server.address.startswith("/"):
+            raise needs_keys("lora_server.address", self.lora_server.address)
+        server = replace(self.lora_server, certificates=self.certificates)
+        return replace(self.engine, instance=name, lora_server=server)
+
+    def engines_address(self) -> str:
+        """Where instances dial the one front end in.  Raises ConfigError without one."""
+        if self.front_end.engines_address is None:
+            raise ConfigError("front_end.engines_address is needed between hosts, such as 10.0.0.1:7600")
+        return self.front_end.engines_address
+
+    def front_end_named(self, name: str) -> FrontEndConfig:
+        """All settings of one of the front ends; `ONE_FRONT_END` is the name of an only one.
+
+        Raises ConfigError for a name that is not in the file.
+        """
+        if name in self.front_ends:
+            given = {
+                setting: value for setting, value in vars(self.front_ends[name]).items() if value is not None
+            }
+            return replace(self.front_end, **given)
+        if self.front_ends or name != ONE_FRONT_END:
+            names = ", ".join(self.front_ends or (ONE_FRONT_END,))
+            raise ConfigError(f"front_ends has none named {name!r}; give one of {names}, or add it")
+        return self.front_end
+
+    def doors(self) -> dict[str, Address]:
+        """Where everything is that an instance dials, by name: the controller and each front end.
+
+        Raises ConfigError if the file does not say where.
+        """
+        dialled = {name: one.engines_address for name, one in self.front_ends.items()}
+        if not self.front_ends:
+            dialled[ONE_FRONT_END] = self.engines_address()
+        if self.controller is not None:
+            dialled[CONTROLLER] = self.controller.engines_address
+        return {name: parse_address("engines_address", address) for name, address in dialled.items()}
+
+
+def read_cluster(path: str | Path) -> ClusterConfig:
+    """The settings in a file; relative paths in it start at the file's own folder.
+
+    Raises ConfigError, naming file and field, for anything that can't be right.
+    """
+    content, path = read_content(path), Path(path)
+    try:
+        return cluster_of(content, path.resolve().parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_content(path: str | Path) -> Any:
+    """What a YAML file holds.  Raises ConfigError if it can't be read or is no YAML."""
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+
+
+def cluster_of(content: Any, folder: Path) -> ClusterConfig:
+    """The cluster that a file's content describes; relative paths start at `folder`.  Raises ConfigError."""
+    given = mapping_of("the file", content)
+    check_names("", given, NAMES)
+    model_dir = folder / text_of("model_dir", given.get("model_dir"))
+    served_name = given.get("served_model_name", model_dir.resolve().name)
+    if given.get("lora_server", {}) is None:
+        given = {name: one for name, one in given.items() if name != "lora_server"}
+    found = {
+        name: _section(kind, name, given[name], folder) for name, kind in SECTIONS.items() if name in given
+    }
+    adapters = {
+        _name("adapters", name): str(folder / text_of(f"adapters.{name}", place))
+        for name, place in mapping_of("adapters", given.get("adapters")).items()
+    }
+    engine = {**found.pop("engine", {}), "model_dir": str(model_dir), "adapters": tuple(adapters.items())}
+    if "pool" in found:
+        engine["pool"] = PoolConfig(**found.pop("pool"))
+    return ClusterConfig(
+        engine=EngineConfig(**engine),
+        served_model_name=text_of("served_model_name", served_name),
+        certificates=str(folder / text_of("certificates", given["certificates"]))
+        if "certificates" in given
+        else None,
+        front_ends={
+            _name("front_ends", name): FrontEndPlace(
+                **_section(FrontEndPlace, f"front_ends.{name}", place, folder)
+            )
+            for name, place in mapping_of("front_ends", given.get("front_ends")).items()
+        },
+        **{name: SECTIONS[name](**values) for name, values in found.items()},
+    )
+
+
+def _section(kind: Any, section: str, given: Any, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of a settings class.  Raises ConfigError, also for what is missing."""
+    values = read_section(kind, section, given)
+    for name, one in settings_of(kind).items():
+        if one.default is MISSING and one.rule.in_file and not values.get(name):
+            example = "a folder" if one.rule.path else "host:port, such as 10.0.0.1:7600"
+            raise ConfigError(f"{section}.{name} is missing; give {example}")
+        if one.rule.path and values.get(name):
+            values[name] = str(folder / values[name])
+    return values
+
+
+def _name(section: str, name: Any) -> str:
+    if problem := name_problem(str(name)):
+        raise ConfigError(f"{section}: the name {name!r} {problem}")
+    return str(name)
+
+
+def cluster_text(cluster: ClusterConfig) -> str:
+    """What `read_cluster` reads as the same settings from anywhere on this host."""
+    sections = {name: getattr(cluster, name, None) for name in SECTIONS} | {"pool": cluster.engine.pool}
+    content = {
+        "model_dir": os.path.abspath(cluster.engine.model_dir),
+        "served_model_name": cluster.served_model_name,
+        "adapters": {name: os.path.abspath(path) for name, path in cluster.engine.adapters},
+        "certificates": None if cluster.certificates is None else os.path.abspath(cluster.certificates),
+        "front_ends": {name: _plain(place) for name, place in cluster.front_ends.items()},
+        **{name: _plain(settings) for name, settings in sections.items() if settings is not None},
+    }
+    return yaml.safe_dump(
+        {name: value for name, value in content.items() if value is not None}, sort_keys=False
+    )
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    """The settings that a file may hold, as YAML has them."""
+    found, kind = {}, settings.__class__
+    for name, one in settings_of(kind).items():
+        value = getattr(settings, name)
+        if value is None or not one.rule.in_file:
+            continue
+        if one.rule.path and value:
+            value = os.path.abspath(value)
+        found[name] = (
+            _plain(value) if is_dataclass(value) else list(value) if isinstance(value, tuple) else value
+        )
+    return found

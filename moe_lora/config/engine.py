@@ -1,0 +1,209 @@
+"""Settings of an engine.  Frozen; "auto" and None are resolved by functions that read model and machine."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.step_profile import StepProfile
+
+from .lora_server import LoraServerConfig
+from .settings import Settings, setting
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+POOL_TRANSPORTS = ("shm", "gloo")
+"""Not nixl: it keeps freed windows for as long as the process lives, and pools free them all the time."""
+LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
+QUEUES = ("fcfs", "sjf-oracle")
+CACHE_POLICIES = (
+    "fastlibra",
+    "cost-aware",
+    "fastlibra-wom",
+    "fastlibra-wos",
+    "fastlibra-wol",
+    "lru",
+    "static",
+    "slora",
+)
+"""The first is the default."""
+CHOSEN = "chosen from the model and the memory that is free"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig(Settings):
+    """The adapter pool: adapters lie in the host memory of some instances, and others read them there."""
+
+    SECTION: ClassVar[str] = "pool"
+    GROUP: ClassVar[str] = "Several instances and front ends"
+
+    replicas: int = setting(1, least=1, option="--pool-replicas", unset="every instance has all")
+    """Keep each adapter in the host memory of this many instances only; the others read it there
+    (docs/placement.md)."""
+    transport: str = setting("shm", choices=POOL_TRANSPORTS)
+    """How they read it: shm on one host, gloo between hosts."""
+    host: str | None = setting(None, unset="the one from which it reaches the front end")
+    """This host's address as other instances reach it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulationConfig(Settings):
+    """Another device's times, emulated on this machine by sleeping; for comparisons."""
+
+    step_profile: StepProfile | None = setting(None, unset="none")
+    """Times of a step's stages, and of the LoRA Server's share in it."""
+    load_gb_per_s: float | None = setting(None, above=0, unset="none")
+    """Upper bound on the rate of an instance's copies to and from its device, adapters and KV, in 10^9 bytes
+    per second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Settings):
+    """How one engine runs one model."""
+
+    GROUP: ClassVar[str] = "Engine"
+
+    model_dir: str = setting(in_file=False)
+    """Folder of the base model's checkpoint."""
+    adapters: tuple[tuple[str, str], ...] = setting((), in_file=False)
+    """(name, directory) pairs served from the start; with a pool only measured then: the pool says what an
+    instance gets."""
+    dtype: str = setting("auto", choices=DTYPES, option="--dtype")
+    """Of weights, activations and KV; auto: the checkpoint's."""
+    device: str = setting("auto", choices=DEVICES, option="--device")
+    """What computes; auto: CUDA if there is any."""
+    max_loras: int = setting(64, least=1, option="--max-loras", group="Adapters")
+    """Adapters resident on the device at once, where there is no LoRA Server."""
+    max_num_seqs: int = setting(64, least=1, option="--max-num-seqs")
+    """Sequences computed at once."""
+    max_num_batched_tokens: int = setting(2048, least=1, option="--max-num-batched-tokens")
+    """Token rows per step.  Longer prompts are prefilled in chunks."""
+    max_model_len: int | None = setting(None, least=1, option="--max-model-len", unset="the model's")
+    """Prompt and answer, in tokens."""
+    arena_mb: float | None = setting(None, above=0, option="--arena-mb", group="Memory", unset=CHOSEN)
+    """Device memory for KV and adapters together, in 10^6 bytes, of each process."""
+    host_arena_mb: float | None = setting(
+        None,
+        least=0,
+        option="--host-arena-mb",
+        group="Memory",
+        unset="on CUDA as much as the device has, at most a quarter of what is free; on CPU 0",
+    )
+    """Host memory for KV and adapters that left the device, in 10^6 bytes, of each process; 0: none."""
+    cache_policy: str = setting(
+        CACHE_POLICIES[0], choices=CACHE_POLICIES, option="--cache-policy", group="Memory"
+    )
+    """Which of them leave the device and come back.  Those with -wo are ablations (docs/architecture.md)."""
+    swap_interval_s: float = setting(0.1, above=0)
+    """How often pages are moved ahead of need."""
+    swap_out_above: float = 0.95
+    """Share of the device in use above which pages are moved out ahead of need."""
+    swap_in_below: float = 0.7
+    """Share of the device in use below which pages are moved in ahead of need."""
+    swap_time_unit_s: float | None = setting(None, above=0, unset="the policy's")
+    """FastLibra's unit of the time since a cached thing was used."""
+    kv_cache_gb: float | None = setting(None, above=0, option="--kv-cache-gb", unset="none")
+    """Bound on KV, in 10^9 bytes.  Without it, and without arena_mb, KV of max_num_seqs sequences of
+    max_model_len goes into the arena, at most a quarter of the memory that is free."""
+    lora_memory_gb: float | None = setting(
+        None, above=0, option="--lora-memory-gb", group="Adapters", unset=CHOSEN
+    )
+    """Room for adapters in the arena, in 10^9 bytes, where arena_mb is not given.  Chosen: max_loras times
+    the largest adapter known at the start (or one of rank 16), at most a quarter of the memory that is
+    free."""
+    block_size: int = setting(16, least=1, option="--block-size")
+    """Tokens per KV page."""
+    eager: bool = setting(False, option="--eager")
+    """Don't compile the model."""
+    decode_buckets: tuple[int, ...] | None = setting(
+        None, unset="on CPU one graph for any size, and one for 1; on CUDA powers of two"
+    )
+    """Batch sizes that decode steps are padded to, one compiled graph each."""
+    prefix_caching: bool = setting(True, option="--no-prefix-caching")
+    """False: every prompt is computed from its first token."""
+    expert_parallel: int = setting(1, least=1, option="--expert-parallel", metavar="P")
+    """Processes of each instance that share the experts; must divide their number."""
+    num_threads: int | None = setting(None, least=1, option="--threads", unset="all cores, shared")
+    """CPU threads of each instance, all its processes together."""
+    num_instances: int = setting(1, least=1, option="--instances", group="Several instances and front ends")
+    """Engine processes that stand in for each other.  Those of a host divide its cores and its memory."""
+    starvation_s: float = 5.0
+    """A request that waits longer for its adapter stops younger ones from passing it."""
+    seed: int = 0
+    """Of sampling without a seed.  Each start of an instance makes another one of it."""
+    lora_kernel: str = setting("sgmv", choices=LORA_KERNELS, option="--lora-kernel", group="Adapters")
+    """How deltas are computed: sgmv, true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA)."""
+    lora_server: LoraServerConfig | None = setting(None, in_file=False)
+    """Where deltas are computed; None: by the engine."""
+    instance: str = setting("instance-0", in_file=False)
+    """This engine's name in a cluster."""
+    queue: str = setting("fcfs", choices=QUEUES)
+    """Order of waiting requests: first come first served, or (for comparisons where every answer has its full
+    length) least max_tokens first."""
+    pool: PoolConfig | None = setting(None, in_file=False)
+    """The pool of the instances; None: each keeps all adapters."""
+    state_dir: str | None = setting(
+        None,
+        path="place",
+        option="--state-dir",
+        metavar="FOLDER",
+        group="Several instances and front ends",
+        unset="$XDG_STATE_HOME/moe_lora, else ~/.local/state/moe_lora",
+    )
+    """What must outlive a process: contents of adapters.  Not a place cleaned by age, such as /tmp."""
+    contents_dir: str | None = setting(
+        None,
+        path="place",
+        unset="contents-… in state_dir, the same at each start of an instance of the cluster",
+    )
+    """Where an instance keeps the contents of its adapters by hash, so that it finds them when it is started
+    again."""
+    contents: tuple[tuple[str, str], ...] = setting((), in_file=False)
+    """(name, content hash) of those of `adapters` that are served already, with that content and no other."""
+    leave_out_bad: bool = setting(False, in_file=False)
+    """Start without adapters that can't be read."""
+    emulation: EmulationConfig = EmulationConfig()
+    """Another device's times, for benchmarks: step_profile, load_gb_per_s."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.arena_mb is not None and self.lora_memory_gb is not None:
+            raise ConfigError(
+                f"arena_mb={self.arena_mb} is for KV and adapters together, so lora_memory_gb="
+                f"{self.lora_memory_gb} has no meaning beside it; leave one of them out"
+            )
+        if not 0 < self.swap_in_below <= self.swap_out_above <= 1:
+            raise ConfigError(
+                f"swap_in_below={self.swap_in_below} and swap_out_above={self.swap_out_above} must be shares "
+                "above 0 and up to 1, the first no larger than the second"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}; every running sequence needs one token row per step"
+            )
+        if self.pool is not None and self.expert_parallel > 1:
+            raise ConfigError(
+                f"pool and expert_parallel={self.expert_parallel} do not go together yet: the ranks of an "
+                "instance read adapters from files of its own; leave the pool out, or use expert_parallel=1"
+            )
+        if self.pool is not None and self.lora_server is not None:
+            raise ConfigError(
+                "pool and a LoRA Server do not go together: the server holds the adapters for all instances "
+                "already; leave one of them out"
+            )
+        for name, count in Counter(name for name, _ in self.adapters).items():
+            if not name or count > 1:
+                raise ConfigError(f"adapter name {name!r} is empty or given twice; names must be unique")
+        if self.decode_buckets is not None and (not self.decode_buckets or min(self.decode_buckets) < 1):
+            raise ConfigError(f"decode_buckets={self.decode_buckets} must be one or more sizes >= 1")
+
+    @property
+    def threads_per_process(self) -> int | None:
+        """CPU threads of each of the engine's processes; None = torch's own choice."""
+        if self.expert_parallel == 1:
+            return self.num_threads
+        return max(1, (self.num_threads or os.cpu_count() or 1) // self.expert_parallel)

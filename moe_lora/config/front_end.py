@@ -1,0 +1,184 @@
+"""Settings of front ends and of the controller: where they listen, what they decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from moe_lora.core.address import parse_address
+from moe_lora.core.errors import ConfigError
+
+from .settings import Settings, setting
+
+CONTROLLER = "controller"
+ONE_FRONT_END = "front-end"
+"""The name of a cluster's only front end, which its file need not name."""
+PERFORMANCE_FORMS = ("toppings", "full")
+"""Forms of `policies.step_model.StepModel`."""
+ROUTINGS = (
+    "least_outstanding",
+    "round_robin",
+    "random",
+    "join_shortest_queue",
+    "first_fit",
+    "adapter_affinity",
+    "rank_aware",
+    "shortest_pending_time",
+    "phi",
+)
+"""Names of `policies.routers.ROUTERS`."""
+PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere")
+"""Names of `provision.placement_baselines.PLACEMENTS`."""
+
+
+def _check_origins(place: str, origins: tuple[str, ...]) -> None:
+    """A browser sends scheme://host[:port], and nothing behind it; what differs never matches."""
+    for origin in origins:
+        scheme, separator, host = origin.partition("://")
+        if origin != "*" and not (scheme and separator and host and not set(host) & set("/?#@* ")):
+            raise ConfigError(
+                f"{place}: {origin!r} is no origin; give scheme://host[:port] without a path, such as "
+                "https://app.example.com, or * for all"
+            )
+
+
+def _port(default: Any, **rule: Any) -> Any:
+    return setting(default, least=0, most=65535, **rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig(Settings):
+    """How requests are spread over instances (docs/placement.md)."""
+
+    SECTION: ClassVar[str] = "front_end"
+    GROUP: ClassVar[str] = "Several instances and front ends"
+
+    routing: str | None = setting(
+        None,
+        choices=ROUTINGS,
+        option="--routing",
+        unset="by the placement if there is one, else least_outstanding",
+    )
+    """How requests are spread over instances (docs/placement.md); rank_aware and shortest_pending_time need
+    --performance-model."""
+    performance_model: str | None = setting(None, path="place", option="--performance-model", metavar="FILE")
+    """Step times by rank, of `moe-lora profile-steps`, for the routers that need them."""
+    performance_form: str = setting("full", choices=PERFORMANCE_FORMS)
+    """Which of its models they use: full, or the papers' toppings."""
+    slo_tpot_s: float | None = setting(None, above=0, unset="no such bound")
+    """rank_aware sends nothing where a decode step would take longer."""
+    mean_output_tokens: float = setting(128.0, above=0)
+    """Of an answer, as rank_aware expects it."""
+    adapter_load_s_per_rank: float = setting(0.0, least=0)
+    """Seconds to load an adapter by its rank, as shortest_pending_time counts it."""
+    placement: str | None = setting(None, choices=PLACEMENTS, option="--placement", unset="not at all")
+    """Divide adapters over instances, and route by that (docs/placement.md)."""
+    placement_interval_s: float = setting(30.0, above=0, option="--placement-interval-s")
+    """From one placement to the next."""
+    operating_points: str | None = setting(
+        None, path="place", option="--operating-points", metavar="FILE", unset="all ranks alike"
+    )
+    """{"rank": tokens/s} that an instance serves of a rank alone, for the placement."""
+    heartbeat_timeout_s: float = setting(5.0, above=0, option="--heartbeat-timeout-s")
+    """An instance that does not get on for so long gets no requests, until it does again.  More where one
+    step or one load may take longer."""
+    heartbeat_dead_s: float = setting(30.0, above=0, option="--heartbeat-dead-s")
+    """After so long its requests go on elsewhere, and it is ended; more where a step takes longer.  What is
+    ended is its connection, and on one host its process."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heartbeat_timeout_s >= self.heartbeat_dead_s:
+            raise ConfigError(
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s} must be positive and below "
+                f"heartbeat_dead_s={self.heartbeat_dead_s}, both in seconds"
+            )
+        if self.placement is None and (self.operating_points is not None or self.routing == "phi"):
+            raise ConfigError(
+                "operating_points and routing='phi' need a placement; give one, such as placement='loraserve'"
+            )
+        if self.placement is not None and self.routing not in (None, "phi"):
+            raise ConfigError(
+                f"placement={self.placement!r} routes by its own table, not by routing={self.routing!r}; "
+                "leave one of them out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontEndConfig(RoutingConfig):
+    """Where the front end listens, for HTTP and for instances that dial in, and how it routes."""
+
+    host: str = setting("127.0.0.1", option="--host", group="Where")
+    """Where to listen for HTTP."""
+    port: int = _port(8000, option="--port", group="Where")
+    """Of HTTP; 0 takes a free one."""
+    engines_address: str | None = setting(None, check=parse_address)
+    """Where instances dial in: host:port, or on one host the absolute path of a socket."""
+    cors_origins: tuple[str, ...] = setting(
+        (), check=_check_origins, option="--cors-origin", metavar="ORIGIN", group="Where", unset="none"
+    )
+    """Let pages of this origin call the server from a browser (https://app.example.com; * is all); may be
+    given several times."""
+    drain_s: float = setting(20.0, least=0, option="--drain-s", group="Where")
+    """When told to end, requests under way get so long to finish.  Then each ends with an error, a stream
+    with an error event, one without a token with a 503.  A second signal ends it at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontEndPlace(Settings):
+    """What one of several front ends has of its own."""
+
+    engines_address: str = setting(check=parse_address)
+    """Where instances dial this one in, as in front_end."""
+    host: str | None = setting(None, unset="as in front_end")
+    """Where it listens for HTTP."""
+    port: int | None = _port(None, unset="as in front_end")
+    """Of HTTP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerConfig(Settings):
+    """Where the controller listens."""
+
+    SECTION: ClassVar[str] = CONTROLLER
+
+    address: str = setting(check=parse_address)
+    """Where front ends dial it, host:port or the path of a socket."""
+    engines_address: str = setting(check=parse_address)
+    """Where instances dial it, which dial every front end too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProvisionConfig(Settings):
+    """How the places for adapters are watched to meet the load (`provision.online`)."""
+
+    SECTION: ClassVar[str] = "provision"
+    GROUP: ClassVar[str] = "Watching the load"
+
+    target_iar: float = setting(0.95, above=0, most=1, option="--target-iar")
+    """Share of requests whose adapter should find a place at once, watched with a LoRA Server or if given."""
+    window_s: float = setting(300.0, above=0, option="--provision-window-s")
+    """For how long a request counts for that."""
+    interval_s: float = setting(30.0, above=0)
+    """From one evaluation to the next."""
+    auto_resize: bool = setting(False, option="--auto-resize")
+    """Let the LoRA Server's capacity follow what the target needs, up to what its memory holds."""
+    min_capacity: int = setting(1, least=1)
+    """The capacity never falls below this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistryConfig(Settings):
+    """Where adapters are registered (`adapters.registry`), and which of them are served from the start."""
+
+    SECTION: ClassVar[str] = "registry"
+    GROUP: ClassVar[str] = "Adapters"
+    OPENED_BY: ClassVar[str] = "folder"
+
+    folder: str = setting(path="folder", option="--registry", unset="none")
+    """Serve the adapters that a registry has for this model (moe-lora adapters add).  The front end opens it,
+    or the controller where there is one; store/ in it must be at the same path on every host."""
+    adapters: tuple[str, ...] | None = setting(
+        None, option="--registry-adapters", metavar="NAME...", unset="all of this base model"
+    )
+    """Only these of them, from the start."""

@@ -1,0 +1,107 @@
+"""Settings of `moe-lora provision` and `moe-lora replay`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_lora.core.errors import ConfigError
+
+from .settings import Settings, setting
+
+ESTIMATORS = ("paper", "corrected")
+ARRIVALS = ("trace", "gamma")
+FORCE_LENGTH = ("ignore-eos", "min-tokens", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanGoals(Settings):
+    """What a cluster is sized for: a load, two SLOs, a budget."""
+
+    global_batch: float | None = setting(
+        None, above=0, option="--global-batch", unset="rate * mean output tokens * predicted TPOT + margin"
+    )
+    """Requests decoding at once.  Over all instances (Little's law)."""
+    load_margin: float = setting(0.2, least=0, option="--load-margin")
+    """Size for so much more than the predicted TPOT keeps running; not with --global-batch."""
+    gpus: int | None = setting(None, least=1, option="--gpus", unset="as few as it takes")
+    """Split so many."""
+    instances: int | None = setting(None, least=1, option="--instances", unset="chosen")
+    """So many LLM instances."""
+    slo_ttft_s: float = setting(0.25, above=0, option="--slo-ttft-s")
+    """P95 of TTFT, without prefill."""
+    slo_tpot_s: float = setting(0.1, above=0, option="--slo-tpot-s")
+    """Mean TPOT."""
+    target_iar: float = setting(0.95, above=0, most=1, option="--target-iar")
+    """Share that must start at once."""
+    estimator: str = setting("corrected", choices=ESTIMATORS, option="--estimator")
+    """Whose IAR M* has to bring to the target."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gpus is not None and self.instances is not None:
+            raise ConfigError("gpus and instances are both given; a budget is split by the plan: give one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(Settings):
+    """Where and how to send.
+
+    model: name of the base model, for requests without an adapter.
+    """
+
+    url: str = setting(option="--url")
+    """Server, e.g. http://127.0.0.1:8000."""
+    model: str
+    """Base model's name."""
+    timeout_s: float = setting(600.0, above=0, option="--timeout-s")
+    """For one whole request."""
+    max_connections: int = setting(2048, least=1, option="--max-connections")
+    """Requests under way at once."""
+    temperature: float = setting(0.0, least=0, most=100, option="--temperature")
+    """0: greedy."""
+    force_length: str = setting("ignore-eos", choices=FORCE_LENGTH, option="--force-length")
+    """How a server is made to give the trace's output length (not where an answer is known)."""
+    vocab_size: int = setting(32000, least=1, option="--vocab-size")
+    """Random token ids are below it."""
+    seed: int = setting(0, least=0, option="--seed")
+    """Of what is drawn: arrivals, adapters, prompts."""
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as bearer token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions(Settings):
+    """How a trace is turned into requests; lengths in tokens, None: as in the trace.
+
+    arrivals: "trace" (its times, scaled if request_rate_per_s is given) or "gamma" (drawn).  num_requests,
+    duration_s: recorded arrivals are cut; drawn ones go round the trace's rows as often as needed.  prompts:
+    "text" sends the trace's texts, "random" random token ids of the trace's lengths.
+    """
+
+    arrivals: str = setting("trace", choices=ARRIVALS)
+    request_rate_per_s: float | None = None
+    burstiness: float = setting(1.0, option="--burstiness")
+    """1: Poisson; less is burstier (Gamma)."""
+    duration_s: float | None = setting(None, option="--duration-s")
+    """Send what arrives before this."""
+    busiest: bool = setting(False, option="--busiest")
+    """With --duration-s: the trace's busiest stretch, not its start."""
+    num_requests: int | None = setting(None, least=1, option="--num-requests")
+    """Send at most so many."""
+    max_prompt_tokens: int | None = setting(None, least=1, option="--max-prompt-tokens")
+    """Cut longer prompts."""
+    max_output_tokens: int | None = setting(None, least=1, option="--max-output-tokens")
+    """Ask for no more than this."""
+    prompts: str = setting("random", choices=("random", "text"))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.arrivals == "gamma" and self.request_rate_per_s is None:
+            raise ConfigError("drawn arrivals need a rate; give --request-rate")
+        if self.arrivals == "trace" and self.burstiness != 1.0:
+            raise ConfigError(
+                "burstiness applies to drawn arrivals only; use --arrivals gamma with --request-rate"
+            )
+        if self.busiest and (self.arrivals != "trace" or self.duration_s is None):
+            raise ConfigError("--busiest picks a stretch of recorded arrivals; give --duration-s, draw none")

@@ -1,0 +1,91 @@
+"""Tables of settings in the docs, made from the classes.
+
+    python -m moe_lora.config.tables docs/*.md
+
+Between `<!-- settings: SECTION -->` and `<!-- end -->` stands what a section of the cluster file may hold,
+between `<!-- options: SECTION ... -->` and `<!-- end -->` the options of `moe-lora serve` of some sections.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .cluster import SECTIONS
+from .front_end import FrontEndPlace
+from .settings import MISSING, WORDS, Setting, Settings, meanings, settings_of
+
+_KINDS = {**SECTIONS, "front_ends": FrontEndPlace}
+_TABLE = re.compile(r"(<!-- (settings|options): ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def section_table(kind: Any) -> str:
+    """What may stand in a section, with default and option, as a table in Markdown."""
+    return _markdown(("field", "value", "default", "option of serve", ""), list(_rows(kind)))
+
+
+def _rows(kind: Any, section: str = "") -> Iterator[tuple[str, ...]]:
+    for name, one in settings_of(kind).items():
+        if isinstance(one.default, Settings):
+            yield from _rows(type(one.default), f"{section}{name}.")
+        elif one.rule.in_file:
+            option = f"`{one.rule.option}`" if one.rule.option else ""
+            yield f"`{section}{name}`", _values(one), _default(one), option, meanings(kind)[name]
+
+
+def option_table(*kinds: Any) -> str:
+    """The options of some sections as a table in Markdown."""
+    rows = [
+        (f"`{one.rule.option}{_metavar(one)}`", one.rule.unset or _default(one), meanings(kind)[name])
+        for kind in kinds
+        for name, one in settings_of(kind).items()
+        if one.rule.option
+    ]
+    return _markdown(("option", "default", ""), rows)
+
+
+def with_tables(text: str) -> str:
+    """The page with every table as the classes have it now."""
+
+    def made(found: re.Match[str]) -> str:
+        kinds = [_KINDS[name] for name in found[3].split()]
+        table = section_table(*kinds) if found[2] == "settings" else option_table(*kinds)
+        return f"{found[1]}{table}{found[4]}"
+
+    return _TABLE.sub(made, text)
+
+
+def _markdown(heads: tuple[str, ...], rows: list[Any]) -> str:
+    lines: Iterator[tuple[str, ...]] = iter([heads, ("---",) * len(heads), *rows])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _metavar(one: Setting) -> str:
+    return "" if bool in one.kinds else f" {one.rule.metavar or ('NAME' if str in one.kinds else 'N')}"
+
+
+def _default(one: Setting) -> str:
+    if one.default in (None, "", MISSING):
+        return one.rule.unset or ("none" if one.default is None else "must be given between hosts")
+    shown = str(one.default).lower() if isinstance(one.default, bool) else one.default
+    return f"`{shown:g}`" if isinstance(shown, float) else f"`{shown}`"
+
+
+def _values(one: Setting) -> str:
+    """What may be given, short."""
+    rule = one.rule
+    if rule.choices:
+        return ", ".join(f"`{choice}`" for choice in rule.choices)
+    words = WORDS.get(one.kinds[0], "a mapping").removeprefix("a ")
+    low = (
+        f" > {rule.above:g}" if rule.above is not None else "" if rule.least is None else f" ≥ {rule.least:g}"
+    )
+    return words + low + ("" if rule.most is None else f", ≤ {rule.most:g}")
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

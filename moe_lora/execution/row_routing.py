@@ -1,0 +1,102 @@
+"""Where each row's LoRA deltas are computed in a step: one table for all backends.
+
+Legend: T token rows, L layers, N routes, G groups of sites, M terms.
+
+Rows of one adapter share a route, so the table has a row per adapter of the step, not per token: a token row
+costs one index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_lora.core.shape import ModelShape
+
+
+class Source(IntEnum):
+    """Who computes a term."""
+
+    LOCAL = 1
+    LEASED = 2
+
+
+TERM = np.dtype(
+    [("source", np.int8), ("adapter", np.int16), ("slot", np.int32), ("generation", np.int64)], align=True
+)
+"""One signed delta of a row.
+
+source: a `Source`, negated where the delta is subtracted; 0 = no term.  adapter: index into
+`RowRouting.adapters`, -1 where a slot is enough.  slot: of this device's slot table (LOCAL; -1 = nothing of
+the adapter is there), or of the LoRA Server's (LEASED; -1 = there is no lease).  generation: of the lease.
+"""
+_NO_TERM = np.array((0, -1, -1, 0), TERM)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Where the LoRA Server serves an adapter; the generation tells one content of the slot from the next."""
+
+    slot: int
+    generation: int
+
+
+class RoutedAdapter(NamedTuple):
+    """An adapter as backends without slots know it.  targets: modules that it has deltas for."""
+
+    content_hash: str
+    targets: tuple[str, ...]
+
+
+def no_terms(num_routes: int, num_groups: int) -> np.ndarray:
+    """[num_routes + 1, num_groups, 1] TERM without any term; the last route stays so."""
+    terms = np.zeros((num_routes + 1, num_groups, 1), TERM)
+    terms["slot"] = terms["adapter"] = -1
+    return terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRouting:
+    """Of each row and group of sites up to M signed terms; their sum is added to the sites' output.
+
+    groups: [L][sites] group of each site of each layer.  row_route: [T] int32 route of each row, -1 = base
+    model.  terms: [N + 1, G, M] TERM; the last route has none.  M is 1 as long as nothing is merged: a row
+    then has a second, subtracted term.  adapters: may be empty where all sources are LOCAL.
+    """
+
+    groups: Sequence[Sequence[int]]
+    row_route: np.ndarray
+    terms: np.ndarray
+    adapters: Sequence[RoutedAdapter] = ()
+
+    @property
+    def has_deltas(self) -> bool:
+        """Some row has an adapter."""
+        return len(self.terms) > 1
+
+    @cached_property
+    def sources(self) -> list[set[int]]:
+        """Of each group, the `Source`s of its terms in this step, signed as there."""
+        return [set(codes) - {0} for codes in self.terms["source"][:, :, 0].T.tolist()]
+
+    def terms_from(self, source: Source, group: int) -> np.ndarray:
+        """[T] TERM: of each row the term that this source computes; slot -1, adapter -1 where it has none."""
+        terms = self.terms[:, group, 0]
+        if self.sources[group] != {source}:
+            terms = np.where(terms["source"] == source, terms, _NO_TERM)
+        return terms[self.row_route]
+
+
+def local_routing(shape: ModelShape, token_slots: np.ndarray) -> RowRouting:
+    """All deltas from this device.  token_slots: [T] int32 slot of each row, -1 = base model."""
+    terms = no_terms(int(token_slots.max(initial=-1)) + 1, 1)
+    terms["source"][:-1] = Source.LOCAL
+    terms["slot"][:-1, 0, 0] = range(len(terms) - 1)
+    return RowRouting(
+        groups=((0,) * len(shape.sites),) * shape.num_layers, row_route=token_slots, terms=terms
+    )

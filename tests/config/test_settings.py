@@ -1,0 +1,133 @@
+"""A setting is stated once: what it may be, its option, its place in the file and its row in the docs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from moe_lora import LLM
+from moe_lora.cli.main import main
+from moe_lora.cli.setting_options import section_options, sections_of
+from moe_lora.config import EngineConfig
+from moe_lora.config.cluster import SECTIONS
+from moe_lora.config.front_end import FrontEndPlace
+from moe_lora.config.settings import meanings, read_section, setting, settings_of
+from moe_lora.config.tables import option_table, section_table, with_tables
+from moe_lora.core.errors import ConfigError
+
+DOCS = Path(__file__).parents[2] / "docs"
+KINDS = {**SECTIONS, "front_ends.NAME": FrontEndPlace}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneMore(EngineConfig):
+    """Settings of an engine, and a new one."""
+
+    patience_s: float = setting(2.5, above=0, option="--patience-s")
+    """How long it waits.  Longer is calmer."""
+
+
+def _command(given: list[dict[str, Any]]) -> Any:
+    @section_options(engine=OneMore)
+    @click.command()
+    def command(**options: Any) -> None:
+        given.append(sections_of(options, {"engine": OneMore}, absolute=False))
+
+    return command
+
+
+def test_a_new_setting_is_an_option_a_key_of_the_file_and_a_row_of_the_docs() -> None:
+    given: list[dict[str, Any]] = []
+    command = _command(given)
+    shown = CliRunner().invoke(command, ["--help"]).output
+    assert "--patience-s FLOAT" in shown
+    assert "How long it waits.  [default: 2.5]" in shown
+    assert CliRunner().invoke(command, ["--patience-s", "4"]).exit_code == 0
+    assert CliRunner().invoke(command, []).exit_code == 0
+    assert given == [{"engine": {"patience_s": 4.0}}, {}]
+    assert read_section(OneMore, "engine", {"patience_s": 4}) == {"patience_s": 4.0}
+    row = "| `patience_s` | number > 0 | `2.5` | `--patience-s` | How long it waits. Longer is calmer. |"
+    assert row in section_table(OneMore)
+    assert "| `--patience-s N` | `2.5` |" in option_table(OneMore)
+    assert OneMore(model_dir="m", patience_s=1.0).patience_s == 1.0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), 2.0**40])
+def test_its_range_holds_in_the_file_and_in_python(value: float) -> None:
+    for make in (
+        lambda: read_section(OneMore, "engine", {"patience_s": value}),
+        lambda: OneMore(model_dir="m", patience_s=value),
+    ):
+        with pytest.raises(ConfigError, match=r"patience_s=\S+ (must be positive and finite|is too large)"):
+            make()
+
+
+def test_options_that_switch_and_lists_are_known_by_their_types() -> None:
+    given: list[dict[str, Any]] = []
+    words = ["--eager", "--no-prefix-caching", "--threads", "2"]
+    result = CliRunner().invoke(_command(given), words)
+    assert result.exit_code == 0, result.output
+    assert given == [{"engine": {"eager": True, "prefix_caching": False, "num_threads": 2}}]
+
+
+def test_what_only_emulation_uses_stands_together() -> None:
+    found = read_section(
+        EngineConfig,
+        "engine",
+        {
+            "emulation": {
+                "load_gb_per_s": 2,
+                "step_profile": {"attention": {"fixed_s": 0.5}, "overlap": False},
+            }
+        },
+    )
+    emulation = EngineConfig(model_dir="m", **found).emulation
+    assert emulation.load_gb_per_s == 2.0
+    assert emulation.step_profile is not None
+    assert emulation.step_profile.attention.seconds(3) == 0.5
+    with pytest.raises(ConfigError, match=r"engine\.emulation\.load_gb is not .*mean load_gb_per_s"):
+        read_section(EngineConfig, "engine", {"emulation": {"load_gb": 2}})
+
+
+def test_a_name_that_is_none_is_refused_with_the_nearest_everywhere() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.max_lora is not a setting; did you mean max_loras\?"):
+        read_section(EngineConfig, "engine", {"max_lora": 1})
+    with pytest.raises(ConfigError, match=r"max_lora is not a setting; did you mean max_loras\?"):
+        LLM("m", max_lora=1)
+    result = CliRunner().invoke(main, ["serve", "--max-lora", "1"])
+    assert "--max-loras" in result.output
+    result = CliRunner().invoke(main, ["serv"])
+    assert "did you mean serve?" in result.output
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_every_setting_says_what_it_means(kind: type) -> None:
+    texts = meanings(kind)
+    assert set(settings_of(kind)) == set(texts)
+    assert all(text.endswith(".") for text in texts.values())
+
+
+@pytest.mark.parametrize("page", ["cluster.md", "lora_server.md"])
+def test_tables_of_the_docs_are_those_of_the_classes(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert "<!-- end -->" in text
+    assert with_tables(text) == text, "run: python -m moe_lora.config.tables docs/*.md"
+
+
+def test_every_section_of_the_file_has_a_table() -> None:
+    text = (DOCS / "cluster.md").read_text(encoding="utf-8")
+    for section in KINDS:
+        assert f"<!-- settings: {section.removesuffix('.NAME')} -->" in text
+
+
+def test_settings_start_without_torch_and_yaml() -> None:
+    code = "import sys, moe_lora.config; assert not {'torch', 'yaml'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.serve.conftest import engine, tokenizer
+
+__all__ = ["engine", "tokenizer"]
