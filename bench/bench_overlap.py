@@ -17,17 +17,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_lora.assemble import lora_server_processes
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.lora_server.client import RemoteBackend
 from moe_lora.dist.lora_server.session import ClientSession, Exchange
-from moe_lora.dist.ranks import LoraServerProcesses
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.execution.backend import RoutedBackend
@@ -192,22 +191,15 @@ def measure(folder: Path, size: ModelSize, options: argparse.Namespace, rounds: 
         max_model_len=256,
         eager=options.tiny,
     )
-    server = LoraServerConfig(
-        capacity=NUM_ADAPTERS, address=str(folder / "server"), key="bench", store_dir=str(folder / "store")
-    )
-    joined = replace(config, lora_server=server)
-    ranks = LoraServerProcesses(joined, 1)
     names = [name for name, _ in adapters]
-    try:
+    with lora_server_processes(config, LoraServerConfig(capacity=NUM_ADAPTERS)) as joined:
         local, remote = build_engine(config), build_engine(joined)
         for num_requests in options.num_requests:
             cell(local, remote, num_requests, names, size, options, env, rounds, steps)
         if options.trace:
             chrome_trace(remote, Decode(remote, 16, names), options.trace)
         remote.close()
-    finally:
-        ranks.stop()
-        gc.collect()
+    gc.collect()
 
 
 def cell(

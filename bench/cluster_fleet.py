@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_lora.assemble import instance_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
 from moe_lora.engine.client import EngineClient
-from moe_lora.engine.process import start_processes
 from moe_lora.engine.roster import Roster
-from moe_lora.engine.shares import instance_config
 
 from .cluster_models import Files
 from .cluster_plan import Plan
@@ -57,14 +56,8 @@ def started(plan: Plan, kernel: str, files: Files, points: Path) -> Iterator[Fle
         num_threads=1,
         num_instances=plan.num_instances,
     )
-    clients = start_processes(
-        [instance_config(config, i, 0, files.adapters) for i in range(plan.num_instances)]
-    )
-    try:
+    with instance_processes(config) as clients:
         yield Fleet(plan=plan, kernel=kernel, clients=clients, files=files, points=points)
-    finally:
-        for client in clients:
-            client.shut_down()
 
 
 async def idle(clients: Sequence[EngineClient]) -> list[EngineStats]:

@@ -22,6 +22,7 @@ class LazyCommand:
 
 COMMANDS: dict[str, LazyCommand] = {
     "serve": LazyCommand("serve", "serve", "Serve a model and its adapters over HTTP."),
+    "cluster": LazyCommand("cluster", "cluster", "Make the certificates of a cluster of several hosts."),
     "replay": LazyCommand("replay", "replay", "Send a trace's traffic to a server and measure it."),
     "report": LazyCommand("report", "report", "Compare saved runs in one HTML page."),
     "capacity": LazyCommand("capacity", "capacity", "Show or change a LoRA Server's capacity."),

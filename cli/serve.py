@@ -47,7 +47,7 @@ _GROUPS = {
             "num_front_ends",
             type=click.IntRange(1, 64),
             help="Processes that serve HTTP, on one port, with a controller of their own.  [default: 1, "
-            "without any]",
+            "which decides by itself]",
         ),
     ),
     "LoRA Server": (),
@@ -73,6 +73,8 @@ _GROUPS = {
         # How processes are started that `--front-ends` asks for.
         click.option("--listen-fd", type=int, hidden=True),
         click.option("--parent", type=int, hidden=True),
+        click.option("--status-fd", type=int, hidden=True),
+        click.option("--starts", type=int, hidden=True),
     ),
 }
 """Headings of --help in their order, and the options that are not settings of a role."""
@@ -113,6 +115,8 @@ def serve(
     name: str | None,
     listen_fd: int | None,
     parent: int | None,
+    status_fd: int | None,
+    starts: int | None,
     num_front_ends: int | None,
     skip_bad_adapters: bool,
     **options: Any,
@@ -127,6 +131,7 @@ def serve(
     from dataclasses import replace
 
     from moe_lora import assemble
+    from moe_lora.dist.host_roles import failure_told
     from moe_lora.dist.roles import end_with
 
     from .serve_settings import cluster_to_serve, fit_to_serve
@@ -143,11 +148,12 @@ def serve(
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
     if parent is not None:
         end_with(parent)
-    if role == "front-end":
-        assemble.serve_front_end(cluster, name, listen_fd)
-        return
-    if role == "controller":
-        assemble.serve_controller(cluster)
+    if role != "all":
+        with failure_told(status_fd):
+            if role == "front-end":
+                assemble.serve_front_end(cluster, name, listen_fd)
+            else:
+                assemble.serve_controller(cluster)
         return
     cluster = replace(cluster, engine=fit_to_serve(cluster.engine, skip_bad=skip_bad_adapters))
     num_front_ends = num_front_ends or len(cluster.front_ends) or 1

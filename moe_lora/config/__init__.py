@@ -22,7 +22,6 @@ from .front_end import (
     ProvisionConfig,
     RegistryConfig,
     RoutingConfig,
-    parse_host_port,
 )
 from .lora_server import TRANSPORTS, LoraServerConfig
 from .settings import MAX_COUNT
@@ -50,5 +49,4 @@ __all__ = [
     "ProvisionConfig",
     "RegistryConfig",
     "RoutingConfig",
-    "parse_host_port",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from moe_lora.core.address import Address, needs_keys, parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
@@ -22,7 +23,6 @@ from .front_end import (
     FrontEndPlace,
     ProvisionConfig,
     RegistryConfig,
-    parse_host_port,
 )
 from .lora_server import LoraServerConfig
 from .settings import MISSING, check_names, mapping_of, read_section, settings_of, text_of
@@ -36,25 +36,25 @@ SECTIONS: dict[str, Any] = {
     "pool": PoolConfig,
     "registry": RegistryConfig,
 }
-NAMES = ("model_dir", "served_model_name", "adapters", "key", "key_file", "front_ends", *SECTIONS)
+NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "front_ends", *SECTIONS)
 """What stands at the top of the file; front_ends are `FrontEndPlace`s by name."""
-_MAKE_KEY = 'python -c "import secrets; print(secrets.token_hex(32))" > cluster.key'
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """A cluster as its file describes it.
 
-    engine: of every instance; it names no LoRA Server.  lora_server: without the key; None = the instances
-    compute deltas.  key: shared secret of all roles.  provision: how the load on adapters is watched; None =
-    by the defaults where there is a LoRA Server, else not at all.  registry: its adapters are served beside
-    those of `engine`; the front end opens it.  front_ends: by name, where there are several; what else they
-    need stands in front_end.  controller: the process that decides for them; None = the one front end does.
+    engine: of every instance; it names no LoRA Server.  lora_server: without the certificates; None = the
+    instances compute deltas.  certificates: folder of those of this cluster's authority (`dist.net.keys`);
+    None = all on one host.  provision: how the load on adapters is watched; None = by the defaults where
+    there is a LoRA Server, else not at all.  registry: its adapters are served beside those of `engine`; the
+    front end opens it.  front_ends: by name, where there are several; what else they need stands in
+    front_end.  controller: the process that decides for them; None = the one front end does.
     """
 
     engine: EngineConfig
     served_model_name: str
-    key: str | None = field(default=None, repr=False)
+    certificates: str | None = None
     lora_server: LoraServerConfig | None = None
     front_end: FrontEndConfig = field(default_factory=FrontEndConfig)
     provision: ProvisionConfig | None = None
@@ -94,22 +94,13 @@ class ClusterConfig:
         if self.controller is not None:
             addresses[f"{CONTROLLER}.address"] = self.controller.address
             addresses[f"{CONTROLLER}.engines_address"] = self.controller.engines_address
-        first: dict[tuple[str, int], str] = {}
+        first: dict[Address, str] = {}
         for place, address in addresses.items():
             if address is None:
                 continue
-            other = first.setdefault(parse_host_port(place, address), place)
+            other = first.setdefault(parse_address(place, address), place)
             if other != place:
                 raise ConfigError(f"{place}={address!r} is {other} too; each needs a port of its own")
-
-    def secret(self) -> str:
-        """The key of a cluster of several hosts.  Raises ConfigError without one."""
-        if not self.key:
-            raise ConfigError(
-                "the roles of a cluster know each other by a secret; give key_file (or key), made by: "
-                + _MAKE_KEY
-            )
-        return self.key
 
     def instance(self, name: str = "instance-0") -> EngineConfig:
         """Settings of the instance of that name, its LoRA Server where the file says.
@@ -121,7 +112,10 @@ class ClusterConfig:
         for setting, example in (("address", "10.0.0.2:7500"), ("store_dir", "/var/tmp/adapters")):
             if not getattr(self.lora_server, setting):
                 raise ConfigError(f"lora_server.{setting} is needed between hosts, such as {example}")
-        return replace(self.engine, instance=name, lora_server=replace(self.lora_server, key=self.secret()))
+        if self.certificates is None and not self.lora_server.address.startswith("/"):
+            raise needs_keys("lora_server.address", self.lora_server.address)
+        server = replace(self.lora_server, certificates=self.certificates)
+        return replace(self.engine, instance=name, lora_server=server)
 
     def engines_address(self) -> str:
         """Where instances dial the one front end in.  Raises ConfigError without one."""
@@ -144,8 +138,8 @@ class ClusterConfig:
             raise ConfigError(f"front_ends has none named {name!r}; give one of {names}, or add it")
         return self.front_end
 
-    def doors(self) -> dict[str, tuple[str, int]]:
-        """(host, port) of everything that an instance dials, by name: the controller and each front end.
+    def doors(self) -> dict[str, Address]:
+        """Where everything is that an instance dials, by name: the controller and each front end.
 
         Raises ConfigError if the file does not say where.
         """
@@ -154,7 +148,7 @@ class ClusterConfig:
             dialled[ONE_FRONT_END] = self.engines_address()
         if self.controller is not None:
             dialled[CONTROLLER] = self.controller.engines_address
-        return {name: parse_host_port("engines_address", address) for name, address in dialled.items()}
+        return {name: parse_address("engines_address", address) for name, address in dialled.items()}
 
 
 def read_cluster(path: str | Path) -> ClusterConfig:
@@ -200,7 +194,9 @@ def cluster_of(content: Any, folder: Path) -> ClusterConfig:
     return ClusterConfig(
         engine=EngineConfig(**engine),
         served_model_name=text_of("served_model_name", served_name),
-        key=_key(given, folder),
+        certificates=str(folder / text_of("certificates", given["certificates"]))
+        if "certificates" in given
+        else None,
         front_ends={
             _name("front_ends", name): FrontEndPlace(
                 **_section(FrontEndPlace, f"front_ends.{name}", place, folder)
@@ -229,27 +225,14 @@ def _name(section: str, name: Any) -> str:
     return str(name)
 
 
-def _key(given: Mapping[str, Any], folder: Path) -> str | None:
-    if "key_file" not in given:
-        return text_of("key", given["key"]) if "key" in given else None
-    if "key" in given:
-        raise ConfigError("key and key_file are both given; give one")
-    path = folder / text_of("key_file", given["key_file"])
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"key_file={path} can't be read ({error}); make it by: {_MAKE_KEY}") from error
-    return text_of("key_file", key)
-
-
 def cluster_text(cluster: ClusterConfig) -> str:
-    """What `read_cluster` reads as the same settings from anywhere on this host; with the key."""
+    """What `read_cluster` reads as the same settings from anywhere on this host."""
     sections = {name: getattr(cluster, name, None) for name in SECTIONS} | {"pool": cluster.engine.pool}
     content = {
         "model_dir": os.path.abspath(cluster.engine.model_dir),
         "served_model_name": cluster.served_model_name,
         "adapters": {name: os.path.abspath(path) for name, path in cluster.engine.adapters},
-        "key": cluster.key,
+        "certificates": None if cluster.certificates is None else os.path.abspath(cluster.certificates),
         "front_ends": {name: _plain(place) for name, place in cluster.front_ends.items()},
         **{name: _plain(settings) for name, settings in sections.items() if settings is not None},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 
 from .settings import Settings, setting
@@ -28,22 +29,6 @@ ROUTINGS = (
 """Names of `policies.routers.ROUTERS`."""
 PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere")
 """Names of `provision.placement_baselines.PLACEMENTS`."""
-
-
-def parse_host_port(place: str, address: str) -> tuple[str, int]:
-    """("host", port) of "host:port".  Raises ConfigError, naming `place`."""
-    host, separator, port = address.rpartition(":")
-    if not (separator and _is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
-        raise ConfigError(f"{place}={address!r} is not host:port, such as 10.0.0.1:7600")
-    return host, int(port)
-
-
-def _is_host(host: str) -> bool:
-    """Whether it can be looked up: sockets refuse others with an error that is no OSError."""
-    try:
-        return bool(host.encode("idna"))
-    except UnicodeError:
-        return False
 
 
 def _check_origins(place: str, origins: tuple[str, ...]) -> None:
@@ -127,8 +112,8 @@ class FrontEndConfig(RoutingConfig):
     """Where to listen for HTTP."""
     port: int = _port(8000, option="--port", group="Where")
     """Of HTTP; 0 takes a free one."""
-    engines_address: str | None = setting(None, check=parse_host_port)
-    """host:port where instances dial in."""
+    engines_address: str | None = setting(None, check=parse_address)
+    """Where instances dial in: host:port, or on one host the absolute path of a socket."""
     cors_origins: tuple[str, ...] = setting(
         (), check=_check_origins, option="--cors-origin", metavar="ORIGIN", group="Where", unset="none"
     )
@@ -143,8 +128,8 @@ class FrontEndConfig(RoutingConfig):
 class FrontEndPlace(Settings):
     """What one of several front ends has of its own."""
 
-    engines_address: str = setting(check=parse_host_port)
-    """host:port where instances dial this one in."""
+    engines_address: str = setting(check=parse_address)
+    """Where instances dial this one in, as in front_end."""
     host: str | None = setting(None, unset="as in front_end")
     """Where it listens for HTTP."""
     port: int | None = _port(None, unset="as in front_end")
@@ -157,10 +142,10 @@ class ControllerConfig(Settings):
 
     SECTION: ClassVar[str] = CONTROLLER
 
-    address: str = setting(check=parse_host_port)
-    """host:port where front ends dial it."""
-    engines_address: str = setting(check=parse_host_port)
-    """host:port where instances dial it, which dial every front end too."""
+    address: str = setting(check=parse_address)
+    """Where front ends dial it, host:port or the path of a socket."""
+    engines_address: str = setting(check=parse_address)
+    """Where instances dial it, which dial every front end too."""
 
 
 @dataclass(frozen=True, kw_only=True)

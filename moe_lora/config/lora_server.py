@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moe_lora.core.errors import ConfigError
-
 from .settings import Settings, setting
 
 TRANSPORTS = ("shm", "gloo", "nixl")
@@ -14,8 +12,8 @@ TRANSPORTS = ("shm", "gloo", "nixl")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraServerConfig(Settings):
-    """The LoRA Server of a cluster, as its ranks and its clients know it. address, key, store_dir: on one
-    host they are chosen when it is started."""
+    """The LoRA Server of a cluster, as its ranks and its clients know it. On one host address
+    and store_dir are chosen when it is started."""
 
     SECTION: ClassVar[str] = "lora_server"
     GROUP: ClassVar[str] = "LoRA Server"
@@ -35,9 +33,9 @@ class LoraServerConfig(Settings):
     )
     """Room for adapters on each of its ranks, in 10^9 bytes."""
     address: str = ""
-    """host:port of its first rank, as every other host reaches it."""
-    key: str = setting("", in_file=False)
-    """Shared secret of the cluster."""
+    """host:port of its first rank, as every other host reaches it; on one host the path of a socket."""
+    certificates: str | None = setting(None, in_file=False)
+    """Folder of the cluster's certificates; None: all is on one host."""
     store_dir: str = setting("", path="folder")
     """Where packed adapters lie as files.  Roles on one host share it; hosts need not: missing files are sent
     over."""
@@ -61,9 +59,3 @@ class LoraServerConfig(Settings):
     """Bound on the rate at which its ranks load adapters, in 10^9 bytes per second."""
     layer_wise: bool = True
     """A layer of an adapter serves as soon as it is there; false: none before all are, for comparisons."""
-
-    def secret(self) -> str:
-        """The key.  Raises ConfigError without one: any process could then speak as a role of the cluster."""
-        if not self.key:
-            raise ConfigError("lora_server.key='' is empty; every role of a cluster needs the same secret")
-        return self.key

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterResidency = Literal["device", "host", "peer", "remote", "disk", "unavailable"]
 MAX_LOGPROBS = 20
@@ -126,11 +128,10 @@ class RequestTiming:
         return self.queue_s + self.adapter_load_s + self.kv_load_s + self.first_decode_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenOutput:
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Tokens a request gained in one step.  finish_reason ends the stream; timing comes with it.
 
-    adapter_version: which version of the request's adapter made them.
+    adapter_version: which version of the request's adapter made them.  A struct, since so many travel.
     """
 
     request_id: str

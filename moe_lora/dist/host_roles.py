@@ -1,168 +1,256 @@
-"""Roles as processes of this host: started together, each started again when it ends."""
+"""Processes of this host: started together, each started again whenever it ends, ended together."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.engine.supervisor import RestartPolicy
+from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
+from moe_lora.dist.net.codec import Message, decoder_of, encode
 
 logger = logging.getLogger(__name__)
 
 FRONT_END = "front-end"
+_OF_SETTINGS = (ConfigError, AdapterError, RegistryError)
 STOP_S = 20.0
 """From SIGTERM to SIGKILL, beside the time that a front end drains: an instance finishes its step."""
+
+
+class Started(Message, frozen=True):
+    """What a process says once over its status descriptor.  error: what keeps it from its part."""
+
+    error: Exception | None = None
+
+
+_DECODE = decoder_of([Started])
+
+
+def say_started(status: int | None, error: Exception | None = None) -> None:
+    """Tell who started this process that it does its part, or why it can't.  status: a descriptor, closed."""
+    if status is not None:
+        with suppress(OSError), open(status, "wb") as pipe:
+            pipe.write(encode(Started(error)))
+
+
+@contextmanager
+def failure_told(status: int | None) -> Iterator[None]:
+    """Tell who started this process what ends it."""
+    try:
+        yield
+    except Exception as error:
+        say_started(status, error)
+        raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """A process that ends within `quick_s` of its start died quickly; after several such deaths in a row it
+    waits before each start, so that it takes no cores from those that work."""
+
+    quick_s: float = 30.0
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 5.0
+
+    def pause_s(self, num_deaths: int) -> float:
+        """Seconds to wait after so many quick deaths in a row, 0 after the first."""
+        if num_deaths <= 1:
+            return 0.0
+        return min(self.longest_pause_s, self.first_pause_s * 2 ** (num_deaths - 2))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
     """A process to keep running.
 
-    kind: roles of one kind stand in for each other.  words: of its command, after the interpreter; fds: that
-    it inherits.
+    kind: roles of one kind stand in for each other.  words: of its command, after the interpreter; it gets
+    `--status-fd` and `--starts`, how often it was started before, beside them.  fds: that it inherits.
     """
 
     name: str
     kind: str
     words: tuple[str, ...]
     fds: tuple[int, ...] = ()
+    environment: Mapping[str, str] | None = None
 
 
 class HostRoles:
-    """Keeps roles running; one thread waits for each.
+    """Keeps roles running; belongs to one event loop.
 
-    over: set when the roles are to be stopped.  failed: whether all of a kind ended too often within a short
-    time to be started again.
+    Everything is started again, for ever, unless a setting keeps its first process from its part.  on_end:
+    called when a role has ended.  drain_s: how long a front end may take to end what it serves.  failed: what
+    kept all of a kind from their part.
     """
 
     def __init__(
         self,
         roles: Sequence[Role],
-        over: threading.Event,
+        *,
         clock: Clock | None = None,
         policy: RestartPolicy | None = None,
+        on_end: Callable[[str], None] = lambda name: None,
         drain_s: float = 0.0,
     ) -> None:
-        self.failed = False
+        self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._roles = list(roles)
         self._drain_s = drain_s
-        self.over = over
         self._clock = clock or WallClock()
         self._policy = policy or RestartPolicy()
-        self._lock = threading.Lock()
+        self._on_end = on_end
         self._stopping = False
-        self._running: dict[str, tuple[Role, subprocess.Popen[bytes]]] = {}
+        self._running: dict[str, tuple[Role, asyncio.subprocess.Process]] = {}
         self._kept = [role.kind for role in roles]
-        self._threads = [
-            threading.Thread(target=self._keep, args=(role,), name=f"keep-{role.name}", daemon=True)
-            for role in roles
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._ready = {role.name: asyncio.get_running_loop().create_future() for role in roles}
+        self._tasks = [asyncio.create_task(self._keep(role)) for role in roles]
 
-    def stop(self) -> None:
+    async def ready(self) -> None:
+        """Return when each role has said that it does its part.  Raises what kept one from it at first."""
+        await asyncio.gather(*self._ready.values())
+
+    def pid(self, name: str) -> int | None:
+        """Of a role's process; None while it has none."""
+        found = self._running.get(name)
+        return None if found is None else found[1].pid
+
+    def kill(self, name: str) -> None:
+        """End a process that does nothing any more, be it stopped or stuck; it is started again."""
+        found = self._running.get(name)
+        if found is not None:
+            with suppress(ProcessLookupError):
+                found[1].kill()
+
+    async def stop(self) -> None:
         """End all, those first that others work for; return when they have ended."""
-        with self._lock:
-            self._stopping = True
-            running = list(self._running.values())
-        self.over.set()
-        _end([process for role, process in running if role.kind == FRONT_END], STOP_S + self._drain_s)
-        _end([process for role, process in running if role.kind != FRONT_END], STOP_S)
-        for thread in self._threads:
-            thread.join()
+        self._stopping = True
+        running = [found for role in self._roles if (found := self._running.get(role.name)) is not None]
+        for first, limit_s in ((True, STOP_S + self._drain_s), (False, STOP_S)):
+            await _end([process for role, process in running if (role.kind == FRONT_END) == first], limit_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def kill(self) -> None:
-        """End all at once, while `stop` waits; safe in a signal handler."""
-        for _, process in list(self._running.values()):
-            process.kill()
+    def kill_all(self) -> None:
+        """End all at once, while `stop` waits."""
+        for name in list(self._running):
+            self.kill(name)
 
-    def _keep(self, role: Role) -> None:
-        num_deaths = 0
-        while (process := self._start(role)) is not None:
+    async def _keep(self, role: Role) -> None:
+        num_deaths = num_starts = 0
+        while not self._stopping:
             started_s = self._clock.now_s()
-            code = process.wait()
+            error = await self._live(role, num_starts)
             if self._stopping:
                 return
+            self._on_end(role.name)
+            num_starts += 1
             lived_s = self._clock.now_s() - started_s
             num_deaths = num_deaths + 1 if lived_s < self._policy.quick_s else 1
-            logger.warning(
-                "%s (process %d) ended with exit code %d after %.1f s", role.name, process.pid, code, lived_s
-            )
-            pause_s = self._policy.pause_s(num_deaths)
-            if pause_s is None:
-                self._give_up(role, num_deaths)
+            logger.warning("%s ended after %.1f s: %s", role.name, lived_s, error)
+            if not self._ready[role.name].done():
+                self._ready[role.name].set_exception(error)
+                self._ready[role.name].exception()
+            if num_starts == 1 and isinstance(error, _OF_SETTINGS):
+                self._give_up(role, error)
                 return
-            self.over.wait(pause_s)
+            await asyncio.sleep(self._policy.pause_s(num_deaths))
 
-    def _give_up(self, role: Role, num_deaths: int) -> None:
-        logger.error(
-            "%s ended %d times within %g s of its start and is not started again; find the cause above",
-            role.name,
-            num_deaths,
-            self._policy.quick_s,
-        )
-        with self._lock:
-            self._kept.remove(role.kind)
-            if role.kind not in self._kept:
-                self.failed = True
-                self.over.set()
-
-    def _start(self, role: Role) -> subprocess.Popen[bytes] | None:
-        """None: everything is being stopped."""
-        with self._lock:
-            if self._stopping:
-                return None
-            # A session of its own: a Ctrl-C in the terminal reaches the process that ends all others.
-            process = subprocess.Popen(
-                [sys.executable, *role.words], pass_fds=role.fds, start_new_session=True
-            )
-            self._running[role.name] = role, process
-        logger.info("%s started (process %d)", role.name, process.pid)
-        return process
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
-    for process in processes:
-        process.terminate()
-    for process in processes:
+    async def _live(self, role: Role, num_starts: int) -> Exception:
+        """Start a role's process and wait for its end; what it said was wrong, or how it ended."""
+        status, theirs = os.pipe()
         try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            logger.warning("process %d does not end and is killed", process.pid)
-            process.kill()
-            process.wait()
+            # A session of its own: a Ctrl-C in the terminal reaches the process that ends all others.
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, *role.words, "--status-fd", str(theirs), "--starts", str(num_starts)),
+                pass_fds=(*role.fds, theirs),
+                env=None if role.environment is None else {**os.environ, **role.environment},
+                start_new_session=True,
+            )
+        except OSError as error:  # no handles, no memory: perhaps the next time
+            os.close(status)
+            return error
+        finally:
+            os.close(theirs)
+        self._running[role.name] = role, process
+        logger.info("%s started (process %d)", role.name, process.pid)
+        if self._stopping:  # it came too late for `stop`
+            await _end([process], STOP_S)
+        said = await _all_of(status)
+        started = None
+        if said:
+            message = _DECODE(said)
+            assert isinstance(message, Started)
+            started = message
+        if started is not None and started.error is None and not self._ready[role.name].done():
+            self._ready[role.name].set_result(None)
+        code = await process.wait()
+        del self._running[role.name]
+        if started is not None and started.error is not None:
+            return started.error
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return EngineDeadError(f"process {process.pid} {how}{'' if started else ' while starting'}")
+
+    def _give_up(self, role: Role, error: Exception) -> None:
+        logger.error("%s is not started again, since a setting is the cause: %s", role.name, error)
+        self._kept.remove(role.kind)
+        if role.kind not in self._kept and not self.failed.done():
+            self.failed.set_result(error)
 
 
-def run_roles(roles: Sequence[Role], drain_s: float = 0.0) -> bool:
+async def _all_of(fd: int) -> bytes:
+    """What is written to a pipe before its end."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb")
+    )
+    try:
+        return await reader.read()
+    finally:
+        transport.close()
+
+
+async def _end(processes: Sequence[asyncio.subprocess.Process], limit_s: float) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            process.terminate()
+    await asyncio.gather(*(_ended(process, limit_s) for process in processes))
+
+
+async def _ended(process: asyncio.subprocess.Process, limit_s: float) -> None:
+    try:
+        await asyncio.wait_for(process.wait(), limit_s)
+    except asyncio.TimeoutError:
+        logger.warning("process %d does not end and is killed", process.pid)
+        process.kill()
+        await process.wait()
+
+
+async def run_roles(roles: Sequence[Role], drain_s: float = 0.0) -> bool:
     """Keep the roles running until SIGINT or SIGTERM; whether all did their part up to then.
 
-    drain_s: how long a front end may take to end.  A second signal ends all at once.
+    drain_s: see `HostRoles`.  A second signal ends all at once.
     """
-    over = threading.Event()
-    kept: HostRoles | None = None
-    signalled = False
+    over, signalled = asyncio.Event(), False
+    kept = HostRoles(roles, drain_s=drain_s)
 
-    def end(*_: object) -> None:
+    def end() -> None:
         nonlocal signalled
-        if signalled and kept is not None:
-            kept.kill()
+        if signalled:
+            kept.kill_all()
         signalled = True
         over.set()
 
-    before = {number: signal.signal(number, end) for number in _SIGNALS}
-    kept = HostRoles(roles, over, drain_s=drain_s)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    kept.failed.add_done_callback(lambda _: over.set())
     try:
-        over.wait()
+        await over.wait()
     finally:
-        kept.stop()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return not kept.failed
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+        await kept.stop()
+    return not kept.failed.done()

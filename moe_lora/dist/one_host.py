@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from tempfile import TemporaryFile
 
@@ -20,8 +18,7 @@ from .host_roles import FRONT_END, Role
 def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
     """A descriptor of the cluster's file.
 
-    The file has no name, since it holds the key: nobody else can open it, and nothing stays of it however the
-    processes end that have it open.
+    The file has no name: nothing stays of it however the processes end that have it open.
     """
     with TemporaryFile() as file:
         file.write(cluster_text(cluster).encode())
@@ -29,32 +26,23 @@ def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
         yield file.fileno()
 
 
-def on_loopback(
-    cluster: ClusterConfig, num_front_ends: int, server: LoraServerConfig | None
+def on_sockets(
+    cluster: ClusterConfig, num_front_ends: int, server: LoraServerConfig | None, folder: str
 ) -> ClusterConfig:
-    """The same cluster with a key of its own and addresses on this host.
+    """The same cluster with all its addresses sockets in a folder that only this user enters.
 
     server: the LoRA Server that runs here, None if there is none.
     """
-    addresses = iter(_free_addresses(2 + num_front_ends))
     return replace(
         cluster,
-        key=secrets.token_hex(32) if server is None else server.key,
-        lora_server=None if server is None else replace(server, key=""),
+        lora_server=server,
         front_end=replace(cluster.front_end, engines_address=None),
         front_ends={
-            f"front-end-{number}": FrontEndPlace(engines_address=next(addresses))
+            f"front-end-{number}": FrontEndPlace(engines_address=f"{folder}/front-end-{number}")
             for number in range(num_front_ends)
         },
-        controller=ControllerConfig(address=next(addresses), engines_address=next(addresses)),
+        controller=ControllerConfig(address=f"{folder}/controller", engines_address=f"{folder}/engines"),
     )
-
-
-def _free_addresses(count: int) -> list[str]:
-    """Ports that are free now; a role that finds its own taken by then says so and ends."""
-    with ExitStack() as held:
-        socks = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [f"127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
 
 
 def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
 
 from .client import EngineClient
-from .heartbeat import Hearing, Heartbeat
+from .heartbeat import Hearing
 from .messages import Beat
 from .roster import Instance, Roster
 
@@ -21,21 +21,23 @@ _LOOKS_PER_TIMEOUT = 10
 
 
 class BeatingClient(EngineClient, Protocol):
-    """The client of an engine that sends beats (see `LoopClient`)."""
+    """The client of an engine that sends beats."""
 
-    ended: threading.Event
+    ended: asyncio.Event
     hearing: Hearing
     on_beat: Callable[[Beat], None]
 
-    def hush(self, error: Exception) -> None: ...
+    def hush(self, error: Exception) -> None:
+        """Let nobody wait for the answer to a call any longer; requests go on."""
+        ...
 
 
 class Attendance:
     """Watches over one engine from its first beat to its end.
 
     While it is silent it is out of routing, and nobody waits for what it was told; its requests stay with
-    it.  `come` brings it into routing: at first, and again after each silence, in a thread of its own.
-    `give_up` ends an engine that stays silent, or could not be brought.
+    it.  `come` brings it into routing: at first, and again after each silence.  `give_up` ends an engine that
+    stays silent, or could not be brought.  wait: for the engine's end, up to a time.
     """
 
     def __init__(
@@ -43,16 +45,18 @@ class Attendance:
         roster: Roster,
         instance: Instance,
         client: BeatingClient,
-        come: Callable[[], None],
+        come: Callable[[], Awaitable[None]],
         give_up: Callable[[], None],
         clock: Clock | None = None,
+        wait: Callable[[float], Awaitable[bool]] | None = None,
     ) -> None:
         self._roster, self._instance, self._client = roster, instance, client
         self._come, self._give_up = come, give_up
         self._clock = clock or WallClock()
-        self._coming: threading.Thread | None = None
+        self._wait = wait or self._wait_for_end
+        self._coming: asyncio.Task[None] | None = None
 
-    def run(self) -> None:
+    async def run(self) -> None:
         """Until the engine has ended; it is out of routing then."""
         heartbeat, hearing = self._roster.heartbeat, self._client.hearing
         self._client.on_beat = self._instance.hear
@@ -68,18 +72,24 @@ class Attendance:
                 self._give_up()
             elif silent_s >= heartbeat.timeout_s:
                 self._leave(silent_s)
-            elif not self._is_in() and (self._coming is None or not self._coming.is_alive()):
-                self._coming = threading.Thread(target=self._try_to_come, name="catch-up", daemon=True)
-                self._coming.start()
+            elif not self._is_in() and (self._coming is None or self._coming.done()):
+                self._coming = asyncio.create_task(self._try_to_come())
             looked_s = self._clock.now_s()
-            if self._client.ended.wait(heartbeat.timeout_s / _LOOKS_PER_TIMEOUT):
+            if await self._wait(heartbeat.timeout_s / _LOOKS_PER_TIMEOUT):
                 break
             if self._clock.now_s() - looked_s > heartbeat.timeout_s:
                 hearing.excuse()  # this process itself stood still
         if self._coming is not None:
-            self._coming.join()
+            await asyncio.wait([self._coming])
         self._roster.lose(self._instance, self._client)
         self._instance.silent = False
+
+    async def _wait_for_end(self, timeout_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._client.ended.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
 
     def _is_in(self) -> bool:
         return self._instance.live and self._instance.client is self._client
@@ -90,10 +100,10 @@ class Attendance:
             logger.warning("instance %s is silent for %.1f s; it gets no requests", name, silent_s)
         self._client.hush(EngineSilentError(f"instance {name} does not get on; send the request again"))
 
-    def _try_to_come(self) -> None:
+    async def _try_to_come(self) -> None:
         name = self._instance.name
         try:
-            self._come()
+            await self._come()
         except EngineSilentError:
             logger.warning("instance %s is silent again before it took part", name)
         except EngineDeadError as error:
@@ -103,35 +113,3 @@ class Attendance:
         except Exception:
             logger.exception("instance %s can't be brought to what the others serve; it is ended", name)
             self._give_up()
-
-
-class LoneAttendance(threading.Thread):
-    """Watches over the only engine: says in the log when it is silent and when it gets on again.
-
-    Nothing stands in for it, so its requests wait; `silent` is what health checks are told.
-    """
-
-    def __init__(self, client: BeatingClient, heartbeat: Heartbeat, clock: Clock | None = None) -> None:
-        super().__init__(name="attendance", daemon=True)
-        self.silent = False
-        self._client = client
-        self._timeout_s = heartbeat.timeout_s
-        self._clock = clock or WallClock()
-
-    def run(self) -> None:
-        """Until the engine has ended."""
-        looked_s = self._clock.now_s()
-        while not self._client.ended.wait(self._timeout_s / _LOOKS_PER_TIMEOUT):
-            if self._clock.now_s() - looked_s > self._timeout_s:
-                self._client.hearing.excuse()  # this process itself stood still
-            looked_s = self._clock.now_s()
-            silent_s = self._client.hearing.silent_s()
-            was_silent, self.silent = self.silent, silent_s >= self._timeout_s
-            if self.silent and not was_silent:
-                logger.error(
-                    "the engine is silent for %.1f s: it is stopped or stuck, and its requests wait; if it "
-                    "does not get on, restart the server",
-                    silent_s,
-                )
-            elif was_silent and not self.silent:
-                logger.warning("the engine gets on again")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
 
@@ -61,3 +63,46 @@ class EngineClient(Protocol):
     async def is_alive(self) -> bool: ...
 
     async def close(self) -> None: ...
+
+
+class CallableEngine:
+    """The calls of `EngineClient` over `ask`, which runs a method of `messages.EngineMethods`.
+
+    ended: set once the engine is gone.
+    """
+
+    ended: threading.Event | asyncio.Event
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        """What the method returned; raises what it raised, EngineDeadError when the engine is gone."""
+        raise NotImplementedError
+
+    async def model_info(self) -> ModelInfo:
+        return cast("ModelInfo", await self.ask("model_info"))
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
+    ) -> AdapterInfo:
+        words = (name, path, replace, version, content_hash)
+        return cast("AdapterInfo", await self.ask("load_adapter", *words))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.ask("unload_adapter", name)
+
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        return cast("AdapterInfo", await self.ask("pin_adapter", name, pinned))
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return cast("list[AdapterInfo]", await self.ask("list_adapters"))
+
+    async def stats(self) -> EngineStats:
+        return cast("EngineStats", await self.ask("stats"))
+
+    async def is_alive(self) -> bool:
+        return not self.ended.is_set()

@@ -2,127 +2,113 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import pickle
-import threading
-from collections.abc import Mapping
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
-from moe_lora.core.problems import LastProblem
+from websockets.asyncio.connection import Connection
 
-from .heartbeat import Pulse, beat_until
+from moe_lora.core.address import Address
+from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
+from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.peer import Peer
+
+from .heartbeat import Pulse
 from .inbox import Inbox
 from .lines import Lines
-from .messages import Command, Dead, Event, Stop
-from .outbox import Outbox
-from .wire import Hello, Welcome, dial
+from .messages import ENGINE_SIDE, Dead, Event, Hello, Stop, Welcome
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.5
-_LAST_WORDS_S = 1.0
-
 
 class FrontEndLinks:
-    """A link to each door (name -> host, port), through which an engine loop is asked and answers.
+    """A link to each door (by name), through which an engine loop is asked and answers.
 
-    What the loop emits for a door that is not there is dropped: nobody waits for it.
+    Belongs to the event loop in which it is made.  What the engine loop emits for a door that is not there is
+    dropped: nobody waits for it.  keys: None where all doors are sockets of this host.
     """
 
     def __init__(
-        self, doors: Mapping[str, tuple[str, int]], key: str, inbox: Inbox, max_model_len: int
+        self, doors: Mapping[str, Address], keys: Keys | None, inbox: Inbox, max_model_len: int
     ) -> None:
+        self._doors = doors
+        self._keys = keys
         self._inbox = inbox
         self._lines = Lines(inbox, max_model_len)
-        self._stopping = threading.Event()
-        self._links = [
-            FrontEndLink(name, address, key.encode(), self._lines, self._stopping)
-            for name, address in doors.items()
-        ]
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._peers: set[Peer] = set()
         self.failed = False
         """Whether the engine itself ended the service."""
 
     def emit(self, event: Event) -> None:
-        """Send an event to those it is for; called from the loop's threads."""
-        self._lines.emit(event)
-        if isinstance(event, Dead):
-            self.failed = True
-            self.stop()
+        """Send an event to those it is for; called from the engine loop's threads."""
+        self._in_loop(self._take, event)
 
     def stop(self) -> None:
         """End `run`, from any thread or a signal handler's."""
-        self._stopping.set()
-        for link in self._links:
-            link.end()
+        self._in_loop(self._stopping.set)
 
-    def run(self, hello: Hello, pulse: Pulse) -> None:
-        """Serve until `stop`; the loop is told to stop then.  pulse: of the loop."""
-        for link in self._links:
-            threading.Thread(
-                target=link.run, args=(hello, pulse), name=f"link-{link.name}", daemon=True
-            ).start()
-        self._stopping.wait()
+    async def run(self, hello: Hello, pulse: Pulse) -> None:
+        """Serve until `stop`; the engine loop is told to stop then.  pulse: of that loop."""
+        links = [
+            asyncio.create_task(self._link(name, address, hello, pulse))
+            for name, address in self._doors.items()
+        ]
+        await self._stopping.wait()
         self._inbox.put(Stop())
+        for peer in self._peers:
+            peer.end("the engine was stopped")
+        await asyncio.gather(*(peer.closed() for peer in list(self._peers)))
+        for link in links:
+            link.cancel()
 
+    def _in_loop(self, function: Callable[..., object], *args: object) -> None:
+        with suppress(RuntimeError):  # the event loop has ended, and all links with it
+            self._loop.call_soon_threadsafe(function, *args)
 
-class FrontEndLink:
-    """Dials one door, at host:port, again and again."""
+    def _take(self, event: Event) -> None:
+        self._lines.emit(event)
+        if isinstance(event, Dead):
+            self.failed = True
+            self._stopping.set()
 
-    def __init__(
-        self, name: str, address: tuple[str, int], key: bytes, lines: Lines, stopping: threading.Event
-    ) -> None:
-        self.name = name
-        self._host, self._port = address
-        self._key = key
-        self._lines = lines
-        self._stopping = stopping
-        self._outbox: Outbox | None = None
-
-    def end(self) -> None:
-        """End the connection that there is."""
-        outbox = self._outbox
-        if outbox is not None:
-            outbox.end(_LAST_WORDS_S)
-
-    def run(self, hello: Hello, pulse: Pulse) -> None:
-        """Serve until `stopping` is set."""
-        said = LastProblem()
-        while not self._stopping.is_set():
+    async def _link(self, name: str, address: Address, hello: Hello, pulse: Pulse) -> None:
+        async def session(connection: Connection) -> str | None:
+            peer = Peer(connection, ENGINE_SIDE, name)
+            self._peers.add(peer)
             try:
-                connection, welcome = dial(self._host, self._port, self._key, hello)
-            except (OSError, EOFError, AuthenticationError) as error:
-                problem = f"nobody answers: {error!r}"
-                if isinstance(error, AuthenticationError | EOFError):
-                    problem = f"this instance was turned away ({error!r}); is the key the same?"
-            else:
-                problem = welcome.refusal or ""
-                if not problem:
-                    logger.info("joined %s at %s:%d", self.name, self._host, self._port)
-                    self._serve(connection, welcome, pulse)
-                connection.close()
-            if not problem:
-                said.over()
-            elif said.is_new(problem):
-                logger.warning("%s at %s:%d: %s; trying on", self.name, self._host, self._port, problem)
-            self._stopping.wait(_RETRY_S)
+                return await self._serve(peer, address, hello, pulse)
+            finally:
+                self._peers.discard(peer)
 
-    def _serve(self, connection: Connection, welcome: Welcome, pulse: Pulse) -> None:
-        """Take commands until the connection ends, then end what it had asked for."""
-        outbox = self._outbox = Outbox(connection)
-        line = self._lines.open(outbox.put)
-        ended = threading.Event()
-        beat_until(
-            ended, welcome.heartbeat_s, lambda: outbox.put(self._lines.elsewhere(line, pulse.stuck_s()))
-        )
+        await stay_connected(name, lambda: dial(name, address, self._keys), session)
+
+    async def _serve(self, peer: Peer, address: Address, hello: Hello, pulse: Pulse) -> str | None:
+        """Take commands until the connection ends, then end what it had asked for; why it was refused."""
+        peer.send(hello)
+        welcome = await peer.receive(OPEN_S)
+        if not isinstance(welcome, Welcome):
+            peer.abort("no welcome came first")
+            return "what answers there is no front end"
+        if welcome.refusal is not None:
+            peer.end()
+            return welcome.refusal
+        logger.info("joined %s at %s", peer.name, address)
+        line = self._lines.open(peer)
+        beats = asyncio.create_task(self._beat(peer, welcome.heartbeat_s, pulse))
         try:
-            while not self._stopping.is_set():
-                command: Command = connection.recv()
-                self._lines.put(line, command)
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            if not self._stopping.is_set():
-                logger.warning("lost %s: %r; its requests end here", self.name, error)
-        self._outbox = None
-        ended.set()
-        self._lines.close(line)
-        outbox.end()
+            async for message in peer.messages():
+                self._lines.put(line, message)
+        finally:
+            beats.cancel()
+            self._lines.close(line)
+        if not self._stopping.is_set():
+            logger.warning("lost %s: %s; its requests end here", peer.name, peer.problem)
+        return None
+
+    async def _beat(self, peer: Peer, interval_s: float, pulse: Pulse) -> None:
+        while True:
+            peer.send(self._lines.elsewhere(peer, pulse.stuck_s()))
+            await asyncio.sleep(interval_s)

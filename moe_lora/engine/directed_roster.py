@@ -29,31 +29,29 @@ class DirectedRoster(Roster):
         It is no candidate for those of which `have` lacks what is served, unless the controller, which may
         have brought them meanwhile, says that it holds them.  Raises EngineDeadError if the fleet was closed.
         """
-        with self._changed:
-            if self.closed.is_set():
-                raise EngineDeadError("the instances were closed")
-            if not self.directed:
-                self.recover(Served.of(have))
-            holding = self._holdings.get(instance.name)
-            if holding is not None and holding.incarnation == incarnation:
-                missing = set(holding.missing)
-            else:
-                missing = self.served.lacking(have)
-            self._route_to(instance, client, missing, incarnation)
+        if self.closed.is_set():
+            raise EngineDeadError("the instances were closed")
+        if not self.directed:
+            self.recover(Served.of(have))
+        holding = self._holdings.get(instance.name)
+        if holding is not None and holding.incarnation == incarnation:
+            missing = set(holding.missing)
+        else:
+            missing = self.served.lacking(have)
+        self._route_to(instance, client, missing, incarnation)
 
     def follow(self, served: Served, holdings: Mapping[str, Holding]) -> None:
         """From now on this is served, as a controller says, and its instances hold that.
 
         One that the controller does not see did not get what is new.
         """
-        with self._changed:
-            self.directed = True
-            new = served.lacking(self._adapters)
-            self._adapters, self._versions = dict(served.adapters), dict(served.versions)
-            self._holdings = holdings
-            for instance in self.instances:
-                holding = holdings.get(instance.name)
-                if holding is not None and holding.incarnation == instance.incarnation:
-                    instance.missing = set(holding.missing)
-                else:
-                    instance.missing |= new
+        self.directed = True
+        new = served.lacking(self._adapters)
+        self._adapters, self._versions = dict(served.adapters), dict(served.versions)
+        self._holdings = holdings
+        for instance in self.instances:
+            holding = holdings.get(instance.name)
+            if holding is not None and holding.incarnation == instance.incarnation:
+                instance.missing = set(holding.missing)
+            else:
+                instance.missing |= new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from .door import DialledClient
 
 RECOVERY_S = 2.0
-"""Engines that are there dial in about twice a second."""
+"""Engines that are there dial in at least once a second."""
 
 
 class Entry(Protocol):
-    def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+    async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         """Put the instance into routing.  Raises EngineDeadError if it ended, or the fleet was closed."""
         ...
 
@@ -34,13 +34,15 @@ class CatchUp:
         self._roster = roster
         self._recovery = recovery
 
-    def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+    async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         pool = self._roster.pool
-        have, missing = held_by(client, pool), set[str]()
-        if self._recovery is not None:
+        have, missing = await held_by(client, pool), set[str]()
+        if self._recovery is not None and not self._recovery.over:
             self._recovery.report(have)
-        while not self._roster.join(instance, client, have, missing, incarnation):
-            catch_up(client, self._roster.adapters, have, missing, pool)
+            await self._roster.at_rest()
+            have = await held_by(client, pool)  # engines that start together are given adapters meanwhile
+        while not await self._roster.join(instance, client, have, missing, incarnation):
+            await catch_up(client, self._roster.adapters, have, missing, pool)
 
 
 class AsItIs:
@@ -49,8 +51,8 @@ class AsItIs:
     def __init__(self, roster: DirectedRoster) -> None:
         self._roster = roster
 
-    def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        self._roster.join_as_it_is(instance, client, held_by(client), incarnation)
+    async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        self._roster.join_as_it_is(instance, client, await held_by(client), incarnation)
 
 
 class Recovery:
@@ -63,24 +65,18 @@ class Recovery:
 
     def __init__(self, roster: Roster, limit_s: float | None = RECOVERY_S) -> None:
         self._roster = roster
-        self._lock = threading.Lock()
-        self._over = False
         self._holding = ExitStack()
         self._holding.enter_context(roster.loading())
+        self.over = False
         if limit_s is not None:
-            timer = threading.Timer(limit_s, self.end)
-            timer.daemon = True
-            timer.start()
+            asyncio.get_running_loop().call_later(limit_s, self.end)
 
     def report(self, have: dict[str, ServedAdapter]) -> None:
         """An engine has these; once it is over that changes nothing."""
-        with self._lock:
-            if not self._over:
-                self._roster.recover(Served.of(have))
+        if not self.over:
+            self._roster.recover(Served.of(have))
 
     def end(self) -> None:
         """Let them in.  May be called again."""
-        with self._lock:
-            over, self._over = self._over, True
-        if not over:
-            self._holding.close()
+        self.over = True
+        self._holding.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from moe_lora.core.request import GenerateRequest, TokenOutput
 
 MAX_RESENDS = 3
@@ -69,7 +71,7 @@ class Course:
             timing = output.timing
             if timing is not None:
                 timing = replace(timing, queue_s=timing.queue_s + self._waited_s)
-            output = replace(output, num_cached_tokens=self._num_cached, timing=timing)
+            output = structs.replace(output, num_cached_tokens=self._num_cached, timing=timing)
         self.delivered += output.token_ids
         if output.adapter_version is not None:
             self.adapter_version = output.adapter_version

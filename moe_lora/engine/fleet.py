@@ -68,6 +68,10 @@ class FleetClient:
         # Calls for one adapter come one after the other, or instances could disagree on which was the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
+    @property
+    def instances(self) -> list[Instance]:
+        return self._roster.instances
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         limit = (await self.model_info()).max_model_len
         if request.request_id in self._running:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from moe_lora.core.errors import EngineDeadError
@@ -13,9 +14,8 @@ from moe_lora.core.problems import LastProblem
 from moe_lora.core.request import AdapterInfo
 from moe_lora.policies.pool_moves import copies_to_drop, copies_to_make, place_holders
 
-from .client import EngineClient
+from .client import CallableEngine, EngineClient
 from .fan_out import Answers, ask, load_alike
-from .loop_client import LoopClient
 from .pool_directory import PoolDirectory
 from .pool_messages import PoolEntry
 from .roster import Instance, Roster, ServedAdapter
@@ -74,7 +74,7 @@ class FleetPool:
             known, errors = await self._ask(self._roster.live, "pool_known", orphans)
             used = {content_hash for _, found in known for content_hash in found}
             calls = [
-                _call(_loop_client(instance), "pool_free", content_hash)
+                _engine(instance).ask("pool_free", content_hash)
                 for instance, found in answers
                 for content_hash in found
                 if content_hash not in used and not errors
@@ -145,11 +145,11 @@ class FleetPool:
         facts = self._directory.facts_at(name, path, version)
 
         def undo(client: object) -> Awaitable[PoolEntry]:
-            assert isinstance(client, LoopClient)
+            assert isinstance(client, CallableEngine)
             if facts is None:
-                return _call(client, "pool_load", name, path, True, version, previous.content_hash)
+                return client.ask("pool_load", name, path, True, version, previous.content_hash)
             sources = self._directory.sources(facts.content_hash, client)
-            return _call(client, "pool_know", facts, path, True, version, sources)
+            return client.ask("pool_know", facts, path, True, version, sources)
 
         answers, errors = await ask(self._roster, instances, undo)
         self._note(answers)
@@ -162,13 +162,13 @@ class FleetPool:
     def _note(self, answers: list[tuple[Instance, PoolEntry]]) -> None:
         for instance, entry in answers:
             self._directory.serve(entry)
-            self._directory.note(_loop_client(instance), entry.facts.content_hash, entry.source)
+            self._directory.note(_engine(instance), entry.facts.content_hash, entry.source)
 
     def _emptiest(self, instances: list[Instance]) -> list[int]:
         """Those that hold least, as many as hold an adapter."""
         held = dict.fromkeys((instance.index for instance in instances), 0)
         sizes = self._directory.sizes()
-        clients = {_loop_client(instance): instance.index for instance in instances}
+        clients = {_engine(instance): instance.index for instance in instances}
         for content_hash, holders in self._directory.held(clients).items():
             for index in holders:
                 held[index] += sizes.get(content_hash, 0)
@@ -177,7 +177,8 @@ class FleetPool:
     async def _make_copies(self) -> None:
         """Those that are missing, side by side on different instances; then say where everything is."""
         state = self._state()
-        moves = await asyncio.to_thread(lambda: copies_to_make(self._target(), self._held()))
+        held, target = self._held(), self._target()
+        moves = await asyncio.to_thread(lambda: copies_to_make(target(), held))
         await asyncio.gather(
             *(
                 self._hold(
@@ -190,11 +191,11 @@ class FleetPool:
         self._at_rest = None if moves else state
 
     async def _hold(self, instance: Instance, content_hashes: list[str]) -> None:
-        client = _loop_client(instance)
+        client = _engine(instance)
         for content_hash in content_hashes:
             sources = self._directory.sources(content_hash, client, instance.index)
             try:
-                source = await _call(client, "pool_hold", content_hash, sources)
+                source = await client.ask("pool_hold", content_hash, sources)
             except EngineDeadError:
                 return
             except Exception as error:  # adapters that were unloaded meanwhile, memory that is full
@@ -204,50 +205,50 @@ class FleetPool:
 
     async def _drop_copies(self) -> None:
         """Those that nobody asks for: told to all first, so that nobody reads what is about to go."""
-        drops = await asyncio.to_thread(lambda: copies_to_drop(self._target(), self._held()))
+        held, target = self._held(), self._target()
+        drops = await asyncio.to_thread(lambda: copies_to_drop(target(), held))
         if not drops:
             return
         self._at_rest = None
-        clients = {instance.index: _loop_client(instance) for instance in self._roster.live}
+        clients = {instance.index: _engine(instance) for instance in self._roster.live}
         drops = [(content_hash, index) for content_hash, index in drops if index in clients]
         for content_hash, index in drops:
             self._directory.note(clients[index], content_hash, None)
         await self._tell()
-        calls = [_call(clients[index], "pool_drop", content_hash) for content_hash, index in drops]
+        calls = [clients[index].ask("pool_drop", content_hash) for content_hash, index in drops]
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _tell(self) -> None:
         """Tell each instance the sources that changed."""
         calls = []
         for instance in self._roster.live:
-            client = _loop_client(instance)
+            client = _engine(instance)
             if news := self._directory.news(client, instance.index):
-                calls.append(_call(client, "pool_sources", news))
+                calls.append(client.ask("pool_sources", news))
         await asyncio.gather(*calls, return_exceptions=True)
 
-    def _target(self) -> dict[str, frozenset[int]]:
-        """Who should hold what: by the placement, where there is one."""
+    def _target(self) -> Callable[[], dict[str, frozenset[int]]]:
+        """Finds, in any thread, who should hold what by now: by the placement, where there is one."""
         wanted: dict[str, set[int]] = {}
         for name, content_hash in self._directory.content_hashes().items():
             wanted.setdefault(content_hash, set()).update((self._wanted or {}).get(name, ()))
         live = [instance.index for instance in self._roster.live]
-        return place_holders(self._directory.sizes(), self._held(), live, self._directory.replicas, wanted)
+        sizes, held, replicas = self._directory.sizes(), self._held(), self._directory.replicas
+        return partial(place_holders, sizes, held, live, replicas, wanted)
 
     def _state(self) -> _State:
         """What decides who should hold what, beside the wishes."""
         return self._directory.version, [instance.client for instance in self._roster.live]
 
     def _held(self) -> dict[str, list[int]]:
-        return self._directory.held(
-            {_loop_client(instance): instance.index for instance in self._roster.live}
-        )
+        return self._directory.held({_engine(instance): instance.index for instance in self._roster.live})
 
     async def _ask(
         self, instances: list[Instance], method: str, *args: Any
     ) -> tuple[list[tuple[Instance, Any]], list[tuple[Instance, Exception]]]:
         def call(client: object) -> Awaitable[Any]:
-            assert isinstance(client, LoopClient)
-            return _call(client, method, *args)
+            assert isinstance(client, CallableEngine)
+            return client.ask(method, *args)
 
         return await ask(self._roster, instances, call)
 
@@ -256,10 +257,6 @@ class FleetPool:
             logger.warning(problem)
 
 
-async def _call(client: LoopClient, method: str, *args: Any) -> Any:
-    return await asyncio.wrap_future(client.call(method, *args))
-
-
-def _loop_client(instance: Instance) -> LoopClient:
-    assert isinstance(instance.client, LoopClient), "a pool is one of engine loops"
+def _engine(instance: Instance) -> CallableEngine:
+    assert isinstance(instance.client, CallableEngine), "a pool is one of engines that can be asked"
     return instance.client

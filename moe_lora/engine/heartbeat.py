@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_lora.config import RoutingConfig
@@ -49,17 +47,6 @@ class Pulse:
     def stuck_s(self) -> float:
         since_s = self._since_s
         return 0.0 if since_s is None else self._clock.now_s() - since_s
-
-
-def beat_until(ended: threading.Event, interval_s: float, beat: Callable[[], None]) -> None:
-    """Call `beat` now and every interval_s, from a thread of its own, until `ended` is set."""
-
-    def run() -> None:
-        beat()
-        while not ended.wait(interval_s):
-            beat()
-
-    threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
 
 class Hearing:

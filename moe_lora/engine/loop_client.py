@@ -1,4 +1,4 @@
-"""`EngineClient` over an engine loop, in this process or behind a pipe."""
+"""`EngineClient` over an engine loop in this process."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
-from moe_lora.core.errors import EngineDeadError
-from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.core.request import GenerateRequest, TokenOutput
 
-from .heartbeat import Hearing
-from .messages import Abort, Beat, Call, Command, Event, Generate, Outputs, Rejected, Reply
+from .client import CallableEngine
+from .messages import Abort, Call, Command, Dead, Event, Generate, Outputs, Rejected, Reply
 
 Sink = Callable[[TokenOutput | Exception], None]
 """Gets a request's outputs; called from the thread that delivers events."""
 
 
-class LoopClient:
-    """Sends commands and hands events to those who wait for them.  See `EngineClient` for the contract.
-
-    send: takes a command to the loop; raises OSError when the loop is gone.  ended: set once it is.
-    hearing: what its beats tell.  on_beat: called with each.
+class LoopClient(CallableEngine):
+    """Sends commands and hands events to those who wait for them, in any thread.  See `EngineClient` for the
+    contract.  send: takes a command to the loop.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
@@ -35,8 +31,6 @@ class LoopClient:
         self._lock = threading.Lock()
         self._dead: Exception | None = None
         self.ended = threading.Event()
-        self.hearing = Hearing()
-        self.on_beat: Callable[[Beat], None] = lambda beat: None
 
     def deliver(self, event: Event) -> None:
         """Hand an event on; called from the loop's or the reader's thread."""
@@ -61,10 +55,7 @@ class LoopClient:
                 future.set_exception(event.error)
             else:
                 future.set_result(event.value)
-        elif isinstance(event, Beat):
-            self.hearing.hear(event)
-            self.on_beat(event)
-        else:
+        elif isinstance(event, Dead):
             self.fail(event.error)
 
     def fail(self, error: Exception) -> None:
@@ -79,23 +70,6 @@ class LoopClient:
         for future in calls.values():
             future.set_exception(error)
 
-    def hush(self, error: Exception) -> None:
-        """Let nobody wait for the answer to a call any longer; requests go on."""
-        with self._lock:
-            waiting = list(self._calls.values())
-            self._calls = {call_id: _asked() for call_id in self._calls}
-        for future in waiting:
-            future.set_exception(error)
-
-    def settle(self) -> None:
-        """Wait until everything is answered that was asked before.  Raises EngineDeadError."""
-        with self._lock:
-            waiting = list(self._calls.values())
-        for future in waiting:
-            error = future.exception()
-            if isinstance(error, EngineDeadError):
-                raise error
-
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Queue a request; `sink` gets its outputs, or the error that refused it."""
         with self._lock:
@@ -104,7 +78,7 @@ class LoopClient:
             if request.request_id in self._sinks:
                 raise ValueError(f"request_id {request.request_id!r} is already running")
             self._sinks[request.request_id] = sink
-        self._dispatch(Generate(request))
+        self._send(Generate(request))
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Run one of the loop's methods."""
@@ -114,15 +88,11 @@ class LoopClient:
                 raise self._dead
             call_id = next(self._call_ids)
             self._calls[call_id] = future
-        self._dispatch(Call(call_id, method, args))
+        self._send(Call(call_id, method, args))
         return future
 
-    def _dispatch(self, command: Command) -> None:
-        try:
-            self._send(command)
-        except OSError as error:
-            self.fail(EngineDeadError("the engine's process has ended"))
-            raise EngineDeadError("the engine's process has ended") from error
+    async def ask(self, method: str, *args: Any) -> Any:
+        return await asyncio.wrap_future(self.call(method, *args))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         loop = asyncio.get_running_loop()
@@ -155,40 +125,7 @@ class LoopClient:
 
     def _send_abort(self, request_id: str) -> None:
         if self._dead is None:
-            # Nothing is left to stop in an engine that has ended.
-            with suppress(EngineDeadError):
-                self._dispatch(Abort(request_id))
-
-    async def model_info(self) -> ModelInfo:
-        return await asyncio.wrap_future(self.call("model_info"))
-
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        replace: bool = False,
-        version: int | None = None,
-        content_hash: str | None = None,
-    ) -> AdapterInfo:
-        return await asyncio.wrap_future(
-            self.call("load_adapter", name, path, replace, version, content_hash)
-        )
-
-    async def unload_adapter(self, name: str) -> None:
-        await asyncio.wrap_future(self.call("unload_adapter", name))
-
-    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
-        return await asyncio.wrap_future(self.call("pin_adapter", name, pinned))
-
-    async def list_adapters(self) -> list[AdapterInfo]:
-        return await asyncio.wrap_future(self.call("list_adapters"))
-
-    async def stats(self) -> EngineStats:
-        return await asyncio.wrap_future(self.call("stats"))
-
-    async def is_alive(self) -> bool:
-        return self._dead is None
+            self._send(Abort(request_id))
 
 
 def _asked() -> Future[Any]:

@@ -1,66 +1,90 @@
-"""What travels between an engine loop and its clients: plain picklable data."""
+"""What travels between an engine loop and its clients, in one process or over a link (`dist.net`)."""
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lora.core.request import GenerateRequest, TokenOutput
+from msgspec import DecodeError, Raw
+
+from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.dist.net.codec import Decoder, Interface, Message, encode
+from moe_lora.dist.net.peer import Protocol
+
+from .pool_messages import PoolEntry
+
+PROTOCOL_VERSION = 4
 
 
-@dataclass(frozen=True)
-class Generate:
+class Hello(Message, frozen=True):
+    """An engine's first message.  incarnation: the same as long as its process lives."""
+
+    name: str
+    incarnation: str
+    info: ModelInfo
+    protocol: int = PROTOCOL_VERSION
+
+
+class Welcome(Message, frozen=True):
+    """The front end's answer.  refusal: why the engine can't take part; None: it does, and sends a beat
+    every heartbeat_s.
+    """
+
+    refusal: str | None = None
+    heartbeat_s: float = 1.0
+
+
+class Generate(Message, frozen=True):
     request: GenerateRequest
 
 
-@dataclass(frozen=True)
-class Abort:
+class Request(Message, frozen=True):
+    """A `Generate` over a link.  request: encoded, so that one that is not right is refused alone."""
+
+    request_id: str
+    request: Raw
+
+    @staticmethod
+    def of(request: GenerateRequest) -> Request:
+        return Request(request.request_id, Raw(encode(request)))
+
+    def decoded(self) -> GenerateRequest:
+        """Raises TypeError."""
+        try:
+            found: GenerateRequest = _DECODE_REQUEST(self.request)
+        except DecodeError as error:
+            raise TypeError(f"the request can't be read: {error}") from error
+        return found
+
+
+_DECODE_REQUEST = Decoder(GenerateRequest)
+
+
+class Abort(Message, frozen=True):
     request_id: str
 
 
-@dataclass(frozen=True)
-class Call:
-    """Run a method of `EngineLoop.methods`; a `Reply` with the same id follows."""
-
-    call_id: int
-    method: str
-    args: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End the loop; running requests are dropped."""
-
-
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(Message, frozen=True):
     outputs: list[TokenOutput]
 
 
-@dataclass(frozen=True)
-class Rejected:
+class Rejected(Message, frozen=True):
     """A request that could not be queued."""
 
     request_id: str
     error: Exception
 
 
-@dataclass(frozen=True)
-class Reply:
-    call_id: int
-    value: Any = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class Dead:
+class Dead(Message, frozen=True):
     """The last event of a loop that failed."""
 
     error: Exception
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(Message, frozen=True):
     """That an engine is there, said again and again.
 
     stuck_s: how long its loop has been at one step or command, in seconds; 0: it waits for something to do.
@@ -74,5 +98,71 @@ class Beat:
     outstanding_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Call:
+    """Run a method of `EngineLoop.methods`; a `Reply` with the same id follows.  Over a link a call frame."""
+
+    call_id: int
+    method: str
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    call_id: int
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the loop; running requests are dropped.  Never over a link."""
+
+
 Command = Generate | Abort | Call | Stop
 Event = Outputs | Rejected | Reply | Beat | Dead
+
+
+class EngineMethods(typing.Protocol):
+    """What a front end, or the controller, may call of an engine over a link: see `EngineLoop.methods`."""
+
+    def load_adapter(
+        self, name: str, path: str, replace: bool, version: int | None, content_hash: str | None
+    ) -> AdapterInfo: ...
+
+    def unload_adapter(self, name: str) -> None: ...
+
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo: ...
+
+    def list_adapters(self) -> list[AdapterInfo]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def model_info(self) -> ModelInfo: ...
+
+    def pool_load(
+        self, name: str, path: str, replace: bool, version: int, content_hash: str | None
+    ) -> PoolEntry: ...
+
+    def pool_know(
+        self, facts: AdapterFacts, path: str, replace: bool, version: int, sources: Sequence[bytes]
+    ) -> PoolEntry: ...
+
+    def pool_hold(self, content_hash: str, sources: Sequence[bytes]) -> bytes | None: ...
+
+    def pool_drop(self, content_hash: str) -> None: ...
+
+    def pool_sources(self, sources: Mapping[str, Sequence[bytes]]) -> None: ...
+
+    def pool_state(self) -> list[PoolEntry]: ...
+
+    def pool_orphans(self) -> list[str]: ...
+
+    def pool_known(self, content_hashes: Sequence[str]) -> list[str]: ...
+
+    def pool_free(self, content_hash: str) -> None: ...
+
+
+ENGINE_METHODS = Interface(EngineMethods)
+ENGINE_SIDE = Protocol.of(Welcome, Request, Abort, answers=ENGINE_METHODS)
+FRONT_END_SIDE = Protocol.of(Hello, Outputs, Rejected, Dead, Beat, asks=ENGINE_METHODS)

@@ -1,12 +1,9 @@
-"""Which instances there are, which of them are live, and which adapters they all serve.
-
-Shared by the front end's event loop and the supervisor's threads.
-"""
+"""Which instances there are, which of them are live, and which adapters they all serve: of one event loop."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -39,7 +36,6 @@ class Instance:
     client: EngineClient
     name: str
     live: bool = True
-    given_up: bool = False
     silent: bool = False
     asked_tokens: int = 0
     tokens_elsewhere: int = 0
@@ -71,33 +67,30 @@ class Roster:
     """The instances and the adapters that they serve.
 
     clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
-    pairs of the start; contents: their content hashes.  advice: what to do when no instance is live, where
-    they come by themselves. heartbeat: when an instance counts as silent.  pool: where adapters are held;
-    None: every instance has them all.
+    pairs of the start.  advice: what is said when no instance is live.
+    heartbeat: when an instance counts as silent.  pool: where adapters are held; None: every instance has
+    them all.
     """
 
     def __init__(
         self,
         clients: Sequence[EngineClient],
         adapters: Sequence[tuple[str, str]] = (),
-        advice: str | None = None,
+        advice: str = "none has dialled in",
         heartbeat: Heartbeat | None = None,
         pool: PoolDirectory | None = None,
-        contents: Mapping[str, str] | None = None,
     ) -> None:
         self.heartbeat = heartbeat or Heartbeat()
         self.instances = [Instance(index, client, str(index)) for index, client in enumerate(clients)]
-        self.closed = threading.Event()
+        self.closed = asyncio.Event()
         self.pool = pool
-        known = contents or {}
-        self._adapters = {
-            name: ServedAdapter(path, 1, content_hash=known.get(name)) for name, path in adapters
-        }
+        self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
         self._numbers = {instance.name: instance.index for instance in self.instances}
         self._num_loading = 0
-        self._advice = advice
-        self._changed = threading.Condition()
+        self.advice = advice
+        self._at_rest = asyncio.Event()
+        self._at_rest.set()
 
     @property
     def live(self) -> list[Instance]:
@@ -119,28 +112,20 @@ class Roster:
         silent = ", ".join(instance.name for instance in self.instances if instance.silent)
         if silent:
             return f"instance {silent} does not get on; send the request again in a while, or restart it"
-        if self._advice is not None:
-            return self._advice
-        gone = [str(instance.index) for instance in self.instances if instance.given_up]
-        if len(gone) == len(self.instances):
-            return "each ended too often to be restarted; see the server's log, then restart the server"
-        back = [str(instance.index) for instance in self.instances if not instance.given_up]
-        return f"to be restarted: instance {', '.join(back)}; send the request again in a while"
+        return self.advice
 
     def lose(self, instance: Instance, client: EngineClient) -> None:
         """Take an instance whose `client` is dead out of routing, unless it has another one by now."""
-        with self._changed:
-            if instance.client is client:
-                self._take_out(instance)
+        if instance.client is client:
+            self._take_out(instance)
 
     def drain(self, instance: Instance, client: EngineClient) -> bool:
         """Take an instance that is silent out of routing until it joins again; False if it is out already."""
-        with self._changed:
-            was_live = instance.live
-            if instance.client is client and was_live:
-                instance.silent = True
-                self._take_out(instance)
-            return was_live and not instance.live
+        was_live = instance.live
+        if instance.client is client and was_live:
+            instance.silent = True
+            self._take_out(instance)
+        return was_live and not instance.live
 
     def _take_out(self, instance: Instance) -> None:
         if instance.live:
@@ -153,29 +138,31 @@ class Roster:
 
         Raises EngineDeadError if the fleet was closed.
         """
-        with self._changed:
-            if self.closed.is_set():
-                raise EngineDeadError("the instances were closed")
-            for instance in self.instances:
-                if instance.name == name:
-                    break
-            else:
-                instance = Instance(self.number_of(name), client, name, live=False, num_starts=0)
-                self.instances = sorted([*self.instances, instance], key=lambda one: one.index)
-            instance.starting = client
-            return instance
+        if self.closed.is_set():
+            raise EngineDeadError("the instances were closed")
+        for instance in self.instances:
+            if instance.name == name:
+                break
+        else:
+            instance = Instance(self.number_of(name), client, name, live=False, num_starts=0)
+            self.instances = sorted([*self.instances, instance], key=lambda one: one.index)
+        instance.starting = client
+        return instance
 
     def number_of(self, name: str) -> int:
         """The index of the instance of that name; one that has not dialled in yet will have it."""
-        with self._changed:
-            return self._numbers.setdefault(name, len(self._numbers))
+        return self._numbers.setdefault(name, len(self._numbers))
 
     def name_of(self, index: int) -> str:
         """The name of the instance that has, or will have, this index."""
-        with self._changed:
-            return next(name for name, number in self._numbers.items() if number == index)
+        return next(name for name, number in self._numbers.items() if number == index)
 
-    def join(
+    async def at_rest(self) -> None:
+        """Return when no adapter is being loaded everywhere, or the fleet was closed."""
+        while self._num_loading and not self.closed.is_set():
+            await self._at_rest.wait()
+
+    async def join(
         self,
         instance: Instance,
         client: EngineClient,
@@ -188,14 +175,13 @@ class Roster:
         incarnation: if it is the one that was there before, the engine was not restarted.
         Raises EngineDeadError if the fleet was closed.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_loading or self.closed.is_set())
-            if self.closed.is_set():
-                raise EngineDeadError("the instances were closed")
-            if not self._is_all(have):
-                return False
-            self._route_to(instance, client, missing, incarnation)
-            return True
+        await self.at_rest()
+        if self.closed.is_set():
+            raise EngineDeadError("the instances were closed")
+        if not self._is_all(have):
+            return False
+        self._route_to(instance, client, missing, incarnation)
+        return True
 
     def _is_all(self, have: dict[str, ServedAdapter]) -> bool:
         """Whether an engine has what all serve; of an adapter that no engine had, it says the content."""
@@ -224,20 +210,12 @@ class Roster:
     @property
     def holdings(self) -> dict[str, Holding]:
         """What the live instances hold, by name."""
-        with self._changed:
-            return {one.name: Holding(one.incarnation, frozenset(one.missing)) for one in self.live}
-
-    def start(self, instance: Instance, client: EngineClient) -> bool:
-        """Note a process that is starting, so that closing ends it; False if the fleet was closed."""
-        with self._changed:
-            instance.starting = client
-            return not self.closed.is_set()
+        return {one.name: Holding(one.incarnation, frozenset(one.missing)) for one in self.live}
 
     @property
     def adapters(self) -> dict[str, ServedAdapter]:
         """A copy: name -> what is served under it."""
-        with self._changed:
-            return dict(self._adapters)
+        return dict(self._adapters)
 
     def version(self, name: str | None) -> int | None:
         served = None if name is None else self._adapters.get(name)
@@ -246,14 +224,14 @@ class Roster:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """While an adapter is being loaded everywhere, no instance comes into routing."""
-        with self._changed:
-            self._num_loading += 1
+        self._num_loading += 1
+        self._at_rest.clear()
         try:
             yield
         finally:
-            with self._changed:
-                self._num_loading -= 1
-                self._changed.notify_all()
+            self._num_loading -= 1
+            if not self._num_loading:
+                self._at_rest.set()
 
     def next_version(self, name: str) -> int:
         """The number that a new version of the name gets."""
@@ -261,42 +239,36 @@ class Roster:
 
     def serve(self, info: AdapterInfo, path: str) -> ServedAdapter:
         """From now on all instances serve this.  Versions of a name count up, whatever was restarted."""
-        with self._changed:
-            version = max(info.version, self.next_version(info.name))
-            self._versions[info.name] = version
-            before = self._adapters.get(info.name)
-            pinned = before is not None and before.pinned
-            self._adapters[info.name] = ServedAdapter(path, version, pinned, info.content_hash or None)
-            return self._adapters[info.name]
+        version = max(info.version, self.next_version(info.name))
+        self._versions[info.name] = version
+        before = self._adapters.get(info.name)
+        pinned = before is not None and before.pinned
+        self._adapters[info.name] = ServedAdapter(path, version, pinned, info.content_hash or None)
+        return self._adapters[info.name]
 
     def pin(self, name: str, *, pinned: bool) -> None:
         """From now on the adapter is pinned on all instances, or on none."""
-        with self._changed:
-            self._adapters[name] = replace(self._adapters[name], pinned=pinned)
+        self._adapters[name] = replace(self._adapters[name], pinned=pinned)
 
     def forget(self, name: str) -> None:
         """From now on no instance serves this name."""
-        with self._changed:
-            self._adapters.pop(name, None)
-            for instance in self.instances:
-                instance.missing.discard(name)
+        self._adapters.pop(name, None)
+        for instance in self.instances:
+            instance.missing.discard(name)
 
     @property
     def served(self) -> Served:
         """A copy: what is served, and the versions of what was."""
-        with self._changed:
-            return Served(dict(self._adapters), dict(self._versions))
+        return Served(dict(self._adapters), dict(self._versions))
 
     def recover(self, found: Served) -> None:
         """Take over what others say was served before this process began (see `Served.joined`)."""
-        with self._changed:
-            joined = Served(self._adapters, self._versions).joined(found)
-            self._adapters, self._versions = dict(joined.adapters), dict(joined.versions)
+        joined = Served(self._adapters, self._versions).joined(found)
+        self._adapters, self._versions = dict(joined.adapters), dict(joined.versions)
 
     def close(self) -> list[EngineClient]:
         """Let nothing come back; the clients to close."""
-        with self._changed:
-            self.closed.set()
-            self._changed.notify_all()
-            clients = [client for i in self.instances for client in (i.client, i.starting)]
-            return [client for client in clients if client is not None]
+        self.closed.set()
+        self._at_rest.set()
+        clients = [client for i in self.instances for client in (i.client, i.starting)]
+        return [client for client in clients if client is not None]

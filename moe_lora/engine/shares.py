@@ -39,12 +39,9 @@ def check_pool(config: EngineConfig) -> None:
         )
 
 
-def instance_config(
-    config: EngineConfig, index: int, num_starts: int, adapters: tuple[tuple[str, str], ...]
-) -> EngineConfig:
-    """The settings of one of `config.num_instances` instances that was started `num_starts` times before.
+def instance_config(config: EngineConfig, index: int, adapters: tuple[tuple[str, str], ...]) -> EngineConfig:
+    """The settings of one of `config.num_instances` instances.
 
-    Seeds differ, or unseeded requests would get the same answers from each instance and after each start.
+    Seeds differ, or unseeded requests would get the same answers from each.
     """
-    seed = config.seed + index + num_starts * config.num_instances
-    return replace(config, adapters=adapters, seed=seed, instance=f"instance-{index}")
+    return replace(config, adapters=adapters, seed=config.seed + index, instance=f"instance-{index}")

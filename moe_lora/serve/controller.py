@@ -11,6 +11,7 @@ from moe_lora.core.errors import CapacityError, EngineDeadError, LoraServerError
 from moe_lora.core.problems import LastProblem
 from moe_lora.core.request import FleetStats
 from moe_lora.dist.lora_server.admin import LoraServerAdmin, ServerState
+from moe_lora.dist.net.keys import keys_in
 from moe_lora.engine.client import EngineClient
 from moe_lora.provision.demand import DemandWindow
 from moe_lora.provision.online import Outlook, outlook, resized
@@ -125,5 +126,5 @@ def make_controller(
     """The controller as `ClusterConfig.provision` says; None: the load on adapters is not watched."""
     if provision is None and server is None:
         return None
-    admin = None if server is None else LoraServerAdmin(server.address, server.secret())
+    admin = None if server is None else LoraServerAdmin(server.address, keys_in(server.certificates))
     return Controller(provision or ProvisionConfig(), client, admin)

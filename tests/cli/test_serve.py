@@ -192,7 +192,7 @@ def cluster_file(tmp_path, model_dir):
     adapter(tmp_path, "places/a")
     b = adapter(tmp_path, "places/b")
     path.write_text(
-        f"model_dir: {model_dir}\nadapters: {{a: places/a, b: {b}}}\nkey: secret\n"
+        f"model_dir: {model_dir}\nadapters: {{a: places/a, b: {b}}}\ncertificates: certificates\n"
         "engine: {max_num_seqs: 5, max_loras: 3}\n"
         "lora_server: {layout: EP2-PP1, capacity: 9, address: 'h:1', store_dir: s}\n"
         "front_end: {port: 77, routing: round_robin, engines_address: 'h:2'}\n"
@@ -244,7 +244,8 @@ def test_front_end_alone_serves_the_cluster_of_the_file(monkeypatch, cluster_fil
     [(cluster, name, listen_fd)] = calls
     assert (name, listen_fd) == (None, None)
     assert (cluster.front_end.host, cluster.front_end.port) == ("0.0.0.0", 77)
-    assert (cluster.engines_address(), cluster.secret()) == ("h:2", "secret")
+    assert cluster.engines_address() == "h:2"
+    assert cluster.certificates.endswith("/certificates")
 
 
 @pytest.mark.parametrize("role", ["front-end", "controller"])
@@ -275,7 +276,7 @@ def test_a_controller_needs_its_section(cluster_file):
 def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
     file = tmp_path / "several.yaml"
     file.write_text(
-        "model_dir: base\nkey: secret\nfront_ends:\n  one: {port: 81, engines_address: 'h:2'}\n"
+        "model_dir: base\nfront_ends:\n  one: {port: 81, engines_address: 'h:2'}\n"
         "  two: {port: 82, engines_address: 'h:3'}\n"
         "controller: {address: 'h:4', engines_address: 'h:5'}\n"
     )

@@ -15,7 +15,9 @@ from moe_lora.config import (
     RegistryConfig,
 )
 from moe_lora.config.cluster import read_cluster
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.net.keys import keys_of, make_keys
 
 WHOLE = """
 model_dir: base
@@ -23,7 +25,7 @@ served_model_name: demo
 adapters:
   upper: adapters/upper
   lower: /elsewhere/lower
-key_file: cluster.key
+certificates: certificates
 engine: {dtype: float32, eager: true, kv_cache_gb: 1, decode_buckets: [1, 8], max_model_len: null}
 lora_server: {layout: EP2-PP1, capacity: 4, address: "10.0.0.2:7500", store_dir: store, transport: gloo}
 registry: {folder: registered, adapters: [lower, third]}
@@ -45,7 +47,6 @@ def read(tmp_path):
         (tmp_path / "cluster.yaml").write_text(text)
         return read_cluster(tmp_path / "cluster.yaml")
 
-    (tmp_path / "cluster.key").write_text("secret\n")
     return read_text
 
 
@@ -65,14 +66,14 @@ def test_settings_of_every_section_arrive(read, tmp_path):
     assert cluster.registry == RegistryConfig(
         folder=str(tmp_path / "registered"), adapters=("lower", "third")
     )
-    assert (cluster.served_model_name, cluster.secret()) == ("demo", "secret")
+    assert (cluster.served_model_name, cluster.certificates) == ("demo", str(tmp_path / "certificates"))
     config = cluster.instance("instance-1")
     assert config.instance == "instance-1"
     assert config.lora_server == LoraServerConfig(
         layout="EP2-PP1",
         capacity=4,
         address="10.0.0.2:7500",
-        key="secret",
+        certificates=str(tmp_path / "certificates"),
         store_dir=str(tmp_path / "store"),
         transport="gloo",
     )
@@ -100,8 +101,14 @@ def test_adapters_lie_in_a_pool_as_the_file_says(read):
     )
 
 
-def test_the_key_is_not_shown(read):
-    assert "secret" not in repr(read("model_dir: m\nkey: secret"))
+def test_certificates_are_read_from_the_folder(read, tmp_path):
+    assert keys_of(read("model_dir: m\nfront_end: {engines_address: /run/s}")) is None
+    with pytest.raises(ConfigError, match=r"front-end\.engines_address=h:1 .* `moe-lora cluster init`"):
+        keys_of(read("model_dir: m\nfront_end: {engines_address: 'h:1'}"))
+    with pytest.raises(ConfigError, match="moe-lora cluster init"):
+        keys_of(read("model_dir: m\ncertificates: absent"))
+    made = make_keys(tmp_path / "made")
+    assert keys_of(read("model_dir: m\ncertificates: made")) == made
 
 
 @pytest.mark.parametrize(
@@ -185,9 +192,9 @@ def test_the_key_is_not_shown(read):
         ("model_dir: m\nregistry: {}", "registry.folder is missing; give a folder"),
         ("model_dir: m\nregistry: {path: r}", "registry.path is not a setting; allowed are folder, adapters"),
         ("model_dir: m\nregistry: {folder: r, adapters: a}", "registry.adapters='a' must be a list of texts"),
-        ("model_dir: m\nkey: 5", "key=5 must be a text"),
-        ("model_dir: m\nkey_file: absent", "absent can't be read"),
-        ("model_dir: m\nkey: a\nkey_file: cluster.key", "both given"),
+        ("model_dir: m\ncertificates: 5", "certificates=5 must be a text"),
+        ("model_dir: m\nkey: a", "key is not a setting; allowed are model_dir"),
+        ("model_dir: m\nkey_file: a", "key_file is not a setting; allowed are model_dir"),
     ],
 )
 def test_what_can_not_be_right_is_named(read, text, reason):
@@ -199,9 +206,9 @@ def test_what_can_not_be_right_is_named(read, text, reason):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("lora_server: {address: 'h:1', store_dir: s}", "give key_file"),
-        ("lora_server: {store_dir: s}\nkey: k", "lora_server.address is needed"),
-        ("lora_server: {address: 'h:1'}\nkey: k", "lora_server.store_dir is needed"),
+        ("lora_server: {address: 'h:1', store_dir: s}", "moe-lora cluster init"),
+        ("lora_server: {store_dir: s}", "lora_server.address is needed"),
+        ("lora_server: {address: 'h:1'}", "lora_server.store_dir is needed"),
     ],
 )
 def test_what_several_hosts_need_is_asked_for_when_a_role_starts(read, text, reason):
@@ -232,15 +239,15 @@ def test_instances_dial_the_controller_and_every_front_end(read):
     cluster = read(SEVERAL)
     assert cluster.controller == ControllerConfig(address="10.0.0.1:7700", engines_address="10.0.0.1:7701")
     assert cluster.doors() == {
-        "controller": ("10.0.0.1", 7701),
-        "one": ("10.0.0.1", 7600),
-        "two": ("10.0.0.2", 7600),
+        "controller": Address("10.0.0.1", 7701),
+        "one": Address("10.0.0.1", 7600),
+        "two": Address("10.0.0.2", 7600),
     }
 
 
 def test_an_only_front_end_needs_no_name(read):
     cluster = read(WHOLE)
-    assert cluster.doors() == {"front-end": ("10.0.0.1", 7600)}
+    assert cluster.doors() == {"front-end": Address("10.0.0.1", 7600)}
     assert cluster.front_end_named("front-end") == cluster.front_end
     with pytest.raises(ConfigError, match="none named 'one'; give one of front-end"):
         cluster.front_end_named("one")

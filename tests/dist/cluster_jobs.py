@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
 from moe_lora.core.request import SamplingParams
+from moe_lora.dist.net.keys import make_keys
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "demo"
@@ -104,7 +107,7 @@ class Cluster:
             "model_dir": str(DEMO / "model"),
             "served_model_name": "demo",
             "adapters": {name: str(DEMO / "adapters" / name) for name in ADAPTERS},
-            "key": "a key of these tests",
+            "certificates": "certificates",
             "engine": {
                 "dtype": "float32",
                 "eager": True,
@@ -121,9 +124,12 @@ class Cluster:
                 "routing": "round_robin",
             },
         }
-        for host in self.hosts.values():
-            host.folder.mkdir(parents=True, exist_ok=True)
-            (host.folder / "cluster.yaml").write_text(yaml.safe_dump(content))
+        with TemporaryDirectory() as made:
+            keys = make_keys(Path(made) / "certificates")
+            for host in self.hosts.values():
+                host.folder.mkdir(parents=True, exist_ok=True)
+                (host.folder / "cluster.yaml").write_text(yaml.safe_dump(content))
+                shutil.copytree(keys.folder, host.folder / "certificates", dirs_exist_ok=True)
 
     def front_end(self) -> Job:
         words = ["-m", "moe_lora.cli.main", "serve", "--config", "cluster.yaml", "--role", "front-end"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +21,12 @@ from unittest import mock
 
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest
+from moe_lora.dist.host_roles import Started, say_started
 from moe_lora.dist.lora_server import attach
 from moe_lora.dist.lora_server.partition import Layout
-from moe_lora.dist.ranks import Started, StartRank
-from moe_lora.dist.worker import serve_rank
+from moe_lora.dist.net.codec import decoder_of
+from moe_lora.dist.ranks import StartRank
+from moe_lora.dist.worker import serve_started
 from moe_lora.engine import build
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.follower import follow
@@ -36,6 +40,7 @@ from .served_models import CAPACITY, ServedModel, requests_to
 MAX_ROWS = 7
 """Rows in a message: few, so that every prompt takes several."""
 STOP_S = 20.0
+HEAR_STARTED = decoder_of([Started])
 Tokens = list[tuple[int, ...]]
 
 
@@ -93,7 +98,6 @@ def served_tokens(model: ServedModel, row: Row, *, eager: bool = True, **changes
             layout=row["layout"],
             capacity=CAPACITY,
             address=f"{directory}/leader",
-            key="secret",
             store_dir=f"{directory}/store",
             transport=row["transport"],
             sites=row["sites"],
@@ -154,13 +158,29 @@ def server_processes(config: EngineConfig, num_ranks: int) -> Iterator[None]:
         for server_rank, connection in enumerate(connections):
             connection.send(StartRank(config, server_rank))
         for connection in connections:
-            started: Started = connection.recv()
+            started = HEAR_STARTED(os.read(connection.fileno(), 1 << 16))
             if started.error is not None:
                 raise started.error
         yield
         # All at once: each takes a moment to end.
         for connection in connections:
             connection.close()
+
+
+def serve_rank(connection: Connection) -> None:
+    """What the product starts for a rank; it ends with the connection."""
+    start: StartRank = connection.recv()
+
+    def end_with_connection() -> None:
+        connection.poll(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_with_connection, daemon=True).start()
+    status = os.dup(connection.fileno())
+    try:
+        serve_started(start, status, 0)
+    except Exception as error:
+        say_started(status, error)
 
 
 @contextmanager

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import pytest
 
 from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, RegistryConfig
 from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
-from moe_lora.dist.host_roles import HostRoles, Role
-from moe_lora.dist.one_host import cluster_file, on_loopback, roles_of
-from moe_lora.engine.supervisor import RestartPolicy
+from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.dist.host_roles import HostRoles, RestartPolicy, Role
+from moe_lora.dist.net.thread import LoopThread, entered
+from moe_lora.dist.one_host import cluster_file, on_sockets, roles_of
 
 from .cluster_jobs import alive, until
 
-QUICK = RestartPolicy(max_quick_deaths=3, first_pause_s=0.01)
+QUICK = RestartPolicy(first_pause_s=0.01, longest_pause_s=0.02)
 SLEEPING = Role(name="sleeper", kind="one", words=("-c", "import time; time.sleep(600)"))
 FAILING = Role(name="failing", kind="other", words=("-c", "raise SystemExit(3)"))
+TELLING = """
+import sys, time
+from moe_lora.core.errors import ConfigError
+from moe_lora.dist.host_roles import say_started
+status = int(sys.argv[sys.argv.index("--status-fd") + 1])
+if sys.argv[1] == "unfit":
+    say_started(status, ConfigError("it can't be"))
+    sys.exit(1)
+say_started(status)
+time.sleep(600)
+"""
+FIT, UNFIT = (Role(name=name, kind="telling", words=("-c", TELLING, name)) for name in ("fit", "unfit"))
+UNFIT = replace(UNFIT, kind="unfit")
 
 
 @pytest.fixture
@@ -43,7 +59,7 @@ def cluster(tmp_path) -> ClusterConfig:
 
 
 def test_the_file_says_what_the_settings_say(cluster, tmp_path):
-    everything = on_loopback(cluster, 2, None)
+    everything = on_sockets(cluster, 2, None, str(tmp_path))
     (tmp_path / "cluster.yaml").write_text(cluster_text(everything))
     assert read_cluster(tmp_path / "cluster.yaml") == everything
     with cluster_file(everything) as descriptor:
@@ -54,7 +70,9 @@ def test_the_file_says_what_the_settings_say(cluster, tmp_path):
 def test_relative_paths_are_those_of_the_folder_where_it_was_started(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     relative = ClusterConfig(
-        engine=EngineConfig(model_dir="base", adapters=(("a", "a"),)), served_model_name="s", key="k"
+        engine=EngineConfig(model_dir="base", adapters=(("a", "a"),)),
+        served_model_name="s",
+        certificates="certificates",
     )
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "cluster.yaml").write_text(cluster_text(relative))
@@ -63,43 +81,101 @@ def test_relative_paths_are_those_of_the_folder_where_it_was_started(cluster, tm
     assert engine.adapters == (("a", str(tmp_path / "a")),)
 
 
-def test_each_role_has_a_door_of_its_own_and_a_fresh_key(cluster):
-    once, again = on_loopback(cluster, 2, None), on_loopback(cluster, 2, None)
-    assert once.key != again.key
+def test_each_role_has_a_socket_of_its_own_in_the_folder(cluster, tmp_path):
+    once = on_sockets(cluster, 2, None, str(tmp_path))
     assert sorted(once.doors()) == ["controller", "front-end-0", "front-end-1"]
-    assert len(set(once.doors().values())) == 3
+    assert len({*once.doors().values(), once.controller.address}) == 4
+    assert all(address.path.startswith(str(tmp_path)) for address in once.doors().values())
     names = [role.name for role in roles_of(once, 5, 6)]
     assert names == ["controller", "front-end-0", "front-end-1", "instance-0", "instance-1"]
 
 
-def test_what_ends_is_started_again_and_what_keeps_ending_ends_all(caplog):
+@contextmanager
+def keeping(*roles: Role) -> Iterator[tuple[HostRoles, LoopThread]]:
+    """The roles kept running in an event loop of their own."""
+
+    @asynccontextmanager
+    async def kept() -> AsyncIterator[HostRoles]:
+        found = HostRoles(roles, policy=QUICK)
+        yield found
+        await found.stop()
+
+    with entered(kept) as (found, thread):
+        yield found, thread
+
+
+def pids(caplog, name: str) -> list[int]:
+    return [int(pid) for pid in re.findall(rf"{name} started \(process (\d+)\)", caplog.text)]
+
+
+def test_what_ends_is_started_again_for_ever(caplog):
     caplog.set_level("INFO", logger="moe_lora")
-    kept = HostRoles([SLEEPING, FAILING], threading.Event(), policy=QUICK)
-    try:
-        assert kept.over.wait(60)
-        assert kept.failed
-        assert caplog.text.count("failing started") == 3
-        assert "failing ended 3 times" in caplog.text
-    finally:
-        kept.stop()
+    with keeping(SLEEPING, FAILING) as (kept, _):
+        until(lambda: len(pids(caplog, "failing")) > 12, lambda: caplog.text)
+        assert len(pids(caplog, "sleeper")) == 1
+        assert not kept.failed.done()
+    assert "ended with exit code 3" in caplog.text
 
 
-def test_one_that_keeps_ending_is_given_up_while_others_stand_in(caplog):
-    kept = HostRoles([SLEEPING, replace(FAILING, kind="one")], threading.Event(), policy=QUICK)
-    until(lambda: "is not started again" in caplog.text, lambda: caplog.text)
-    assert not kept.over.is_set()
-    kept.stop()
-    assert not kept.failed
+def test_one_that_is_killed_again_and_again_is_there_again(caplog):
+    caplog.set_level("INFO", logger="moe_lora")
+    with keeping(SLEEPING) as (kept, thread):
+        for count in range(1, 11):
+            until(lambda count=count: len(pids(caplog, "sleeper")) == count, lambda: caplog.text)
+            thread.loop.call_soon_threadsafe(kept.kill, "sleeper")
+        until(lambda: len(pids(caplog, "sleeper")) == 11, lambda: caplog.text)
+        assert alive(pids(caplog, "sleeper")[-1])
+
+
+def test_setting_that_keeps_a_role_from_its_part_ends_it(caplog):
+    with keeping(SLEEPING, UNFIT) as (kept, _):
+        until(kept.failed.done, lambda: caplog.text)
+        assert isinstance(kept.failed.result(), ConfigError)
+    assert "unfit is not started again, since a setting is the cause: it can't be" in caplog.text
+
+
+def test_while_others_of_its_kind_stand_in_nothing_has_failed(caplog):
+    with keeping(SLEEPING, replace(UNFIT, kind="one")) as (kept, _):
+        until(lambda: "unfit is not started again" in caplog.text, lambda: caplog.text)
+        assert not kept.failed.done()
+
+
+def test_what_keeps_one_from_starting_is_raised_where_all_are_awaited():
+    with keeping(FIT, UNFIT) as (kept, thread), pytest.raises(ConfigError, match="it can't be"):
+        thread.run(kept.ready(), 60)
+    with keeping(FIT) as (kept, thread):
+        thread.run(kept.ready(), 60)
+    with keeping(FAILING) as (kept, thread), pytest.raises(EngineDeadError, match="exit code 3 while"):
+        thread.run(kept.ready(), 60)
+
+
+def test_lack_of_handles_for_a_while_costs_no_role(caplog, monkeypatch):
+    caplog.set_level("INFO", logger="moe_lora")
+    problems = [OSError(24, "Too many open files")] * 8
+    start = asyncio.create_subprocess_exec
+
+    async def start_if_there_are_handles(*args, **keywords):
+        if problems:
+            raise problems.pop()
+        return await start(*args, **keywords)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_if_there_are_handles)
+    with keeping(SLEEPING):
+        until(lambda: pids(caplog, "sleeper"), lambda: caplog.text)
 
 
 def test_stopping_ends_what_runs(caplog):
     caplog.set_level("INFO", logger="moe_lora")
-    kept = HostRoles([SLEEPING], threading.Event(), policy=QUICK)
-    until(lambda: "sleeper started" in caplog.text, lambda: caplog.text)
-    pid = int(re.search(r"sleeper started \(process (\d+)\)", caplog.text)[1])
-    kept.stop()
-    assert not alive(pid)
-    assert not kept.failed
+    with keeping(SLEEPING) as (kept, _):
+        until(lambda: pids(caplog, "sleeper"), lambda: caplog.text)
+    assert not alive(pids(caplog, "sleeper")[0])
+    assert not kept.failed.done()
+
+
+def test_pauses_grow_up_to_a_bound():
+    policy = RestartPolicy()
+    pauses = [policy.pause_s(num_deaths) for num_deaths in range(1, 9)]
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0]
 
 
 CHILD = """

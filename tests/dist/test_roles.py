@@ -10,6 +10,7 @@ import pytest
 
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.net.keys import make_keys
 from moe_lora.dist.roles import Place, serve_instance, serve_lora_server
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,9 @@ FRONT_END = "front_end: {engines_address: '127.0.0.1:1'}\n"
 @pytest.fixture
 def write(tmp_path):
     def write_text(text: str) -> Path:
-        (tmp_path / "cluster.yaml").write_text(f"model_dir: base\nkey: secret\n{text}")
+        if not (tmp_path / "certificates").exists():
+            make_keys(tmp_path / "certificates")
+        (tmp_path / "cluster.yaml").write_text(f"model_dir: base\ncertificates: certificates\n{text}")
         return tmp_path / "cluster.yaml"
 
     return write_text

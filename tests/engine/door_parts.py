@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.thread import LoopThread
 from moe_lora.engine.dial_in import FrontEndLinks
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.door import Door
@@ -16,16 +23,15 @@ from moe_lora.engine.entry import AsItIs, CatchUp
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.heartbeat import Heartbeat, Pulse
 from moe_lora.engine.inbox import Inbox
-from moe_lora.engine.messages import Abort, Call, Generate, Outputs, Reply, Stop
+from moe_lora.engine.messages import Abort, Call, Generate, Hello, Outputs, Reply, Stop
 from moe_lora.engine.roster import Roster
-from moe_lora.engine.wire import Hello, new_incarnation
 from moe_lora.policies.routing import RoundRobin
 
 from .fleet_parts import INFO
 
-KEY = "a secret"
 ADVICE = "none has dialled in"
 HELD_TOKENS = 9
+T = TypeVar("T")
 
 
 class ScriptedLoop(threading.Thread):
@@ -107,39 +113,82 @@ class ScriptedLoop(threading.Thread):
 class Instance:
     """An instance's process, as far as the front end can tell."""
 
-    def __init__(self, name: str, *ports: int, number=0, key=KEY, info=INFO, adapters=None, incarnation=None):
-        self.incarnation = incarnation or new_incarnation()
-        doors = {f"door-{port}": ("127.0.0.1", port) for port in ports}
+    def __init__(
+        self, name: str, *sockets: str, number=0, keys=None, info=INFO, adapters=None, incarnation=None
+    ):
+        self.incarnation = incarnation or secrets.token_hex(8)
+        doors = {f"door-{one}": parse_address("door", one) for one in sockets}
         inbox = Inbox()
-        self.dial = FrontEndLinks(doors, key, inbox, info.max_model_len)
+        self._thread = LoopThread()
+
+        async def make() -> FrontEndLinks:
+            return FrontEndLinks(doors, keys, inbox, info.max_model_len)
+
+        self.dial = self._thread.run(make())
         self.loop = ScriptedLoop(self.dial.emit, inbox, number, dict(adapters or {}))
         hello = Hello(name, self.incarnation, info)
-        self._thread = threading.Thread(target=self.dial.run, args=(hello, self.loop.pulse), daemon=True)
         self.loop.start()
-        self._thread.start()
+        self._running = asyncio.run_coroutine_threadsafe(
+            self.dial.run(hello, self.loop.pulse), self._thread.loop
+        )
 
     def stop(self) -> None:
         self.loop.may_go_on.set()
         self.dial.stop()
-        self._thread.join(10)
+        self._running.result(10)
+        self._thread.stop()
         self.loop.join(10)
-        assert not self._thread.is_alive()
         assert not self.loop.is_alive()
 
 
 class FrontEnd:
+    """A front end's roster, fleet and door in an event loop of their own.
+
+    make_entry: called there.
+    """
+
     def __init__(
-        self, port: int = 0, adapters=(), heartbeat: Heartbeat | None = None, make_entry=CatchUp
+        self,
+        socket: str | Address | None = None,
+        adapters=(),
+        heartbeat: Heartbeat | None = None,
+        make_entry=CatchUp,
+        keys: Keys | None = None,
     ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="moe_lora-")
+        self.thread = LoopThread()
         make_roster = DirectedRoster if make_entry is AsItIs else Roster
         self.roster = make_roster((), adapters, ADVICE, heartbeat)
         self.fleet = FleetClient(self.roster, RoundRobin(), WallClock())
-        self.entry = make_entry(self.roster)
-        self.door = Door("127.0.0.1", port, KEY, self.roster, self.entry)
-        self.port = self.door.port
+        self._closing = asyncio.Event()
+        self._closed = False
+        place: Future[Address] = Future()
+
+        async def stay() -> None:
+            self.entry = make_entry(self.roster)
+            own = Address(path=f"{self._folder.name}/engines")
+            address = (
+                own if socket is None else socket if isinstance(socket, Address) else Address(path=socket)
+            )
+            async with Door(self.roster, self.entry).open("engines_address", address, keys) as found:
+                place.set_result(found)
+                await self._closing.wait()
+                await self.fleet.close()
+
+        def tell(staying) -> None:
+            if not place.done():
+                place.set_exception(staying.exception())
+
+        self._staying = asyncio.run_coroutine_threadsafe(stay(), self.thread.loop)
+        self._staying.add_done_callback(tell)
+        self.socket = str(place.result(10))
 
     def names(self) -> list[str]:
         return sorted(instance.name for instance in self.roster.live)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine returns in the front end's event loop."""
+        return self.thread.run(work)
 
     def ask(self, request_id: str, max_tokens: int = 4) -> tuple[int, ...]:
         async def collect() -> tuple[int, ...]:
@@ -148,11 +197,14 @@ class FrontEnd:
             )
             return tuple([t async for output in self.fleet.generate(request) for t in output.token_ids])
 
-        return asyncio.run(collect())
+        return self.run(collect())
 
     def close(self) -> None:
-        self.door.close()
-        asyncio.run(self.fleet.close())
+        if not self._closed:
+            self._closed = True
+            self.thread.loop.call_soon_threadsafe(self._closing.set)
+            self._staying.result(20)
+            self.thread.stop()
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""An instance's process without a model: `python -m tests.engine.scripted_instance NAME NUMBER PORT...`."""
+"""An instance's process without a model: `python -m tests.engine.scripted_instance NAME NUMBER SOCKET...`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from .door_parts import Instance
 
 if __name__ == "__main__":
-    name, number, *ports = sys.argv[1:]
-    instance = Instance(name, *map(int, ports), number=int(number), adapters={"start": ("places/start", 1)})
+    name, number, *sockets = sys.argv[1:]
+    instance = Instance(name, *sockets, number=int(number), adapters={"start": ("places/start", 1)})
     sys.stdin.read()  # until the test is over
     instance.stop()

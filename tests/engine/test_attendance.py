@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from moe_lora.core.clock import VirtualClock
@@ -19,18 +19,18 @@ from .fleet_parts import CountingEngine
 class Engine(CountingEngine):
     """Beats as the script says.  script: what happens at each look, on its way to the end."""
 
-    def __init__(self, clock: VirtualClock, script: list[Callable[[], None]]) -> None:
+    def __init__(self, clock: VirtualClock, script: list[Callable[[], Any]]) -> None:
         super().__init__()
         self.hearing = Hearing(clock)
         self.on_beat: Callable[[Beat], None] = lambda beat: None
-        self.ended = self
+        self.ended = asyncio.Event()
         self.hushed: list[Exception] = []
         self._script = script
 
-    def wait(self, timeout_s: float) -> bool:
-        """In place of an event's: the next of the script, and whether it is over."""
-        if self._script:
-            self._script.pop(0)()
+    async def wait(self, timeout_s: float) -> bool:
+        """In place of the wait for the end: the next of the script, and whether it is over."""
+        if self._script and (waited := self._script.pop(0)()) is not None:
+            await waited
         return not self._script
 
     def hush(self, error: Exception) -> None:
@@ -42,14 +42,14 @@ class Watched:
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
-        self.script: list[Callable[[], None]] = []
+        self.script: list[Callable[[], Any]] = []
         self.engine = Engine(self.clock, self.script)
         self.roster = Roster([self.engine], heartbeat=Heartbeat(timeout_s=5.0, dead_s=30.0))
         self.instance = self.roster.instances[0]
         self.instance.incarnation = "the same"
         self.seen: list[tuple[bool, bool]] = []
         self.num_given_up = 0
-        self.came = threading.Event()
+        self.came = asyncio.Event()
 
     def pass_s(self, *steps_s: float, beat: Beat | None = None) -> None:
         """Let time go by; then perhaps a beat comes; then note whether it is (live, silent)."""
@@ -63,16 +63,19 @@ class Watched:
 
         self.script += [lambda step_s=step_s: step(step_s) for step_s in steps_s]
 
-    def run(self, come: Callable[[], Any] | None = None) -> None:
+    def run(self, come: Callable[[], Awaitable[None]] | None = None) -> None:
         def give_up() -> None:
             self.num_given_up += 1
 
         self.script.append(lambda: None)
         client: Any = self.engine
-        Attendance(self.roster, self.instance, client, come or self._come, give_up, self.clock).run()
+        attendance = Attendance(
+            self.roster, self.instance, client, come or self._come, give_up, self.clock, self.engine.wait
+        )
+        asyncio.run(attendance.run())
 
-    def _come(self) -> None:
-        self.roster.join(self.instance, self.engine, {}, set(), "the same")
+    async def _come(self) -> None:
+        await self.roster.join(self.instance, self.engine, {}, set(), "the same")
         self.came.set()
 
 
@@ -109,7 +112,7 @@ def test_engine_that_beats_again_is_brought_back():
     watched = Watched()
     watched.pass_s(*[1.0] * 7)
     watched.pass_s(1.0, beat=Beat())
-    watched.script += [lambda: None, lambda: watched.came.wait(20) and None]
+    watched.script += [lambda: None, watched.came.wait]
     watched.pass_s(0.0)
     watched.run()
     assert watched.seen[-3:] == [SILENT, SILENT, LIVE]
@@ -127,13 +130,13 @@ def test_front_end_that_stood_still_takes_nobody_for_silent():
 def test_engine_that_can_not_be_brought_is_given_up():
     watched = Watched()
     watched.instance.live = False
-    tried = threading.Event()
+    tried = asyncio.Event()
 
-    def come() -> None:
+    async def come() -> None:
         tried.set()
         raise EngineDeadError("it left")
 
-    watched.script.append(lambda: tried.wait(20) and None)
+    watched.script.append(tried.wait)
     watched.run(come)
     assert watched.num_given_up >= 1
 

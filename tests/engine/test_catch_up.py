@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,33 +10,28 @@ import pytest
 from moe_lora.core.errors import CapacityError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 from moe_lora.engine.catch_up import catch_up
+from moe_lora.engine.client import CallableEngine
 from moe_lora.engine.roster import ServedAdapter
 
 
-class ToldClient:
+class ToldClient(CallableEngine):
     """Notes what it is told.  fails: method -> what it raises."""
 
     def __init__(self, **fails: Exception) -> None:
         self.loaded: set[str] = set()
         self._fails = fails
 
-    def call(self, method: str, name: str, *args: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
+    async def ask(self, method: str, name: str, *args: Any) -> Any:
         if method in self._fails:
-            answer.set_exception(self._fails[method])
-            return answer
+            raise self._fails[method]
         if method == "load_adapter":
             self.loaded.add(name)
-            answer.set_result(
-                AdapterInfo(
-                    name=name, version=1, lora_rank=1, nbytes=1, targets=(), path=args[0], residency="host"
-                )
+            return AdapterInfo(
+                name=name, version=1, lora_rank=1, nbytes=1, targets=(), path=args[0], residency="host"
             )
-            return answer
-        elif method == "unload_adapter":
+        if method == "unload_adapter":
             self.loaded.remove(name)
-        answer.set_result(None)
-        return answer
+        return None
 
 
 PINNED = {"a": ServedAdapter("folder", 1, pinned=True)}
@@ -44,7 +39,7 @@ PINNED = {"a": ServedAdapter("folder", 1, pinned=True)}
 
 def test_adapter_that_was_loaded_and_could_not_be_pinned_is_unloaded_again():
     client, have, missing = ToldClient(pin_adapter=CapacityError("no room")), {}, set()
-    catch_up(client, PINNED, have, missing)
+    asyncio.run(catch_up(client, PINNED, have, missing))
     assert (client.loaded, missing) == (set(), {"a"})
 
 
@@ -52,17 +47,17 @@ def test_adapter_that_was_loaded_and_could_not_be_pinned_is_unloaded_again():
 def test_adapter_that_could_not_be_loaded_is_missing(before):
     client, missing = ToldClient(load_adapter=CapacityError("no room")), set()
     client.loaded = set(before)
-    catch_up(client, PINNED, dict(before), missing)
+    asyncio.run(catch_up(client, PINNED, dict(before), missing))
     assert (client.loaded, missing) == (set(), {"a"})
 
 
 def test_missing_adapter_that_is_no_longer_served_is_not_unloaded_again():
     client, have, missing = ToldClient(pin_adapter=CapacityError("no room")), {}, set()
-    catch_up(client, PINNED, have, missing)
-    catch_up(client, {}, have, missing)
+    asyncio.run(catch_up(client, PINNED, have, missing))
+    asyncio.run(catch_up(client, {}, have, missing))
     assert (have, missing) == ({}, set())
 
 
 def test_engine_that_ends_meanwhile_is_told_so():
     with pytest.raises(EngineDeadError):
-        catch_up(ToldClient(load_adapter=EngineDeadError("gone")), PINNED, {}, set())
+        asyncio.run(catch_up(ToldClient(load_adapter=EngineDeadError("gone")), PINNED, {}, set()))

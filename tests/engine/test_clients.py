@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lora.assemble import instance_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import (
     AdapterError,
@@ -22,9 +23,9 @@ from moe_lora.core.errors import (
 )
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.engine.build import build_engine
+from moe_lora.engine.client import EngineClient
 from moe_lora.engine.inprocess import InProcessClient
-from moe_lora.engine.loop_client import LoopClient
-from moe_lora.engine.process import ProcessClient, start_processes
+from tests.dist.cluster_jobs import children, until
 
 DEMO = Path(__file__).parents[2] / "demo"
 CONFIG = EngineConfig(
@@ -37,8 +38,12 @@ CONFIG = EngineConfig(
 
 
 @pytest.fixture(scope="module", params=["in_process", "process"])
-def client(request: pytest.FixtureRequest) -> Iterator[LoopClient]:
-    owner = InProcessClient(build_engine(CONFIG)) if request.param == "in_process" else ProcessClient(CONFIG)
+def client(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
+    if request.param == "process":
+        with instance_processes(CONFIG) as [client]:
+            yield client
+        return
+    owner = InProcessClient(build_engine(CONFIG))
     yield owner
     owner.shut_down()
 
@@ -50,7 +55,7 @@ def ask(request_id: str, adapter: str | None = None, max_tokens: int = 6) -> Gen
     )
 
 
-async def collect(client: LoopClient, request: GenerateRequest) -> tuple[list[int], TokenOutput]:
+async def collect(client: EngineClient, request: GenerateRequest) -> tuple[list[int], TokenOutput]:
     tokens: list[int] = []
     async for output in client.generate(request):
         tokens += output.token_ids
@@ -217,39 +222,26 @@ def test_bad_adapter_calls_say_what_is_wrong(client, tmp_path):
 
 
 def test_engine_that_cannot_start_says_why(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
-        ProcessClient(EngineConfig(model_dir=str(tmp_path)))
+    before = set(children(os.getpid()))
+    config = EngineConfig(model_dir=str(tmp_path), num_instances=2, num_threads=1)
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"), instance_processes(config):
+        pass
+    assert set(children(os.getpid())) == before
 
 
-def test_engines_start_together_or_not_at_all(tmp_path, monkeypatch):
-    started: list[ProcessClient] = []
-    wait = ProcessClient.await_start
-    monkeypatch.setattr(ProcessClient, "await_start", lambda self: (started.append(self), wait(self)))
-    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
-        start_processes([CONFIG, EngineConfig(model_dir=str(tmp_path))])
-    assert len(started) == 2
-    assert all(client.exit_code is not None for client in started)
+def test_killed_engine_fails_its_requests_and_is_started_again():
+    before = set(children(os.getpid()))
+    with instance_processes(CONFIG) as [client]:
+        [pid] = {*children(os.getpid())} - before
 
+        async def kill() -> None:
+            async for _ in client.generate(ask("victim", max_tokens=200)):
+                os.kill(pid, signal.SIGKILL)
 
-def test_aborting_at_an_ended_engine_is_nothing_to_complain_about(monkeypatch):
-    def closed(_: object) -> None:
-        raise BrokenPipeError
-
-    client = LoopClient(closed)
-    asyncio.run(client.abort("gone"))
-    assert client.ended.is_set()
-
-
-def test_killed_engine_fails_its_requests_and_every_later_one():
-    client = ProcessClient(CONFIG)
-
-    async def kill() -> None:
-        async for _ in client.generate(ask("victim", max_tokens=200)):
-            os.kill(client.pid, signal.SIGKILL)
-
-    with pytest.raises(EngineDeadError, match="has ended"):
-        asyncio.run(kill())
-    with pytest.raises(EngineDeadError, match="has ended"):
-        asyncio.run(collect(client, ask("late")))
-    assert not asyncio.run(client.is_alive())
-    client.shut_down()
+        with pytest.raises(EngineDeadError, match="has ended"):
+            asyncio.run(kill())
+        with pytest.raises(EngineDeadError, match="has ended"):
+            asyncio.run(collect(client, ask("late")))
+        assert not asyncio.run(client.is_alive())
+        asyncio.run(client.abort("victim"))  # of no use, and no error
+        until(lambda: {*children(os.getpid())} - before - {pid}, lambda: "it is not started again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import threading
@@ -10,14 +9,15 @@ from dataclasses import replace
 
 import pytest
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.engine.door import Door
+from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
 from moe_lora.engine.messages import Dead
 from moe_lora.engine.roster import Roster
 from moe_lora.engine.served import Holding, Served, ServedAdapter
 
-from .door_parts import ADVICE, KEY, FrontEnd, Instance, until
+from .door_parts import ADVICE, FrontEnd, Instance, until
 from .fleet_parts import INFO
 
 
@@ -44,8 +44,8 @@ def front_end(made) -> FrontEnd:
 
 @pytest.fixture
 def join(made, front_end):
-    def make(name: str, port: int | None = None, **facts) -> Instance:
-        made.append(Instance(name, port or front_end.port, **facts))
+    def make(name: str, socket: str | None = None, **facts) -> Instance:
+        made.append(Instance(name, socket or front_end.socket, **facts))
         return made[-1]
 
     return make
@@ -86,7 +86,7 @@ def test_requests_of_one_that_leaves_go_on_at_another(front_end, join):
 def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_end, join):
     first = join("one", adapters=START)
     until(lambda: front_end.names() == ["one"])
-    asyncio.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
     second = join("two", adapters={**START, "left": ("places/left", 1)})
     until(lambda: front_end.names() == ["one", "two"])
     assert second.loop.adapters == {**START, "later": ("places/later", 1)}
@@ -103,9 +103,9 @@ def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_
 def test_instance_stays_as_it_is_when_the_front_end_is_another(front_end, join, made):
     instance = join("one", adapters=START)
     until(lambda: front_end.names() == ["one"])
-    asyncio.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
     front_end.close()
-    other = FrontEnd(front_end.port, [("start", "places/start")])
+    other = FrontEnd(front_end.socket, [("start", "places/start")])
     made.insert(0, other)
     until(lambda: other.names() == ["one"])
     # A front end that starts serves what its file says.
@@ -134,7 +134,7 @@ def test_lost_front_end_ends_its_requests(front_end, join, made):
     until(lambda: instance.loop.aborted == ["a"])
     # The same id may come again, and what is said of the first is not taken for the second's.
     instance.loop.holds.clear()
-    other = FrontEnd(front_end.port, [("start", "places/start")])
+    other = FrontEnd(front_end.socket, [("start", "places/start")])
     made.insert(0, other)
     until(lambda: other.names() == ["one"])
     assert other.ask("a") == (0,)
@@ -145,19 +145,19 @@ def test_connection_that_comes_back_is_no_restart_and_counts_nothing_twice(front
     until(lambda: front_end.names() == ["one"])
     for n in range(3):
         front_end.ask(str(n))
-    assert asyncio.run(front_end.fleet.stats()).num_steps == 3
-    front_end.roster.instances[0].client.shut_down()
+    assert front_end.run(front_end.fleet.stats()).num_steps == 3
+    front_end.run(front_end.roster.instances[0].client.close())
     entry = front_end.roster.instances[0]
     before = entry.client
     until(lambda: entry.live and entry.client is not before)
-    assert asyncio.run(front_end.fleet.stats()).num_steps == 3
+    assert front_end.run(front_end.fleet.stats()).num_steps == 3
     assert entry.num_restarts == 0
     instance.stop()
     until(lambda: not entry.live)
     join("one", adapters=START)
     until(lambda: entry.live)
     front_end.ask("again")
-    assert asyncio.run(front_end.fleet.stats()).num_steps == 4
+    assert front_end.run(front_end.fleet.stats()).num_steps == 4
     assert entry.num_restarts == 1
 
 
@@ -180,14 +180,21 @@ def test_another_model_is_refused_with_the_difference(front_end, join, caplog):
     assert front_end.names() == ["one"]
 
 
-def test_another_key_is_turned_away_on_both_sides(front_end, join, caplog):
-    join("one", key="another secret")
-    until(lambda: "is its key another?" in caplog.text and "is the key the same?" in caplog.text)
-    assert front_end.names() == []
+def test_between_hosts_only_certificates_of_the_same_authority_let_in(tmp_path, made, caplog):
+    ours, others = make_keys(tmp_path / "ours"), make_keys(tmp_path / "others")
+    front_end = FrontEnd(Address("127.0.0.1"), [("start", "places/start")], keys=ours)
+    made.append(front_end)
+    made.append(Instance("stranger", front_end.socket, keys=others, adapters=START))
+    until(lambda: "are its certificates of the same authority?" in caplog.text)
+    assert front_end.roster.instances == []
+    made.append(Instance("one", front_end.socket, number=3, keys=ours, adapters=START))
+    until(lambda: front_end.names() == ["one"])
+    assert front_end.ask("a") == (3,)
 
 
 def test_stranger_who_says_nothing_holds_up_nobody(front_end, join):
-    with socket.create_connection(("127.0.0.1", front_end.port)):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(front_end.socket)
         join("one", adapters=START)
         until(lambda: front_end.names() == ["one"])
 
@@ -202,15 +209,15 @@ def test_engine_that_fails_leaves_and_its_process_is_told(front_end, join):
 
 
 def test_taken_address_is_an_error_that_names_the_setting(front_end):
-    with pytest.raises(ConfigError, match=rf"engines_address=127\.0\.0\.1:{front_end.port}"):
-        Door("127.0.0.1", front_end.port, KEY, Roster(()))
+    with pytest.raises(ConfigError, match=f"engines_address={front_end.socket}"):
+        FrontEnd(front_end.socket)
 
 
 def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
     one, two = join("one", adapters=START), join("two", adapters=START)
     until(lambda: front_end.names() == ["one", "two"])
     for path in ("places/later", "places/latest"):
-        asyncio.run(front_end.fleet.load_adapter("later", path, replace=True))
+        front_end.run(front_end.fleet.load_adapter("later", path, replace=True))
     two.stop()
     front_end.close()
     recoveries: list[Recovery] = []
@@ -220,10 +227,10 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
         return CatchUp(roster, recoveries[0])
 
     other = FrontEnd(
-        front_end.port, [("start", "places/start"), ("new", "places/new")], make_entry=recovering
+        front_end.socket, [("start", "places/start"), ("new", "places/new")], make_entry=recovering
     )
     made.insert(0, other)
-    third = Instance("three", other.port, adapters=START)  # it has only what it started with
+    third = Instance("three", other.socket, adapters=START)  # it has only what it started with
     made.append(third)
     until(
         lambda: (
@@ -231,17 +238,17 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
         )
     )
     assert other.names() == []
-    recoveries[0].end()
+    other.thread.loop.call_soon_threadsafe(recoveries[0].end)
     until(lambda: other.names() == ["one", "three"])
     served = {"start": ("places/start", 1), "new": ("places/new", 1), "later": ("places/latest", 2)}
     assert one.loop.adapters == third.loop.adapters == served
     assert one.loop.calls.count(("load_adapter", "later", "places/latest", True, 2, None)) == 1
-    assert asyncio.run(other.fleet.load_adapter("later", "places/last", replace=True)).version == 3
+    assert other.run(other.fleet.load_adapter("later", "places/last", replace=True)).version == 3
 
 
 def test_what_is_found_after_the_recovery_is_not_served(front_end, join, made):
     front_end.close()
-    other = FrontEnd(front_end.port, (), make_entry=lambda roster: CatchUp(roster, Recovery(roster, 0)))
+    other = FrontEnd(front_end.socket, (), make_entry=lambda roster: CatchUp(roster, Recovery(roster, 0)))
     made.insert(0, other)
     join("one")
     until(lambda: other.names() == ["one"])
@@ -254,7 +261,7 @@ def test_what_is_found_after_the_recovery_is_not_served(front_end, join, made):
 def directed(front_end, made) -> FrontEnd:
     """A front end whose adapters a controller looks after."""
     front_end.close()
-    made.insert(0, FrontEnd(front_end.port, [("start", "places/start")], make_entry=AsItIs))
+    made.insert(0, FrontEnd(front_end.socket, [("start", "places/start")], make_entry=AsItIs))
     return made[0]
 
 

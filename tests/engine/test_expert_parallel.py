@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.assemble import engine_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
 from moe_lora.engine.followers import HOST_STORE
-from moe_lora.engine.process import ProcessClient
 from moe_lora.execution import exchange
+from tests.dist.cluster_jobs import children
 from tests.families import MOE_FAMILIES
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 
@@ -172,12 +173,14 @@ def test_follower_that_hangs_ends_the_engine(adapter, monkeypatch):
 
 
 def test_followers_end_with_a_killed_rank_0():
-    client = ProcessClient(EngineConfig(model_dir=str(MODEL), eager=True, num_threads=1, expert_parallel=2))
-    followers = followers_of(client.pid)
-    assert len(followers) == 1
-    os.kill(client.pid, signal.SIGKILL)
-    assert comes_true(lambda: not any(map(is_running, followers)))
-    client.shut_down()
+    config = EngineConfig(model_dir=str(MODEL), eager=True, num_threads=2, expert_parallel=2)
+    before = set(children(os.getpid()))
+    with engine_processes(config):
+        [pid] = {*children(os.getpid())} - before
+        followers = followers_of(pid)
+        assert len(followers) == 1
+        os.kill(pid, signal.SIGKILL)
+        assert comes_true(lambda: not any(map(is_running, followers)))
 
 
 def test_failure_while_starting_leaves_no_follower(tmp_path):

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenOutput
 from moe_lora.engine.failover import Course, derived_seed, token_work
@@ -114,5 +113,5 @@ def test_work_is_the_prompt_and_the_longest_answer(max_tokens, work):
 def test_answer_goes_on_with_the_version_that_began_it_whatever_was_served_when_it_came():
     started = course()
     assert started.rest().adapter_version is None
-    started.take(replace(output(7), adapter_version=2))
+    started.take(structs.replace(output(7), adapter_version=2))
     assert started.rest().adapter_version == started.adapter_version == 2

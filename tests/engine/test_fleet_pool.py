@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 from moe_lora.engine.catch_up import catch_up, held_by
+from moe_lora.engine.client import CallableEngine
 from moe_lora.engine.fleet import FleetClient
-from moe_lora.engine.loop_client import LoopClient
 from moe_lora.engine.pool_directory import PoolDirectory
 from moe_lora.engine.pool_messages import PoolEntry
 from moe_lora.engine.roster import Roster, ServedAdapter
@@ -43,27 +42,25 @@ def facts_of(name: str, path: str) -> AdapterFacts:
     )
 
 
-class Engine(LoopClient):
+class Engine(CallableEngine):
     """As much of an engine loop as a pool sees.  refuse: paths that can't be read.  log: of all engines.
     used: content hashes of which there are requests."""
 
     def __init__(self, name: str, log: Log, refuse: tuple[str, ...] = ()) -> None:
-        super().__init__(lambda command: None)
+        self.ended = asyncio.Event()
         self.name, self.log, self.refuse = name, log, refuse
         self.known: dict[str, tuple[AdapterFacts, str, int]] = {}
         self.held: set[str] = set()
         self.used: set[str] = set()
         self.sources: dict[str, Sequence[bytes]] = {}
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    async def ask(self, method: str, *args: Any) -> Any:
         if self.ended.is_set():
             raise EngineDeadError("it has ended")
-        try:
-            future.set_result(getattr(self, f"_{method}")(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return getattr(self, f"_{method}")(*args)
+
+    async def settled(self) -> None:
+        """It does at once what it is told."""
 
     def _entry(self, name: str) -> PoolEntry:
         facts, path, version = self.known[name]
@@ -146,7 +143,7 @@ class Engine(LoopClient):
         self._forget(name)
 
     def end(self) -> None:
-        self.fail(EngineDeadError("killed"))
+        self.ended.set()
 
 
 class Fleet:
@@ -157,7 +154,7 @@ class Fleet:
         self.engines = [Engine(str(number), self.log) for number in range(count)]
         self.directory = PoolDirectory(replicas)
         pairs = [(name, name) for name in adapters]
-        self.directory.fill(self.engines, pairs)
+        asyncio.run(self.directory.fill(self.engines, pairs))
         self.roster = Roster(self.engines, pairs, pool=self.directory)
         self.client = FleetClient(self.roster, LeastOutstanding(), VirtualClock())
         assert self.client.pool is not None
@@ -331,8 +328,8 @@ def test_engine_that_comes_back_holds_nothing_at_first_and_its_share_later():
     fleet.step()
     back = fleet.engines[0] = Engine("again", fleet.log)
     have: dict = {}
-    catch_up(back, fleet.roster.adapters, have, set(), fleet.directory)
-    assert fleet.roster.join(fleet.roster.instances[0], back, have, set())
+    asyncio.run(catch_up(back, fleet.roster.adapters, have, set(), fleet.directory))
+    assert asyncio.run(fleet.roster.join(fleet.roster.instances[0], back, have, set()))
     assert (len(back.known), len(back.held)) == (4, 0)
     fleet.step()
     assert (len(back.held), len(fleet.engines[1].held)) == (2, 2)
@@ -343,7 +340,7 @@ def test_engine_that_joins_holds_what_nobody_holds():
     fleet = Fleet(1, "ab")
     fleet.end(0)
     back = Engine("again", fleet.log)
-    catch_up(back, fleet.roster.adapters, {}, set(), fleet.directory)
+    asyncio.run(catch_up(back, fleet.roster.adapters, {}, set(), fleet.directory))
     assert back.held == {"#a", "#b"}
 
 
@@ -351,7 +348,7 @@ def test_front_end_that_is_new_learns_from_engines_who_holds_what():
     fleet = Fleet(2, "abcd")
     directory = PoolDirectory(1)
     for engine in fleet.engines:
-        directory.enter(engine)
+        asyncio.run(directory.enter(engine))
     clients = {engine: number for number, engine in enumerate(fleet.engines)}
     assert directory.held(clients) == {f"#{name}": fleet.holders(name) for name in "abcd"}
     assert directory.sizes() == fleet.directory.sizes()
@@ -363,7 +360,7 @@ def test_engine_that_can_not_hold_what_replaced_its_adapter_goes_on_without():
     fleet.end(fleet.holders("new")[0])
     away, missing = Engine("away", fleet.log, refuse=("hold",)), set[str]()
     away._pool_load("x", "x", True, 1)
-    catch_up(away, fleet.roster.adapters, {"x": ServedAdapter("x", 1)}, missing, fleet.directory)
+    asyncio.run(catch_up(away, fleet.roster.adapters, {"x": ServedAdapter("x", 1)}, missing, fleet.directory))
     assert (missing, away.known) == ({"x"}, {})
 
 
@@ -375,7 +372,7 @@ def test_name_that_is_loaded_anew_stays_known_when_an_engine_lets_its_last_versi
     asyncio.run(fleet.client.unload_adapter("x"))
     served = fleet.roster.adapters
     asyncio.run(fleet.client.load_adapter("x", "new"))
-    catch_up(away, served, have, set(), fleet.directory)
+    asyncio.run(catch_up(away, served, have, set(), fleet.directory))
     assert fleet.directory.content_hashes() == {"x": "#new"}
     assert fleet.directory.held(dict.fromkeys(fleet.engines, 0))["#new"]
 
@@ -384,8 +381,8 @@ def test_engine_that_was_told_by_a_front_end_before_is_told_all_anew():
     fleet = Fleet(2, "ab")
     directory = PoolDirectory(1)
     first, second = fleet.engines
-    directory.enter(first)
-    directory.enter(second)
+    asyncio.run(directory.enter(first))
+    asyncio.run(directory.enter(second))
     directory.sources("#a", second)  # it joins with another adapter, say
     assert {one: set(places) for one, places in directory.news(second, 0).items()} == {
         one: {first._source(one)} - {None} for one in ("#a", "#b")
@@ -407,8 +404,12 @@ def test_engines_hear_of_a_change_however_many_there_were():
 def test_copy_that_is_made_while_an_engine_is_silent_is_counted_when_it_gets_on(monkeypatch):
     fleet = Fleet(2, ["big"])
     silent = fleet.engines[1 - fleet.holders("big")[0]]
-    monkeypatch.setattr(silent, "settle", lambda: silent.held.add("#big"))
-    held_by(silent, fleet.directory)
+
+    async def settled() -> None:
+        silent.held.add("#big")
+
+    monkeypatch.setattr(silent, "settled", settled)
+    asyncio.run(held_by(silent, fleet.directory))
     clients = {engine: number for number, engine in enumerate(fleet.engines)}
     assert sorted(fleet.directory.held(clients)["#big"]) == [0, 1]
 

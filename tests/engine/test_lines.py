@@ -5,12 +5,25 @@ from __future__ import annotations
 import queue
 
 import pytest
+from msgspec import Raw
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.dist.net.codec import encode
+from moe_lora.dist.net.peer import Asked
 from moe_lora.engine.inbox import Inbox
-from moe_lora.engine.lines import Line, Lines
-from moe_lora.engine.messages import Abort, Beat, Call, Dead, Event, Generate, Outputs, Rejected, Reply
+from moe_lora.engine.lines import Lines
+from moe_lora.engine.messages import Abort, Beat, Dead, Generate, Outputs, Rejected, Reply, Request
+
+
+class Line:
+    """One end of a connection; what it was sent."""
+
+    def __init__(self) -> None:
+        self.heard: list = []
+
+    def send(self, message) -> None:
+        self.heard.append(message)
 
 
 class Desk:
@@ -19,8 +32,13 @@ class Desk:
     def __init__(self) -> None:
         self.inbox = Inbox()
         self.lines = Lines(self.inbox, max_model_len=64)
-        self.heard: dict[str, list[Event]] = {"one": [], "two": []}
-        self.line: dict[str, Line] = {name: self.lines.open(self.heard[name].append) for name in self.heard}
+        self.line = {name: Line() for name in ("one", "two")}
+        for line in self.line.values():
+            self.lines.open(line)
+
+    @property
+    def heard(self) -> dict[str, list]:
+        return {name: line.heard for name, line in self.line.items()}
 
     def ask(self, line: str, request_id: str, num_prompt: int = 3, max_tokens: int = 5) -> None:
         request = GenerateRequest(
@@ -28,7 +46,7 @@ class Desk:
             prompt_token_ids=(1,) * num_prompt,
             sampling=SamplingParams(max_tokens=max_tokens),
         )
-        self.lines.put(self.line[line], Generate(request))
+        self.lines.put(self.line[line], Request.of(request))
 
     def told(self) -> list:
         """What the loop is told, requests and calls by the names that it knows them by."""
@@ -118,12 +136,24 @@ def test_aborts_and_refusals_are_of_the_line_that_asked(desk):
 
 def test_calls_are_answered_to_the_line_that_asked(desk):
     for line in ("one", "two"):
-        desk.lines.put(desk.line[line], Call(7, "stats"))
+        desk.lines.put(desk.line[line], Asked(desk.line[line], 7, "stats", ()))
     first, second = desk.told()
+    assert (first.method, second.method) == ("stats", "stats")
     desk.lines.emit(Reply(second.call_id, "second"))
     desk.lines.close(desk.line["one"])
     desk.lines.emit(Reply(first.call_id, "first"))
-    assert desk.heard == {"one": [], "two": [Reply(7, "second")]}
+    assert desk.heard["one"] == []
+    [answer] = desk.heard["two"]
+    assert (answer.number, bytes(answer.value)) == (7, encode("second"))
+
+
+def test_request_that_can_not_be_read_is_refused_and_those_beside_it_are_not(desk):
+    desk.lines.put(desk.line["one"], Request("bad", Raw(encode({"prompt_token_ids": ["a"]}))))
+    desk.ask("one", "good")
+    assert desk.told() == ["good"]
+    [refused] = desk.heard["one"]
+    assert refused.request_id == "bad"
+    assert isinstance(refused.error, TypeError)
 
 
 def test_each_line_hears_of_the_others_load_and_not_of_its_own(desk):

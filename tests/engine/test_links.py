@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 
 import pytest
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.heartbeat import Heartbeat
-from moe_lora.engine.outbox import Outbox
 
 from .door_parts import HELD_TOKENS, FrontEnd, Instance, until
 
@@ -39,7 +35,7 @@ def front_ends(made) -> list[FrontEnd]:
 def join(made, front_ends):
     def make(name: str, num_doors: int = 2, **facts) -> Instance:
         dialled = front_ends[:num_doors]
-        made.append(Instance(name, *(one.port for one in dialled), adapters=START, **facts))
+        made.append(Instance(name, *(one.socket for one in dialled), adapters=START, **facts))
         until(lambda: all(name in one.names() for one in dialled))
         return made[-1]
 
@@ -75,10 +71,10 @@ def test_requests_of_one_id_at_two_front_ends_are_two(front_ends, join):
     assert instance.loop.held[0] == "a" != instance.loop.held[1]
     instance.loop.holds.clear()
     assert [one.ask("b") for one in front_ends] == [(1,), (1,)]
-    asyncio.run(front_ends[0].fleet.abort("a"))
+    front_ends[0].run(front_ends[0].fleet.abort("a"))
     assert held[0].done() == (1,)
     assert held[1].is_alive()
-    asyncio.run(front_ends[1].fleet.abort("a"))
+    front_ends[1].run(front_ends[1].fleet.abort("a"))
     assert held[1].done() == (1,)
 
 
@@ -92,7 +88,7 @@ def test_front_end_that_ends_takes_only_its_own_requests_with_it(front_ends, joi
     until(lambda: len(instance.loop.aborted) == 1)
     assert staying.ask("b") == (1,)
     assert held[1].is_alive()
-    asyncio.run(staying.fleet.abort("a"))
+    staying.run(staying.fleet.abort("a"))
     assert held[1].done() == (1,)
     assert len(instance.loop.aborted) == 2
 
@@ -100,7 +96,7 @@ def test_front_end_that_ends_takes_only_its_own_requests_with_it(front_ends, joi
 def test_a_load_is_answered_to_the_front_end_that_asked(front_ends, join):
     instance = join("one")
     first, second = front_ends
-    asyncio.run(second.fleet.load_adapter("later", "places/later", replace=True))
+    second.run(second.fleet.load_adapter("later", "places/later", replace=True))
     assert instance.loop.adapters["later"] == ("places/later", 1)
     assert "later" in second.roster.adapters
     assert "later" not in first.roster.adapters
@@ -117,7 +113,7 @@ def test_front_ends_see_the_load_that_the_others_brought(front_ends, join):
     assert there.outstanding_tokens == HELD_TOKENS - 1
     assert there.load.num_requests == 1
     assert first.roster.instances[0].outstanding_tokens == HELD_TOKENS - 1
-    asyncio.run(first.fleet.abort("a"))
+    first.run(first.fleet.abort("a"))
     held.done()
     until(lambda: not there.outstanding_tokens)
     assert there.load.num_requests == 0
@@ -134,7 +130,7 @@ def test_loop_that_hangs_in_one_step_is_silent_until_it_goes_on(front_ends, join
     assert (silent.silent, there.silent) == (True, False)
     # New requests and loads do not wait for it; what it was asked before stays with it.
     assert [front_end.ask(f"new {n}") for n in range(3)] == [(2,)] * 3
-    asyncio.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
     assert "later" not in hanging.loop.adapters
     assert [one.is_alive() for one in asked].count(True) == 1
     hanging.loop.may_go_on.set()
@@ -150,7 +146,7 @@ def test_load_under_way_does_not_wait_for_one_that_falls_silent(front_ends, join
     join("two", 1, number=2)
     hanging.loop.may_go_on.clear()
     front_end = front_ends[0]
-    asyncio.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
     assert front_end.names() == ["two"]
     hanging.loop.may_go_on.set()
     until(lambda: front_end.names() == ["one", "two"])
@@ -167,15 +163,3 @@ def test_when_all_are_silent_requests_are_told_so(front_ends, join):
         front_ends[0].ask("b")
     hanging.loop.may_go_on.set()
     assert asked.done() == (0,)
-
-
-def test_peer_that_does_not_read_holds_up_nobody():
-    ours, theirs = socket.socketpair()
-    with Connection(theirs.detach()) as other_end, Connection(ours.detach()) as connection:
-        outbox = Outbox(connection)
-        messages = [bytes([n]) * 1_000_000 for n in range(8)]
-        for message in messages:
-            outbox.put(message)
-        assert [other_end.recv() for _ in messages] == messages
-        outbox.put(messages[0])
-        outbox.end()

@@ -142,7 +142,7 @@ def test_load_that_is_refused_leaves_nothing(engines, path):
 
 
 def test_settings_that_do_not_go_with_a_pool_are_refused():
-    server = LoraServerConfig(address="-", key="-", store_dir="-")
+    server = LoraServerConfig(address="-", store_dir="-")
     for settings, reason in (
         ({"expert_parallel": 2}, "expert_parallel=2"),
         ({"lora_server": server}, "a LoRA Server"),

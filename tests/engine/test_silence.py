@@ -30,9 +30,9 @@ START = [("start", "places/start")]
 class Process:
     """A scripted instance in a process of its own."""
 
-    def __init__(self, name: str, number: int, port: int) -> None:
+    def __init__(self, name: str, number: int, socket: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.scripted_instance", name, str(number), str(port)],
+            [sys.executable, "-m", "tests.engine.scripted_instance", name, str(number), socket],
             stdin=subprocess.PIPE,
             cwd=ROOT,
         )
@@ -60,7 +60,7 @@ def made():
 def pair(made) -> Callable[[Heartbeat], tuple[FrontEnd, Process, Process]]:
     def make(heartbeat: Heartbeat) -> tuple[FrontEnd, Process, Process]:
         made.append(front_end := FrontEnd(adapters=START, heartbeat=heartbeat))
-        made.extend(Process(name, number, front_end.port) for name, number in (("one", 1), ("two", 2)))
+        made.extend(Process(name, number, front_end.socket) for name, number in (("one", 1), ("two", 2)))
         until(lambda: sorted(front_end.names()) == ["one", "two"])
         assert {front_end.ask(str(n)) for n in range(2)} == {(1,), (2,)}
         return front_end, made[1], made[2]
@@ -86,13 +86,13 @@ def test_stopped_instance_is_drained_and_comes_back_with_its_request(pair):
     first.pause()
     until(lambda: front_end.names() == ["two"])
     assert {front_end.ask(f"new {n}") for n in range(3)} == {(2,)}
-    asyncio.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
     assert answers == []
     first.go_on()
     until(lambda: sorted(front_end.names()) == ["one", "two"])
     assert all(thread.is_alive() for thread in asking)
     for request_id in "ab":
-        asyncio.run(front_end.fleet.abort(request_id))
+        front_end.run(front_end.fleet.abort(request_id))
     for thread in asking:
         thread.join(20)
     # Its own tokens, once, and from nobody else.
@@ -114,7 +114,7 @@ def test_request_of_one_that_stays_stopped_goes_on_elsewhere_and_is_not_answered
     first.go_on()
     until(lambda: sorted(front_end.names()) == ["one", "two"])
     for request_id in "ab":
-        asyncio.run(front_end.fleet.abort(request_id))
+        front_end.run(front_end.fleet.abort(request_id))
     for thread in asking:
         thread.join(20)
     assert sorted(answers) == [(1, 2), (2,)]

@@ -35,22 +35,23 @@ class DemoServer:
 
     def engine_pids(self) -> list[int]:
         """Process ids of the engines that the server started, the oldest first."""
-        return self._pids("moe_lora.engine.worker")
+        return self._named("instance-")
 
     def lora_server_pids(self) -> list[int]:
         """Process ids of the LoRA Server's ranks, the oldest first."""
-        return self._pids("moe_lora.dist.worker")
+        return self._named("lora-server-")
 
-    def _pids(self, module: str) -> list[int]:
-        found = []
-        for status in Path("/proc").glob("[0-9]*/status"):
-            with contextlib.suppress(OSError):
-                text = status.read_text()
-                if f"PPid:\t{self.process.pid}\n" not in text or "State:\tZ" in text:
-                    continue
-                if module.encode() in (status.parent / "cmdline").read_bytes():
-                    found.append(int(status.parent.name))
-        return sorted(found)
+    def _named(self, role: str) -> list[int]:
+        """Processes of these roles that live, as the log says."""
+        started = re.findall(rf"{role}\d+ started \(process (\d+)\)", self.log.read_text())
+        return sorted(pid for pid in map(int, started) if self._lives(pid))
+
+    def _lives(self, pid: int) -> bool:
+        try:
+            text = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return False
+        return f"PPid:\t{self.process.pid}\n" in text and "State:\tZ" not in text
 
     def engine_pid(self) -> int:
         """Process id of the one engine that the server started."""

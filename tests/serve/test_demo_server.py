@@ -141,7 +141,7 @@ def test_signal_ends_server_and_engine(tmp_path, number):
     assert not Path(f"/proc/{engine}").exists()
 
 
-def test_dead_engine_turns_health_and_requests_into_503(tmp_path):
+def test_dead_engine_turns_health_and_requests_into_503_until_it_is_back(tmp_path):
     with demo_server(tmp_path / "log", "--eager") as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
         deadline = time.monotonic() + 10
@@ -151,4 +151,10 @@ def test_dead_engine_turns_health_and_requests_into_503(tmp_path):
                 time.sleep(0.05)
             response = http.post("/v1/completions", json={"model": "demo", "prompt": "a="})
             assert response.status_code == 503
-            assert "engine" in response.json()["error"]["message"]
+            assert "no LLM instance is running" in response.json()["error"]["message"]
+            deadline = time.monotonic() + 120
+            while http.get("/health").status_code != 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            body = {"model": "demo", "prompt": "a=", "max_tokens": 2}
+            assert http.post("/v1/completions", json=body).status_code == 200

@@ -21,9 +21,9 @@ def test_engine_that_is_stopped_is_unhealthy_and_said_once_and_healthy_when_it_g
         os.kill(server.engine_pid(), signal.SIGSTOP)
         try:
             until(lambda: health() == 503)
-            until(lambda: "the engine is silent" in server.log.read_text())
+            until(lambda: "instance-0 is silent" in server.log.read_text())
         finally:
             os.kill(server.engine_pid(), signal.SIGCONT)
         until(lambda: health() == 200)
-        assert server.log.read_text().count("the engine is silent") == 1
-        until(lambda: "the engine gets on again" in server.log.read_text())
+        assert server.log.read_text().count("instance-0 is silent") == 1
+        until(lambda: "instance-0 gets on again" in server.log.read_text())

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
+from moe_lora.core.errors import CapacityError, ConfigError
+from moe_lora.dist.net.keys import Keys
 
-from .control import ControlConnection, Message, dial
-from .leases import LeaseStats
+from .control import ControlConnection, dial
+from .messages import ADMIN_VERSION, AdminHello, AdminWelcome, Refused, ServerState
 
-PROTOCOL_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerState(LeaseStats):
-    """capacity: adapters resident at once.  max_capacity: the most that the ranks' memory holds, as far as
-    the registered adapters tell; None if there is none.
-    """
-
-    capacity: int
-    max_capacity: int | None
+__all__ = ["LoraServerAdmin", "Managed", "ServerState", "serve_admin"]
 
 
 class Managed(Protocol):
@@ -33,20 +23,18 @@ class Managed(Protocol):
         ...
 
 
-def serve_admin(leader: Managed, connection: ControlConnection, hello: Message) -> None:
+def serve_admin(leader: Managed, connection: ControlConnection, hello: AdminHello) -> None:
     """One question of an admin, answered with the state after it."""
-    if hello.get("protocol") != PROTOCOL_VERSION:
-        connection.send(
-            "refused", error=f"protocol {hello.get('protocol')!r} there and {PROTOCOL_VERSION} at the server"
-        )
+    if hello.protocol != ADMIN_VERSION:
+        connection.send(Refused(f"protocol {hello.protocol} there and {ADMIN_VERSION} at the server"))
         return
     problem = None
-    if hello.get("capacity") is not None:
+    if hello.capacity is not None:
         try:
-            leader.resize(hello["capacity"])
+            leader.resize(hello.capacity)
         except (CapacityError, ConfigError) as error:
             problem = str(error)
-    connection.send("welcome", problem=problem, state=asdict(leader.state()))
+    connection.send(AdminWelcome(problem, leader.state()))
 
 
 class LoraServerAdmin:
@@ -55,9 +43,9 @@ class LoraServerAdmin:
     timeout_s: how long a leader that is not there is looked for.
     """
 
-    def __init__(self, address: str, key: str, *, timeout_s: float = 1.0) -> None:
+    def __init__(self, address: str, keys: Keys | None, *, timeout_s: float = 1.0) -> None:
         self._address = address
-        self._key = key.encode()
+        self._keys = keys
         self._timeout_s = timeout_s
 
     def state(self) -> ServerState:
@@ -72,12 +60,10 @@ class LoraServerAdmin:
         return self._ask(capacity)
 
     def _ask(self, capacity: int | None) -> ServerState:
-        hello = {"role": "admin", "name": "front-end", "protocol": PROTOCOL_VERSION, "capacity": capacity}
-        connection, answer = dial(self._address, self._key, hello, self._timeout_s)
+        hello = AdminHello(name="front-end", capacity=capacity)
+        connection, answer = dial(self._address, self._keys, hello, self._timeout_s)
         connection.close()
-        if answer["problem"] is not None:
-            raise CapacityError(answer["problem"])
-        try:
-            return ServerState(**answer["state"])
-        except TypeError as error:
-            raise LoraServerError(f"the LoRA Server at {self._address} is of another version") from error
+        assert isinstance(answer, AdminWelcome)
+        if answer.problem is not None:
+            raise CapacityError(answer.problem)
+        return answer.state

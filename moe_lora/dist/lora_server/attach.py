@@ -10,12 +10,14 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.net.keys import keys_in
 
 from .client import RemoteBackend
 from .frames import FrameLayout
 from .lease_client import LeaseClient
 from .link import ServerLink
 from .membership import find_rank
+from .messages import DataHello, LeasesHello
 from .partition import Layout, Partition
 from .rank import agreed_facts
 from .reach import server_transport
@@ -42,9 +44,9 @@ class LoraServerClient:
         client_ranks: int = 1,
     ) -> None:
         self._server = server
-        self._key = server.secret().encode()
+        self._keys = keys_in(server.certificates)
         self._instance = instance
-        self._client_rank = client_rank
+        self._name = f"{instance}/{client_rank}"
         self._agreed = agreed_facts(shape, dtype, server, client_ranks)
         layout = FrameLayout(shape, dtype, server.max_rows)
         self.store = HostStore(server.store_dir)
@@ -68,8 +70,8 @@ class LoraServerClient:
         """The instance's leases; its first rank has them."""
         return LeaseClient(
             self._server.address,
-            self._key,
-            self._hello("leases"),
+            self._keys,
+            LeasesHello(name=self._name, instance=self._instance, agreed=self._agreed),
             self.store,
             on_change,
             silence_s=self._server.lease_timeout_s,
@@ -84,22 +86,23 @@ class LoraServerClient:
                 link.join(timeout=5.0)
         self._transport.close()
 
-    def _hello(self, role: str) -> dict:
-        return {
-            "role": role,
-            "name": f"{self._instance}/{self._client_rank}",
-            "instance": self._instance,
-            "agreed": self._agreed,
-        }
-
     def _link(self, server_rank: int, layout: FrameLayout) -> ServerLink:
         def find(timeout_s: float) -> str:
-            return find_rank(self._server.address, self._key, self._agreed, server_rank, timeout_s)
+            return find_rank(self._server.address, self._keys, self._agreed, server_rank, timeout_s)
 
+        hello = DataHello(
+            name=self._name,
+            instance=self._instance,
+            agreed=self._agreed,
+            server_rank=server_rank,
+            answers=b"",
+            max_rows=layout.max_rows,
+            depth=self._server.depth,
+        )
         return ServerLink(
             find,
-            self._key,
-            self._hello("data") | {"server_rank": server_rank},
+            self._keys,
+            hello,
             self._transport,
             layout,
             depth=self._server.depth,

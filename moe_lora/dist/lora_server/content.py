@@ -6,26 +6,38 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_lora.adapters.host_store import HostStore
+from moe_lora.dist.net.codec import Message
 
-from .control import ControlConnection, Message
+from .control import SILENCE_S, ControlConnection
+from .messages import Block, Content
 
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 def send_content(connection: ControlConnection, store: HostStore, adapter_id: str) -> None:
     """Send the file of this content hash, in blocks after one message that counts them."""
     path = store.path(adapter_id)
     num_blocks = -(-path.stat().st_size // _BLOCK_BYTES)
-    blocks = _blocks(path, num_blocks)
-    connection.send_with_blocks(blocks, kind="content", adapter_id=adapter_id, num_blocks=num_blocks)
+    connection.send_all(_messages(path, Content(adapter_id, num_blocks)))
 
 
-def _blocks(path: Path, num_blocks: int) -> Iterator[bytes]:
+def _messages(path: Path, content: Content) -> Iterator[Message]:
+    yield content
     with path.open("rb") as file:
-        for _ in range(num_blocks):
-            yield file.read(_BLOCK_BYTES)
+        for _ in range(content.num_blocks):
+            yield Block(file.read(_BLOCK_BYTES))
 
 
-def receive_content(connection: ControlConnection, store: HostStore, message: Message) -> None:
-    """Take the blocks that follow `message` and put the file into the store."""
-    store.adopt(message["adapter_id"], (connection.receive_block() for _ in range(message["num_blocks"])))
+def receive_content(connection: ControlConnection, store: HostStore, content: Content) -> None:
+    """Take the blocks that follow and put the file into the store.
+
+    Raises EOFError or OSError when the peer is gone, or stops half-way.
+    """
+    store.adopt(content.adapter_id, (_block(connection) for _ in range(content.num_blocks)))
+
+
+def _block(connection: ControlConnection) -> bytes:
+    block = connection.receive(SILENCE_S)
+    if not isinstance(block, Block):
+        raise BrokenPipeError(f"{connection.peer} stopped within an adapter's file")
+    return block.data

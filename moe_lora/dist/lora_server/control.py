@@ -1,84 +1,80 @@
-"""Control connections of the LoRA Server: small JSON messages beside the one-sided data path.
+"""Control connections of the LoRA Server, beside the one-sided data path, for its threads that wait.
 
-A connection begins with a hello that names its purpose and what both sides must agree on.  Both sides send
-a beat every BEAT_S; a side that hears nothing for `silence_s` treats the other as gone.
+A connection begins with a hello whose type names its purpose and which says what both sides must agree on.
+Both sides send a beat every BEAT_S; a side that hears nothing for `silence_s` treats the other as gone.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
+import asyncio
 import logging
-import os
 import queue
-import socket
-import struct
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
-from moe_lora.core.errors import LoraServerError
+from websockets.asyncio.connection import Connection
+
+from moe_lora.core.address import Address, parse_address
+from moe_lora.core.errors import ConfigError, LoraServerError
+from moe_lora.dist.net import connection as net
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
+from moe_lora.dist.net.thread import LoopThread
+
+from .messages import HELLOS, PROTOCOL, AdminHello, Beat, Hello, Refused
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 SILENCE_S = 3.0
-"""Default for `silence_s`, and the longest that one read or write of a message waits for the peer."""
-Message = dict[str, Any]
-Handler = Callable[["ControlConnection", Message], None]
+"""Default for `silence_s`, and how long a peer may take to say what a connection is for."""
+_MAX_UNREAD = 64
+_RETRY_S = 0.05
+_SETTING = "lora_server.address"
+Handler = Callable[["ControlConnection", Any], None]
 
-_BEAT = json.dumps({"kind": "beat"}).encode()
 
-
-def parse_address(address: str) -> tuple[socket.AddressFamily, Any]:
-    """(family, address) of "host:port" or of a path.  Raises LoraServerError for anything else."""
-    if address.startswith("/"):
-        return socket.AF_UNIX, address
-    host, separator, port = address.rpartition(":")
-    if not (separator and host and port.isdigit() and int(port) < 1 << 16):
-        raise LoraServerError(
-            f"lora_server.address={address!r} is neither host:port nor an absolute path of a socket"
-        )
-    return socket.AF_INET, (host, int(port))
+@cache
+def _network() -> LoopThread:
+    """The event loop of this process's control connections."""
+    return LoopThread("control")
 
 
 class ControlConnection:
     """Messages to and from one peer.  `send` may be called from any thread, `receive` from one.
 
-    A thread of its own writes, and beats while there is nothing to write: `send` never waits for the peer,
-    so that it may be called under a lock.
+    `send` never waits for the peer, so that it may be called under a lock.  Made in the event loop of
+    `_network`.  host: of the peer.
     """
 
-    def __init__(self, connection: Connection, peer: str) -> None:
-        self.peer = peer
-        # Its descriptor is closed with the last reference, never under a thread that reads or writes.
-        self._connection = connection
-        self._outbox: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
-        self._gone = threading.Event()
+    def __init__(self, peer: Peer, host: str) -> None:
+        self.host = host
+        self._peer = peer
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._heard_s = time.monotonic()
-        threading.Thread(target=self._write, name="control-write", daemon=True).start()
+        self._tasks = [asyncio.create_task(work) for work in (self._read(), self._beat())]
 
-    def send(self, kind: str, **fields: Any) -> None:
+    @property
+    def peer(self) -> str:
+        return self._peer.name
+
+    def send(self, message: Message) -> None:
         """Raises OSError when the peer is known to be gone."""
-        self.send_with_blocks((), kind, **fields)
+        self._check()
+        self._loop.call_soon_threadsafe(self._peer.send, message)
 
-    def send_with_blocks(self, blocks: Iterable[bytes], kind: str, **fields: Any) -> None:
-        """As `send`, with blocks of raw bytes after the message, to be taken with `receive_block`.
-
-        The blocks are drawn from the iterable as they leave, in another thread.
-        """
-        if self._gone.is_set():
-            raise BrokenPipeError(f"{self.peer} is gone")
-        self._outbox.put(itertools.chain([json.dumps({"kind": kind, **fields}).encode()], blocks))
-
-    def receive_block(self) -> bytes:
-        block = self._connection.recv_bytes()
-        self._heard_s = time.monotonic()
-        return block
+    def send_all(self, messages: Iterable[Message]) -> None:
+        """As `send`, one after the other; each is drawn from the iterable as it leaves, in another thread."""
+        self._check()
+        self._loop.call_soon_threadsafe(self._peer.send_all, iter(messages))
 
     def receive(self, timeout_s: float, silence_s: float | None = None) -> Message | None:
         """The next message that is not a beat; None after timeout_s.
@@ -88,113 +84,92 @@ class ControlConnection:
         deadline_s = time.monotonic() + timeout_s
         while True:
             wait_s = max(0.0, min(BEAT_S, deadline_s - time.monotonic()))
-            if self._connection.poll(wait_s):
-                message: Message = json.loads(self._connection.recv_bytes())
-                self._heard_s = time.monotonic()
-                if message["kind"] != "beat":
-                    return message
-            elif silence_s is not None and time.monotonic() - self._heard_s > silence_s:
-                raise TimeoutError(f"{self.peer} has been silent for {silence_s} s")
-            if time.monotonic() >= deadline_s:
-                return None
-
-    def reachable(self, address: str) -> str:
-        """The peer's own listening address, as seen from here: 0.0.0.0 becomes where it connected from."""
-        if not address.startswith("0.0.0.0:"):
-            return address
-        with socket.socket(fileno=socket.dup(self._connection.fileno())) as sock:
-            return f"{sock.getpeername()[0]}:{address.rpartition(':')[2]}"
+            try:
+                message = self._inbox.get(timeout=wait_s)
+            except queue.Empty:
+                if silence_s is not None and time.monotonic() - self._heard_s > silence_s:
+                    self.close()
+                    raise TimeoutError(f"{self.peer} has been silent for {silence_s} s") from None
+                if time.monotonic() >= deadline_s:
+                    return None
+                continue
+            if message is None:
+                self._inbox.put(None)
+                raise EOFError(self._peer.problem)
+            return message
 
     def close(self) -> None:
         """End the connection after what was sent; a `receive` of another thread ends with it."""
-        self._outbox.put(None)
+        with suppress(RuntimeError):  # the loop has ended, and the connection with it
+            self._loop.call_soon_threadsafe(self._peer.end)
 
-    def _write(self) -> None:
-        try:
-            while (parts := self._next_parts()) is not None:
-                for part in parts:
-                    self._connection.send_bytes(part)
-        except OSError as error:
-            logger.debug("can't send to %s: %r", self.peer, error)
-        finally:
-            self._gone.set()
-            hang_up(self._connection)
+    def _check(self) -> None:
+        if self._peer.ended.is_set():
+            raise BrokenPipeError(f"{self.peer} is gone")
 
-    def _next_parts(self) -> Iterable[bytes] | None:
-        try:
-            return self._outbox.get(timeout=BEAT_S)
-        except queue.Empty:
-            return [_BEAT]
+    async def _read(self) -> None:
+        async for message in self._peer.messages():
+            self._heard_s = time.monotonic()
+            assert isinstance(message, Message)
+            if isinstance(message, Beat):
+                continue
+            self._inbox.put(message)
+            while self._inbox.qsize() > _MAX_UNREAD and not self._peer.ended.is_set():
+                await asyncio.sleep(0.002)
+        self._inbox.put(None)
+        self._tasks[1].cancel()
 
-
-def hang_up(connection: Connection) -> None:
-    """End a connection, also under a thread that reads from it."""
-    try:
-        with socket.socket(fileno=socket.dup(connection.fileno())) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        logger.debug("the connection was closed already: %r", error)
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._peer.send(Beat())
 
 
-def _bounded(sock: socket.socket) -> Connection:
-    """Messages over a connected socket; a peer that stalls in the middle of one ends it with an OSError."""
-    limit = struct.pack("ll", int(SILENCE_S), 0)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, limit)
-    if sock.family != socket.AF_UNIX:  # small messages must not wait for the acknowledgement of earlier ones
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(sock.detach())
-
-
-def _connect(address: str, key: bytes, timeout_s: float) -> Connection:
-    family, place = parse_address(address)
-    with socket.socket(family) as sock:
-        sock.settimeout(max(0.05, timeout_s))
-        sock.connect(place)
-        sock.settimeout(None)
-        raw = _bounded(sock)
-    try:
-        answer_challenge(raw, key)
-        deliver_challenge(raw, key)
-    except BaseException:
-        raw.close()
-        raise
-    return raw
-
-
-def dial(address: str, key: bytes, hello: Message, timeout_s: float) -> tuple[ControlConnection, Message]:
+def dial(
+    address: str, keys: Keys | None, hello: Hello | AdminHello, timeout_s: float
+) -> tuple[ControlConnection, Any]:
     """Connect and say hello; the connection and the answer.
 
-    Raises LoraServerError if nobody answers within timeout_s, or if the peer refuses.
+    Raises LoraServerError if nobody answers within timeout_s, or if the peer refuses; ConfigError for an
+    address that is none.
     """
+    return _network().run(_dial(parse_address(_SETTING, address), keys, hello, timeout_s))
+
+
+async def _dial(
+    address: Address, keys: Keys | None, hello: Hello | AdminHello, timeout_s: float
+) -> tuple[ControlConnection, Any]:
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            raw = _connect(address, key, deadline_s - time.monotonic())
+            rest_s = max(0.05, deadline_s - time.monotonic())
+            connection = await asyncio.wait_for(net.dial(_SETTING, address, keys), rest_s)
             break
-        except AuthenticationError as error:
-            raise LoraServerError(
-                f"the LoRA Server at {address} does not accept the cluster key; give all roles the same key"
-            ) from error
-        except (OSError, EOFError) as error:
+        except (ConnectionError, asyncio.TimeoutError) as error:
+            if _of_certificates(error):
+                raise LoraServerError(f"the LoRA Server's {error}") from error
             if time.monotonic() >= deadline_s:
                 raise LoraServerError(
-                    f"no LoRA Server answers at lora_server.address={address} ({error}); start it, or "
-                    "correct the address"
+                    f"no LoRA Server answers at {_SETTING}={address} ({error}); start it, or correct the "
+                    "address"
                 ) from error
-            time.sleep(0.05)
-    connection = ControlConnection(raw, address)
+            await asyncio.sleep(_RETRY_S)
+    peer = Peer(connection, PROTOCOL, str(address))
+    peer.send(hello)
     try:
-        connection.send("hello", **hello)
-        answer = connection.receive(max(1.0, deadline_s - time.monotonic()))
-    except (OSError, EOFError) as error:
-        connection.close()
-        raise LoraServerError(f"the LoRA Server at {address} closed the connection ({error!r})") from error
-    if answer is None or answer["kind"] != "welcome":
-        connection.close()
-        reason = "it did not answer" if answer is None else answer.get("error", answer["kind"])
-        raise LoraServerError(f"the LoRA Server at {address} refused {hello['name']}: {reason}")
-    return connection, answer
+        answer = await peer.receive(max(1.0, deadline_s - time.monotonic()))
+    except PeerEndedError as error:
+        raise LoraServerError(f"the LoRA Server at {address} closed the connection ({error})") from error
+    if isinstance(answer, Refused):
+        peer.end()
+        raise LoraServerError(f"the LoRA Server at {address} refused {hello.name}: {answer.error}")
+    return ControlConnection(peer, address.host), answer
+
+
+def _of_certificates(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__
+    return error is not None
 
 
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) -> str | None:
@@ -209,100 +184,75 @@ def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) 
 
 
 class ControlServer:
-    """Accepts connections; each is served by the handler of its role, in a thread of its own.
+    """Accepts connections; each is served by the handler of its hello's type, in a thread of its own.
 
-    agreed: what every peer's hello must repeat under "agreed" (protocol version, model, dtype).
-    admin_handlers: of roles that need not, because they know nothing of the model.  address: where it
-    listens, the port chosen if 0 was asked for.
+    agreed: what every peer's hello must repeat (protocol version, model, dtype), but an admin's, which knows
+    nothing of the model.  address: where it listens, the port chosen if 0 was asked for.
     Raises LoraServerError if the address can't be listened at.
     """
 
     def __init__(
         self,
-        address: str,
-        key: bytes,
+        address: Address,
+        keys: Keys | None,
         agreed: Mapping[str, Any],
-        handlers: Mapping[str, Handler],
-        admin_handlers: Mapping[str, Handler] | None = None,
+        handlers: Mapping[type[Message], Handler],
     ) -> None:
-        family, place = parse_address(address)
-        self._socket = socket.socket(family)
-        try:
-            if family == socket.AF_UNIX:
-                _remove_dead_socket(place)
-            else:
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(place)
-            self._socket.listen(64)
-        except OSError as error:
-            self._socket.close()
-            raise LoraServerError(
-                f"can't listen at lora_server.address={address}: {error}; choose another address"
-            ) from error
-        place = self._socket.getsockname()
-        self.address = place if isinstance(place, str) else f"{place[0]}:{place[1]}"
-        self._key = key
         self._agreed = agreed
         self._handlers = handlers
-        self._admin_handlers = admin_handlers or {}
         self._connections: set[ControlConnection] = set()
         self._stopping = False
-        threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
+        self._over = asyncio.Event()
+        listening: Future[Address] = Future()
+        self._staying = asyncio.run_coroutine_threadsafe(
+            self._stay(address, keys, listening), _network().loop
+        )
+        try:
+            self.address = str(listening.result())
+        except ConfigError as error:
+            raise LoraServerError(str(error)) from error
 
     def close(self) -> None:
         """Accept no more, end all connections."""
-        if self._stopping:
-            return
-        self._stopping = True
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept of the other thread; close would not
-        except OSError:
-            logger.debug("the other thread was between two connections and has closed the socket")
-        if self.address.startswith("/"):
-            Path(self.address).unlink(missing_ok=True)
-        for connection in list(self._connections):
-            connection.close()
+        if not self._stopping:
+            self._stopping = True
+            _network().loop.call_soon_threadsafe(self._over.set)
+            self._staying.result()
 
-    def _accept(self) -> None:
-        with self._socket:
-            while not self._stopping:
-                try:
-                    sock, _ = self._socket.accept()
-                except OSError as error:
-                    if not self._stopping:  # out of descriptors, say: the next one may fare better
-                        logger.error("a connection could not be accepted: %s", error)
-                        time.sleep(0.1)
-                else:
-                    self._begin(sock)
+    async def _stay(self, address: Address, keys: Keys | None, listening: Future[Address]) -> None:
+        try:
+            async with net.listen(_SETTING, address, keys, self._visit) as place:
+                listening.set_result(place)
+                await self._over.wait()
+        except Exception as error:
+            if listening.done():
+                raise
+            listening.set_exception(error)
 
-    def _begin(self, sock: socket.socket) -> None:
-        """Serve the peer in a thread of its own; a peer that can't be served is hung up on."""
+    async def _visit(self, socket: Connection, host: str) -> None:
+        peer = Peer(socket, PROTOCOL, f"a peer from {host}")
         try:
-            with sock:
-                raw = _bounded(sock)
-        except OSError as error:  # the peer has left already, say
-            logger.info("a connection ended at once: %s", error)
+            hello = await peer.receive(SILENCE_S)
+        except PeerEndedError as error:
+            logger.info("a peer from %s was turned away: %s", host, error)
             return
-        try:
-            threading.Thread(target=self._serve, args=(raw,), name="control", daemon=True).start()
-        except RuntimeError as error:
-            logger.error("a connection can't be served: %s", error)
-            raw.close()
+        if isinstance(hello, HELLOS):
+            peer.name = hello.name
+        connection = ControlConnection(peer, host)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        threading.Thread(
+            target=self._serve, args=(connection, hello, done), name="control-peer", daemon=True
+        ).start()
+        await done
+        peer.end()
+        await peer.closed()
 
-    def _serve(self, raw: Connection) -> None:
-        try:
-            deliver_challenge(raw, self._key)
-            answer_challenge(raw, self._key)
-        except (AuthenticationError, EOFError, OSError) as error:
-            logger.info("a peer was turned away: %r", error)
-            raw.close()
-            return
-        connection = ControlConnection(raw, "a peer")
+    def _serve(
+        self, connection: ControlConnection, hello: Message | Asked, done: asyncio.Future[None]
+    ) -> None:
         self._connections.add(connection)
         try:
-            hello = connection.receive(SILENCE_S)
-            if hello is not None and not self._stopping:
-                connection.peer = hello["name"]
+            if not self._stopping:
                 self._handle(connection, hello)
         except (EOFError, OSError) as error:
             if not self._stopping:
@@ -311,30 +261,17 @@ class ControlServer:
             logger.exception("the connection to %s failed", connection.peer)
         finally:
             self._connections.discard(connection)
-            connection.close()
+            with suppress(RuntimeError):  # the loop has ended
+                done.get_loop().call_soon_threadsafe(done.set_result, None)
 
-    def _handle(self, connection: ControlConnection, hello: Message) -> None:
-        role = hello.get("role", "")
-        admin = self._admin_handlers.get(role)
-        if admin is not None:
-            admin(connection, hello)
-            return
-        handler = self._handlers.get(role)
-        problem = disagreement(self._agreed, hello.get("agreed", {}), connection.peer)
+    def _handle(self, connection: ControlConnection, hello: Message | Asked) -> None:
+        handler = self._handlers.get(type(hello))  # type: ignore[arg-type]
+        problem = None
+        if isinstance(hello, Hello):
+            problem = disagreement(self._agreed, hello.agreed, connection.peer)
         if problem is None and handler is not None:
             handler(connection, hello)
             return
-        problem = problem or f"role {hello.get('role')!r} is not served here"
+        problem = problem or f"{type(hello).__name__} is not served here"
         logger.warning("%s was refused: %s", connection.peer, problem)
-        connection.send("refused", error=problem)
-
-
-def _remove_dead_socket(path: str) -> None:
-    """What a process that was killed left behind must not keep its successor from listening there."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-        except FileNotFoundError:
-            logger.debug("%s is new", path)
+        connection.send(Refused(problem))

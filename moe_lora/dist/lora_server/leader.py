@@ -15,13 +15,38 @@ from dataclasses import asdict
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError
+from moe_lora.dist.net.codec import Message
 
 from .admin import ServerState, serve_admin
 from .content import receive_content, send_content
-from .control import SILENCE_S, ControlConnection, Message
+from .control import SILENCE_S, ControlConnection
 from .kept import shard_pages
 from .lease_events import Grant, Load
 from .leases import LeaseTable
+from .messages import (
+    Acquire,
+    AdminHello,
+    Content,
+    EvictOrder,
+    FindHello,
+    FindWelcome,
+    Granted,
+    LeasesHello,
+    LoadOrder,
+    Need,
+    Order,
+    RankHello,
+    RankWelcome,
+    Register,
+    Registered,
+    Rejected,
+    Release,
+    ResizeOrder,
+    Stats,
+    StatsAsked,
+    Unregister,
+    Welcome,
+)
 from .partition import Partition
 from .server_pages import ShardPages
 
@@ -44,8 +69,8 @@ class Leader:
         store: HostStore,
         partition: Partition,
         page_bytes: int,
-        facts: Message,
-        carry_out: Callable[[Message], None],
+        facts: RankWelcome,
+        carry_out: Callable[[Order], None],
         *,
         lease_timeout_s: float,
     ) -> None:
@@ -53,7 +78,7 @@ class Leader:
         self._store = store
         self._partition = partition
         self._page_bytes = page_bytes
-        self._first_generation: int = facts["first_generation"]
+        self._first_generation: int = facts.first_generation
         self._facts = facts
         self._carry_out = carry_out
         self._lease_timeout_s = lease_timeout_s
@@ -72,7 +97,7 @@ class Leader:
 
     # The admin
 
-    def serve_admin(self, connection: ControlConnection, hello: Message) -> None:
+    def serve_admin(self, connection: ControlConnection, hello: AdminHello) -> None:
         serve_admin(self, connection, hello)
 
     def state(self) -> ServerState:
@@ -95,7 +120,7 @@ class Leader:
             self._table.resize(capacity, time.monotonic())
             self._num_slots = max(self._num_slots, capacity)
             for server_rank in range(self._partition.layout.num_ranks):
-                self._tell_rank(server_rank, self._resize_command())
+                self._tell_rank(server_rank, self._resize_order())
             self._dispatch()
         logger.info("capacity of the LoRA Server: %d adapters, before %d", capacity, before)
 
@@ -113,35 +138,36 @@ class Leader:
                 "lora_server.memory_gb"
             )
 
-    def _resize_command(self) -> Message:
+    def _resize_order(self) -> ResizeOrder:
         """Slots are never taken back: a lease of before may be in any of them."""
-        return {"kind": "resize", "num_slots": self._num_slots}
+        return ResizeOrder(self._num_slots)
 
     # Clients that look for a rank
 
-    def serve_find(self, connection: ControlConnection, hello: Message) -> None:
-        connection.send("welcome", address=self._addresses.get(hello["server_rank"]))
+    def serve_find(self, connection: ControlConnection, hello: FindHello) -> None:
+        connection.send(FindWelcome(self._addresses.get(hello.server_rank)))
 
     # The other ranks of the server
 
-    def serve_rank(self, connection: ControlConnection, hello: Message) -> None:
+    def serve_rank(self, connection: ControlConnection, hello: RankHello) -> None:
         """A rank joins, or comes back: it is told what is resident, then what changes."""
-        server_rank = hello["server_rank"]
+        server_rank = hello.server_rank
         with self._lock:
-            connection.send("welcome", **self._facts)
+            connection.send(self._facts)
             self._ranks[server_rank] = connection
-            self._addresses[server_rank] = connection.reachable(hello["address"])
-            self._tell_rank(server_rank, self._resize_command())
+            # What listens everywhere is reached where it dialled from.
+            self._addresses[server_rank] = hello.address.replace("0.0.0.0:", f"{connection.host}:")
+            self._tell_rank(server_rank, self._resize_order())
             for adapter in self._table.residents():
                 assert adapter.slot is not None
                 load = Load(adapter.adapter_id, adapter.slot, adapter.generation, adapter.runs)
-                self._tell_rank(server_rank, self._load_command(load, server_rank))
+                self._tell_rank(server_rank, self._load_order(load, server_rank))
         logger.info("server rank %d joined from %s", server_rank, self._addresses[server_rank])
         try:
             while True:
                 message = connection.receive(1.0, SILENCE_S)
-                if message is not None and message["kind"] == "need":
-                    self._supply(server_rank, message["adapter_id"])
+                if isinstance(message, Need):
+                    self._supply(server_rank, message.adapter_id)
         finally:
             with self._lock:
                 if self._ranks.get(server_rank) is connection:
@@ -151,16 +177,16 @@ class Leader:
 
     # Instances
 
-    def serve_leases(self, connection: ControlConnection, hello: Message) -> None:
+    def serve_leases(self, connection: ControlConnection, hello: LeasesHello) -> None:
         """An instance asks for leases; they end with this connection."""
-        instance = hello["instance"]
+        instance = hello.instance
         with self._lock:
             earlier = self._instances.get(instance)
             if earlier is not None:  # it came back before we noticed that it had gone
                 earlier.close()
                 self._forget(instance)
             self._instances[instance] = connection
-            connection.send("welcome")
+            connection.send(Welcome())
         logger.info("instance %s joined", instance)
         try:
             while True:
@@ -183,21 +209,21 @@ class Leader:
         self._dispatch()
 
     def _answer(self, instance: str, connection: ControlConnection, message: Message) -> None:
-        kind, adapter_id = message["kind"], message.get("adapter_id", "")
-        if kind == "content":
+        if isinstance(message, Content):
             receive_content(connection, self._store, message)
-            self._regained(adapter_id)
-            kind = "register"
+            self._regained(message.adapter_id)
+            message = Register(message.adapter_id)
         shares = None
-        if kind == "register":
+        if isinstance(message, Register):
+            adapter_id = message.adapter_id
             if adapter_id not in self._store:
-                connection.send("need", adapter_id=adapter_id)
+                connection.send(Need(adapter_id))
                 return
             try:
                 packed = self._store.get(adapter_id, adapter_id)
                 shares = shard_pages(packed, self._partition, self._page_bytes)
             except AdapterError as error:
-                connection.send("rejected", adapter_id=adapter_id, error=str(error))
+                connection.send(Rejected(adapter_id, str(error)))
                 return
         with self._lock:
             if self._instances.get(instance) is not connection:
@@ -205,7 +231,7 @@ class Leader:
             if shares is not None:
                 self._register(instance, connection, adapter_id, shares)
             else:
-                self._decide(instance, connection, kind, message)
+                self._decide(instance, connection, message)
             self._dispatch()
 
     def _register(
@@ -214,27 +240,27 @@ class Leader:
         try:
             self._table.register(adapter_id, shares)
         except ValueError as error:
-            connection.send("rejected", adapter_id=adapter_id, error=str(error))
+            connection.send(Rejected(adapter_id, str(error)))
         else:
             self._registered_by.setdefault(adapter_id, set()).add(instance)
-            connection.send("registered", adapter_id=adapter_id)
+            connection.send(Registered(adapter_id))
 
-    def _decide(self, instance: str, connection: ControlConnection, kind: str, message: Message) -> None:
-        adapter_id, now_s = message.get("adapter_id", ""), time.monotonic()
-        if kind == "unregister":
-            self._unregister(instance, adapter_id, now_s)
-        elif kind == "acquire":
-            self._acquires[instance, adapter_id] = message["number"]
-            self._acquire(instance, adapter_id, now_s)
-        elif kind == "release":
+    def _decide(self, instance: str, connection: ControlConnection, message: Message) -> None:
+        now_s = time.monotonic()
+        if isinstance(message, Unregister):
+            self._unregister(instance, message.adapter_id, now_s)
+        elif isinstance(message, Acquire):
+            self._acquires[instance, message.adapter_id] = message.number
+            self._acquire(instance, message.adapter_id, now_s)
+        elif isinstance(message, Release):
             # An acquire that crossed this release on its way is given up with it.
-            self._table.cancel(instance, adapter_id, now_s)
-            self._table.release(instance, adapter_id, now_s)
-            self._acquires.pop((instance, adapter_id), None)
-        elif kind == "stats":
-            connection.send("stats", request=message["request"], stats=asdict(self._table.stats()))
+            self._table.cancel(instance, message.adapter_id, now_s)
+            self._table.release(instance, message.adapter_id, now_s)
+            self._acquires.pop((instance, message.adapter_id), None)
+        elif isinstance(message, StatsAsked):
+            connection.send(Stats(message.request, self._table.stats()))
         else:
-            logger.error("instance %s sent %r, which means nothing here", instance, kind)
+            logger.error("instance %s sent %s, which means nothing here", instance, type(message).__name__)
 
     def _unregister(self, instance: str, adapter_id: str, now_s: float) -> None:
         """The adapter goes when no instance has it registered any more."""
@@ -262,26 +288,16 @@ class Leader:
                 self._grant(event)
                 continue
             for server_rank in range(self._partition.layout.num_ranks):
+                order: Order
                 if isinstance(event, Load):
-                    command = self._load_command(event, server_rank)
+                    order = self._load_order(event, server_rank)
                 else:
-                    command = {
-                        "kind": "evict",
-                        "slot": event.slot,
-                        "generation": self._first_generation + event.generation,
-                    }
-                self._tell_rank(server_rank, command)
+                    order = EvictOrder(event.slot, self._first_generation + event.generation)
+                self._tell_rank(server_rank, order)
 
-    def _load_command(self, event: Load, server_rank: int) -> Message:
-        """Runs as [layer, first page, number of pages]: JSON has no integer keys."""
-        runs = event.runs.get(server_rank, {})
-        return {
-            "kind": "load",
-            "adapter_id": event.adapter_id,
-            "slot": event.slot,
-            "generation": self._first_generation + event.generation,
-            "runs": [[layer, *run] for layer, run in runs.items()],
-        }
+    def _load_order(self, event: Load, server_rank: int) -> LoadOrder:
+        runs = dict(event.runs.get(server_rank, {}))
+        return LoadOrder(event.adapter_id, event.slot, self._first_generation + event.generation, runs)
 
     # Content that the store has lost
 
@@ -302,7 +318,7 @@ class Leader:
         for instance in sorted(self._registered_by.get(adapter_id, ())):
             if instance in self._instances:
                 with suppress(OSError):
-                    self._instances[instance].send("need", adapter_id=adapter_id)
+                    self._instances[instance].send(Need(adapter_id))
                     return
 
     def _regained(self, adapter_id: str) -> None:
@@ -311,31 +327,31 @@ class Leader:
                 with suppress(KeyError, OSError):  # a rank that has left asks again when it is back
                     then()
 
-    def _tell_rank(self, server_rank: int, command: Message) -> None:
+    def _tell_rank(self, server_rank: int, order: Order) -> None:
         if server_rank == LEADER:
-            if command["kind"] == "load" and command["adapter_id"] not in self._store:
-                self._await(command["adapter_id"], lambda: self._tell_rank(server_rank, command))
+            if isinstance(order, LoadOrder) and order.adapter_id not in self._store:
+                self._await(order.adapter_id, lambda: self._tell_rank(server_rank, order))
                 return
             try:
-                self._carry_out(command)
+                self._carry_out(order)
             except Exception:  # what was decided after it must be carried out all the same
-                logger.exception("the leader's own rank can't %s", command["kind"])
+                logger.exception("the leader's own rank can't carry out %s", order)
             return
         connection = self._ranks.get(server_rank)
         if connection is None:
             return  # it is told what is resident when it comes back
         try:
-            connection.send(**command)
+            connection.send(order)
         except OSError:
-            logger.warning("server rank %d can't be told to %s", server_rank, command["kind"])
+            logger.warning("server rank %d can't be told %s", server_rank, type(order).__name__)
 
     def _grant(self, event: Grant) -> None:
         connection = self._instances.get(event.instance)
         if connection is None:
             return
-        lease = {"slot": event.slot, "generation": self._first_generation + event.generation}
         number = self._acquires[event.instance, event.adapter_id]
+        generation = self._first_generation + event.generation
         try:
-            connection.send("granted", adapter_id=event.adapter_id, number=number, **lease)
+            connection.send(Granted(event.adapter_id, number, event.slot, generation))
         except OSError:
             logger.warning("instance %s can't be told of its lease", event.instance)

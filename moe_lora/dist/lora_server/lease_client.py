@@ -6,15 +6,31 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.core.problems import LastProblem
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.keys import Keys
 from moe_lora.execution.row_routing import Lease
 
 from .content import send_content
-from .control import ControlConnection, Message, dial
+from .control import ControlConnection, dial
+from .leases import LeaseStats
+from .messages import (
+    Acquire,
+    Granted,
+    LeasesHello,
+    Need,
+    Register,
+    Registered,
+    Rejected,
+    Release,
+    Stats,
+    StatsAsked,
+    Unregister,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +49,8 @@ class LeaseClient(threading.Thread):
     def __init__(
         self,
         address: str,
-        key: bytes,
-        hello: Message,
+        keys: Keys | None,
+        hello: LeasesHello,
         store: HostStore,
         on_change: Callable[[], None],
         *,
@@ -43,7 +59,7 @@ class LeaseClient(threading.Thread):
     ) -> None:
         super().__init__(name="leases", daemon=True)
         self._address = address
-        self._key = key
+        self._keys = keys
         self._hello = hello
         self._store = store
         self._on_change = on_change
@@ -56,10 +72,10 @@ class LeaseClient(threading.Thread):
         self._wanted: dict[str, int] = {}
         self._numbers = itertools.count(1)
         self._leases: dict[str, Lease] = {}
-        self._stats: dict[int, Any] = {}
+        self._stats: dict[int, LeaseStats] = {}
         self._requests = itertools.count(1)
         self._stopping = threading.Event()
-        self._connection: ControlConnection | None = dial(address, key, hello, connect_timeout_s)[0]
+        self._connection: ControlConnection | None = dial(address, keys, hello, connect_timeout_s)[0]
         self.start()
 
     @property
@@ -75,7 +91,7 @@ class LeaseClient(threading.Thread):
             self._registered.add(adapter_id)
             self._rejected.pop(adapter_id, None)
             self._confirmed.discard(adapter_id)
-            self._send("register", adapter_id)
+            self._send(Register(adapter_id))
             self._lock.wait_for(
                 lambda: adapter_id in self._confirmed or adapter_id in self._rejected or not self.connected,
                 _ANSWER_S,
@@ -90,7 +106,7 @@ class LeaseClient(threading.Thread):
             self._registered.discard(adapter_id)
             self._confirmed.discard(adapter_id)
             self._rejected.pop(adapter_id, None)
-            self._send("unregister", adapter_id)
+            self._send(Unregister(adapter_id))
 
     def acquire(self, adapter_id: str) -> bool:
         """Ask for a lease; False if none can come now: the server is away, or has refused the adapter.
@@ -114,17 +130,17 @@ class LeaseClient(threading.Thread):
             if adapter_id in self._wanted:
                 del self._wanted[adapter_id]
                 self._leases.pop(adapter_id, None)
-                self._send("release", adapter_id)
+                self._send(Release(adapter_id))
 
     def stats(self, timeout_s: float = 1.0) -> dict[str, int] | None:
         """The leader's counters (`leases.LeaseStats`), None if it does not answer."""
         with self._lock:
             request = next(self._requests)
-            self._send("stats", "", request=request)
+            self._send(StatsAsked(request))
             self._lock.wait_for(lambda: request in self._stats or not self.connected, timeout_s)
-            found: dict[str, int] | None = self._stats.pop(request, None)
+            found = self._stats.pop(request, None)
             self._stats.clear()  # answers that came too late
-            return found
+            return None if found is None else asdict(found)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -133,18 +149,18 @@ class LeaseClient(threading.Thread):
             connection.close()
         self.join(timeout=5.0)
 
-    def _send(self, kind: str, adapter_id: str, **fields: Any) -> None:
+    def _send(self, message: Message) -> None:
         """While there is no connection nothing is sent: `_resume` says it all again."""
         if self._connection is None:
             return
         try:
-            self._connection.send(kind, adapter_id=adapter_id, **fields)
+            self._connection.send(message)
         except OSError:
-            logger.debug("the leader is gone; %s %s is said again later", kind, adapter_id)
+            logger.debug("the leader is gone; %s is said again later", message)
 
     def _send_acquire(self, adapter_id: str) -> None:
         """The grant repeats the number: one of an acquire that was given up since is not for the next one."""
-        self._send("acquire", adapter_id, number=self._wanted[adapter_id])
+        self._send(Acquire(adapter_id, self._wanted[adapter_id]))
 
     def run(self) -> None:
         problem = LastProblem()
@@ -156,7 +172,7 @@ class LeaseClient(threading.Thread):
             if self._stopping.is_set():
                 return
             try:
-                self._resume(dial(self._address, self._key, self._hello, 1.0)[0])
+                self._resume(dial(self._address, self._keys, self._hello, 1.0)[0])
                 problem.over()
             except LoraServerError as error:
                 if problem.is_new(str(error)):
@@ -182,7 +198,7 @@ class LeaseClient(threading.Thread):
         with self._lock:
             self._connection = connection
             for adapter_id in self._registered:
-                self._send("register", adapter_id)
+                self._send(Register(adapter_id))
             for adapter_id in self._wanted:
                 self._send_acquire(adapter_id)
         logger.info("joined the leader of the LoRA Server again")
@@ -208,22 +224,24 @@ class LeaseClient(threading.Thread):
         logger.error("adapter %s can't be given to the LoRA Server: %s", adapter_id, problem)
 
     def _hear(self, connection: ControlConnection, message: Message) -> None:
-        kind, adapter_id = message["kind"], message.get("adapter_id", "")
-        if kind == "need":
-            self._supply(connection, adapter_id)
+        if isinstance(message, Need):
+            self._supply(connection, message.adapter_id)
             return
         with self._lock:
-            if kind == "registered":
+            if isinstance(message, Registered):
+                adapter_id = message.adapter_id
                 self._confirmed.add(adapter_id)
                 if adapter_id in self._wanted and adapter_id not in self._leases:
                     self._send_acquire(adapter_id)  # the first one came before the content
-            elif kind == "rejected":
-                self._rejected[adapter_id] = message["error"]
-                logger.warning("the LoRA Server does not take adapter %s: %s", adapter_id, message["error"])
-            elif kind == "stats":
-                self._stats[message["request"]] = message["stats"]
-            elif kind == "granted" and self._wanted.get(adapter_id) == message["number"]:
-                self._leases[adapter_id] = Lease(message["slot"], message["generation"])
+            elif isinstance(message, Rejected):
+                self._rejected[message.adapter_id] = message.error
+                logger.warning(
+                    "the LoRA Server does not take adapter %s: %s", message.adapter_id, message.error
+                )
+            elif isinstance(message, Stats):
+                self._stats[message.request] = message.stats
+            elif isinstance(message, Granted) and self._wanted.get(message.adapter_id) == message.number:
+                self._leases[message.adapter_id] = Lease(message.slot, message.generation)
             self._lock.notify_all()
-        if kind in ("granted", "rejected"):
+        if isinstance(message, Granted | Rejected):
             self._on_change()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import logging
 import threading
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from moe_lora.core.errors import LoraServerError, PeerUnreachableError
 from moe_lora.core.problems import LastProblem
+from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
 from .attend import attended
-from .control import SILENCE_S, ControlConnection, Message, dial
+from .control import SILENCE_S, ControlConnection, dial
 from .frames import FrameLayout
+from .messages import DataHello
 from .session import ClientSession
 
 logger = logging.getLogger(__name__)
@@ -33,17 +36,17 @@ class ServerLink(threading.Thread):
     def __init__(
         self,
         find: Callable[[float], str],
-        key: bytes,
-        hello: Message,
+        keys: Keys | None,
+        hello: DataHello,
         transport: Transport,
         layout: FrameLayout,
         *,
         depth: int,
         answer_timeout_s: float,
     ) -> None:
-        super().__init__(name=f"link-{hello['name']}-{hello['server_rank']}", daemon=True)
+        super().__init__(name=f"link-{hello.name}-{hello.server_rank}", daemon=True)
         self._find = find
-        self._key = key
+        self._keys = keys
         self._hello = hello
         self._transport = transport
         self._layout = layout
@@ -57,18 +60,14 @@ class ServerLink(threading.Thread):
     def connect(self, timeout_s: float) -> ControlConnection:
         """Make the session.  Raises LoraServerError."""
         address = self._find(timeout_s)
-        label = f"answers-{self._hello['server_rank']}-{next(self._attempts)}"
+        label = f"answers-{self._hello.server_rank}-{next(self._attempts)}"
         answers = self._transport.alloc(label, self._depth * self._layout.answer_bytes, 1)
         try:
-            hello = self._hello | {
-                "answers": base64.b64encode(answers.descriptor()).decode(),
-                "max_rows": self._layout.max_rows,
-                "depth": self._depth,
-            }
+            hello = replace(self._hello, answers=answers.descriptor())
             with attended(self._transport, answers):
-                connection, welcome = dial(address, self._key, hello, timeout_s)
+                connection, welcome = dial(address, self._keys, hello, timeout_s)
             try:
-                requests = self._transport.attach(base64.b64decode(welcome["requests"]))
+                requests = self._transport.attach(welcome.requests)
             except (PeerUnreachableError, ValueError) as error:
                 connection.close()
                 raise LoraServerError(f"the LoRA Server's buffers can't be reached: {error}") from error

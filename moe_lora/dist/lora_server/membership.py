@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
 
 from moe_lora.core.errors import LoraServerError
 from moe_lora.core.problems import LastProblem
+from moe_lora.dist.net.keys import Keys
 
-from .control import SILENCE_S, ControlConnection, Message, dial
+from .control import SILENCE_S, ControlConnection, dial
+from .messages import FindHello, FindWelcome, RankHello, RankWelcome, TurnsHello
 from .orders import Orders
 
 logger = logging.getLogger(__name__)
@@ -26,10 +30,12 @@ class Membership(threading.Thread):
     orders.  on_change: called when a new leader wants another layout, which takes a new process.
     """
 
-    def __init__(self, address: str, key: bytes, hello: Message, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, keys: Keys | None, hello: RankHello, on_change: Callable[[], None]
+    ) -> None:
         super().__init__(name="membership", daemon=True)
         self._address = address
-        self._key = key
+        self._keys = keys
         self._hello = hello
         self._on_change = on_change
         self._orders: Orders | None = None
@@ -45,13 +51,13 @@ class Membership(threading.Thread):
         self._stopping.set()
         self._connection.close()
 
-    def _join(self, timeout_s: float) -> tuple[ControlConnection, Message]:
-        return dial(self._address, self._key, self._hello, timeout_s)
+    def _join(self, timeout_s: float) -> tuple[ControlConnection, RankWelcome]:
+        return dial(self._address, self._keys, self._hello, timeout_s)
 
     def run(self) -> None:
         assert self._orders is not None
         problem = LastProblem()
-        first_generation = self.welcome["first_generation"]
+        first_generation = self.welcome.first_generation
         while True:
             try:
                 self._obey(self._connection, first_generation)
@@ -74,7 +80,7 @@ class Membership(threading.Thread):
             if self._stopping.is_set():
                 self._connection.close()
                 return
-            first_generation = welcome["first_generation"]
+            first_generation = welcome.first_generation
             if _layout(welcome) != _layout(self.welcome):
                 logger.error("the new leader of the LoRA Server has other memory; this rank starts over")
                 self._on_change()
@@ -90,24 +96,26 @@ class Membership(threading.Thread):
                 self._orders.hear(connection, message)
 
 
-def _layout(welcome: Message) -> Message:
+def _layout(welcome: RankWelcome) -> tuple[object, ...]:
     """What a rank that is running can't change."""
-    return {name: welcome[name] for name in ("num_pages", "page_bytes")}
+    return welcome.num_pages, welcome.page_bytes
 
 
-def find_rank(address: str, key: bytes, agreed: Message, server_rank: int, timeout_s: float = 1.0) -> str:
+def find_rank(
+    address: str, keys: Keys | None, agreed: Mapping[str, Any], server_rank: int, timeout_s: float = 1.0
+) -> str:
     """Where the leader at `address` says that a server rank listens.
 
     Raises LoraServerError if the leader does not answer, or the rank has not joined, within timeout_s.
     """
-    hello = {"role": "find", "name": "find", "server_rank": server_rank, "agreed": agreed}
+    hello = FindHello(name="find", server_rank=server_rank, agreed=agreed)
     deadline_s = time.monotonic() + timeout_s
     while True:
-        connection, answer = dial(address, key, hello, timeout_s)
+        connection, answer = dial(address, keys, hello, timeout_s)
         connection.close()
-        found: str | None = answer["address"]
-        if found is not None:
-            return found
+        assert isinstance(answer, FindWelcome)
+        if answer.address is not None:
+            return answer.address
         if time.monotonic() > deadline_s:
             raise LoraServerError(f"rank {server_rank} of the LoRA Server has not joined; start it")
         time.sleep(0.1)
@@ -117,12 +125,12 @@ class TurnsListener(threading.Thread):
     """Lets the first rank of the stage announce whose turn it is (see `serving.DataLoop`)."""
 
     def __init__(
-        self, find: Callable[[], str], key: bytes, hello: Message, descriptor: bytes, seen: Callable[[], int]
+        self, find: Callable[[], str], keys: Keys | None, hello: TurnsHello, seen: Callable[[], int]
     ) -> None:
         super().__init__(name="turns", daemon=True)
         self._find = find
-        self._key = key
-        self._hello = hello | {"turns": base64.b64encode(descriptor).decode()}
+        self._keys = keys
+        self._hello = hello
         self._seen = seen
         self._stopping = threading.Event()
 
@@ -132,7 +140,7 @@ class TurnsListener(threading.Thread):
     def run(self) -> None:
         while not self._stopping.is_set():
             try:
-                connection, _ = dial(self._find(), self._key, self._hello | {"seen": self._seen()}, 1.0)
+                connection, _ = dial(self._find(), self._keys, replace(self._hello, seen=self._seen()), 1.0)
             except LoraServerError as error:
                 logger.debug("no stage leader: %s", error)
                 self._stopping.wait(_RETRY_S)

@@ -6,9 +6,11 @@ import logging
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError
+from moe_lora.dist.net.codec import Message
 
 from .content import receive_content
-from .control import ControlConnection, Message
+from .control import ControlConnection
+from .messages import Content, EvictOrder, LoadOrder, Need, Order, ResizeOrder
 from .shelf import Shelf
 
 logger = logging.getLogger(__name__)
@@ -20,7 +22,7 @@ class Orders:
     def __init__(self, shelf: Shelf, store: HostStore) -> None:
         self._shelf = shelf
         self._store = store
-        self._awaiting: dict[str, list[Message]] = {}
+        self._awaiting: dict[str, list[LoadOrder]] = {}
 
     def start_over(self, first_generation: int) -> None:
         """A leader that knows nothing of what is here: all slots are empty from now on."""
@@ -34,35 +36,32 @@ class Orders:
 
     def hear(self, connection: ControlConnection, message: Message) -> None:
         """One message of the leader to another rank."""
-        adapter_id = message.get("adapter_id", "")
-        if message["kind"] == "content":
+        if isinstance(message, Content):
             receive_content(connection, self._store, message)
-            for order in self._awaiting.pop(adapter_id, []):
+            for order in self._awaiting.pop(message.adapter_id, []):
                 self.carry_out(order)
-        elif message["kind"] == "load" and adapter_id not in self._store:
-            self._awaiting.setdefault(adapter_id, []).append(message)
-            connection.send("need", adapter_id=adapter_id)
+        elif isinstance(message, LoadOrder) and message.adapter_id not in self._store:
+            self._awaiting.setdefault(message.adapter_id, []).append(message)
+            connection.send(Need(message.adapter_id))
         else:
+            assert isinstance(message, Order)
             self.carry_out(message)
 
-    def carry_out(self, order: Message) -> None:
+    def carry_out(self, order: Order) -> None:
         """Begin a load whose content is in the store, evict, or make slots.
 
         A load that fails counts as evicted: requests for it are refused and don't wait.
         """
-        if order["kind"] == "resize":
-            self._shelf.grow(order["num_slots"])
+        if isinstance(order, ResizeOrder):
+            self._shelf.grow(order.num_slots)
             return
-        slot, generation = order["slot"], order["generation"]
-        if order["kind"] == "evict":
-            self._shelf.evict(slot, generation)
+        if isinstance(order, EvictOrder):
+            self._shelf.evict(order.slot, order.generation)
             return
-        adapter_id = order["adapter_id"]
         try:
-            packed = self._store.get(adapter_id, adapter_id)
+            packed = self._store.get(order.adapter_id, order.adapter_id)
         except AdapterError:
-            logger.exception("adapter %s can't be loaded", adapter_id)
-            self._shelf.evict(slot, generation)
+            logger.exception("adapter %s can't be loaded", order.adapter_id)
+            self._shelf.evict(order.slot, order.generation)
             return
-        runs = {layer: (first, num_pages) for layer, first, num_pages in order["runs"]}
-        self._shelf.load(slot, generation, packed, runs)
+        self._shelf.load(order.slot, order.generation, packed, order.runs)

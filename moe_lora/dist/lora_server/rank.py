@@ -5,30 +5,45 @@ Rank 0 is the leader: it owns the leases, and its address is the one that all ot
 
 from __future__ import annotations
 
-import base64
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.step_profile import StageTime
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.transport.contract import RemoteWindow, Window
 
-from .control import SILENCE_S, ControlConnection, ControlServer, Handler, Message
+from .control import SILENCE_S, ControlConnection, ControlServer, Handler
 from .frames import PROTOCOL_VERSION, FrameLayout
 from .leader import LEADER, Leader
 from .leases import LeaseTable
 from .membership import Membership, TurnsListener, find_rank
 from .memory import Memory, plan_memory
+from .messages import (
+    AdminHello,
+    DataHello,
+    DataWelcome,
+    FindHello,
+    LeasesHello,
+    RankHello,
+    RankWelcome,
+    Refused,
+    TurnsHello,
+    Welcome,
+)
 from .orders import Orders
 from .partition import Layout, Partition
 from .reach import server_transport
@@ -64,7 +79,7 @@ class RankConfig:
 
 def agreed_facts(
     shape: ModelShape, dtype: torch.dtype, server: LoraServerConfig, expert_parallel: int
-) -> Message:
+) -> dict[str, Any]:
     """What all processes around one LoRA Server must agree on."""
     return {
         "protocol": PROTOCOL_VERSION,
@@ -90,7 +105,7 @@ class ServerRank:
             config.shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
         )
         self._agreed = agreed_facts(config.shape, config.dtype, server, config.expert_parallel)
-        self._key = server.secret().encode()
+        self._keys = keys_in(server.certificates)
         self._store = HostStore(server.store_dir)
         self._name = f"lora-server-{config.server_rank}"
         self._transport = server_transport(server, self._name, put_timeout_s=_PUT_TIMEOUT_S)
@@ -135,7 +150,12 @@ class ServerRank:
             memory.page_bytes,
             starvation_s=config.starvation_s,
         )
-        facts = asdict(memory) | {"first_generation": first_generation}
+        facts = RankWelcome(
+            capacity=memory.capacity,
+            num_pages=tuple(memory.num_pages),
+            page_bytes=memory.page_bytes,
+            first_generation=first_generation,
+        )
         leader = Leader(
             table,
             self._store,
@@ -145,43 +165,51 @@ class ServerRank:
             orders.carry_out,
             lease_timeout_s=config.server.lease_timeout_s,
         )
-        roles = {"find": leader.serve_find, "rank": leader.serve_rank, "leases": leader.serve_leases}
-        self._control = ControlServer(
-            config.server.address,
-            self._key,
-            self._agreed,
-            roles | {"data": self._serve_data, "turns": self._serve_turns},
-            {"admin": leader.serve_admin},
-        )
+        handlers: dict[type[Message], Handler] = {
+            FindHello: leader.serve_find,
+            RankHello: leader.serve_rank,
+            LeasesHello: leader.serve_leases,
+            DataHello: self._serve_data,
+            TurnsHello: self._serve_turns,
+            AdminHello: leader.serve_admin,
+        }
+        address = parse_address("lora_server.address", config.server.address)
+        self._control = ControlServer(address, self._keys, self._agreed, handlers)
         leader.set_address(LEADER, self._control.address)
 
     def _follow(self) -> None:
         config = self._config
         address = config.server.address
-        own = f"{address}.{config.server_rank}" if address.startswith("/") else "0.0.0.0:0"
+        own = Address("0.0.0.0")
+        if address.startswith("/"):
+            own = Address(path=f"{address}.{config.server_rank}")
         built = threading.Event()
 
-        def once_built(serve: Callable[[ControlConnection, Message], None]) -> Handler:
+        def once_built(serve: Handler) -> Handler:
             def run(connection: ControlConnection, hello: Message) -> None:
                 built.wait()
                 serve(connection, hello)
 
             return run
 
-        roles = {"data": once_built(self._serve_data), "turns": once_built(self._serve_turns)}
-        self._control = ControlServer(own, self._key, self._agreed, roles)
-        hello = self._hello("rank") | {"address": self._control.address}
-        membership = Membership(address, self._key, hello, self.stop)
+        handlers: dict[type[Message], Handler] = {
+            DataHello: once_built(self._serve_data),
+            TurnsHello: once_built(self._serve_turns),
+        }
+        self._control = ControlServer(own, self._keys, self._agreed, handlers)
+        hello = RankHello(
+            name=self._name,
+            agreed=self._agreed,
+            server_rank=config.server_rank,
+            address=self._control.address,
+        )
+        membership = Membership(address, self._keys, hello, self.stop)
         facts = membership.welcome
-        memory = Memory(facts["capacity"], tuple(facts["num_pages"]), facts["page_bytes"])
+        memory = Memory(facts.capacity, facts.num_pages, facts.page_bytes)
         self.loop = self._data_loop(memory)
         built.set()
         membership.begin(Orders(self.loop.shelf, self._store))
         self._threads.append(membership)
-
-    def _hello(self, role: str) -> Message:
-        facts = {"server_rank": self._config.server_rank, "agreed": self._agreed}
-        return {"role": role, "name": self._name, **facts}
 
     def _data_loop(self, memory: Memory) -> DataLoop:
         config = self._config
@@ -215,13 +243,13 @@ class ServerRank:
 
     # Clients
 
-    def _serve_data(self, connection: ControlConnection, hello: Message) -> None:
+    def _serve_data(self, connection: ControlConnection, hello: DataHello) -> None:
         """A client rank's session, as long as its connection lasts."""
         try:
-            layout = FrameLayout(self._config.shape, self._config.dtype, hello["max_rows"])
-            answers = self._transport.attach(base64.b64decode(hello["answers"]))
+            layout = FrameLayout(self._config.shape, self._config.dtype, hello.max_rows)
+            answers = self._transport.attach(hello.answers)
         except (PeerUnreachableError, ValueError) as error:
-            connection.send("refused", error=f"its answer buffers can't be used: {error}")
+            connection.send(Refused(f"its answer buffers can't be used: {error}"))
             return
         try:
             self._serve_session(connection, hello, layout, answers)
@@ -229,14 +257,14 @@ class ServerRank:
             self._transport.detach(answers)
 
     def _serve_session(
-        self, connection: ControlConnection, hello: Message, layout: FrameLayout, answers: RemoteWindow
+        self, connection: ControlConnection, hello: DataHello, layout: FrameLayout, answers: RemoteWindow
     ) -> None:
-        depth = hello["depth"]
+        depth = hello.depth
         label = f"requests-{next(self._session_numbers)}"
         requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
         try:
             session = ServerSession(
-                hello["name"], hello["instance"], self._transport, requests, answers, layout, depth
+                hello.name, hello.instance, self._transport, requests, answers, layout, depth
             )
             self._converse(connection, session, requests)
         finally:
@@ -245,7 +273,7 @@ class ServerRank:
     def _converse(self, connection: ControlConnection, session: ServerSession, requests: Window) -> None:
         self.loop.add(session)
         try:
-            connection.send("welcome", requests=base64.b64encode(requests.descriptor()).decode())
+            connection.send(DataWelcome(requests.descriptor()))
             while not session.closed:
                 connection.receive(0.2, SILENCE_S)
         finally:
@@ -254,11 +282,11 @@ class ServerRank:
 
     # Turns within a stage
 
-    def _serve_turns(self, connection: ControlConnection, hello: Message) -> None:
-        turns = self._transport.attach(base64.b64decode(hello["turns"]))
+    def _serve_turns(self, connection: ControlConnection, hello: TurnsHello) -> None:
+        turns = self._transport.attach(hello.turns)
         try:
-            connection.send("welcome")
-            self.loop.tell(turns, hello["seen"])
+            connection.send(Welcome())
+            self.loop.tell(turns, hello.seen)
             while turns.alive():
                 connection.receive(1.0, SILENCE_S)
         finally:
@@ -272,10 +300,15 @@ class ServerRank:
             return
 
         def find() -> str:
-            return find_rank(config.server.address, self._key, self._agreed, leader)
+            return find_rank(config.server.address, self._keys, self._agreed, leader)
 
-        listener = TurnsListener(
-            find, self._key, self._hello("turns"), self.loop.turns.descriptor(), lambda: self.loop.turns_seen
+        hello = TurnsHello(
+            name=self._name,
+            agreed=self._agreed,
+            server_rank=config.server_rank,
+            turns=self.loop.turns.descriptor(),
+            seen=0,
         )
+        listener = TurnsListener(find, self._keys, hello, lambda: self.loop.turns_seen)
         listener.start()
         self._threads.append(listener)

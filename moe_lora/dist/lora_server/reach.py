@@ -5,11 +5,10 @@ from __future__ import annotations
 import socket
 
 from moe_lora.config import LoraServerConfig
+from moe_lora.core.address import parse_address
 from moe_lora.core.errors import LoraServerError
 from moe_lora.dist.transport.contract import Transport
 from moe_lora.dist.transport.make import make_transport
-
-from .control import parse_address
 
 
 def own_host(address: str) -> str:
@@ -17,12 +16,12 @@ def own_host(address: str) -> str:
 
     Raises LoraServerError if there is no way there.
     """
-    family, place = parse_address(address)
-    if family == socket.AF_UNIX:
+    place = parse_address("lora_server.address", address)
+    if place.path:
         return "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect(place)  # sends nothing: the system only chooses the way
+            sock.connect((place.host, place.port))  # sends nothing: the system only chooses the way
             return str(sock.getsockname()[0])
     except OSError as error:
         raise LoraServerError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from moe_lora.engine.roster import Roster
 from moe_lora.policies.phi_routing import PhiRouting

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import socketserver
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from typing import Any, Protocol
+from typing import Protocol
 
-from moe_lora.core.errors import ConfigError
-from moe_lora.engine.wire import Welcome, greet
+from websockets.asyncio.connection import Connection
+
+from moe_lora.core.address import Address
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.connection import OPEN_S, listen
+from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.provision.demand import DemandWindow, Visit
 
-from .channel import Channel
-from .messages import PROTOCOL, FrontEndHello, ToController, VisitEvent
+from .messages import CONTROLLER_SIDE, PINGS, PROTOCOL_VERSION, Admitted, FrontEndHello, VisitEvent
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ class Session:
     """
 
     name: str
-    channel: Channel
+    peer: Peer
     taken: int = 0
     visits: dict[int, Visit] = field(default_factory=dict)
 
@@ -51,80 +53,49 @@ class Session:
 
 
 class Host(Protocol):
-    """Whom the desk tells what front ends do, in the event loop."""
+    """Whom the desk tells what front ends do."""
 
     def joined(self, session: Session, hello: FrontEndHello) -> None: ...
 
-    def received(self, session: Session, message: ToController) -> None: ...
+    def received(self, session: Session, message: Message | Asked) -> None: ...
 
     def left(self, session: Session) -> None: ...
 
 
-class Desk(socketserver.ThreadingTCPServer):
-    """Listens at host:port; each front end that knows the key has a thread, which reads.
+@asynccontextmanager
+async def desk(setting: str, address: Address, keys: Keys | None, told: Host) -> AsyncIterator[Address]:
+    """Listen for front ends until the context ends.  Raises ConfigError if the address can't be had."""
 
-    Raises ConfigError if the address can't be had.  `serve_forever` and `shutdown` are of the base.
-    """
-
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 64
-
-    def __init__(self, host: str, port: int, key: str, told: Host, loop: asyncio.AbstractEventLoop) -> None:
-        self.key = key.encode()
-        self.told = told
-        self.loop = loop
-        self.closing = False
+    async def visit(connection: Connection, host: str) -> None:
+        peer = Peer(connection, CONTROLLER_SIDE, f"a front end from {host}")
         try:
-            super().__init__((host, port), _Visitor)
-        except OSError as error:
-            raise ConfigError(
-                f"can't listen at controller.address={host}:{port}: {error.strerror}; choose another"
-            ) from error
-        self.port: int = self.server_address[1]
-
-    def post(self, method: str, *args: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(getattr(self.told, method), *args)
-
-
-class _Visitor(socketserver.BaseRequestHandler):
-    """One connection."""
-
-    def handle(self) -> None:
-        desk = self.server
-        assert isinstance(desk, Desk)
-        host = self.client_address[0]
-        try:
-            connection, hello = greet(self.request, desk.key)
-            problem = _refusal(hello)
-            connection.send(Welcome(problem))
-        except (AuthenticationError, EOFError, OSError) as error:
-            logger.warning("what dialled the controller from %s was turned away: %r", host, error)
+            hello = await peer.receive(OPEN_S)
+        except PeerEndedError as error:
+            logger.warning("what dialled the controller from %s was turned away: %s", host, error)
             return
+        problem = _refusal(hello)
+        peer.send(Admitted(problem))
         if problem is not None:
             logger.warning("what dialled the controller from %s was refused: %s", host, problem)
-            connection.close()
+            peer.end()
+            await peer.closed()
             return
-        session = Session(hello.name, Channel(connection))
-        desk.post("joined", session, hello)
+        assert isinstance(hello, FrontEndHello)
+        session = Session(hello.name, peer)
+        told.joined(session, hello)
         try:
-            while True:
-                desk.post("received", session, session.channel.receive())
-        except (EOFError, OSError) as error:
-            if not desk.closing:
-                logger.warning("lost front end %s: %r", session.name, error)
+            async for message in peer.messages():
+                told.received(session, message)
         finally:
-            session.channel.close(at_once=True)
-            desk.post("left", session)
+            logger.warning("lost front end %s: %s", session.name, peer.problem)
+            told.left(session)
+
+    async with listen(setting, address, keys, visit, PINGS) as place:
+        yield place
 
 
-def _refusal(hello: object) -> str | None:
-    if isinstance(hello, FrontEndHello) and hello.protocol == PROTOCOL:
+def _refusal(hello: Message | Asked) -> str | None:
+    if isinstance(hello, FrontEndHello) and hello.protocol == PROTOCOL_VERSION:
         return None
     there = getattr(hello, "protocol", None)
-    return (
-        f"front ends speak {PROTOCOL!r} with this controller, not {there!r}; instances dial "
-        "controller.engines_address, and all roles need the same version of moe_lora"
-    )
+    return f"protocol {there} there and {PROTOCOL_VERSION} at the controller; install the same version"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -22,7 +23,7 @@ from moe_lora.provision.placement_quality import PlacementQuality
 from moe_lora.serve.routes import Routes
 
 from .link import ControllerLink
-from .messages import ClusterState, Figures, Report, VisitEvent
+from .messages import ClusterState, ControllerMethods, Figures, Report, VisitEvent
 
 READY_S = 5.0
 _LOOK_S = 0.05
@@ -196,7 +197,10 @@ class DirectedRegistry:
         return cast("str", await self._link.call("registry_base"))
 
     async def resolve(self, name: str) -> RegisteredAdapter:
-        return cast("RegisteredAdapter", await self._link.call("resolve", name))
+        return cast("RegisteredAdapter", await self._link.call("registry_resolve", name))
 
     async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
-        return await self._link.call("registry", method, args, keywords)
+        signature = inspect.signature(getattr(ControllerMethods, f"registry_{method}"))
+        bound = signature.bind(None, *args, **keywords)
+        bound.apply_defaults()
+        return await self._link.call(f"registry_{method}", *bound.args[1:])

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-import pickle
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_lora.core.errors import MoeLoraError
+from moe_lora.core.errors import ConfigError, MoeLoraError
 from moe_lora.core.token_meter import TokenMeter
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.peer import Asked
 from moe_lora.engine.entry import RECOVERY_S, Recovery
 from moe_lora.engine.fleet import FleetClient
-from moe_lora.engine.messages import Call, Reply
 from moe_lora.serve.controller import Controller
+from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.placement import PlacementController
 from moe_lora.serve.served_registry import ServedRegistry
 
 from .book import StateBook
-from .channel import BEAT_S
 from .desk import Session
-from .messages import Figures, FrontEndHello, Report, Taken, ToController
+from .messages import ControllerMethods, Figures, FrontEndHello, Report, Taken
+
+if TYPE_CHECKING:
+    from moe_lora.engine.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+SHOW_S = 1.0
 TAKEN_S = 5.0
 """A call is answered without a front end that does not take the new state for so long."""
 SETTLE_S = 1.0
@@ -36,13 +41,32 @@ LONGEST_RECOVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """What decides: adapters (fleet), placement, provisioning, and the registry where names are found."""
+    """What decides: adapters (fleet), placement, provisioning, and the registry where names are found.
+
+    It is there in every system: beside the requests of an only front end, or in a process of its own.
+    """
 
     fleet: FleetClient
     meter: TokenMeter
     placement: PlacementController | None = None
     provision: Controller | None = None
     registry: ServedRegistry | None = None
+
+    def front_end(
+        self, tokenizer: Tokenizer | None, model_name: str, cors_origins: Sequence[str]
+    ) -> Frontend:
+        """The only front end, which decides beside its requests."""
+        parts = (self.provision, self.placement, self.fleet.pool)
+        return Frontend(
+            client=self.fleet,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            controller=self.provision,
+            placement=self.placement,
+            registry=self.registry,
+            tasks=[one for one in parts if one is not None],
+            cors_origins=cors_origins,
+        )
 
     def methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         """What front ends may call."""
@@ -55,10 +79,19 @@ class Decisions:
         if provision is not None:
             found |= {"server_state": provision.server_state, "resize": provision.resize}
         if registry is not None:
-            found["registry_base"] = registry.base
-            found["resolve"] = registry.resolve
-            found["registry"] = lambda method, args, keywords: registry.call(method, *args, **keywords)
+            found |= {"registry_base": registry.base, "registry_resolve": registry.resolve}
+            for method in REGISTRY_CALLS:
+                found[f"registry_{method}"] = _by_names(registry, method)
         return found
+
+
+REGISTRY_CALLS = ("adapters", "add", "check", "versions", "remove")
+
+
+def _by_names(registry: ServedRegistry, method: str) -> Callable[..., Awaitable[Any]]:
+    """Calls a method of the registry with the arguments that `ControllerMethods` names."""
+    names = list(inspect.signature(getattr(ControllerMethods, f"registry_{method}")).parameters)[1:]
+    return lambda *args: registry.call(method, **dict(zip(names, args, strict=True)))
 
 
 class Director:
@@ -96,7 +129,7 @@ class Director:
             for task in (*tasks, *self._tasks):
                 task.cancel()
             for session in self._sessions:
-                session.channel.close()
+                session.peer.end("the controller was stopped")
 
     async def _recover(self) -> None:
         """Hear what front ends and instances know; none comes into routing before."""
@@ -134,7 +167,7 @@ class Director:
             await self._decisions.fleet.pool.run()
 
     async def _show(self) -> None:
-        """Tell front ends that the controller goes on, and what their metrics are to say of it."""
+        """Tell front ends what their metrics are to say of the controller."""
         placement, provision = self._decisions.placement, self._decisions.provision
         while True:
             figures = Figures(
@@ -144,8 +177,8 @@ class Director:
                 outlook=None if provision is None else provision.latest,
             )
             for session in self._sessions:
-                session.channel.send(figures)
-            await asyncio.sleep(BEAT_S)
+                session.peer.send(figures)
+            await asyncio.sleep(SHOW_S)
 
     async def _learn_ranks(self) -> None:
         """As soon as an instance is there; of later ones the loading tells."""
@@ -159,7 +192,7 @@ class Director:
         """Send the state to all if it is another than before."""
         if self._ready.is_set() and self._book.write():
             for session in self._sessions:
-                session.channel.send(self._book.state)
+                session.peer.send(self._book.state)
 
     def joined(self, session: Session, hello: FrontEndHello) -> None:
         logger.info("front end %s dialled in", session.name)
@@ -179,9 +212,9 @@ class Director:
             self._book.count_above(before)
             # Those that had the state by its lower number would count as late until the next one.
             for other in self._sessions:
-                other.channel.send(self._book.state)
+                other.peer.send(self._book.state)
         else:
-            session.channel.send(self._book.state)
+            session.peer.send(self._book.state)
 
     def left(self, session: Session) -> None:
         self._sessions.remove(session)
@@ -189,9 +222,9 @@ class Director:
             visit.end(None)
         self._spawn(self._notify())
 
-    def received(self, session: Session, message: ToController) -> None:
-        if isinstance(message, Call):
-            self._spawn(self._answer(session, message))
+    def received(self, session: Session, message: Message | Asked) -> None:
+        if isinstance(message, Asked):
+            self._spawn(self._answer(message))
         elif isinstance(message, Taken):
             session.taken = message.number
             self._spawn(self._notify())
@@ -202,18 +235,21 @@ class Director:
                 for event in message.visits:
                     session.see(self._decisions.provision.window, event)
 
-    async def _answer(self, session: Session, call: Call) -> None:
+    async def _answer(self, call: Asked) -> None:
         """Carry out a call; answer it when all front ends have what it changed."""
         await self._ready.wait()
         try:
-            value = await self._methods[call.method](*call.args)
+            method = self._methods.get(call.method)
+            if method is None:
+                raise ConfigError(f"this controller has no {call.method}: its file is not the front end's")
+            value = await method(*call.args)
             self._give_out()
             await self._all_taken(self._book.state.number)
-            session.channel.send(Reply(call.call_id, value))
+            call.answer(value)
         except Exception as error:
             if not isinstance(error, MoeLoraError | OSError | ValueError | KeyError):
                 logger.exception("%s failed", call.method)
-            session.channel.send(Reply(call.call_id, error=_portable(error)))
+            call.fail(error)
 
     async def _all_taken(self, number: int) -> None:
         def taken() -> bool:
@@ -234,12 +270,3 @@ class Director:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _portable(error: Exception) -> Exception:
-    """An error that can be sent: itself, or what it says."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import pickle
-import threading
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing import AuthenticationError
 from typing import Any, Protocol
 
-from moe_lora.core.errors import ControllerAwayError
-from moe_lora.core.problems import LastProblem
-from moe_lora.engine.messages import Call, Reply
-from moe_lora.engine.wire import dial
+from websockets.asyncio.connection import Connection
 
-from .channel import BEAT_S, Channel
-from .messages import Beat, ClusterState, Figures, FrontEndHello, Report, Taken, ToFrontEnd
+from moe_lora.core.address import Address
+from moe_lora.core.errors import ControllerAwayError
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
+from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
+
+from .messages import FRONT_END_SIDE, PINGS, Admitted, ClusterState, Figures, FrontEndHello, Report, Taken
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.5
 REPORT_S = 0.25
 
 
@@ -41,71 +37,83 @@ class Follower(Protocol):
 
 
 class ControllerLink:
-    """Carries a front end's calls and reports to the controller at host:port, and its decisions back.
+    """Carries a front end's calls and reports to the controller, and its decisions back.
 
-    Belongs to the event loop that runs `run`, but for one thread that dials and reads.  up: whether the
-    controller is there.  state: the last that it sent; older ones that come later are ignored, so a
-    front end goes on with the newest.  num_joins: connections so far.
+    Belongs to the event loop that runs `run`.  up: whether the controller is there.  state: the last that it
+    sent; older ones that come later are ignored, so a front end goes on with the newest.  num_joins:
+    connections so far.
     """
 
-    def __init__(self, host: str, port: int, key: str, name: str) -> None:
-        self._host, self._port, self._key, self.name = host, port, key.encode(), name
-        self._channel: Channel | None = None
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count(1)
-        self._stopping = threading.Event()
+    def __init__(self, address: Address, keys: Keys | None, name: str) -> None:
+        self._address, self._keys, self.name = address, keys, name
+        self._peer: Peer | None = None
         self.state: ClusterState | None = None
         self.follower: Follower | None = None
         self.num_joins = 0
 
     @property
     def up(self) -> bool:
-        return self._channel is not None
+        return self._peer is not None
 
     async def call(self, method: str, *args: Any) -> Any:
         """What the controller answers.  Raises what it raised, ControllerAwayError if it is not there."""
-        if self._channel is None:
+        if self._peer is None:
             raise ControllerAwayError(
-                f"the controller at {self._host}:{self._port} is away, and nothing can be changed without "
+                f"the controller at {self._address} is away, and nothing can be changed without "
                 "it; requests go on, send this again in a while"
             )
-        call_id = next(self._call_ids)
-        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._channel.send(Call(call_id, method, args))
-            return await future
-        finally:
-            self._calls.pop(call_id, None)
+            return await self._peer.call(method, *args)
+        except PeerEndedError as error:
+            raise ControllerAwayError(
+                "the controller was lost before it answered, so it is not known whether this was done; look "
+                "what is there (GET /v1/adapters) once it is back, then send it again"
+            ) from error
 
     async def run(self) -> None:
         """Keep the connection and report what happens, until cancelled."""
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._stay, args=(loop,), name="controller-link", daemon=True).start()
-        said_s = loop.time()
+        dialling = asyncio.create_task(
+            stay_connected(
+                "the controller",
+                lambda: dial("controller.address", self._address, self._keys, PINGS),
+                self._serve,
+            )
+        )
         try:
             while True:
                 await asyncio.sleep(REPORT_S)
                 # While nobody listens what was counted is dropped: no later time step is to have it.
                 report = None if self.follower is None else self.follower.report()
-                if self._channel is not None and (report is not None or loop.time() - said_s >= BEAT_S):
-                    self._channel.send(report or Beat())
-                    said_s = loop.time()
+                if self._peer is not None and report is not None:
+                    self._peer.send(report)
         finally:
-            self._stopping.set()
-            if self._channel is not None:
-                self._channel.close()
+            dialling.cancel()
+            if self._peer is not None:
+                self._peer.end("the front end was stopped")
+                await self._peer.closed()
 
-    def receive(self, message: ToFrontEnd) -> None:
+    async def _serve(self, connection: Connection) -> str | None:
+        """Do as the controller says until the connection ends; why it refused this front end."""
+        peer = Peer(connection, FRONT_END_SIDE, "the controller")
+        peer.send(FrontEndHello(name=self.name, state=self.state))
+        admitted = await peer.receive(OPEN_S)
+        if not isinstance(admitted, Admitted) or admitted.refusal is not None:
+            peer.end()
+            return admitted.refusal if isinstance(admitted, Admitted) else "it is no controller"
+        logger.info("joined the controller at %s", self._address)
+        self._peer = peer
+        self.num_joins += 1
+        try:
+            async for message in peer.messages():
+                self.receive(message)
+        finally:
+            self._peer = None
+        logger.warning("lost the controller: %s; requests go on by what it said last", peer.problem)
+        return None
+
+    def receive(self, message: Message | Asked) -> None:
         """Do as a message of the controller says."""
-        if isinstance(message, Reply):
-            future = self._calls.get(message.call_id)
-            if future is None or future.done():
-                return
-            if message.error is not None:
-                future.set_exception(message.error)
-            else:
-                future.set_result(message.value)
-        elif isinstance(message, ClusterState):
+        if isinstance(message, ClusterState):
             self._take(message)
         elif isinstance(message, Figures) and self.follower is not None:
             self.follower.show(message)
@@ -115,62 +123,5 @@ class ControllerLink:
             self.state = state
             if self.follower is not None:
                 self.follower.follow(state)
-        if self._channel is not None:
-            self._channel.send(Taken(self.state.number))
-
-    def _joined(self, channel: Channel) -> None:
-        self._channel = channel
-        self.num_joins += 1
-
-    def _lost(self) -> None:
-        self._channel = None
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(
-                    ControllerAwayError(
-                        "the controller was lost before it answered, so it is not known whether this was "
-                        "done; look what is there (GET /v1/adapters) once it is back, then send it again"
-                    )
-                )
-
-    def _stay(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The thread that dials and reads, until the loop or the link ends."""
-
-        def post(function: Callable[..., None], *args: Any) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(function, *args)
-
-        said = LastProblem()
-        while not self._stopping.is_set():
-            try:
-                connection, welcome = dial(
-                    self._host, self._port, self._key, FrontEndHello(name=self.name, state=self.state)
-                )
-                problem = welcome.refusal or ""
-            except (AuthenticationError, EOFError) as error:
-                problem = f"the controller turned this front end away ({error!r}); is the key the same?"
-            except OSError as error:
-                problem = f"no controller answers: {error!r}"
-            else:
-                if problem:
-                    connection.close()
-                else:
-                    logger.info("joined the controller at %s:%d", self._host, self._port)
-                    self._read(Channel(connection), post)
-            if not problem:
-                said.over()
-            elif said.is_new(problem):
-                logger.warning("%s:%d: %s; trying on", self._host, self._port, problem)
-            self._stopping.wait(RETRY_S)
-
-    def _read(self, channel: Channel, post: Callable[..., None]) -> None:
-        post(self._joined, channel)
-        try:
-            while not self._stopping.is_set():
-                post(self.receive, channel.receive())
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            if not self._stopping.is_set():
-                logger.warning("lost the controller: %r; requests go on by what it said last", error)
-        finally:
-            channel.close(at_once=True)
-            post(self._lost)
+        if self._peer is not None:
+            self._peer.send(Taken(self.state.number))

@@ -1,26 +1,29 @@
-"""What travels between the controller and the front ends: plain picklable data.
-
-Both sides also send `engine.messages`: a front end's `Call` is answered by a `Reply`.
-"""
+"""What travels between the controller and the front ends, over links of `dist.net`."""
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from moe_lora.core.request import RequestTiming
-from moe_lora.engine.messages import Call, Reply
+from msgspec import field
+
+from moe_lora.adapters.registered import RegisteredAdapter
+from moe_lora.core.request import AdapterInfo, RequestTiming
+from moe_lora.dist.lora_server.admin import ServerState
+from moe_lora.dist.net.codec import Interface, Message
+from moe_lora.dist.net.connection import Pings
+from moe_lora.dist.net.peer import Protocol
 from moe_lora.engine.served import Holding, Served
 from moe_lora.provision.online import Outlook
 from moe_lora.provision.placement_quality import PlacementQuality
 
-PROTOCOL = "front end 1"
-"""Unlike any that an engine speaks, whose door this one may be taken for."""
+PROTOCOL_VERSION = 2
+PINGS = Pings(interval_s=1.0, timeout_s=4.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterState:
+class ClusterState(Message, frozen=True, kw_only=True):
     """What the controller has decided.
 
     number: counts up with each change, also over the controller's restarts.  ranks: LoRA ranks by adapter.
@@ -37,13 +40,18 @@ class ClusterState:
     demand: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrontEndHello:
+class FrontEndHello(Message, frozen=True, kw_only=True):
     """A front end's first message.  state: the last one that it had from a controller."""
 
     name: str
     state: ClusterState | None
-    protocol: str = PROTOCOL
+    protocol: int = PROTOCOL_VERSION
+
+
+class Admitted(Message, frozen=True):
+    """The controller's answer.  refusal: why the front end can't take part; None: it does."""
+
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,23 +64,20 @@ class VisitEvent:
     timing: RequestTiming | None = None
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Message, frozen=True):
     """What a front end's requests did since the last report.  tokens: by adapter."""
 
     tokens: Mapping[str, int]
     visits: tuple[VisitEvent, ...]
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(Message, frozen=True):
     """The front end routes by the state of this number, or by a later one."""
 
     number: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
+class Figures(Message, frozen=True, kw_only=True):
     """What the controller's metrics would say.  num_copies, num_problems, quality: see
     `serve.placement.PlacementController`.  outlook: of `serve.controller.Controller`.
     """
@@ -83,10 +88,36 @@ class Figures:
     outlook: Outlook | None = None
 
 
-@dataclass(frozen=True)
-class Beat:
-    """Nothing but that one is there."""
+class ControllerMethods(typing.Protocol):
+    """What front ends may call."""
+
+    def load_adapter(self, name: str, path: str, replace: bool) -> AdapterInfo: ...
+
+    def unload_adapter(self, name: str) -> None: ...
+
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo: ...
+
+    def server_state(self) -> ServerState | None: ...
+
+    def resize(self, capacity: int) -> ServerState: ...
+
+    def registry_base(self) -> str: ...
+
+    def registry_resolve(self, name: str) -> RegisteredAdapter: ...
+
+    def registry_adapters(self, state: str | None, after: str, limit: int) -> list[RegisteredAdapter]: ...
+
+    def registry_add(
+        self, name: str, source: str, base_hash: str, owner: str = "", link: bool = False
+    ) -> RegisteredAdapter: ...
+
+    def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]: ...
+
+    def registry_versions(self, name: str) -> list[RegisteredAdapter]: ...
+
+    def registry_remove(self, name: str, version: int | None) -> list[RegisteredAdapter]: ...
 
 
-ToController = Call | Report | Taken | Beat
-ToFrontEnd = Reply | ClusterState | Figures | Beat
+CONTROLLER_METHODS = Interface(ControllerMethods)
+CONTROLLER_SIDE = Protocol.of(FrontEndHello, Report, Taken, answers=CONTROLLER_METHODS)
+FRONT_END_SIDE = Protocol.of(Admitted, ClusterState, Figures, asks=CONTROLLER_METHODS)

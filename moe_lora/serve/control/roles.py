@@ -2,82 +2,109 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_lora.config import CONTROLLER, ONE_FRONT_END, ProvisionConfig, parse_host_port
+from moe_lora.config import CONTROLLER, ONE_FRONT_END, ProvisionConfig
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.net.keys import keys_of
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.door import Door
-from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
+from moe_lora.engine.entry import RECOVERY_S, AsItIs, CatchUp, Recovery
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.heartbeat import Heartbeat
 from moe_lora.engine.pool_directory import PoolDirectory
 from moe_lora.engine.roster import Roster
 from moe_lora.serve.controller import make_controller
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.routes import make_routes
+from moe_lora.serve.routes import Routes, make_routes
 from moe_lora.serve.served_registry import opened_registry
-from moe_lora.serve.server import run_server
+from moe_lora.serve.server import serve_forever
 
 from .book import StateBook
 from .directed import DirectedFleet, DirectedProvision, DirectedRegistry, DirectedRouting
-from .director import Decisions
+from .director import Decisions, Director
 from .link import ControllerLink
 from .server import run_controller
 
 if TYPE_CHECKING:
     from moe_lora.engine.text import Tokenizer
 
-ABSENCE = "none has dialled in at {}:{} or all have left; start one, or send the request again in a while"
+ABSENCE = "none has dialled in at {} or all have left; start one, or send the request again in a while"
 
 
-def serve_controller(cluster: ClusterConfig) -> None:
-    """Decide for the front ends of a cluster until told to stop.
+@dataclass(frozen=True)
+class Control:
+    """What decides, and what it decides about.  recovery: of its start."""
+
+    decisions: Decisions
+    roster: Roster
+    routes: Routes
+    recovery: Recovery
+
+
+@asynccontextmanager
+async def controlling(
+    cluster: ClusterConfig, setting: str, address: Address, recovery_s: float | None
+) -> AsyncIterator[Control]:
+    """Decides for the instances that dial that address, until the context ends; recovery_s: see `Recovery`.
 
     Raises ConfigError, RegistryError or AdapterError for what can be known at start.
     """
+    with opened_registry(cluster.registry, cluster.engine, cluster.served_model_name) as (config, registry):
+        pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
+        heartbeat = Heartbeat.of(cluster.front_end)
+        roster = Roster((), config.adapters, ABSENCE.format(address), heartbeat, pool)
+        routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
+        fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
+        recovery = Recovery(roster, recovery_s)
+        decisions = Decisions(
+            fleet=fleet,
+            meter=routes.meter,
+            placement=routes.placement(fleet),
+            provision=make_controller(cluster.provision, fleet, cluster.instance().lora_server),
+            registry=registry,
+        )
+        async with Door(roster, CatchUp(roster, recovery)).open(setting, address, keys_of(cluster)):
+            try:
+                yield Control(decisions, roster, routes, recovery)
+            finally:
+                await fleet.close()
+
+
+async def serve_controller(cluster: ClusterConfig) -> None:
+    """Decide for the front ends of a cluster until told to stop.  Raises as `controlling`."""
     if cluster.controller is None:
         raise ConfigError(
             "the file has no controller section, so there is none to start; add one with address and "
             "engines_address"
         )
-    host, port = parse_host_port("controller.address", cluster.controller.address)
-    place, key, config = cluster.doors()[CONTROLLER], cluster.secret(), cluster.engine
-    with opened_registry(cluster.registry, config, cluster.served_model_name) as (config, registry):
-        pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
-        roster = Roster((), config.adapters, ABSENCE.format(*place), Heartbeat.of(cluster.front_end), pool)
-        routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
-        fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
-        placement = routes.placement(fleet)
-        recovery = Recovery(roster, None)
-        door = Door(*place, key, roster, CatchUp(roster, recovery))
-        decisions = Decisions(
-            fleet=fleet,
-            meter=routes.meter,
-            placement=placement,
-            provision=make_controller(cluster.provision, fleet, cluster.instance().lora_server),
-            registry=registry,
-        )
-        try:
-            run_controller(
-                decisions,
-                StateBook(roster, routes, placement),
-                recovery,
-                host=host,
-                port=port,
-                key=key,
-                front_ends=cluster.front_ends or (ONE_FRONT_END,),
-            )
-        finally:
-            door.close()
-            asyncio.run(fleet.close())
+    address = parse_address("controller.address", cluster.controller.address)
+    place = cluster.doors()[CONTROLLER]
+    async with controlling(cluster, "controller.engines_address", place, None) as control:
+        book = StateBook(control.roster, control.routes, control.decisions.placement)
+        front_ends = cluster.front_ends or (ONE_FRONT_END,)
+        director = Director(control.decisions, book, control.recovery, front_ends)
+        await run_controller(director, address, keys_of(cluster))
 
 
-def serve_directed(
+async def serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
+    """Serve HTTP as the only front end, which decides too, until told to stop.  Raises as `controlling`."""
+    setting = "front_end.engines_address"
+    address = parse_address(setting, cluster.engines_address())
+    async with controlling(cluster, setting, address, RECOVERY_S) as control:
+        settings = cluster.front_end
+        frontend = control.decisions.front_end(tokenizer, cluster.served_model_name, settings.cors_origins)
+        await serve_forever(frontend, sock, settings.drain_s)
+
+
+async def serve_directed(
     cluster: ClusterConfig, name: str, tokenizer: Tokenizer | None, sock: socket.socket
 ) -> None:
     """Serve HTTP as the front end of that name, which a controller directs, until told to stop.
@@ -85,10 +112,9 @@ def serve_directed(
     sock: from `serve.server.bind`.  Raises ConfigError for what can be known at start.
     """
     assert cluster.controller is not None
-    place, key, config = cluster.doors()[name], cluster.secret(), cluster.engine
-    link = ControllerLink(*parse_host_port("controller.address", cluster.controller.address), key, name)
-    advice, heartbeat = ABSENCE.format(*place), Heartbeat.of(cluster.front_end)
-    roster = DirectedRoster((), config.adapters, advice, heartbeat)
+    place, keys, config = cluster.doors()[name], keys_of(cluster), cluster.engine
+    link = ControllerLink(parse_address("controller.address", cluster.controller.address), keys, name)
+    roster = DirectedRoster((), config.adapters, ABSENCE.format(place), Heartbeat.of(cluster.front_end))
     routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
     fleet = DirectedFleet(roster, routes, link, WallClock())
     has_server = cluster.lora_server is not None
@@ -106,9 +132,8 @@ def serve_directed(
         ready=routing.ready,
         cors_origins=cluster.front_end.cors_origins,
     )
-    door = Door(*place, key, roster, AsItIs(roster))
-    try:
-        run_server(frontend, sock, cluster.front_end.drain_s)
-    finally:
-        door.close()
-        asyncio.run(fleet.close())
+    async with Door(roster, AsItIs(roster)).open(f"front_ends.{name}.engines_address", place, keys):
+        try:
+            await serve_forever(frontend, sock, cluster.front_end.drain_s)
+        finally:
+            await fleet.close()

@@ -25,7 +25,6 @@ from moe_lora.dist.lora_server.partition import Layout
 from moe_lora.dist.lora_server.rank import RankConfig, ServerRank
 from moe_lora.execution.row_routing import Lease
 
-KEY = "a key of the tests"
 CPU = torch.device("cpu")
 
 
@@ -98,9 +97,7 @@ class Cluster:
         self.shape = shape
         folder = Path(self._folder.name)
         fields = {"capacity": 4, "sites": "all", "memory_gb": 0.01, "store_dir": str(folder / "store")}
-        self.config = LoraServerConfig(
-            layout=layout, address=f"{folder}/leader", key=KEY, **fields | settings
-        )
+        self.config = LoraServerConfig(layout=layout, address=f"{folder}/leader", **fields | settings)
         self.num_ranks = Layout.parse(layout).num_ranks
         self.client_ranks = 1
         self._ranks: dict[int, tuple[ServerRank, threading.Thread]] = {}

@@ -11,8 +11,9 @@ from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.admin import LoraServerAdmin
 from moe_lora.dist.lora_server.control import dial
 from moe_lora.dist.lora_server.lease_client import LeaseClient
+from moe_lora.dist.lora_server.messages import AdminHello
 
-from .cluster import KEY, Cluster, random_adapter, until
+from .cluster import Cluster, random_adapter, until
 from .shapes import model_shape
 from .test_leader import granted, join
 
@@ -28,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def admin(cluster: Cluster, **settings) -> LoraServerAdmin:
-    return LoraServerAdmin(cluster.config.address, KEY, **settings)
+    return LoraServerAdmin(cluster.config.address, None, **settings)
 
 
 def all_loaded(cluster: Cluster, leases: LeaseClient, adapters: str) -> None:
@@ -140,9 +141,9 @@ def test_server_that_is_gone_says_so(cluster):
 
 
 def test_admin_of_another_version_is_refused(cluster):
-    hello = {"role": "admin", "name": "old", "protocol": 0}
+    hello = AdminHello(name="old", protocol=0)
     with pytest.raises(LoraServerError, match="refused old: protocol 0"):
-        dial(cluster.config.address, KEY.encode(), hello, 5.0)
+        dial(cluster.config.address, None, hello, 5.0)
 
 
 def test_shelf_keeps_what_it_holds_when_it_grows(cluster):

@@ -16,7 +16,7 @@ MODEL = Path(__file__).parents[3] / "demo" / "model"
 
 
 def test_lora_kernel_reaches_the_data_loop(tmp_path, monkeypatch):
-    server = LoraServerConfig(address=f"{tmp_path}/leader", key="secret", store_dir=f"{tmp_path}/store")
+    server = LoraServerConfig(address=f"{tmp_path}/leader", store_dir=f"{tmp_path}/store")
     config = EngineConfig(model_dir=str(MODEL), device="cpu", lora_kernel="bgmv", lora_server=server)
     used = []
     monkeypatch.setattr(serving, "request_deltas", lambda *operands, kernel: used.append(kernel))

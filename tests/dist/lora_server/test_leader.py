@@ -12,9 +12,19 @@ import pytest
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.control import dial
 from moe_lora.dist.lora_server.lease_client import LeaseClient
+from moe_lora.dist.lora_server.messages import (
+    Acquire,
+    Granted,
+    LeasesHello,
+    Order,
+    Register,
+    Registered,
+    Release,
+    StatsAsked,
+)
 from moe_lora.dist.lora_server.orders import Orders
 
-from .cluster import KEY, Cluster, hear_until_the_end, random_adapter, until
+from .cluster import Cluster, hear_until_the_end, random_adapter, until
 from .shapes import model_shape
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
@@ -82,17 +92,15 @@ def test_grant_of_an_acquire_given_up_since_is_not_taken_for_the_next_one(cluste
     other.acquire("b")
     granted(other, "b")
     one.acquire("c")
-    one._hear(
-        one._connection, {"kind": "granted", "adapter_id": "c", "number": 0, "slot": 0, "generation": 1}
-    )
+    one._hear(one._connection, Granted("c", number=0, slot=0, generation=1))
     assert one.lease("c") is None
     other.release("a")
     granted(one, "c")
 
 
 def test_lease_is_granted_though_the_leaders_own_rank_can_not_load(monkeypatch):
-    def fail(orders: Orders, command: dict) -> None:
-        raise OSError(f"no {command['kind']} today")
+    def fail(orders: Orders, order: Order) -> None:
+        raise OSError(f"no {type(order).__name__} today")
 
     monkeypatch.setattr(Orders, "carry_out", fail)
     with Cluster(SHAPE, "EP1-PP1", capacity=2) as made:
@@ -113,17 +121,17 @@ def test_instance_that_is_gone_frees_its_leases(cluster):
 
 
 def test_instance_that_came_back_is_heard_on_its_newest_connection_only(cluster):
-    hello = cluster.client("one")._hello("leases")
-    old, new = (dial(cluster.config.address, KEY.encode(), hello, 5.0)[0] for _ in range(2))
-    for kind in ("register", "acquire"):
-        new.send(kind, adapter_id="a", number=1)
-    assert [new.receive(20.0)["kind"] for _ in range(2)] == ["registered", "granted"]
+    hello = LeasesHello(name="one", instance="one", agreed=cluster.client("one")._agreed)
+    old, new = (dial(cluster.config.address, None, hello, 5.0)[0] for _ in range(2))
+    new.send(Register("a"))
+    new.send(Acquire("a", 1))
+    assert [type(new.receive(20.0)) for _ in range(2)] == [Registered, Granted]
     with contextlib.suppress(OSError):  # it is being closed
-        old.send("release", adapter_id="a")
+        old.send(Release("a"))
     with pytest.raises((EOFError, OSError)):
         hear_until_the_end(old)
-    new.send("stats", request=1)
-    assert new.receive(20.0)["stats"]["num_leases"] == 1
+    new.send(StatsAsked(1))
+    assert new.receive(20.0).stats.num_leases == 1
     old.close()
     new.close()
 
@@ -215,7 +223,7 @@ def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():
 
 @pytest.mark.parametrize(
     ("changes", "field"),
-    [({"key": "other"}, "cluster key"), ({"layout": "EP1-PP1"}, "layout"), ({"sites": "experts"}, "sites")],
+    [({"layout": "EP1-PP1"}, "layout"), ({"sites": "experts"}, "sites")],
 )
 def test_client_with_other_settings_is_refused_by_their_name(cluster, changes, field):
     with pytest.raises(LoraServerError, match=field):

@@ -18,7 +18,7 @@ from .cluster import random_adapter
 from .shapes import model_shape
 
 SHAPE = model_shape()
-CONFIG = LoraServerConfig(address="/nowhere", key="k", store_dir="/nowhere", capacity=3)
+CONFIG = LoraServerConfig(address="/nowhere", store_dir="/nowhere", capacity=3)
 
 
 @pytest.mark.parametrize("layout", ["EP1-PP1", "EP2-PP2", "EP4-PP1", "DP2"])

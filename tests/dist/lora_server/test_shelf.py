@@ -11,9 +11,11 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.lora_server.kept import shard_pages
+from moe_lora.dist.lora_server.messages import Block, Content, EvictOrder, LoadOrder, Need
 from moe_lora.dist.lora_server.orders import Orders
 from moe_lora.dist.lora_server.partition import Layout, Partition
 from moe_lora.dist.lora_server.shelf import Shelf, _allocate
+from moe_lora.dist.net.codec import Message
 
 from .cluster import CPU, random_adapter, until
 from .shapes import model_shape
@@ -203,14 +205,14 @@ class Connection:
     """A leader's, that hands out what it is given to say."""
 
     def __init__(self, store: HostStore, packed: PackedAdapter) -> None:
-        self.sent: list[tuple[str, str]] = []
+        self.sent: list[Message] = []
         self.file = store.path(packed.content_hash).read_bytes()
 
-    def send(self, kind: str, adapter_id: str) -> None:
-        self.sent.append((kind, adapter_id))
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
 
-    def receive_block(self) -> bytes:
-        return self.file
+    def receive(self, timeout_s: float) -> Message:
+        return Block(self.file)
 
 
 @pytest.fixture
@@ -223,18 +225,17 @@ def content(tmp_path) -> tuple[Orders, Shelf, Connection, Iterator]:
     shelf.stop()
 
 
-def load_order(generation: int) -> dict:
-    lists = [[layer, *run] for layer, run in runs(0).items()]
-    return {"kind": "load", "adapter_id": "a", "slot": 0, "generation": generation, "runs": lists}
+def load_order(generation: int) -> LoadOrder:
+    return LoadOrder("a", 0, generation, runs(0))
 
 
-CONTENT = {"kind": "content", "adapter_id": "a", "num_blocks": 1}
+CONTENT = Content("a", 1)
 
 
 def test_content_that_is_not_here_is_asked_for_and_then_loaded(content):
     orders, shelf, connection = content
     orders.hear(connection, load_order(1))
-    assert connection.sent == [("need", "a")]
+    assert connection.sent == [Need("a")]
     assert not any(ready(shelf, 0, 1))
     orders.hear(connection, CONTENT)
     until(lambda: all(ready(shelf, 0, 1)))
@@ -243,7 +244,7 @@ def test_content_that_is_not_here_is_asked_for_and_then_loaded(content):
 def test_content_that_comes_after_the_eviction_is_not_brought_back(content):
     orders, shelf, connection = content
     orders.hear(connection, load_order(1))
-    orders.hear(connection, {"kind": "evict", "slot": 0, "generation": 1})
+    orders.hear(connection, EvictOrder(0, 1))
     orders.hear(connection, CONTENT)
     orders.hear(connection, load_order(2))
     until(lambda: all(ready(shelf, 0, 2)))

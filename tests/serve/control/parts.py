@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from tempfile import TemporaryDirectory
 
 from moe_lora.config import ProvisionConfig, RoutingConfig
+from moe_lora.core.address import Address
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.directed_roster import DirectedRoster
@@ -14,7 +16,7 @@ from moe_lora.engine.entry import Recovery
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.engine.roster import Roster
 from moe_lora.serve.control.book import StateBook
-from moe_lora.serve.control.desk import Desk
+from moe_lora.serve.control.desk import desk
 from moe_lora.serve.control.directed import DirectedFleet, DirectedProvision, DirectedRouting
 from moe_lora.serve.control.director import Decisions, Director
 from moe_lora.serve.control.link import ControllerLink
@@ -23,7 +25,6 @@ from moe_lora.serve.routes import make_routes
 from moe_lora.serve.served_registry import ServedRegistry
 from tests.engine.fleet_parts import CountingEngine
 
-KEY = "a secret"
 START = (("a", "places/a"), ("b", "places/b"))
 NAMES = ("one", "two")
 
@@ -71,28 +72,25 @@ class ControllerSide:
             NAMES,
         )
 
-    async def start(self, port: int = 0) -> int:
-        """Listen; the port."""
-        self.desk = Desk("127.0.0.1", port, KEY, self.director, asyncio.get_running_loop())
-        threading.Thread(target=self.desk.serve_forever, args=(0.02,), daemon=True).start()
+    async def start(self, address: Address) -> None:
+        """Listen there."""
+        self._stack = AsyncExitStack()
+        await self._stack.enter_async_context(desk("controller.address", address, None, self.director))
         self.task = asyncio.create_task(self.director.run())
-        return self.desk.port
 
     async def stop(self) -> None:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        self.desk.closing = True
-        await asyncio.to_thread(self.desk.shutdown)
-        self.desk.server_close()
+        await self._stack.aclose()
 
 
 class FrontEndSide:
     """A front end's process, but for HTTP and its door."""
 
     def __init__(
-        self, name: str, port: int, fleet_engines: list[CountingEngine], placement: str | None = None
+        self, name: str, address: Address, fleet_engines: list[CountingEngine], placement: str | None = None
     ):
-        self.link = ControllerLink("127.0.0.1", port, KEY, name)
+        self.link = ControllerLink(address, None, name)
         self.roster = DirectedRoster(fleet_engines, START)
         self.routes = make_routes(RoutingConfig(placement=placement), 8, "sgmv")
         self.fleet = DirectedFleet(self.roster, self.routes, self.link, VirtualClock())
@@ -124,9 +122,11 @@ class Cluster:
         self.engines = engines()
 
     async def __aenter__(self) -> Cluster:
+        self._folder = TemporaryDirectory(prefix="moe_lora-")
+        self.address = Address(path=f"{self._folder.name}/controller")
         self.controller = ControllerSide(self.engines, self.placement, self.registry)
-        self.port = await self.controller.start()
-        self.front_ends = [FrontEndSide(name, self.port, self.engines, self.placement) for name in NAMES]
+        await self.controller.start(self.address)
+        self.front_ends = [FrontEndSide(name, self.address, self.engines, self.placement) for name in NAMES]
         await until(lambda: all(one.link.state is not None for one in self.front_ends))
         return self
 
@@ -134,9 +134,10 @@ class Cluster:
         for one in self.front_ends:
             await one.stop()
         await self.controller.stop()
+        self._folder.cleanup()
 
     async def restart_controller(self) -> None:
         """Another process, that knows what the file says."""
         self.controller = ControllerSide(self.engines, self.placement)
-        await self.controller.start(self.port)
+        await self.controller.start(self.address)
         await until(lambda: all(one.link.up for one in self.front_ends))

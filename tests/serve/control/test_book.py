@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.engine.fleet import FleetClient
@@ -25,7 +27,8 @@ class Kept:
         for name in names:
             client = CountingEngine()
             instance = self.roster.enter(name, client)
-            assert self.roster.join(instance, client, self.roster.adapters, set(), f"process of {name}")
+            process = f"process of {name}"
+            assert asyncio.run(self.roster.join(instance, client, self.roster.adapters, set(), process))
 
 
 def test_each_change_has_a_number_of_its_own():

@@ -27,7 +27,6 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(director, "RECOVERY_S", 0.0)
     monkeypatch.setattr(director, "SETTLE_S", 0.0)
     monkeypatch.setattr(director, "POLL_S", 0.02)
-    monkeypatch.setattr(link, "RETRY_S", 0.02)
     monkeypatch.setattr(link, "REPORT_S", 0.02)
 
 
@@ -205,7 +204,7 @@ def test_a_connection_that_comes_back_changes_no_number(caplog):
         [one, _] = cluster.front_ends
         await cluster.front_ends[1].fleet.load_adapter("new", "places/new")
         number = one.link.state.number
-        one.link._channel.close(at_once=True)
+        one.link._peer.abort("cut")
         await until(lambda: one.link.num_joins == 2 and one.link.up)
         await one.fleet.pin_adapter("new", pinned=True)
         assert one.link.state.number == number + 1
@@ -216,7 +215,7 @@ def test_a_connection_that_comes_back_changes_no_number(caplog):
 
 def test_a_state_that_comes_too_late_is_given_up_but_counted_above(caplog):
     async def test(cluster: Cluster) -> None:
-        late = FrontEndSide("late", cluster.port, cluster.engines)
+        late = FrontEndSide("late", cluster.address, cluster.engines)
         await late.stop()
         stranger = Served.of({"stranger": ServedAdapter("places/stranger", 3)})
         late.link.receive(ClusterState(number=1000, served=stranger))
@@ -233,7 +232,7 @@ def test_a_state_that_comes_too_late_is_given_up_but_counted_above(caplog):
 
 def test_who_has_the_state_by_its_lower_number_gets_the_higher_one():
     async def test(cluster: Cluster) -> None:
-        late = FrontEndSide("late", cluster.port, cluster.engines)
+        late = FrontEndSide("late", cluster.address, cluster.engines)
         await late.stop()
         late.link.receive(ClusterState(number=1000))
         running = asyncio.create_task(late.link.run())
@@ -263,7 +262,7 @@ def test_the_registry_is_where_the_controller_is(tmp_path):
 def test_one_that_joins_later_gets_the_state():
     async def test(cluster: Cluster) -> None:
         await cluster.front_ends[0].fleet.load_adapter("new", "places/new")
-        late = FrontEndSide("late", cluster.port, cluster.engines)
+        late = FrontEndSide("late", cluster.address, cluster.engines)
         await until(lambda: late.link.state is not None)
         assert await late.ask("r", "new") == [2, 3, 4, 5]
         await late.stop()

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
 from moe_lora.engine.directed_roster import DirectedRoster
-from moe_lora.engine.messages import Reply
 from moe_lora.engine.served import Served, ServedAdapter
 from moe_lora.serve.control.link import ControllerLink
 from moe_lora.serve.control.messages import ClusterState, Figures, Report
@@ -30,7 +30,7 @@ class Follower:
 
 @pytest.fixture
 def link() -> ControllerLink:
-    made = ControllerLink("127.0.0.1", 1, "a key", "one")
+    made = ControllerLink(Address(path="/nowhere"), None, "one")
     made.follower = Follower()
     return made
 
@@ -42,8 +42,7 @@ def test_states_that_come_late_or_again_are_ignored(link):
     assert link.state.number == 6
 
 
-def test_an_answer_that_nobody_waits_for_is_ignored(link):
-    link.receive(Reply(7, "late"))
+def test_what_is_asked_while_nobody_is_there_is_refused(link):
     with pytest.raises(ControllerAwayError):
         asyncio.run(link.call("load_adapter", "a", "path", False))
 

@@ -1,0 +1,1 @@
+"""Control messages between the processes of a system: connections, calls and what they carry."""

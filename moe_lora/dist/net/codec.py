@@ -1,0 +1,131 @@
+"""Messages as bytes: msgspec structs, told apart by their names; whatever else comes is refused.
+
+Nothing that arrives can name code to run: a frame becomes one of the types that a link lists, or an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import typing
+from collections.abc import Iterable
+from types import UnionType
+from typing import Any
+
+import msgspec
+
+from moe_lora.core import errors
+
+MAX_FRAME_BYTES = 64 << 20
+"""A longer frame ends the connection before it is read."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What travels over a link; its subclasses' names tell messages apart."""
+
+
+class CallFrame(Message, frozen=True):
+    """A method to be run by the peer; an `AnswerFrame` or a `FailureFrame` of the same number follows."""
+
+    number: int
+    method: str
+    args: msgspec.Raw
+
+
+class AnswerFrame(Message, frozen=True):
+    number: int
+    value: msgspec.Raw
+
+
+class FailureFrame(Message, frozen=True):
+    number: int
+    error: Exception
+
+
+FRAMES = (CallFrame, AnswerFrame, FailureFrame)
+_KINDS: dict[str, type[Exception]] = {
+    **{
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.MoeLoraError)
+    },
+    **{kind.__name__: kind for kind in (ValueError, KeyError, TypeError, OSError, TimeoutError)},
+}
+
+
+def _to_plain(value: Any) -> Any:
+    """An error as its kind and what it says, of an unknown kind the nearest known one; numpy's numbers."""
+    if isinstance(value, Exception):
+        for kind in type(value).__mro__:
+            if kind.__name__ in _KINDS:
+                return (kind.__name__, str(value))
+        return (type(value).__name__, str(value))
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):  # numpy's
+        return float(value)
+    raise NotImplementedError(f"{type(value).__name__} can't be sent")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is Exception:
+        name, text = msgspec.convert(value, tuple[str, str])
+        known = _KINDS.get(name)
+        return RuntimeError(f"{name}: {text}") if known is None else known(text)
+    raise NotImplementedError(f"{kind} can't be received")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+encode = _ENCODER.encode
+"""A message, or a value of one, as bytes.  Raises TypeError for what has no place in a message."""
+
+
+class Decoder:
+    """Turns bytes into one of these types.  Raises msgspec.DecodeError for any other."""
+
+    def __init__(self, types: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(types, dec_hook=_from_plain)
+
+    def __call__(self, data: bytes | msgspec.Raw) -> Any:
+        try:
+            return self._decoder.decode(data)
+        except RecursionError as error:
+            raise msgspec.DecodeError("nested too deeply") from error
+
+
+def decoder_of(kinds: Iterable[type[Message]]) -> Decoder:
+    """Takes these messages, calls and answers."""
+    union: Any = None
+    for kind in (*FRAMES, *kinds):
+        union = kind if union is None else union | kind
+    assert isinstance(union, UnionType)
+    return Decoder(union)
+
+
+class Interface:
+    """The methods that one end of a link answers, with the types that the annotations of a class say."""
+
+    def __init__(self, methods: type) -> None:
+        self._args: dict[str, Decoder] = {}
+        self._results: dict[str, Decoder] = {}
+        for name, method in inspect.getmembers(methods, inspect.isfunction):
+            if name.startswith("_"):
+                continue
+            hints = typing.get_type_hints(method)
+            result = hints.pop("return")
+            names = list(inspect.signature(method).parameters)[1:]
+            kinds = tuple(hints[one] for one in names)
+            self._args[name] = Decoder(tuple[kinds] if kinds else tuple[()])  # type: ignore[valid-type]
+            self._results[name] = Decoder(result)
+
+    def __contains__(self, method: str) -> bool:
+        return method in self._args
+
+    def args(self, method: str, data: msgspec.Raw) -> tuple[Any, ...]:
+        """The arguments of a call.  Raises msgspec.DecodeError if they are not what the method takes."""
+        found: tuple[Any, ...] = self._args[method](data)
+        return found
+
+    def result(self, method: str, data: msgspec.Raw) -> Any:
+        """What a call returned.  Raises msgspec.DecodeError."""
+        return self._results[method](data)

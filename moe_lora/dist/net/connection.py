@@ -1,0 +1,211 @@
+"""Connections of processes: a Unix socket on one host, mutual TLS between hosts; dialled again if lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from websockets.asyncio.client import connect, unix_connect
+from websockets.asyncio.connection import Connection
+from websockets.asyncio.server import ServerConnection, serve, unix_serve
+from websockets.exceptions import WebSocketException
+
+from moe_lora.core.address import Address, needs_keys
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.problems import LastProblem
+
+from .codec import MAX_FRAME_BYTES
+from .keys import Keys
+
+logger = logging.getLogger(__name__)
+
+OPEN_S = 10.0
+"""A connection that is not open after so long is given up."""
+_CLOSE_S = 1.0
+_KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
+"""A host that is gone or cut off is noticed after about 5 s (on Linux; elsewhere by the system's rules)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pings:
+    """How often a peer's event loop is asked whether it goes on, and when it counts as gone, in seconds."""
+
+    interval_s: float = 1.0
+    timeout_s: float = 4.0
+
+
+def _options(pings: Pings | None) -> dict[str, Any]:
+    return {
+        "compression": None,
+        "max_size": MAX_FRAME_BYTES,
+        "open_timeout": OPEN_S,
+        "close_timeout": _CLOSE_S,
+        "ping_interval": None if pings is None else pings.interval_s,
+        "ping_timeout": None if pings is None else pings.timeout_s,
+        "logger": _wire_logger,
+    }
+
+
+@asynccontextmanager
+async def listen(
+    setting: str,
+    address: Address,
+    keys: Keys | None,
+    visit: Callable[[Connection, str], Awaitable[None]],
+    pings: Pings | None = None,
+) -> AsyncIterator[Address]:
+    """Have `visit` serve each connection, with where it comes from, until the context ends; where it listens.
+
+    A Unix socket is for its user only.  setting: names the address in errors.  Raises ConfigError if the
+    address can't be had, or is one of a network and there are no keys.
+    """
+
+    async def handle(connection: ServerConnection) -> None:
+        _keep_alive(connection)
+        peer = connection.remote_address
+        await visit(connection, peer[0] if isinstance(peer, tuple) and peer else "this host")
+
+    context = None if address.path else _context(setting, address, keys, server=True)
+    try:
+        if address.path:
+            _remove_dead_socket(address.path)
+            server = await unix_serve(handle, address.path, **_options(pings))
+            os.chmod(address.path, 0o600)
+        else:
+            server = await serve(handle, address.host, address.port, ssl=context, **_options(pings))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"can't listen at {setting}={address}: {reason}; choose another") from error
+    try:
+        async with server:
+            sock = next(iter(server.sockets))
+            yield address if address.path else Address(address.host, sock.getsockname()[1])
+    finally:
+        if address.path:
+            Path(address.path).unlink(missing_ok=True)
+
+
+async def dial(setting: str, address: Address, keys: Keys | None, pings: Pings | None = None) -> Connection:
+    """Connect.  Raises ConnectionError, saying what is wrong; ConfigError without keys for a network."""
+    context = None if address.path else _context(setting, address, keys, server=False)
+    try:
+        if address.path:
+            connection = await unix_connect(address.path, proxy=None, **_options(pings))
+        else:
+            connection = await connect(
+                f"wss://{address.host}:{address.port}",
+                ssl=context,
+                server_hostname=address.host,
+                proxy=None,
+                **_options(pings),
+            )
+    except ssl.SSLError as error:
+        raise ConnectionRefusedError(f"{address} was not trusted ({error.reason}); {_SAME_KEYS}") from error
+    except (WebSocketException, EOFError, ConnectionResetError, BrokenPipeError) as error:
+        raise ConnectionRefusedError(
+            f"{address} turned this process away ({type(error).__name__}: {error}); {_SAME_KEYS}"
+        ) from error
+    except (OSError, asyncio.TimeoutError) as error:
+        raise ConnectionError(f"nobody answers at {address}: {error!r}") from error
+    _keep_alive(connection)
+    return connection
+
+
+_SAME_KEYS = "are its certificates of the same authority?"
+
+
+class Pauses:
+    """Seconds to wait before one tries again: they grow, until something was well."""
+
+    def __init__(self, first_s: float = 0.1, longest_s: float = 1.0, growth: float = 1.5) -> None:
+        self._first_s, self._longest_s, self._growth = first_s, longest_s, growth
+        self._next_s = first_s
+
+    def over(self) -> None:
+        self._next_s = self._first_s
+
+    def next_s(self) -> float:
+        pause_s = self._next_s
+        self._next_s = min(self._longest_s, pause_s * self._growth)
+        return pause_s
+
+
+async def stay_connected(
+    name: str,
+    connection: Callable[[], Awaitable[Connection]],
+    session: Callable[[Connection], Awaitable[str | None]],
+) -> None:
+    """Dial, have `session` use the connection as long as it lasts, and dial again, until cancelled.
+
+    session: returns why it was refused; None: it was let in.  The same problem is logged once.
+    """
+    said, pauses = LastProblem(), Pauses()
+    while True:
+        try:
+            problem = await session(await connection())
+        except ConnectionError as error:
+            problem = str(error)
+        except Exception as error:  # whatever it is, the link is made again
+            logger.exception("%s: the connection failed", name)
+            problem = repr(error)
+        if problem is None:
+            said.over()
+            pauses.over()
+        elif said.is_new(problem):
+            logger.warning("%s: %s; trying on", name, problem)
+        await asyncio.sleep(pauses.next_s())
+
+
+def _context(setting: str, address: Address, keys: Keys | None, *, server: bool) -> ssl.SSLContext:
+    if keys is None:
+        raise needs_keys(setting, address)
+    return keys.context(server=server)
+
+
+def _keep_alive(connection: Connection) -> None:
+    sock = connection.transport.get_extra_info("socket")
+    if sock is None or sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _remove_dead_socket(path: str) -> None:
+    """What a process that was killed left behind must not keep its successor from listening there.
+
+    Raises OSError if someone listens.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except FileNotFoundError:
+            return
+        else:
+            raise OSError(f"{path} is in use")
+
+
+class _OneLine(logging.Filter):
+    """What a stranger says is no traceback of ours."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1] is not None:
+            record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]!r}", ()
+            record.exc_info = None
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+_wire_logger = logging.getLogger(f"{__name__}.websocket")
+_wire_logger.addFilter(_OneLine())

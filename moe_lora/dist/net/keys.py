@@ -1,0 +1,115 @@
+"""Certificates of a cluster: who has one signed by its authority takes part, over mutual TLS."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from moe_lora.core.address import MAKE_KEYS, needs_keys
+from moe_lora.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_lora.config.cluster import ClusterConfig
+
+AUTHORITY, AUTHORITY_KEY, MEMBER = "authority.pem", "authority.key", "member.pem"
+_VALID_DAYS = 3650
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The certificates in a folder: the authority's, and a member's with its key.
+
+    Raises ConfigError, saying how to make them, if they can't be read.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.context(server=False)
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """For one end of a connection: it shows this certificate and wants one of the same authority.
+
+        Names of hosts are not looked at: a member may be found at any address.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(self.folder / AUTHORITY)
+            context.load_cert_chain(self.folder / MEMBER)
+        except OSError as error:
+            raise ConfigError(
+                f"certificates={str(self.folder)!r}: {AUTHORITY} and {MEMBER} can't be read there ({error}); "
+                f"make them once by `{MAKE_KEYS} --folder {self.folder}` and copy them to every host"
+            ) from error
+        return context
+
+    def authority(self) -> bytes:
+        """The authority's certificate, which the clusters of two authorities differ in."""
+        return (self.folder / AUTHORITY).read_bytes()
+
+
+def keys_in(folder: str | Path | None) -> Keys | None:
+    """The certificates there; None where there is no folder, since all is on one host."""
+    return None if folder is None else Keys(Path(folder))
+
+
+def keys_of(cluster: ClusterConfig) -> Keys | None:
+    """The certificates by which roles on several hosts know each other; None where all are on one.
+
+    Raises ConfigError if they can't be read, or there are none and an address is one of a network.
+    """
+    if cluster.certificates is None:
+        for name, address in cluster.doors().items():
+            if not address.path:
+                raise needs_keys(f"{name}.engines_address", address)
+    return keys_in(cluster.certificates)
+
+
+def make_keys(folder: Path) -> Keys:
+    """Make a cluster's authority, and the certificate of its members, in a folder that only its user reads.
+
+    AUTHORITY and MEMBER go to every host; AUTHORITY_KEY signs more members and need not be on any.
+    Raises ConfigError if there are some already, the folder can't be written, or there is no openssl.
+    """
+    made = [folder / name for name in (AUTHORITY, AUTHORITY_KEY, MEMBER)]
+    for path in made:
+        if path.exists():
+            raise ConfigError(
+                f"{path} exists; a cluster has one authority: keep it, or give another --folder"
+            )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder) as new:
+            authority = ("-CA", AUTHORITY, "-CAkey", AUTHORITY_KEY)
+            _certificate(
+                new, "moe_lora cluster", AUTHORITY, AUTHORITY_KEY, "basicConstraints=critical,CA:TRUE"
+            )
+            _certificate(new, "member", MEMBER, "member.key", "basicConstraints=CA:FALSE", *authority)
+            with open(f"{new}/{MEMBER}", "ab") as member:
+                member.write(Path(new, "member.key").read_bytes())
+            for path in made:
+                os.chmod(f"{new}/{path.name}", 0o600)
+                os.replace(f"{new}/{path.name}", path)
+    except FileNotFoundError as error:
+        raise ConfigError("certificates are made by the command openssl, which is not installed") from error
+    except OSError as error:
+        raise ConfigError(f"certificates can't be written to {folder}: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"openssl can't make certificates: {error.stderr.strip()}") from error
+    return Keys(folder)
+
+
+def _certificate(folder: str, name: str, out: str, key: str, extension: str, *signed_by: str) -> None:
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-subj", f"/CN={name}", "-addext", extension, "-days", str(_VALID_DAYS), "-out", out]
+    subprocess.run(
+        [*words, "-keyout", key, *signed_by], cwd=folder, check=True, capture_output=True, text=True
+    )

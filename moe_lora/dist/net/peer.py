@@ -1,0 +1,275 @@
+"""The other end of a connection: messages in order, calls answered; a connection ends as a whole.
+
+Nothing is resumed: when a connection ends, what was asked over it fails, and both ends are told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from websockets.asyncio.connection import Connection
+from websockets.exceptions import ConnectionClosed
+
+from .codec import AnswerFrame, CallFrame, Decoder, FailureFrame, Interface, Message, decoder_of, encode
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 512 << 20
+"""A peer for which more than this waits has stopped reading; its connection is ended."""
+_LAST_WORDS_S = 1.0
+_NOT_UNDERSTOOD, _GOING_AWAY = 1003, 1001
+
+
+class PeerEndedError(ConnectionError):
+    """The connection has ended; nothing is known of what was not answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What travels over a link, as one end sees it.
+
+    receives: messages that may come.  answers: calls of the peer that this end answers.  asks: calls that
+    this end makes.
+    """
+
+    receives: Decoder
+    answers: Interface | None = None
+    asks: Interface | None = None
+
+    @staticmethod
+    def of(
+        *receives: type[Message], answers: Interface | None = None, asks: Interface | None = None
+    ) -> Protocol:
+        return Protocol(receives=decoder_of(receives), answers=answers, asks=asks)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call under way.  waiter: who asked waits for it, and may give up.  over: the peer has answered."""
+
+    method: str
+    waiter: asyncio.Future[Any]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, error: Exception) -> None:
+        if not self.waiter.done():
+            self.waiter.set_exception(error)
+            self.waiter.exception()  # not everyone who asked waits still
+
+
+@dataclass(eq=False)
+class Asked:
+    """A call of the peer, which waits for one of the two."""
+
+    peer: Peer
+    number: int
+    method: str
+    args: tuple[Any, ...]
+
+    def answer(self, value: Any) -> None:
+        """Tell what was returned; what can't be sent is told as an error."""
+        try:
+            data = encode(value)
+        except (TypeError, NotImplementedError) as error:
+            self.fail(TypeError(f"what {self.method} returned can't be sent: {error}"))
+        else:
+            self.peer.send(AnswerFrame(self.number, msgspec.Raw(data)))
+
+    def fail(self, error: Exception) -> None:
+        self.peer.send(FailureFrame(self.number, error))
+
+
+class Peer:
+    """One end of an open connection; belongs to the event loop in which it is made.
+
+    It hears nothing, answers to its calls included, but while someone awaits `next` or iterates `messages`.
+    ended: set once the connection is over; problem then says why.
+    """
+
+    def __init__(self, socket: Connection, protocol: Protocol, name: str) -> None:
+        self.name = name
+        self.ended = asyncio.Event()
+        self.problem = ""
+        self._socket = socket
+        self._protocol = protocol
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._waiting: list[bytes | Iterator[Message]] = []
+        self._waiting_bytes = 0
+        self._something = asyncio.Event()
+        self._closing = False
+        self._code = _GOING_AWAY
+        self._writer = asyncio.create_task(self._write())
+
+    def send(self, message: Message) -> None:
+        """Have a message sent after all earlier ones; nobody waits for the peer to read it.
+
+        To a peer that is gone nothing is sent.
+        """
+        if self.ended.is_set() or self._closing:
+            return
+        data = encode(message)
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        self._something.set()
+        if self._waiting_bytes > MAX_QUEUED_BYTES:
+            self._end(f"{self.name} does not read what it is sent")
+
+    def send_all(self, messages: Iterator[Message]) -> None:
+        """As `send`, of messages that are drawn one by one as they leave: few of them are ever in memory."""
+        if not (self.ended.is_set() or self._closing):
+            self._waiting.append(messages)
+            self._something.set()
+
+    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        """Run a method of the peer; what it returned, or the error it raised.  Fails with PeerEndedError."""
+        assert self._protocol.asks is not None
+        assert method in self._protocol.asks, method
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self.ended.is_set():
+            future.set_exception(PeerEndedError(self.problem))
+            return future
+        number = next(self._numbers)
+        self._calls[number] = _Call(method, future)
+        self.send(CallFrame(number, method, msgspec.Raw(encode(args))))
+        return future
+
+    async def next(self) -> Message | Asked:
+        """What the peer sends next.  Raises PeerEndedError when the connection is over."""
+        while not self.ended.is_set():
+            try:
+                message = self._protocol.receives(await self._socket.recv(decode=False))
+                if isinstance(message, AnswerFrame | FailureFrame):
+                    self._take(message)
+                elif isinstance(message, CallFrame):
+                    asked = self._asked(message)
+                    if asked is not None:
+                        return asked
+                else:
+                    found: Message = message
+                    return found
+            except ConnectionClosed as error:
+                self._end(self.problem or _reason(error))
+            except msgspec.DecodeError as error:
+                self._code = _NOT_UNDERSTOOD
+                self._end(f"{self.name} sent what is not understood here: {error}")
+        await self.closed()
+        raise PeerEndedError(self.problem)
+
+    async def messages(self) -> AsyncIterator[Message | Asked]:
+        """What the peer sends, as long as the connection lasts."""
+        with suppress(PeerEndedError):
+            while True:
+                yield await self.next()
+
+    async def receive(self, timeout_s: float) -> Message | Asked:
+        """As `next`, for the words with which a connection begins: a peer that says nothing is given up."""
+        try:
+            return await asyncio.wait_for(self.next(), timeout_s)
+        except asyncio.TimeoutError:
+            self._end(f"{self.name} said nothing for {timeout_s:g} s")
+            raise PeerEndedError(self.problem) from None
+
+    def end(self, reason: str = "") -> None:
+        """End the connection once what was sent before has left, or at once if it does not leave."""
+        if not self._closing:
+            self._closing = True
+            self.problem = self.problem or reason or "the connection was closed"
+            self._something.set()
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._abort)
+
+    def abort(self, reason: str) -> None:
+        """End the connection at once."""
+        self._end(reason)
+        self._abort()
+
+    async def closed(self) -> None:
+        """Return when the connection is over and nothing of it runs."""
+        await asyncio.wait([self._writer])
+
+    def abandon_calls(self, error: Exception) -> None:
+        """Let nobody wait for the answers to calls any longer; `settled` still does."""
+        for call in self._calls.values():
+            call.fail(error)
+
+    async def settled(self) -> None:
+        """Return when the peer has answered all calls of before, abandoned or not.  Raises PeerEndedError."""
+        for call in list(self._calls.values()):
+            await call.over.wait()
+        if self.ended.is_set():
+            raise PeerEndedError(self.problem)
+
+    def _take(self, message: AnswerFrame | FailureFrame) -> None:
+        call = self._calls.pop(message.number, None)
+        if call is None:
+            return
+        call.over.set()
+        if isinstance(message, FailureFrame):
+            call.fail(message.error)
+        elif not call.waiter.done():
+            assert self._protocol.asks is not None
+            call.waiter.set_result(self._protocol.asks.result(call.method, message.value))
+
+    def _asked(self, call: CallFrame) -> Asked | None:
+        """The call, unless there is no such method, or it takes others: then it is refused."""
+        answers = self._protocol.answers
+        if answers is None or call.method not in answers:
+            self.send(FailureFrame(call.number, ValueError(f"{call.method!r} is not answered here")))
+            return None
+        try:
+            return Asked(self, call.number, call.method, answers.args(call.method, call.args))
+        except msgspec.DecodeError as error:
+            self.send(FailureFrame(call.number, TypeError(f"{call.method} does not take this: {error}")))
+            return None
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                while self._waiting:
+                    batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
+                    for part in batch:
+                        if isinstance(part, bytes):
+                            await self._socket.send(part)
+                            continue
+                        for message in part:
+                            await self._socket.send(encode(message))
+                if self._closing:
+                    break
+                self._something.clear()
+                await self._something.wait()
+        except ConnectionClosed as error:
+            self._end(self.problem or _reason(error))
+        await self._socket.close(self._code, self.problem.encode()[:120].decode(errors="ignore"))
+        self._end(self.problem)
+
+    def _end(self, problem: str) -> None:
+        """The connection is over: whoever waits for something of it is told."""
+        if self.ended.is_set():
+            return
+        self.problem = problem or "the connection ended"
+        self.ended.set()
+        self._closing = True
+        self._waiting.clear()
+        self._something.set()
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._abort)
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.over.set()
+            call.fail(PeerEndedError(self.problem))
+
+    def _abort(self) -> None:
+        self._socket.transport.abort()
+
+
+def _reason(error: ConnectionClosed) -> str:
+    """What is known of why a connection ended."""
+    if error.rcvd is not None and error.rcvd.reason:
+        return error.rcvd.reason
+    return f"the connection was cut ({error.__cause__!r})" if error.__cause__ else "the other end closed it"

@@ -1,0 +1,75 @@
+"""An event loop in a thread of its own, for processes whose work is not done in one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs what other threads give it, until it is stopped."""
+
+    def __init__(self, name: str = "network") -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """What a coroutine returns there; waits for it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Have a coroutine run there; nobody waits for it."""
+        asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def stop(self) -> None:
+        """Cancel what still runs there, and wait until it has ended."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+
+@contextmanager
+def entered(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[tuple[T, LoopThread]]:
+    """What an asynchronous context yields, and the thread in whose event loop it is entered and left."""
+    thread = LoopThread()
+    try:
+        over = asyncio.Event()
+        inside: Future[T] = Future()
+
+        async def stay() -> None:
+            try:
+                async with make() as found:
+                    inside.set_result(found)
+                    await over.wait()
+            except BaseException as error:
+                if inside.done():
+                    raise
+                inside.set_exception(error)
+
+        staying = asyncio.run_coroutine_threadsafe(stay(), thread.loop)
+        try:
+            yield inside.result(), thread
+        finally:
+            thread.loop.call_soon_threadsafe(over.set)
+            staying.result()
+    finally:
+        thread.stop()
