@@ -19,7 +19,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
@@ -37,7 +37,6 @@ WORDS: dict[Any, str] = {
 """Types of values as users are told of them."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Rule:
     """What a setting may be beside its type, and where users find it.
 
@@ -61,9 +60,12 @@ class Rule:
     unset: str = ""
     in_file: bool = True
 
+    def __init__(self, **given: Any) -> None:
+        assert set(given) <= set(Rule.__annotations__), given
+        vars(self).update(given)
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Setting:
+
+class Setting(typing.NamedTuple):
     """A field of a settings class with its rule; kinds: the types its values may have."""
 
     name: str
