@@ -48,7 +48,7 @@ class PlanInputs:
     context_tokens: float
     rate_per_s: float | None = None
     global_batch: float | None = None
-    load_margin: float = 0.2
+    load_margin: float = 0.0
     slo_ttft_s: float = 0.25
     slo_tpot_s: float = 0.1
     target_iar: float = 0.95
@@ -68,7 +68,7 @@ class PlanInputs:
                 _positive(name, getattr(self, name))
         if not (math.isfinite(self.load_margin) and self.load_margin >= 0):
             raise ConfigError(
-                f"load_margin={self.load_margin} must be a finite number, 0 or more (0.2 usual)"
+                f"load_margin={self.load_margin} must be a finite number, 0 or more (0.2: a fifth more)"
             )
         if isinstance(self.target_iar, bool) or not 0 < self.target_iar <= 1:
             raise ConfigError(f"target_iar={self.target_iar} must be above 0 and at most 1 (0.95 usual)")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .loading import BUSY
+import math
+
 from .memory import bytes_text
 from .plan import Plan
 
@@ -30,7 +31,7 @@ def plan_lines(plan: Plan) -> list[str]:
         ("IAR there", _rates(plan.slots_iar, plan.slots_iar_corrected)),
         (
             "Loads",
-            f"{plan.loads_per_s:.2f} adapters/s, {plan.loading_share:.0%} of the links' time{_busy(plan)}",
+            f"{plan.loads_per_s:.2f} adapters/s, {plan.loading_share:.0%} of the links' time{_queue(plan)}",
         ),
         ("Bound by", f"{plan.binding_constraint} ({_needs(plan)})"),
         (
@@ -85,10 +86,10 @@ def _needs(plan: Plan) -> str:
     return ", ".join(f"{name} alone: {gpus}" for name, gpus in plan.gpus_by_constraint.items())
 
 
-def _busy(plan: Plan) -> str:
-    if plan.loading_share <= BUSY:
-        return ""
-    return ": requests will wait for them, which no figure here knows; give more --gpus, and --verify"
+def _queue(plan: Plan) -> str:
+    if math.isinf(plan.load_wait_s):
+        return ": by the model they can't be kept up with; simulated, they are"
+    return f", a wait of {plan.load_wait_s * 1e3:.1f} ms before one begins" if plan.loads_per_s else ""
 
 
 def _ttft(plan: Plan) -> str:
