@@ -1,8 +1,10 @@
 """A cluster as the simulator runs it, and its load as requests: what plans are chosen and checked by.
 
 The cluster is the one that would be deployed: its instances, the slots and the layout of its LoRA Server, the
-links of the fullest rank, steps as long as the plan predicts for the requests in them.  Its server begins
-with the most popular adapters (prefetched), as after some time.
+links of the fullest rank, steps as long as the plan predicts for the requests in them.  It begins as after a
+long time: with the most popular adapters on its server (prefetched), and with as many requests under way as
+the plan keeps running; a request is under way with a probability that grows with its length (a trace's few
+long answers are most of what runs, and would come too late otherwise).
 
 Up to three kinds of arrivals: the trace's, where the plan is for its mean or peak rate; the trace's, scaled
 to the plan's rate, where that is another; and a Poisson process of the plan's rate, which is what the models
@@ -66,8 +68,9 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests by kind of arrivals, and the adapters by popularity."""
+    """Requests by kind of arrivals, and the adapters by popularity.  rate_per_s: of Poisson arrivals."""
 
+    rate_per_s: float
     requests: Mapping[str, Sequence[PlannedRequest]]
     popular: Sequence[str]
 
@@ -101,6 +104,7 @@ def planned_load(
     )
     repeated = replace(trace, requests=tuple(islice(_repeated(trace.requests), num_requests)))
     return Load(
+        rate_per_s=rate_per_s,
         requests={kind: make_plan(repeated, options, popularity) for kind, options in kinds.items()},
         popular=popular,
     )
@@ -128,10 +132,13 @@ def replays(
     to_the_end: False stops each once so many requests missed a goal that it can't be held.
     """
     config = system_of(inputs, cluster, layout, num_instances, load.popular)
-    return [
-        _replay(inputs, config, arrivals, requests, to_the_end=to_the_end)
-        for arrivals, requests in load.requests.items()
-    ]
+    rows = min(cluster.batch(layout.ep, num_instances, layout), config.instance.max_num_seqs)
+    found = []
+    for arrivals, requests in load.requests.items():
+        share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
+        begun = _under_way(requests, round(rows * num_instances * share))
+        found.append(_replay(inputs, config, arrivals, begun, requests, to_the_end=to_the_end))
+    return found
 
 
 def system_of(
@@ -186,13 +193,14 @@ def _replay(
     inputs: PlanInputs,
     config: SystemConfig,
     arrivals: str,
+    begun: Sequence[PlannedRequest],
     requests: Sequence[PlannedRequest],
     *,
     to_the_end: bool,
 ) -> Replay:
     since_s = requests[0].arrival_s + WARM_UP_SHARE * (requests[-1].arrival_s - requests[0].arrival_s)
     watch = None if to_the_end else _Watch(inputs, requests, since_s)
-    result = simulate(config, requests, watch)
+    result = simulate(config, [*begun, *requests], watch)
     summary = result.summary(since_s)
     return Replay(
         arrivals=arrivals,
@@ -224,6 +232,27 @@ class _Watch:
         self._late += request.decode_ttft_s > self._slo_s
         self._waiting += not request.at_once
         return self._late > self._most_late or self._waiting > self._most_waiting
+
+
+def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedRequest]:
+    """So many requests that began before the first one, with what is left of them.
+
+    Of those that run at a moment, length l has a share in proportion to l times its share of the requests,
+    and any part of it is left.
+    """
+    lengths = np.array([request.output_tokens for request in requests], dtype=float)
+    rng = np.random.default_rng(0)
+    chosen = rng.choice(len(requests), number, p=lengths / lengths.sum())
+    left = np.ceil(lengths[chosen] * rng.uniform(size=number)).astype(int)
+    return [
+        replace(
+            requests[index],
+            index=len(requests) + place,
+            arrival_s=0.0,
+            output_tokens=max(1, int(left[place])),
+        )
+        for place, index in enumerate(chosen.tolist())
+    ]
 
 
 def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
