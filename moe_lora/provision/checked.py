@@ -16,6 +16,7 @@ from pathlib import Path
 from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.partition import Layout
 
+from . import replayed
 from .candidate import candidate
 from .cluster import Cluster
 from .iar import expected_active
@@ -162,7 +163,7 @@ def checked_plan(inputs: PlanInputs, trace: str | Path, format: str | None = Non
         if inputs.rate_per_s is None or inputs.gpus is not None:
             raise
         refusal, rate_per_s = str(refused), inputs.rate_per_s * (1 + inputs.load_margin)
-    search = PlaceSearch(inputs, cluster, read_load(inputs, rate_per_s, trace, format))
+    search = PlaceSearch(inputs, cluster, searched_load(inputs, rate_per_s, trace, format))
     place = _smallest(search, modelled, refusal)
     if modelled is None or place != place_of(modelled):
         modelled = replace(
@@ -172,6 +173,14 @@ def checked_plan(inputs: PlanInputs, trace: str | Path, format: str | None = Non
             rate_limited_by=None if modelled is None else modelled.rate_limited_by,
         )
     return replace(modelled, checked=tuple(search.replayed(place)))
+
+
+def searched_load(
+    inputs: PlanInputs, rate_per_s: float, trace: str | Path, format: str | None = None, *, seed: int = 0
+) -> Load:
+    """What places are tried with: fewer requests than a check has."""
+    number = max(1, 2 * replayed.NUM_REQUESTS // 3)
+    return read_load(inputs, rate_per_s, trace, format, num_requests=number, seed=seed)
 
 
 def place_of(plan: Plan) -> Place:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from moe_lora.core.errors import ConfigError, SloError
@@ -54,6 +54,7 @@ class Cluster:
     tokens_per_s: float | None = None
     global_batch: float | None = None
     load_margin: float = 0.0
+    _alone: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def layer_budget_s(self) -> float:
@@ -111,18 +112,25 @@ class Cluster:
         if self.global_batch is not None:
             return self.global_batch / num_instances
         assert self.tokens_per_s is not None, "a cluster has one of the two"
+        if layout is None:
+            if (ep, num_instances) not in self._alone:
+                self._alone[ep, num_instances] = self._steady_rows(
+                    lambda rows: self.tpot_s(ep, rows), 0.0, num_instances
+                )
+            return self._alone[ep, num_instances]
+        queue = self.load_queue(layout, self.tokens_per_s / self.loads.output_tokens)
+        # No step is shorter than without loads, so the way leads over the rows of those.
+        return self._steady_rows(
+            lambda rows: queue.step_s(self.tpot_s(ep, rows), num_instances, self.shape.num_layers),
+            self.steady_rows(ep, num_instances),
+            num_instances,
+        )
+
+    def _steady_rows(self, longer_s: Callable[[float], float], rows: float, num_instances: int) -> float:
+        """The fixed point from `rows` on.  longer_s: a step of so many rows."""
+        assert self.tokens_per_s is not None
         per_instance, most = self.tokens_per_s / num_instances, self.max_batch[0] / (1 + self.load_margin)
-        queue = None
-        if layout is not None:
-            queue = self.load_queue(layout, self.tokens_per_s / self.loads.output_tokens)
-
-        def longer_s(rows: float) -> float:
-            unhindered_s = self.tpot_s(ep, rows)
-            if queue is None:
-                return unhindered_s
-            return queue.step_s(unhindered_s, num_instances, self.shape.num_layers)
-
-        tpot_s, rows = longer_s(1.0), 0.0
+        tpot_s = longer_s(max(1.0, rows))
         while tpot_s * per_instance > rows * (1 + _PRECISION):
             rows = tpot_s * per_instance
             if rows > most or tpot_s > self.slo_tpot_s:

@@ -39,6 +39,7 @@ from .inputs import PlanInputs
 from .memory import kv_requests
 
 NUM_REQUESTS = 12_000
+"""Of a check, of each kind of arrivals; of the search for a plan two thirds."""
 WARM_UP_SHARE = 0.2
 TAIL = 0.05
 
@@ -76,7 +77,7 @@ class Load:
 
 
 def planned_load(
-    inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int = NUM_REQUESTS, seed: int = 0
+    inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int, seed: int = 0
 ) -> Load:
     """The requests of each kind of arrivals that applies; lengths in the trace's order.
 
@@ -111,11 +112,18 @@ def planned_load(
 
 
 def read_load(
-    inputs: PlanInputs, rate_per_s: float, path: str | Path, format: str | None = None, *, seed: int = 0
+    inputs: PlanInputs,
+    rate_per_s: float,
+    path: str | Path,
+    format: str | None = None,
+    *,
+    num_requests: int | None = None,
+    seed: int = 0,
 ) -> Load:
-    """`planned_load` of a trace's file."""
-    trace = read_trace(path, format, limit=NUM_REQUESTS)
-    return planned_load(inputs, rate_per_s, trace, seed=seed)
+    """`planned_load` of a trace's file; num_requests: NUM_REQUESTS unless given."""
+    number = NUM_REQUESTS if num_requests is None else num_requests
+    trace = read_trace(path, format, limit=number)
+    return planned_load(inputs, rate_per_s, trace, num_requests=number, seed=seed)
 
 
 def replays(
@@ -129,7 +137,8 @@ def replays(
 ) -> list[Replay]:
     """A replay for each kind of arrivals; the first fifth of the time is not judged.
 
-    to_the_end: False stops each once so many requests missed a goal that it can't be held.
+    to_the_end: False gives the first replay up in which so many requests missed a goal that it can't be held,
+    and leaves out those after it.
     """
     config = system_of(inputs, cluster, layout, num_instances, load.popular)
     rows = min(cluster.batch(layout.ep, num_instances, layout), config.instance.max_num_seqs)
@@ -138,6 +147,8 @@ def replays(
         share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
         begun = _under_way(requests, round(rows * num_instances * share))
         found.append(_replay(inputs, config, arrivals, begun, requests, to_the_end=to_the_end))
+        if found[-1].stopped:
+            break
     return found
 
 
