@@ -177,7 +177,9 @@ def _plan(
         running = cluster.steady_rows(layout.ep, num_instances)
     tpot_s, queue = cluster.step_s(layout, num_instances, running)
     p95_ttft_s = cluster.first_token_s(layout, tpot_s)[0] + queue.p95_ttft_s(tpot_s, num_instances)
-    rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
+    rate_per_s = inputs.rate_per_s
+    if rate_per_s is None or inputs.global_batch is not None:
+        rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
     return Plan(
         **_admission(inputs, chosen, load, tpot_s, p95_ttft_s),
         loads_per_s=queue.loads_per_s,

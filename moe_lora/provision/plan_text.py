@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from .memory import bytes_text
 from .plan import Plan
 from .replayed import Replay
@@ -126,8 +124,6 @@ def _needs(plan: Plan) -> str:
 
 
 def _queue(plan: Plan) -> str:
-    if math.isinf(plan.load_wait_s):
-        return ": by the model they can't be kept up with; simulated, they are"
     return f", a wait of {plan.load_wait_s * 1e3:.1f} ms before one begins" if plan.loads_per_s else ""
 
 
@@ -135,8 +131,6 @@ def _ttft(plan: Plan) -> str:
     slo = f"SLO {plan.inputs['slo_ttft_s']:g} s"
     if plan.p95_ttft_s is None:
         return f"not known: fewer than 95 % start at once, so the tail queues ({slo})"
-    if math.isinf(plan.p95_ttft_s):
-        return f"not known by the models, as the links can't keep up with the loads ({slo})"
     return f"{plan.p95_ttft_s * 1e3:.1f} ms predicted, waits for loads included, without prefill ({slo})"
 
 
