@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moe_lora.provision.verdicts import Verdict
 
 SEED = 1
-"""Of arrivals and adapters; plans are chosen by seed 0."""
+"""Of arrivals and adapters; plans are chosen by others (`checked.SEEDS`)."""
 
 _TARGETS = {
     "target_iar": "At once, at least {:.2%}",

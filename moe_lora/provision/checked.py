@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,8 @@ FARTHEST = 1.3
 """Clusters are replayed whose models miss a goal by less than this factor."""
 BUSIEST = 1.1
 """... and those whose links are that busy at most, by the model of misses."""
+SEEDS = 0, 2
+"""Of the draws that a plan is chosen by."""
 GROWTH = 10
 """Where nothing holds, a tenth more GPUs are tried next; up to MOST times as many and MORE."""
 MOST, MORE = 2, 16
@@ -47,21 +49,22 @@ class Place:
 
 
 class PlaceSearch:
-    """Clusters by number of GPUs, and what became of them in replays of one load.
+    """Clusters by number of GPUs, and what became of them in replays.
 
-    farthest, busiest: see FARTHEST and BUSIEST.
+    loads: a cluster holds if it does in all of them, tried in turn: near the most that links can load, one
+    draw of arrivals and adapters may hold where the next does not.  farthest, busiest: see FARTHEST and BUSIEST.
     """
 
     def __init__(
         self,
         inputs: PlanInputs,
         cluster: Cluster,
-        load: Load,
+        loads: Sequence[Load],
         *,
         farthest: float = FARTHEST,
         busiest: float = BUSIEST,
     ) -> None:
-        self._inputs, self._cluster, self._load = inputs, cluster, load
+        self._inputs, self._cluster, self._loads = inputs, cluster, loads
         self._farthest, self._busiest = farthest, busiest
         self._found: dict[Place, list[Replay]] = {}
         self._nearness: dict[Place, float] = {}
@@ -75,20 +78,23 @@ class PlaceSearch:
         return len(self._found)
 
     def holds(self, place: Place) -> bool:
-        """Whether it keeps all targets in every kind of arrivals."""
+        """Whether it keeps all targets in every kind of arrivals of every load."""
         return holds(self._inputs, self.replayed(place))
 
     def replayed(self, place: Place) -> list[Replay]:
-        """Replays up to where it can no longer hold."""
+        """Replays of the last load, or of the first that it does not hold, up to where it no longer can."""
         if place not in self._found:
-            self._found[place] = replays(
-                self._inputs,
-                self._cluster,
-                place.layout,
-                place.num_instances,
-                self._load,
-                to_the_end=False,
-            )
+            for load in self._loads:
+                self._found[place] = replays(
+                    self._inputs,
+                    self._cluster,
+                    place.layout,
+                    place.num_instances,
+                    load,
+                    to_the_end=False,
+                )
+                if not holds(self._inputs, self._found[place]):
+                    break
         return self._found[place]
 
     def of(self, num_gpus: int) -> list[Place]:
@@ -163,7 +169,7 @@ def checked_plan(inputs: PlanInputs, trace: str | Path, format: str | None = Non
         if inputs.rate_per_s is None or inputs.gpus is not None:
             raise
         refusal, rate_per_s = str(refused), inputs.rate_per_s * (1 + inputs.load_margin)
-    search = PlaceSearch(inputs, cluster, searched_load(inputs, rate_per_s, trace, format))
+    search = PlaceSearch(inputs, cluster, searched_loads(inputs, rate_per_s, trace, format))
     place = _smallest(search, modelled, refusal)
     if modelled is None or place != place_of(modelled):
         modelled = replace(
@@ -175,12 +181,20 @@ def checked_plan(inputs: PlanInputs, trace: str | Path, format: str | None = Non
     return replace(modelled, checked=tuple(search.replayed(place)))
 
 
-def searched_load(
-    inputs: PlanInputs, rate_per_s: float, trace: str | Path, format: str | None = None, *, seed: int = 0
-) -> Load:
-    """What places are tried with: fewer requests than a check has."""
+def searched_loads(
+    inputs: PlanInputs,
+    rate_per_s: float,
+    trace: str | Path,
+    format: str | None = None,
+    *,
+    seeds: tuple[int, int] = SEEDS,
+) -> tuple[Load, Load]:
+    """What places are tried with: two thirds of the requests of a check, and then as many by other draws."""
     number = max(1, 2 * replayed.NUM_REQUESTS // 3)
-    return read_load(inputs, rate_per_s, trace, format, num_requests=number, seed=seed)
+    return (
+        read_load(inputs, rate_per_s, trace, format, num_requests=number, seed=seeds[0]),
+        read_load(inputs, rate_per_s, trace, format, seed=seeds[1]),
+    )
 
 
 def place_of(plan: Plan) -> Place:

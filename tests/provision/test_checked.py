@@ -56,7 +56,7 @@ def test_plan_of_the_models_that_misses_is_replaced_by_one_that_holds(trace: Pat
     given = inputs(**LOAD)
     modelled, plan = make_plan(given), checked_plan(given, trace)
     load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
-    search = PlaceSearch(given, cluster_of(given), load)
+    search = PlaceSearch(given, cluster_of(given), [load])
     assert not search.holds(place_of(modelled))
     assert plan.total_gpus >= modelled.total_gpus
     assert plan.binding_constraint == CHECK
@@ -66,7 +66,7 @@ def test_one_gpu_fewer_does_not_hold(trace: Path) -> None:
     given = inputs(**LOAD)
     plan = checked_plan(given, trace)
     load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
-    search = PlaceSearch(given, cluster_of(given), load, farthest=1.5, busiest=1.2)
+    search = PlaceSearch(given, cluster_of(given), [load], farthest=1.5, busiest=1.2)
     assert search.holding(plan.total_gpus - 1, at_most=20) is None
 
 
