@@ -21,8 +21,6 @@ _TARGETS = {
     "slo_ttft_s": "P95 TTFT, at most {:.3f} s",
     "slo_tpot_s": "Mean TPOT, at most {:.4f} s",
 }
-_SHORT = {"target_iar": "at once", "slo_ttft_s": "P95 TTFT", "slo_tpot_s": "mean TPOT"}
-_AMOUNTS = {"target_iar": "{:.2%}", "slo_ttft_s": "{:.3f} s", "slo_tpot_s": "{:.4f} s"}
 _COLUMNS = ("at once", "waited for a slot", "waited for KV or batch", "P95 TTFT", "TPOT", "loads/s")
 
 
@@ -52,7 +50,7 @@ def verified(
 
 def _replay_lines(found: Sequence[Replay]) -> list[str]:
     """A table for each kind of arrivals."""
-    from moe_lora.provision.plan_text import ARRIVALS
+    from moe_lora.provision.replayed import ARRIVALS
 
     lines = []
     for one in found:
@@ -71,13 +69,15 @@ def _replay_lines(found: Sequence[Replay]) -> list[str]:
 
 def _verdict_lines(judged: Sequence[Verdict]) -> list[str]:
     """A line a target, and one for each kind of arrivals that missed it."""
+    from moe_lora.provision.verdicts import missed_text
+
     lines = []
     for target, group in groupby(judged, lambda verdict: verdict.target):
         kinds = list(group)
         missed = [verdict for verdict in kinds if verdict.held is False]
         known = sum(verdict.held is not None for verdict in kinds)
         lines.append(f"{_TARGETS[target].format(kinds[0].goal)}: {_outcome(len(missed), known)}")
-        lines += [f"  {_miss(verdict)}" for verdict in missed]
+        lines += [f"  {missed_text(verdict)}" for verdict in missed]
     return lines
 
 
@@ -90,21 +90,10 @@ def _outcome(num_missed: int, num_judged: int) -> str:
 
 
 def _missed(judged: Sequence[Verdict]) -> str:
-    said = [f"{_SHORT[one.target]} {_miss(one)}" for one in judged if one.held is False]
+    from moe_lora.provision.verdicts import missed_text
+
+    said = [missed_text(one) for one in judged if one.held is False]
     return f"This plan does not hold its own check: {'; '.join(said)}"
-
-
-def _miss(verdict: Verdict) -> str:
-    from moe_lora.provision.plan_text import ARRIVALS
-
-    found = _AMOUNTS[verdict.target].format(verdict.found)
-    return f"missed by {_short_by(verdict)} ({found}) with {ARRIVALS[verdict.arrivals]}"
-
-
-def _short_by(verdict: Verdict) -> str:
-    if verdict.target == "target_iar":
-        return f"{100 * (verdict.missed_by or 0.0):.2f} points"
-    return _AMOUNTS[verdict.target].format(verdict.missed_by)
 
 
 def _row(cells: Sequence[str]) -> str:

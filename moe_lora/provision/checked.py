@@ -23,7 +23,7 @@ from .iar import expected_active
 from .inputs import PlanInputs
 from .plan import CHECK, Plan, cluster_of, make_plan, plan_of
 from .replayed import Load, Replay, read_load, replays
-from .verdicts import TARGETS, holds, verdicts
+from .verdicts import holds, missed_text, verdicts
 
 TRIED_AT_ONCE = 4
 """Clusters of equally many GPUs that are replayed before more GPUs are."""
@@ -52,7 +52,8 @@ class PlaceSearch:
     """Clusters by number of GPUs, and what became of them in replays.
 
     loads: a cluster holds if it does in all of them, tried in turn: near the most that links can load, one
-    draw of arrivals and adapters may hold where the next does not.  farthest, busiest: see FARTHEST and BUSIEST.
+    draw of arrivals and adapters may hold where the next does not.  farthest, busiest: see FARTHEST and
+    BUSIEST.
     """
 
     def __init__(
@@ -117,6 +118,15 @@ class PlaceSearch:
         if place not in self._nearness:
             self._nearness[place] = self._predicted(place)
         return self._nearness[place]
+
+    def shortfall(self, place: Place, most: int) -> str:
+        """Why a load is refused: what this place misses.  most: GPUs, up to which others were tried."""
+        said = [missed_text(one) for one in verdicts(self._inputs, self.replayed(place)) if one.held is False]
+        return (
+            f"simulated, none of {self.num_replayed} clusters of up to {most} GPUs holds it; the models' "
+            f"one, {place.num_instances} instances and {place.layout}, {'; '.join(said)}; raise --slo-ttft-s "
+            "or --slo-tpot-s, give more --gpus, or lower the load"
+        )
 
     def _all_of(self, num_gpus: int) -> Iterator[Place]:
         each = self._inputs.instance_gpus
@@ -228,7 +238,9 @@ def _smallest(search: PlaceSearch, modelled: Plan | None, refusal: str) -> Place
             nearest = nearest or next(iter(search.of(number)), None)
             number += max(1, number // GROWTH)
     if place is None:
-        raise SloError(refusal or _missed(search, nearest, most))
+        if refusal or nearest is None:
+            raise SloError(refusal)
+        raise SloError(search.shortfall(nearest, most))
     missed, number = 0, number - 1
     while missed < PATIENCE and number >= 1:
         smaller = None if number in failed else search.holding(number)
@@ -246,20 +258,4 @@ def _in_budget(search: PlaceSearch, modelled: Plan) -> Place:
         place = search.holding(number)
         if place is not None:
             return place
-    raise SloError(_missed(search, nearest, modelled.total_gpus))
-
-
-def _missed(search: PlaceSearch, nearest: Place | None, most: int) -> str:
-    """What the nearest cluster misses."""
-    assert nearest is not None, "something was replayed"
-    found = verdicts(search._inputs, search.replayed(nearest))
-    said = [
-        f"{TARGETS[one.target]} {one.found:.3g} for {one.goal:.3g} ({one.arrivals} arrivals)"
-        for one in found
-        if one.held is False and one.found is not None
-    ]
-    return (
-        f"up to {most} GPUs no cluster of {search.num_replayed} that were simulated holds the load; the "
-        f"models' one, {nearest.num_instances} instances and {nearest.layout}, has {', '.join(said)}; raise "
-        "--slo-ttft-s or --slo-tpot-s, or lower the load"
-    )
+    raise SloError(search.shortfall(nearest, modelled.total_gpus))

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from .memory import bytes_text
 from .plan import Plan
-from .replayed import Replay
-
-ARRIVALS = {
-    "trace": "the trace's own arrivals",
-    "scaled": "the trace's arrivals scaled to the plan's rate",
-    "poisson": "Poisson arrivals of the plan's rate",
-}
+from .replayed import ARRIVALS, Replay
 
 
 def plan_lines(plan: Plan) -> list[str]:

@@ -41,6 +41,11 @@ from .memory import kv_requests
 NUM_REQUESTS = 12_000
 """Of a check, of each kind of arrivals; of the search for a plan two thirds."""
 WARM_UP_SHARE = 0.2
+ARRIVALS = {
+    "trace": "the trace's own arrivals",
+    "scaled": "the trace's arrivals scaled to the plan's rate",
+    "poisson": "Poisson arrivals of the plan's rate",
+}
 TAIL = 0.05
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .inputs import PlanInputs
-from .replayed import Replay
+from .replayed import ARRIVALS, Replay
 
 TARGETS = {"target_iar": "admitted_at_once", "slo_ttft_s": "p95_ttft_s", "slo_tpot_s": "mean_tpot_s"}
+_NAMES = {"target_iar": "at once", "slo_ttft_s": "P95 TTFT", "slo_tpot_s": "mean TPOT"}
+_AMOUNTS = {"target_iar": "{:.2%}", "slo_ttft_s": "{:.3f} s", "slo_tpot_s": "{:.4f} s"}
 ROUNDING = 1e-6
 
 
@@ -50,6 +52,14 @@ def holds(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = 
     """Whether none of the replays was given up, and none missed a target."""
     judged = verdicts(inputs, replays, tolerance)
     return not any(one.stopped for one in replays) and all(one.held is not False for one in judged)
+
+
+def missed_text(verdict: Verdict) -> str:
+    """What was missed, by how much, and with which arrivals."""
+    amount, missed_by = _AMOUNTS[verdict.target], verdict.missed_by or 0.0
+    short = f"{100 * missed_by:.2f} points" if verdict.target == "target_iar" else amount.format(missed_by)
+    found = amount.format(verdict.found)
+    return f"{_NAMES[verdict.target]} missed by {short} ({found}) with {ARRIVALS[verdict.arrivals]}"
 
 
 def _judged(inputs: PlanInputs, target: str, replay: Replay, tolerance: Tolerance) -> Verdict:

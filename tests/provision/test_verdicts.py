@@ -61,8 +61,8 @@ def test_misses_are_listed_below_their_target_and_in_one_line() -> None:
     all_of = verdicts(inputs(), found)
     lines = _verdict_lines(all_of)
     assert lines[0] == "At once, at least 95.00%: missed in 2 of 2 kinds of arrivals"
-    assert lines[1].startswith("  missed by 5.00 points (90.00%) with the trace's arrivals scaled")
-    assert lines[2].startswith("  missed by 2.00 points (93.00%) with Poisson arrivals")
+    assert lines[1].startswith("  at once missed by 5.00 points (90.00%) with the trace's arrivals scaled")
+    assert lines[2].startswith("  at once missed by 2.00 points (93.00%) with Poisson arrivals")
     assert len(lines) == 5
     assert _missed(all_of).startswith("This plan does not hold its own check: at once missed by 5.00 points")
     assert "\n" not in _missed(all_of)
