@@ -54,7 +54,7 @@ class Cluster:
     tokens_per_s: float | None = None
     global_batch: float | None = None
     load_margin: float = 0.0
-    _alone: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
+    _alone: dict[tuple[int, int], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def layer_budget_s(self) -> float:

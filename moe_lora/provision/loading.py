@@ -129,7 +129,7 @@ class AdapterLoads:
     probabilities: NDArray[np.float64]
     adapter_share: float
     output_tokens: float
-    _found: dict[int, float] = field(default_factory=dict, repr=False)
+    _found: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def queue(self, requests_per_s: float, slots: int, load_s: float) -> LoadQueue:
         """The queue at this rate before a server of `slots` adapters."""
