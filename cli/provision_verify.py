@@ -1,4 +1,4 @@
-"""How `moe-lora provision --verify` shows its replays, and whether they keep the targets."""
+"""How `moe-lora provision --verify` checks a plan as it is written, and shows which targets it keeps."""
 
 from __future__ import annotations
 
@@ -10,74 +10,74 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moe_lora.provision.inputs import PlanInputs
     from moe_lora.provision.plan import Plan
-    from moe_lora.provision.replayed import Verified
+    from moe_lora.provision.replayed import Replay
     from moe_lora.provision.verdicts import Verdict
 
-_SPEEDS = {"sized": "steps as slow as sized for", "predicted": "steps as predicted"}
-_ARRIVALS = {
-    "trace": "the trace's own arrivals",
-    "scaled": "the trace's arrivals scaled to the plan's rate",
-    "poisson": "Poisson arrivals of the plan's rate",
-}
+SEED = 1
+"""Of arrivals and adapters; plans are chosen by others (`checked.SEEDS`)."""
+
 _TARGETS = {
     "target_iar": "At once, at least {:.2%}",
     "slo_ttft_s": "P95 TTFT, at most {:.3f} s",
     "slo_tpot_s": "Mean TPOT, at most {:.4f} s",
 }
-_AMOUNTS = {"target_iar": "{:.2%}", "slo_ttft_s": "{:.3f} s", "slo_tpot_s": "{:.4f} s"}
-_COLUMNS = ("adapters", "at once", "waited for a slot", "waited for KV or batch", "P95 TTFT", "TPOT")
+_COLUMNS = ("at once", "waited for a slot", "waited for KV or batch", "P95 TTFT", "TPOT", "loads/s")
 
 
 def verified(
     inputs: PlanInputs, plan: Plan, trace: str, format: str | None
-) -> tuple[dict[str, Any], list[str]]:
-    """Replays and verdicts, as JSON and as lines."""
-    from moe_lora.provision.replayed import verify
-    from moe_lora.provision.verdicts import verdicts
+) -> tuple[dict[str, Any], list[str], str]:
+    """Replays and verdicts as JSON, as lines, and in a line what was missed; "" if nothing."""
+    from moe_lora.provision.checked import place_of, planned_rate
+    from moe_lora.provision.plan import cluster_of
+    from moe_lora.provision.replayed import read_load, replays
+    from moe_lora.provision.verdicts import OTHER_DRAWS, holds, verdicts
 
-    found = verify(inputs, plan, trace, format)
-    judged = verdicts(inputs, plan.capacity, found)
-    replays = [
-        {"speed": one.speed, "arrivals": one.arrivals, "step_s": one.step_s, **asdict(one.replay)}
-        for one in found
-    ]
-    content = {"verified": replays, "verdicts": [asdict(verdict) for verdict in judged]}
-    return content, [*_replay_lines(found), "", f"Targets at M* = {plan.capacity}:", *_verdict_lines(judged)]
+    place = place_of(plan)
+    load = read_load(inputs, planned_rate(inputs, plan), trace, format, seed=SEED)
+    found = replays(inputs, cluster_of(inputs), place.layout, place.num_instances, load)
+    judged = verdicts(inputs, found, OTHER_DRAWS)
+    held = holds(inputs, found, OTHER_DRAWS)
+    content = {
+        "verified": [asdict(one) for one in found],
+        "verdicts": [asdict(verdict) for verdict in judged],
+        "held": held,
+    }
+    tolerance = f"within {100 * OTHER_DRAWS.share:.0f} points and {OTHER_DRAWS.time:.0%}"
+    lines = [*_replay_lines(found), "", f"Targets ({tolerance}):", *_verdict_lines(judged)]
+    return content, lines, "" if held else _missed(judged)
 
 
-def _replay_lines(found: Sequence[Verified]) -> list[str]:
-    """A table for each kind of arrivals and speed, a line a capacity."""
+def _replay_lines(found: Sequence[Replay]) -> list[str]:
+    """A table for each kind of arrivals."""
+    from moe_lora.provision.replayed import ARRIVALS
+
     lines = []
-    for (arrivals, speed), group in groupby(found, lambda one: (one.arrivals, one.speed)):
-        replays = [one.replay for one in group]
-        heading = f"Simulated, {_kind(arrivals, speed)} ({replays[0].num_requests} requests):"
-        lines += ["", heading, _row(_COLUMNS)]
-        lines += [
-            _row(
-                (
-                    str(replay.capacity),
-                    _shown(replay.admitted_at_once, ".2%"),
-                    _shown(replay.waited_for_adapter, ".2%"),
-                    _shown(replay.waited_for_room, ".2%"),
-                    _shown(replay.p95_ttft_s, ".3f") + " s",
-                    _shown(replay.mean_tpot_s, ".4f") + " s",
-                )
-            )
-            for replay in replays
-        ]
+    for one in found:
+        row = (
+            _shown(one.admitted_at_once, ".2%"),
+            _shown(one.waited_for_adapter, ".2%"),
+            _shown(one.waited_for_room, ".2%"),
+            _shown(one.p95_ttft_s, ".3f") + " s",
+            _shown(one.mean_tpot_s, ".4f") + " s",
+            _shown(one.loads_per_s, ".1f"),
+        )
+        heading = f"Checked by other draws, {ARRIVALS[one.arrivals]} ({one.num_requests} requests):"
+        lines += ["", heading, _row(_COLUMNS), _row(row)]
     return lines
 
 
 def _verdict_lines(judged: Sequence[Verdict]) -> list[str]:
-    """A line a target, and one for each kind of replay that missed it."""
+    """A line a target, and one for each kind of arrivals that missed it."""
+    from moe_lora.provision.verdicts import missed_text
+
     lines = []
     for target, group in groupby(judged, lambda verdict: verdict.target):
         kinds = list(group)
         missed = [verdict for verdict in kinds if verdict.held is False]
         known = sum(verdict.held is not None for verdict in kinds)
-        name = _TARGETS[target].format(kinds[0].goal)
-        lines.append(f"{name}: {_outcome(len(missed), known)}")
-        lines += [f"  {_miss(verdict)}" for verdict in missed]
+        lines.append(f"{_TARGETS[target].format(kinds[0].goal)}: {_outcome(len(missed), known)}")
+        lines += [f"  {missed_text(verdict)}" for verdict in missed]
     return lines
 
 
@@ -85,31 +85,15 @@ def _outcome(num_missed: int, num_judged: int) -> str:
     if num_judged == 0:
         return "not judged, as no request shows it"
     if num_missed == 0:
-        return f"held in {num_judged} of {num_judged} kinds of replay"
-    return f"missed in {num_missed} of {num_judged} kinds of replay"
+        return f"held in {num_judged} of {num_judged} kinds of arrivals"
+    return f"missed in {num_missed} of {num_judged} kinds of arrivals"
 
 
-def _miss(verdict: Verdict) -> str:
-    amount, kind = _AMOUNTS[verdict.target], _kind(verdict.arrivals, verdict.speed)
-    missed, found = _short_by(verdict), amount.format(verdict.found)
-    if verdict.held_from is not None:
-        rest = f"held at {verdict.held_from} adapters"
-    elif not verdict.attainable:
-        alone = amount.format(verdict.unhindered_s)
-        rest = f"can't be held at this speed: {alone} where nothing waits for a slot"
-    else:
-        rest = f"not held at {verdict.most_tried} adapters either"
-    return f"missed by {missed} ({found}) with {kind}; {rest}"
+def _missed(judged: Sequence[Verdict]) -> str:
+    from moe_lora.provision.verdicts import missed_text
 
-
-def _short_by(verdict: Verdict) -> str:
-    if verdict.target == "target_iar":
-        return f"{100 * (verdict.missed_by or 0.0):.2f} points"
-    return _AMOUNTS[verdict.target].format(verdict.missed_by)
-
-
-def _kind(arrivals: str, speed: str) -> str:
-    return f"{_ARRIVALS[arrivals]}, {_SPEEDS[speed]}"
+    said = [missed_text(one) for one in judged if one.held is False]
+    return f"This plan does not hold its own check: {'; '.join(said)}"
 
 
 def _row(cells: Sequence[str]) -> str:

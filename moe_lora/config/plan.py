@@ -18,11 +18,11 @@ class PlanGoals(Settings):
     """What a cluster is sized for: a load, two SLOs, a budget."""
 
     global_batch: float | None = setting(
-        None, above=0, option="--global-batch", unset="rate * mean output tokens * predicted TPOT + margin"
+        None, above=0, option="--global-batch", unset="rate * mean output tokens * predicted TPOT"
     )
     """Requests decoding at once.  Over all instances (Little's law)."""
-    load_margin: float = setting(0.2, least=0, option="--load-margin")
-    """Size for so much more than the predicted TPOT keeps running; not with --global-batch."""
+    load_margin: float = setting(0.0, least=0, option="--load-margin")
+    """Plan for so much more load, 0.2 being a fifth; not with --global-batch."""
     gpus: int | None = setting(None, least=1, option="--gpus", unset="as few as it takes")
     """Split so many."""
     instances: int | None = setting(None, least=1, option="--instances", unset="chosen")

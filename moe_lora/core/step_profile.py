@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from .errors import ConfigError
+
+
+class Stage(Protocol):
+    """A part of a layer."""
+
+    def seconds(self, num_rows: float) -> float:
+        """For so many decode rows; 0 for none."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +44,8 @@ class StepProfile:
     take no time: they are another device's (prefill and decode apart, InfiniLoRA section 2.1).
     """
 
-    attention: StageTime = StageTime()
-    experts: StageTime = StageTime()
-    lora: StageTime = StageTime()
-    transfer: StageTime = StageTime()
+    attention: Stage = StageTime()
+    experts: Stage = StageTime()
+    lora: Stage = StageTime()
+    transfer: Stage = StageTime()
     overlap: bool = True

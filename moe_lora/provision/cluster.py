@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.partition import Layout, Partition
 
+from .loading import STEPS_TO_FIRST_TOKEN, AdapterLoads, LoadQueue
 from .memory import AdapterMix, kv_requests, server_slots
 from .profile import Gpu
 from .stages import StageTimes
 
-MEMORY, FIRST_TOKEN = "ttft: cache capacity", "ttft: first token"
+MEMORY, FIRST_TOKEN, LOADS = "ttft: cache capacity", "ttft: first token", "ttft: loads"
 EQ5, EQ6 = "tpot: eq5", "tpot: eq6"
-CONSTRAINTS = (MEMORY, FIRST_TOKEN, EQ5, EQ6)
-STEPS_TO_FIRST_TOKEN = 2.95
+CONSTRAINTS = (MEMORY, LOADS, FIRST_TOKEN, EQ5, EQ6)
 MS = 1e3
 _PRECISION = 1e-6
 
@@ -39,12 +39,14 @@ class Cluster:
 
     The load is global_batch requests that decode at once, or tokens_per_s output tokens (rate times length):
     then what keeps running follows from the layout's own TPOT, and a plan is made for load_margin more.
+    loads: of adapters, by its requests.
     """
 
     shape: ModelShape
     mix: AdapterMix
     gpu: Gpu
     stages: StageTimes
+    loads: AdapterLoads
     instance_gpus: int
     slo_ttft_s: float
     slo_tpot_s: float
@@ -52,6 +54,7 @@ class Cluster:
     tokens_per_s: float | None = None
     global_batch: float | None = None
     load_margin: float = 0.0
+    _alone: dict[tuple[int, int], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def layer_budget_s(self) -> float:
@@ -99,34 +102,84 @@ class Cluster:
         batch = largest(self.base_holds, kv)
         return batch, "kv" if batch == kv else "tpot"
 
-    def steady_rows(self, ep: int, num_instances: int) -> float:
+    def steady_rows(self, ep: int, num_instances: int, layout: Layout | None = None) -> float:
         """Rows B of an instance that its own TPOT keeps running: B = tokens per second * tpot_s(B) / L.
 
         Little's law.  The smallest solution, approached from an idle cluster, so it does not depend on the
-        SLOs; or the first B on that way that is over a limit, where there is none within.
+        SLOs; or the first B on that way that is over a limit, where there is none within.  layout: steps wait
+        for its loads too; None: for none.
         """
         if self.global_batch is not None:
             return self.global_batch / num_instances
         assert self.tokens_per_s is not None, "a cluster has one of the two"
+        if layout is None:
+            if (ep, num_instances) not in self._alone:
+                self._alone[ep, num_instances] = self._steady_rows(
+                    lambda rows: self.tpot_s(ep, rows), 0.0, num_instances
+                )
+            return self._alone[ep, num_instances]
+        queue = self.load_queue(layout, self.tokens_per_s / self.loads.output_tokens)
+        # No step is shorter than without loads, so the way leads over the rows of those.
+        return self._steady_rows(
+            lambda rows: queue.step_s(self.tpot_s(ep, rows), num_instances, self.shape.num_layers),
+            self.steady_rows(ep, num_instances),
+            num_instances,
+        )
+
+    def _steady_rows(self, longer_s: Callable[[float], float], rows: float, num_instances: int) -> float:
+        """The fixed point from `rows` on.  longer_s: a step of so many rows."""
+        assert self.tokens_per_s is not None
         per_instance, most = self.tokens_per_s / num_instances, self.max_batch[0] / (1 + self.load_margin)
-        tpot_s, rows = self.tpot_s(ep, 1.0), 0.0
+        tpot_s = longer_s(max(1.0, rows))
         while tpot_s * per_instance > rows * (1 + _PRECISION):
             rows = tpot_s * per_instance
             if rows > most or tpot_s > self.slo_tpot_s:
                 break
-            tpot_s = self.tpot_s(ep, rows)
+            tpot_s = longer_s(rows)
         return rows
 
-    def batch(self, ep: int, num_instances: int) -> float:
+    def batch(self, ep: int, num_instances: int, layout: Layout | None = None) -> float:
         """Rows of an instance that a plan is made for: those that keep running, and the margin."""
-        margin = self.load_margin if self.global_batch is None else 0.0
-        return self.steady_rows(ep, num_instances) * (1 + margin)
+        return self.steady_rows(ep, num_instances, layout) * (1 + self.margin)
 
-    def tokens_at(self, ep: int, num_instances: int, global_batch: float) -> float:
+    @property
+    def margin(self) -> float:
+        """load_margin; 0 of a given global batch."""
+        return self.load_margin if self.global_batch is None else 0.0
+
+    def tokens_at(self, layout: Layout, num_instances: int, global_batch: float) -> float:
         """Output tokens per second of the load that a plan for this global batch is made for."""
-        margin = self.load_margin if self.global_batch is None else 0.0
-        running = global_batch / (1 + margin)
-        return running / self.tpot_s(ep, running / num_instances)
+        running = global_batch / (1 + self.margin)
+        return running / self.step_s(layout, num_instances, running / num_instances)[0]
+
+    def load_queue(self, layout: Layout, requests_per_s: float) -> LoadQueue:
+        """The loads of so many requests on the fullest rank of the layout."""
+        load_s = self.mix.bytes_on_rank(self.shape, layout) / self.gpu.load_bytes_per_s
+        return self.loads.queue(requests_per_s, self.slots(layout), load_s)
+
+    def step_s(self, layout: Layout, num_instances: int, batch: float) -> tuple[float, LoadQueue]:
+        """A step of an instance that runs `batch` rows, waits for loads included, and those loads.
+
+        As a closed system: rows that take longer ask for new adapters less often, so there is a solution
+        t = step(batch L / (output tokens t)) for every batch, found by bisection.
+        """
+        unhindered_s = self.tpot_s(layout.ep, batch)
+        requests = num_instances * max(1.0, batch) / self.loads.output_tokens
+
+        def at(step_s: float) -> tuple[float, LoadQueue]:
+            queue = self.load_queue(layout, requests / step_s)
+            return queue.step_s(unhindered_s, num_instances, self.shape.num_layers), queue
+
+        found = at(unhindered_s)
+        if found[0] <= unhindered_s * (1 + _PRECISION):
+            return found
+        low_s = high_s = unhindered_s
+        while at(high_s)[0] > high_s:
+            low_s, high_s = high_s, 2 * high_s
+        while high_s - low_s > _PRECISION * high_s:
+            middle_s = (low_s + high_s) / 2
+            low_s, high_s = (middle_s, high_s) if at(middle_s)[0] > middle_s else (low_s, middle_s)
+        return high_s, at(high_s)[1]
 
     def tpot_s(self, ep: int, batch: float) -> float:
         """layers * (attention + max(experts, LoRA round)) of a step, which has one row at least."""

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import yaml
 
+from .memory import bytes_text
 from .plan import Plan
+from .plan_text import deployment, ranks_text
 
 PLACEHOLDER_DIR = "MODEL_DIR"
 
@@ -32,8 +34,10 @@ def plan_yaml(plan: Plan, model_dir: str | None, adapters: Sequence[tuple[str, s
         },
     }
     lines = [
-        f"# {plan.inputs['model']}: {plan.instances} instances of {plan.instance_gpus} GPUs, LoRA Server of "
-        f"{plan.lora_server_gpus} ({plan.layout})",
+        f"# {plan.total_gpus} GPUs of {plan.inputs['hardware']}: {deployment(plan)}",
+        f"# Model: {plan.inputs['model']}.  Adapters: {plan.inputs['num_adapters']} of LoRA rank "
+        f"{ranks_text(plan)}, {bytes_text(plan.bytes_per_adapter)} each; name their",
+        "# folders under adapters (name: folder), or give --lora-dir, or load them over HTTP.",
         f"# M* = {plan.capacity} for an IAR of {plan.inputs['target_iar']:g}; the server's GPUs hold "
         f"{plan.slots}; bound by {plan.binding_constraint}",
         "# For one host. Over several (docs/cluster.md) add certificates, lora_server.address, store_dir and",

@@ -91,9 +91,16 @@ def bytes_text(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
 
 
+def server_bytes(gpu: Gpu) -> float:
+    """Of a LoRA Server's rank for adapters, rounded down to three digits of GB: what a plan's file says."""
+    usable_gb = gpu.memory_bytes * gpu.server_memory_share / 1e9
+    unit = 10.0 ** (math.floor(math.log10(usable_gb)) - 2)
+    return round(math.floor(usable_gb / unit) * unit, 9) * 1e9
+
+
 def server_slots(gpu: Gpu, shape: ModelShape, mix: AdapterMix, layout: Layout) -> int:
     """Adapters of mean size that fit on a LoRA Server of this layout."""
-    return int(gpu.memory_bytes * gpu.server_memory_share / mix.bytes_on_rank(shape, layout))
+    return int(server_bytes(gpu) / mix.bytes_on_rank(shape, layout))
 
 
 def kv_requests(gpu: Gpu, shape: ModelShape, instance_gpus: int, context_tokens: float) -> float:

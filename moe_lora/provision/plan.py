@@ -7,25 +7,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_lora.config.plan import ESTIMATORS
+from moe_lora.dist.lora_server.partition import Layout
 from moe_lora.workload.probabilities import checked_probabilities
 
 from .admitted import ADMITTED, Admitted, rates_at
 from .assumptions import assumptions
 from .budget import check_budget, check_instances
-from .candidate import Candidate, candidates, most_rows
+from .candidate import Candidate, candidate, candidates, most_rows
 from .cluster import Cluster
 from .corrected import corrected_wait
 from .iar import expected_active
 from .inputs import PlanInputs
 from .layer_figures import layer_ms, table_1_metrics
 from .load_range import NeededCapacity
-from .loading import loads_per_s
-from .sizing import ServerSize, smallest_cluster, smallest_server
+from .loading import AdapterLoads
+from .memory import server_bytes
+from .replayed import Replay
+from .sizing import ServerSize, server_size, smallest_cluster, smallest_server
 from .split import Split, best_split
 from .stages import StageTimes
 
 TAIL = 0.95
-BUDGET = "budget: highest rate"
+BUDGET, CHECK = "budget: highest rate", "simulated check"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +39,15 @@ class Plan:
     capacity_corrected: by each; for the global batch and all smaller ones.  iar, iar_corrected: admitted at
     once with M*, by the paper's model and the corrected one.  slots: adapters that the server's GPUs hold
     (>= M*), with slots_iar and slots_iar_corrected.  mean_wait_s: of the requests that don't start at once,
-    with M*.  loads_per_s: of adapters, with all slots; loading_share: of the time of the server's links,
-    which no model of admission and no predicted time knows.  max_num_seqs: all that an instance can run
-    within the TPOT SLO, so that bursts need not wait.
+    with M*.  loads_per_s: of adapters, with all slots; loading_share: of the time of the server's links;
+    load_wait_s: mean time until a load begins.  Times have the waits for loads in them.  max_num_seqs: all
+    that an instance can run within the TPOT SLO, so that bursts need not wait.
     binding_constraint: what asked for the number of server GPUs, of gpus_by_constraint, or the budget;
     rate_limited_by: what stops a budget's rate.  p95_ttft_s: decode TTFT; None where requests would queue.
     rate_per_s: requests.  running_per_instance, tpot_s: what keeps running at that rate, and its TPOT.
     global_batch, batch_per_instance, tpot_at_load_s, layer_ms, metrics (table 1's): with the margin.
     serviceable_rate_per_s: the highest rate that the budget holds; None without one.
+    checked: the replays that it was chosen by.
     """
 
     capacity: int
@@ -55,6 +59,7 @@ class Plan:
     mean_wait_s: float
     loads_per_s: float
     loading_share: float
+    load_wait_s: float
     lora_server_gpus: int
     layout: str
     instances: int
@@ -81,6 +86,7 @@ class Plan:
     metrics: Mapping[str, float] | None
     assumptions: tuple[str, ...]
     inputs: Mapping[str, Any]
+    checked: tuple[Replay, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Every field, by name."""
@@ -111,6 +117,17 @@ def make_plan(inputs: PlanInputs) -> Plan:
     return _plan(inputs, cluster, num_instances, server, split)
 
 
+def plan_of(inputs: PlanInputs, cluster: Cluster, num_instances: int, layout: Layout) -> Plan:
+    """The plan of a cluster that was chosen otherwise, whatever the models say of it."""
+    found = candidates(cluster, _needed(inputs, inputs.estimator), num_instances)
+    batch = cluster.batch(layout.ep, num_instances, layout)
+    if batch > cluster.max_batch[0]:
+        batch = cluster.batch(layout.ep, num_instances)
+    capacity = _needed(inputs, inputs.estimator)(batch * num_instances)
+    chosen = candidate(cluster, layout, capacity, num_instances, batch)
+    return _plan(inputs, cluster, num_instances, server_size(chosen, found), None)
+
+
 def cluster_of(inputs: PlanInputs) -> Cluster:
     """What the inputs ask to size."""
     stages = StageTimes(
@@ -126,6 +143,11 @@ def cluster_of(inputs: PlanInputs) -> Cluster:
         mix=inputs.mix,
         gpu=inputs.profile.gpu,
         stages=stages,
+        loads=AdapterLoads(
+            probabilities=inputs.probabilities,
+            adapter_share=inputs.adapter_share,
+            output_tokens=inputs.output_tokens,
+        ),
         instance_gpus=inputs.instance_gpus,
         slo_ttft_s=inputs.slo_ttft_s,
         slo_tpot_s=inputs.slo_tpot_s,
@@ -151,17 +173,24 @@ def _plan(
 ) -> Plan:
     chosen, layout = server.chosen, server.chosen.layout
     load = chosen.batch * num_instances
-    running = cluster.steady_rows(layout.ep, num_instances)
-    tpot_s = cluster.tpot_s(layout.ep, running)
-    rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
+    running = cluster.steady_rows(layout.ep, num_instances, layout)
+    if running > chosen.batch:  # the loads' model has no solution, the simulator had
+        running = cluster.steady_rows(layout.ep, num_instances)
+    tpot_s, queue = cluster.step_s(layout, num_instances, running)
+    p95_ttft_s = cluster.first_token_s(layout, tpot_s)[0] + queue.p95_ttft_s(tpot_s, num_instances)
+    rate_per_s = inputs.rate_per_s
+    if rate_per_s is None or inputs.global_batch is not None:
+        rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
     return Plan(
-        **_admission(inputs, cluster, chosen, load, tpot_s),
-        **_loading(inputs, cluster, chosen, rate_per_s),
+        **_admission(inputs, chosen, load, tpot_s, p95_ttft_s),
+        loads_per_s=queue.loads_per_s,
+        loading_share=queue.utilisation,
+        load_wait_s=queue.wait_s,
         lora_server_gpus=layout.num_ranks,
         layout=str(layout),
         instances=num_instances,
         bytes_per_adapter=inputs.mix.adapter_bytes(inputs.shape),
-        memory_gb_per_rank=cluster.gpu.memory_bytes * cluster.gpu.server_memory_share / 1e9,
+        memory_gb_per_rank=round(server_bytes(cluster.gpu) / 1e9, 9),
         binding_constraint=server.binding if split is None else BUDGET,
         rate_limited_by=None if split is None else split.binding,
         gpus_by_constraint=server.gpus_by_constraint,
@@ -171,9 +200,9 @@ def _plan(
         global_batch=load,
         batch_per_instance=chosen.batch,
         running_per_instance=running,
-        max_num_seqs=most_rows(cluster, layout, num_instances, chosen.batch),
+        max_num_seqs=most_rows(cluster, layout, num_instances),
         tpot_s=tpot_s,
-        tpot_at_load_s=cluster.tpot_s(layout.ep, chosen.batch),
+        tpot_at_load_s=chosen.step_s,
         serviceable_rate_per_s=None if split is None else split.tokens_per_s / inputs.output_tokens,
         layer_ms=layer_ms(cluster, chosen),
         metrics=table_1_metrics(inputs, layout, chosen.batch),
@@ -183,14 +212,13 @@ def _plan(
 
 
 def _admission(
-    inputs: PlanInputs, cluster: Cluster, chosen: Candidate, load: float, tpot_s: float
+    inputs: PlanInputs, chosen: Candidate, load: float, tpot_s: float, p95_ttft_s: float
 ) -> dict[str, Any]:
     """Fields of a plan on adapters that are resident, and on requests that find theirs so."""
     probabilities, batch, capacity = inputs.probabilities, load * inputs.adapter_share, chosen.capacity
     slots = min(chosen.slots, len(probabilities))
     at_capacity, at_slots = (rates_at(probabilities, batch, size) for size in (capacity, slots))
     by_name = {name: _needed(inputs, name)(load) for name in ESTIMATORS}
-    first_token_s = sum(cluster.first_token_s(chosen.layout, tpot_s))
     return {
         "capacity": capacity,
         "capacity_paper": by_name["paper"],
@@ -202,13 +230,5 @@ def _admission(
         "slots": slots,
         "slots_iar": at_slots["paper"],
         "slots_iar_corrected": at_slots["corrected"],
-        "p95_ttft_s": first_token_s if at_slots["corrected"] >= TAIL else None,
+        "p95_ttft_s": p95_ttft_s if at_slots["corrected"] >= TAIL else None,
     }
-
-
-def _loading(inputs: PlanInputs, cluster: Cluster, chosen: Candidate, rate_per_s: float) -> dict[str, Any]:
-    """Fields of a plan on adapters that are loaded."""
-    found = loads_per_s(inputs.probabilities, rate_per_s * inputs.adapter_share, chosen.slots)
-    bytes_per_s = chosen.layout.num_ranks * cluster.gpu.load_bytes_per_s
-    share = found * inputs.mix.adapter_bytes(inputs.shape) / bytes_per_s
-    return {"loads_per_s": found, "loading_share": share}

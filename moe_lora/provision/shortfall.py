@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from .candidate import Candidate
-from .cluster import EQ5, EQ6, FIRST_TOKEN, MS, STEPS_TO_FIRST_TOKEN, Cluster
+from .cluster import EQ5, EQ6, FIRST_TOKEN, LOADS, MS, Cluster
+from .loading import STEPS_TO_FIRST_TOKEN
 from .memory import bytes_text
 
 
@@ -40,6 +41,8 @@ def shortfall(cluster: Cluster, found: Sequence[Candidate], num_instances: int) 
         )
     if not any(one.met[FIRST_TOKEN] for one in found):
         return _first_token(cluster, found)
+    if not any(one.met[LOADS] for one in found):
+        return _loads(cluster, found)
     most = max(found, key=lambda one: one.slots)
     capacity = most.capacity
     if most.slots < capacity:
@@ -51,6 +54,18 @@ def shortfall(cluster: Cluster, found: Sequence[Candidate], num_instances: int) 
     return (
         f"no layout meets memory (M* = {capacity}), first token, eq. 5 and 6 at once for "
         f"{num_instances} instances of {best_round.batch:.1f} rows; raise --slo-tpot-s or give more --gpus"
+    )
+
+
+def _loads(cluster: Cluster, found: Sequence[Candidate]) -> str:
+    best = min(found, key=lambda one: one.p95_ttft_s)
+    queue = best.queue
+    return (
+        f"loads: {queue.loads_per_s:.1f} adapters/s of {queue.load_s * MS:.1f} ms keep the links of the LoRA "
+        f"Server busy for {queue.utilisation:.0%} of the time at best ({best.layout}): P95 TTFT "
+        f"{best.p95_ttft_s * MS:.0f} ms and TPOT {best.step_s * MS:.0f} ms, allowed are "
+        f"{cluster.slo_ttft_s * MS:.0f} and {cluster.slo_tpot_s * MS:.0f} ms; raise --slo-ttft-s, or give "
+        "adapters of smaller rank, or fewer"
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moe_lora.core.errors import SloError
 
 from .candidate import Candidate, CapacityOf, candidates
-from .cluster import CONSTRAINTS, Cluster
+from .cluster import CONSTRAINTS, MEMORY, Cluster
 from .shortfall import shortfall
 
 
@@ -24,7 +24,7 @@ class ServerSize:
     @property
     def binding(self) -> str:
         """The constraint that needs most ranks; of equals the first of CONSTRAINTS."""
-        return max(CONSTRAINTS, key=lambda name: self.gpus_by_constraint[name])
+        return max(self.gpus_by_constraint, key=lambda name: self.gpus_by_constraint[name], default=MEMORY)
 
 
 def smallest_server(
@@ -49,7 +49,15 @@ def smallest_server(
         (one for one in feasible if one.layout.num_ranks == fewest),
         key=lambda one: (one.round.total_s, one.layout.ep),
     )
-    needs = {name: next(one.layout.num_ranks for one in found if one.met[name]) for name in CONSTRAINTS}
+    return server_size(chosen, found)
+
+
+def server_size(chosen: Candidate, found: Sequence[Candidate]) -> ServerSize:
+    """The layout with what each constraint alone needs, where any of `found` meets it."""
+    fewest = {
+        name: next((one.layout.num_ranks for one in found if one.met[name]), None) for name in CONSTRAINTS
+    }
+    needs = {name: num_ranks for name, num_ranks in fewest.items() if num_ranks is not None}
     return ServerSize(chosen=chosen, gpus_by_constraint=needs)
 
 

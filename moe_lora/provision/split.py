@@ -12,7 +12,7 @@ from moe_lora.dist.lora_server.partition import Layout
 
 from .admitted import Admitted
 from .candidate import candidate
-from .cluster import EQ5, EQ6, FIRST_TOKEN, MEMORY, Cluster, largest
+from .cluster import EQ5, EQ6, FIRST_TOKEN, LOADS, MEMORY, Cluster, largest
 from .load_range import largest_load
 
 
@@ -82,7 +82,7 @@ def _fastest(cluster: Cluster, layout: Layout, num_gpus: int) -> Split | None:
 
     def met(global_batch: int) -> dict[str, bool]:
         found = candidate(cluster, layout, 1, num_instances, global_batch / num_instances).met
-        return {name: found[name] for name in (FIRST_TOKEN, EQ5, EQ6)}
+        return {name: found[name] for name in (FIRST_TOKEN, LOADS, EQ5, EQ6)}
 
     if not all(met(1).values()):
         return None
@@ -99,6 +99,6 @@ def _split(cluster: Cluster, layout: Layout, num_instances: int, global_batch: i
         layout=layout,
         num_instances=num_instances,
         global_batch=global_batch,
-        tokens_per_s=cluster.tokens_at(layout.ep, num_instances, global_batch),
+        tokens_per_s=cluster.tokens_at(layout, num_instances, global_batch),
         binding=binding,
     )

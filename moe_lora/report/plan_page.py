@@ -53,9 +53,11 @@ _WORDS = (
     "resident or there is room for it. M*: the fewest resident adapters that bring it to the target. The "
     "paper's model (InfiniLoRA, arXiv 2604.07173, section 4.2) takes adapters as independent of each other, "
     "the corrected one lets requests wait. EPx-PPy: experts over x ranks, layers over y stages. What binds "
-    "is the constraint that needs most GPUs: adapters in memory, the first token's time, eq5 (a layer's LoRA "
+    "is the constraint that needs most GPUs: adapters in memory, waits for adapters that are being loaded, "
+    "the first token's time, eq5 (a layer's LoRA "
     "round within what attention leaves), eq6 (the slowest part of it for all instances in turn). TTFT: to "
-    "the first decoded token, without prefill; TPOT: between tokens. Times are predicted, not measured."
+    "the first decoded token, without prefill; TPOT: between tokens. Times are predicted or simulated, not "
+    "measured."
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -86,12 +86,21 @@ class LoraServerConfig(LocalConfig):
 
     load_bytes_per_s: of all its GPUs together.  num_stages: groups of GPUs that work on different layers
     (y of EPx-PPy).  layer_wise: see `adapters.LoadLink`.  control_s: from asking for a lease to hearing of
-    it; a step begins without those that wait for that.
+    it; a step begins without those that wait for that.  prefetched: adapters that are resident before the
+    first request, the last of them given up first; at most `capacity`.
     """
 
     num_stages: int = setting(1, least=1)
     layer_wise: bool = True
     control_s: float = setting(0.001, least=0)
+    prefetched: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.prefetched) > self.capacity:
+            raise ConfigError(
+                f"prefetched={len(self.prefetched)} adapters exceed capacity={self.capacity}; name fewer"
+            )
 
 
 Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moe_lora.core.clock import Clock
@@ -39,6 +39,7 @@ class SimLoraServer:
         self._loaded_s: dict[str, tuple[float, float]] = {}
         self._layer_s: list[float] = []
         self._delta_s: list[float] = []
+        self._prefetch(config.prefetched)
 
     def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
         """A further instance's access.  on_grant: an adapter that it waited for is ready, or being loaded.
@@ -52,9 +53,7 @@ class SimLoraServer:
 
     def acquire(self, index: int, name: str) -> None:
         """Give the instance its lease, now or when there is room."""
-        if name not in self._registered:
-            self._registered.add(name)
-            self._table.register(name, {})
+        self._register(name)
         self._table.acquire(str(index), name, self._clock.now_s())
         self._carry_out()
 
@@ -73,6 +72,19 @@ class SimLoraServer:
                 if client.index != index and 0 < self._layer_s[client.index] < most_s:
                     client.on_contention()
         return after_s / self._num_stages if delta_s else 0.0
+
+    def _register(self, name: str) -> None:
+        if name not in self._registered:
+            self._registered.add(name)
+            self._table.register(name, {})
+
+    def _prefetch(self, names: Sequence[str]) -> None:
+        """Make them resident before anything happens, the first of them the last to be given up."""
+        for before, name in enumerate(reversed(names), start=-len(names)):
+            self._register(name)
+            self._table.prefetch(name, float(before))
+            self._loaded_s[name] = (-math.inf, -math.inf)
+        self._table.take_events()
 
     def _carry_out(self) -> None:
         for event in self._table.take_events():

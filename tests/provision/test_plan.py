@@ -39,7 +39,7 @@ def test_plan_holds_the_named_keys_and_is_json() -> None:
 def test_plan_is_what_its_parts_say() -> None:
     plan = make_plan(inputs())
     load = plan.global_batch
-    assert load == pytest.approx(25 * 230 * plan.tpot_s * 1.2, rel=1e-4)  # Little's law, and the margin
+    assert load == pytest.approx(25 * 230 * plan.tpot_s, rel=1e-4)  # Little's law
     assert plan.capacity_paper == min_capacity(zipf(), load, 0.95)
     assert plan.capacity == plan.capacity_corrected
     assert plan.iar == immediate_admissibility_rate(zipf(), load, plan.capacity)
@@ -116,7 +116,7 @@ def test_first_layers_load_is_part_of_the_ttft() -> None:
     plan = make_plan(inputs())
     layer_bytes = plan.bytes_per_adapter / 32 / int(plan.layout[2])
     assert plan.p95_ttft_s is not None
-    assert plan.p95_ttft_s - 2.95 * plan.tpot_s == pytest.approx(layer_bytes / 5e10)
+    assert plan.p95_ttft_s - 2.95 * plan.tpot_s == pytest.approx(layer_bytes / 5e10, rel=0.01)
 
 
 def test_printed_form_of_the_adapter_names_the_other_ones_bytes() -> None:
@@ -207,7 +207,7 @@ def test_no_tail_is_promised_where_requests_queue() -> None:
 
 
 def test_predicted_tpot_keeps_just_its_own_batch_running() -> None:
-    given = inputs()
+    given = inputs(load_margin=0.2)
     plan, cluster = make_plan(given), cluster_of(given)
     batch = plan.running_per_instance
     assert batch == pytest.approx(25 * 230 * plan.tpot_s / plan.instances, rel=1e-4)

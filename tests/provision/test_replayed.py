@@ -1,89 +1,153 @@
-"""Plans replayed in the simulator."""
+"""Clusters replayed in the simulator."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from moe_lora.cli.main import main
-from moe_lora.provision import replayed
+from moe_lora.dist.lora_server.partition import Layout
 from moe_lora.provision.memory import AdapterMix
-from moe_lora.provision.plan import make_plan
-from moe_lora.provision.replayed import planned_requests, verify
+from moe_lora.provision.plan import cluster_of, make_plan
+from moe_lora.provision.replayed import (
+    Load,
+    Replay,
+    _under_way,
+    planned_load,
+    replays,
+    step_profile,
+    system_of,
+)
 from moe_lora.workload.plan import PlannedRequest
 from moe_lora.workload.traces import read_trace
 from tests.provision.plans import inputs, zipf
 
-SMALL = AdapterMix(ranks=((1, 1.0),))  # loads in no time, as the models of admission assume
-
-
-@pytest.fixture(autouse=True)
-def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replayed, "NUM_REQUESTS", 5000)
+FEW = 3000
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
-    rows = [{"arrival_s": i * 0.05, "prompt_tokens": 300, "output_tokens": 20} for i in range(2000)]
+    rows = [{"arrival_s": i * 0.05, "prompt_tokens": 300, "output_tokens": 20} for i in range(400)]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
-def rates(requests: Mapping[str, Sequence[PlannedRequest]]) -> dict[str, float]:
-    return {kind: len(planned) / planned[-1].arrival_s for kind, planned in requests.items()}
+def rates(load: Load) -> dict[str, float]:
+    return {kind: len(planned) / planned[-1].arrival_s for kind, planned in load.requests.items()}
 
 
-def test_replays_surround_the_planned_capacity_at_both_speeds(trace: Path) -> None:
-    given = inputs(
-        output_tokens=20.0, rate_per_s=60.0, context_tokens=320.0, probabilities=zipf(128), mix=SMALL
-    )
-    plan = make_plan(given)
-    found = verify(given, plan, trace)
-    capacities = [one.replay.capacity for one in found if (one.speed, one.arrivals) == ("sized", "poisson")]
-    assert capacities == sorted(set(capacities))
-    assert plan.capacity in capacities
-    sized = next(
-        one.replay
-        for one in found
-        if (one.speed, one.arrivals) == ("sized", "poisson") and one.replay.capacity == plan.capacity
-    )
-    sized_s = plan.global_batch / (60.0 * 20.0)
-    assert sized.mean_tpot_s == pytest.approx(sized_s, rel=0.01)
-    assert sized.admitted_at_once == pytest.approx(plan.iar_corrected, abs=0.06)
-    predicted = [one.replay for one in found if one.speed == "predicted"]
-    for replay in predicted:
-        assert replay.mean_tpot_s is not None
-        assert replay.mean_tpot_s <= 0.1
+def test_cluster_is_simulated_as_it_is_written() -> None:
+    given = inputs(rate_per_s=60.0)
+    plan, cluster = make_plan(given), cluster_of(given)
+    layout = Layout.parse(plan.layout)
+    config = system_of(given, cluster, layout, plan.instances, [str(i) for i in range(512)])
+    assert config.num_instances == plan.instances
+    assert config.instance.max_num_seqs == plan.max_num_seqs
+    assert config.adapters.capacity == plan.slots
+    assert config.adapters.num_stages == layout.pp
+    assert config.adapters.prefetched == [str(i) for i in range(plan.slots)]
 
 
-def test_requests_come_at_the_planned_rate(trace: Path) -> None:
+def test_links_are_those_of_the_fullest_rank() -> None:
+    given = inputs()
+    config = system_of(given, cluster_of(given), Layout(ep=1, pp=3), 1, [])
+    # 11 of 32 layers over one link of 50 GB/s.
+    whole = given.mix.adapter_bytes(given.shape)
+    assert config.adapter_bytes == whole
+    assert config.adapters.load_bytes_per_s == pytest.approx(5e10 * 32 / 11)
+
+
+def test_steps_are_those_that_the_plan_predicts() -> None:
+    cluster = cluster_of(inputs())
+    profile, layout = step_profile(cluster, Layout(ep=2), 300), Layout(ep=2)
+    for rows in (1, 100, 300):
+        served = profile.transfer.seconds(rows) + profile.lora.seconds(rows)
+        layer_s = profile.attention.seconds(rows) + max(profile.experts.seconds(rows), served)
+        assert 32 * layer_s == pytest.approx(cluster.tpot_s(layout.ep, rows))
+
+
+def test_requests_come_at_the_planned_rate_and_a_short_trace_is_repeated(trace: Path) -> None:
     given = inputs(output_tokens=20.0, rate_per_s=60.0)
-    assert rates(planned_requests(given, make_plan(given), read_trace(trace))) == pytest.approx(
-        {"scaled": 60.0, "poisson": 60.0}, rel=0.05
+    load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
+    assert rates(load) == pytest.approx({"scaled": 60.0, "poisson": 60.0}, rel=0.05)
+    assert {len(requests) for requests in load.requests.values()} == {FEW}
+
+
+def test_plan_for_the_peak_is_checked_by_the_traces_own_arrivals_too(trace: Path) -> None:
+    given = inputs(output_tokens=20.0, rate_per_s=60.0, trace_rate_per_s=20.0)
+    load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
+    assert rates(load) == pytest.approx({"trace": 20.0, "scaled": 60.0, "poisson": 60.0}, rel=0.05)
+
+
+def test_other_seeds_draw_other_arrivals_and_adapters(trace: Path) -> None:
+    given = inputs(rate_per_s=60.0)
+    one, other = (
+        planned_load(given, 60.0, read_trace(trace), num_requests=FEW, seed=seed).requests for seed in (0, 1)
     )
+    assert [r.arrival_s for r in one["scaled"]] == [r.arrival_s for r in other["scaled"]]
+    assert [r.adapter for r in one["scaled"]] != [r.adapter for r in other["scaled"]]
+    assert [r.arrival_s for r in one["poisson"]] != [r.arrival_s for r in other["poisson"]]
 
 
-def test_given_global_batch_runs_at_once_whatever_the_rate(trace: Path) -> None:
+def test_adapters_are_drawn_unless_the_plan_is_for_the_traces(tmp_path: Path) -> None:
+    path = tmp_path / "named.jsonl"
+    row = {"arrival_s": 0.0, "prompt_tokens": 3, "output_tokens": 2, "adapter": "named"}
+    path.write_text("\n".join(json.dumps(row | {"arrival_s": float(i)}) for i in range(50)))
+    for traces, names in ((True, {"named"}), (False, {"0", "1"})):
+        given = inputs(probabilities=np.array([0.5, 0.5]), adapters_are_traces=traces)
+        load = planned_load(given, 1.0, read_trace(path), num_requests=50)
+        assert set(load.popular) == names
+        for requests in load.requests.values():
+            assert {request.adapter for request in requests} == names
+
+
+def test_a_moments_requests_are_those_that_run_long() -> None:
+    # Half of the requests have 10 tokens, half 90: of those under way nine of ten are long, half done.
+    requests = [PlannedRequest(i, float(i), "a", 5, 90 if i % 2 else 10) for i in range(1000)]
+    begun = _under_way(requests, 2000)
+    assert len(begun) == 2000
+    assert {request.arrival_s for request in begun} == {0.0}
+    assert len({request.index for request in [*requests, *begun]}) == 3000
+    assert np.mean([request.output_tokens for request in begun]) == pytest.approx(41, rel=0.05)
+
+
+def test_given_global_batch_runs_at_once(trace: Path) -> None:
     given = inputs(output_tokens=20.0, global_batch=50.0, context_tokens=320.0, probabilities=zipf(8))
-    plan = make_plan(given)
-    expected = 50.0 / (20.0 * plan.tpot_s)
-    assert rates(planned_requests(given, plan, read_trace(trace))) == pytest.approx(
-        {"scaled": expected, "poisson": expected}, rel=0.05
-    )
-    found = [one for one in verify(given, plan, trace) if one.arrivals == "scaled"]
-    tpots = {one.speed: one.replay.mean_tpot_s for one in found}  # of the most slots
-    assert tpots == pytest.approx({"sized": plan.tpot_s, "predicted": plan.tpot_s}, rel=0.1)
+    plan, cluster = make_plan(given), cluster_of(given)
+    load = planned_load(given, 50 / (20 * plan.tpot_s), read_trace(trace), num_requests=FEW)
+    for found in replays(given, cluster, Layout.parse(plan.layout), plan.instances, load):
+        assert found.mean_tpot_s == pytest.approx(plan.tpot_s, rel=0.1)
 
 
-def test_trace_that_comes_in_bursts_waits_where_its_poisson_twin_does_not(tmp_path: Path) -> None:
+def overloaded(trace: Path) -> tuple[list[Replay], list[Replay]]:
+    given = inputs(output_tokens=20.0, rate_per_s=60.0, probabilities=zipf(400, 0.5))
+    cluster = cluster_of(given)
+    load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
+    whole, part = (replays(given, cluster, Layout(), 1, load, to_the_end=end) for end in (True, False))
+    return whole, part
+
+
+def test_replay_that_can_no_longer_hold_is_given_up(trace: Path) -> None:
+    whole, part = overloaded(trace)
+    assert not any(one.stopped for one in whole)
+    (only,) = part  # the others would not be looked at
+    assert only.stopped
+    assert only.num_requests < whole[0].num_requests
+
+
+def test_shares_of_waiting_requests_sum_to_one(trace: Path) -> None:
+    whole, _ = overloaded(trace)
+    for one in whole:
+        waited = one.admitted_at_once, one.waited_for_adapter, one.waited_for_room
+        assert sum(share or 0.0 for share in waited) == pytest.approx(1.0)
+
+
+def test_bursts_wait_where_their_poisson_twin_does_not(tmp_path: Path) -> None:
     path = tmp_path / "bursts.jsonl"
-    names = np.random.default_rng(0).integers(40, size=3000).tolist()
+    names = np.random.default_rng(0).integers(40, size=2000).tolist()
     rows = [
         {"arrival_s": i // 120 * 6.0, "prompt_tokens": 300, "output_tokens": 20, "adapter": f"a{name}"}
         for i, name in enumerate(names)
@@ -96,54 +160,8 @@ def test_trace_that_comes_in_bursts_waits_where_its_poisson_twin_does_not(tmp_pa
         probabilities=np.full(40, 1 / 40),
         trace_rate_per_s=20.0,
         adapters_are_traces=True,
-        instances=1,
-        mix=SMALL,
+        mix=AdapterMix(ranks=((256, 1.0),)),  # 26 of the 40 fit
     )
-    plan = make_plan(given)
-    found = {
-        one.arrivals: one.replay
-        for one in verify(given, plan, path)
-        if one.speed == "sized" and one.replay.capacity == plan.capacity
-    }
-    for replay in found.values():
-        shares = replay.admitted_at_once, replay.waited_for_adapter, replay.waited_for_room
-        assert sum(share or 0.0 for share in shares) == pytest.approx(1.0)
-    at_once = {name: replay.admitted_at_once or 0.0 for name, replay in found.items()}
-    assert at_once["poisson"] == pytest.approx(plan.iar_corrected, abs=0.06)
-    assert at_once["trace"] < at_once["poisson"] - 0.1
-
-
-def test_plan_for_the_peak_is_checked_by_the_traces_own_arrivals_too(trace: Path) -> None:
-    given = inputs(output_tokens=20.0, rate_per_s=60.0, trace_rate_per_s=20.0)
-    requests = planned_requests(given, make_plan(given), read_trace(trace))
-    assert rates(requests) == pytest.approx({"trace": 20.0, "scaled": 60.0, "poisson": 60.0}, rel=0.05)
-
-
-def test_adapters_are_drawn_unless_the_plan_is_for_the_traces(tmp_path: Path) -> None:
-    path = tmp_path / "named.jsonl"
-    row = {"arrival_s": 0.0, "prompt_tokens": 3, "output_tokens": 2, "adapter": "named"}
-    path.write_text("\n".join(json.dumps(row | {"arrival_s": float(i)}) for i in range(50)))
-    for traces, names in ((True, {"named"}), (False, {"0", "1"})):
-        given = inputs(probabilities=np.array([0.5, 0.5]), adapters_are_traces=traces)
-        for requests in planned_requests(given, make_plan(given), read_trace(path)).values():
-            assert {request.adapter for request in requests} == names
-
-
-def test_command_shows_replays(trace: Path) -> None:
-    words = ["provision", "--trace", str(trace), "--model", "DBRX", "--adapters", "16", "--verify"]
-    shown = CliRunner().invoke(main, words)
-    assert shown.exit_code == 0, shown.output
-    assert "Simulated, the trace's own arrivals, steps as predicted" in shown.output
-    assert "waited for KV or batch" in shown.output
-    last = shown.output.split("Targets at M* = ")[1]
-    for target in (
-        "At once, at least 95.00%: ",
-        "P95 TTFT, at most 0.250 s: ",
-        "Mean TPOT, at most 0.1000 s: ",
-    ):
-        assert target in last
-    content = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
-    for name, kinds in (("speed", {"sized", "predicted"}), ("arrivals", {"trace", "poisson"})):
-        assert {one[name] for one in content["verified"]} == kinds
-        assert {one[name] for one in content["verdicts"]} == kinds
-    assert {one["target"] for one in content["verdicts"]} == {"target_iar", "slo_ttft_s", "slo_tpot_s"}
+    load = planned_load(given, 20.0, read_trace(path), num_requests=2000)
+    found = {one.arrivals: one for one in replays(given, cluster_of(given), Layout(ep=2), 1, load)}
+    assert (found["trace"].admitted_at_once or 0.0) < (found["poisson"].admitted_at_once or 0.0) - 0.1

@@ -15,6 +15,19 @@ def run(config, requests):
     return sorted(simulate(config, requests).requests, key=lambda request: request.index)
 
 
+def test_prefetched_adapters_are_there_and_the_last_of_them_goes_first() -> None:
+    config = served(server(2, prefetched=["b", "a"]), load_s=0.5)
+    taken = simulate(config, asked((0.0, "c", 1), (2.0, "b", 1)))
+    assert taken.num_loads == 1
+    assert [request.finish_s for request in taken.requests] == pytest.approx([0.6, 2.1])
+    assert simulate(config, asked((0.0, "c", 1), (2.0, "a", 1))).num_loads == 2
+
+
+def test_more_prefetched_adapters_than_slots_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prefetched=3 adapters exceed capacity=2; name fewer"):
+        server(2, prefetched=["a", "b", "c"])
+
+
 def test_second_adapter_waits_for_the_only_slot_and_then_for_its_load():
     first, second = run(coupled(1, load_s=0.05), asked((0.0, "a", 2), (0.05, "b", 1)))
     # Load until 0.05, steps until 0.15 and 0.25; then b's load until 0.30 and one step.
