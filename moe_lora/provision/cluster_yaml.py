@@ -36,7 +36,7 @@ def plan_yaml(plan: Plan, model_dir: str | None, adapters: Sequence[tuple[str, s
         f"{plan.lora_server_gpus} ({plan.layout})",
         f"# M* = {plan.capacity} for an IAR of {plan.inputs['target_iar']:g}; the server's GPUs hold "
         f"{plan.slots}; bound by {plan.binding_constraint}",
-        "# For one host. Over several (docs/cluster.md) add key_file, lora_server.address, store_dir and",
+        "# For one host. Over several (docs/cluster.md) add certificates, lora_server.address, store_dir and",
         "# transport, front_end.engines_address, and set engine.num_instances to the instances of a host.",
     ]
     if model_dir is None:

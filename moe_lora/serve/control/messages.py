@@ -11,7 +11,7 @@ from msgspec import field
 
 from moe_lora.adapters.registered import RegisteredAdapter
 from moe_lora.core.request import AdapterInfo, RequestTiming
-from moe_lora.dist.lora_server.admin import ServerState
+from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.dist.net.codec import Interface, Message
 from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.peer import Protocol
