@@ -198,6 +198,20 @@ def test_peer_whose_loop_stands_still_is_noticed_by_pings(place):
     asyncio.run(talk())
 
 
+def test_what_answers_and_is_none_of_ours_is_an_error_that_says_so(place):
+    async def talk() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"220 mail.example ESMTP\r\n")
+            writer.close()
+
+        async with await asyncio.start_unix_server(answer, place.path):
+            error = await error_of(dial("address", place, None))
+            assert isinstance(error, ConnectionError)
+            assert "turned this process away" in str(error)
+
+    asyncio.run(talk())
+
+
 def test_dialling_goes_on_until_someone_is_there_and_after_each_end(place):
     async def talk() -> None:
         seen: list[Peer] = []
