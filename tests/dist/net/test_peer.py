@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
-from moe_lora.dist.net.codec import CallFrame, encode
+from moe_lora.dist.net.codec import CallFrame, Protocol, encode
 from moe_lora.dist.net.connection import Address, Pauses, Pings, dial, parse_address, stay_connected
-from moe_lora.dist.net.peer import Peer, PeerEndedError, Protocol
+from moe_lora.dist.net.peer import Peer, PeerEndedError
 
 from .parts import CLIENT, Note, Secret, dialled, error_of, serving, until
 
