@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -135,6 +136,12 @@ class ClusterConfig:
                 if not address.path:
                     raise needs_keys(f"{name}.engines_address", address)
         return keys_in(self.certificates)
+
+    @property
+    def folder_of_sockets(self) -> str | None:
+        """Where roles of one host have their sockets (`one_host`), None if they have none."""
+        address = "" if self.controller is None else self.controller.address
+        return os.path.dirname(address) if address.startswith("/") else None
 
     def doors(self) -> dict[str, Address]:
         """Where everything is that an instance dials, by name: the controller and each front end.
