@@ -98,7 +98,7 @@ def test_adapters_lie_in_a_pool_as_the_file_says(read):
 
 def test_certificates_are_read_from_the_folder(read, tmp_path):
     assert read("model_dir: m\nfront_end: {engines_address: /run/s}").keys() is None
-    with pytest.raises(ConfigError, match=r"front-end\.engines_address=h:1 .* moe-lora cluster init"):
+    with pytest.raises(ConfigError, match=r"front-end\.engines_address=h:1 .*moe-lora cluster init"):
         read("model_dir: m\nfront_end: {engines_address: 'h:1'}").keys()
     with pytest.raises(ConfigError, match="moe-lora cluster init"):
         read("model_dir: m\ncertificates: absent").keys()
