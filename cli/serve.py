@@ -147,7 +147,7 @@ def serve(
     if num_front_ends is not None and role != "all":
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
     if parent is not None:
-        end_with(parent)
+        end_with(parent, cluster.folder_of_sockets)
     if role != "all":
         with failure_told(status_fd):
             if role == "front-end":

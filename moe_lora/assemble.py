@@ -198,7 +198,9 @@ async def local_instances(
                 Role(
                     name=part.instance,
                     kind="instance",
-                    words=local_worker(file := stack.enter_context(start_file(StartInstance(part, address)))),
+                    words=local_worker(
+                        file := stack.enter_context(start_file(StartInstance(part, address, folder)))
+                    ),
                     fds=(file,),
                     environment=worker_environment(part.threads_per_process),
                 )

@@ -138,6 +138,12 @@ class ClusterConfig:
             raise ConfigError(f"front_ends has none named {name!r}; give one of {names}, or add it")
         return self.front_end
 
+    @property
+    def folder_of_sockets(self) -> str | None:
+        """Where roles of one host have their sockets (`dist.one_host`), None if they have none."""
+        address = "" if self.controller is None else self.controller.address
+        return os.path.dirname(address) if address.startswith("/") else None
+
     def doors(self) -> dict[str, Address]:
         """Where everything is that an instance dials, by name: the controller and each front end.
 

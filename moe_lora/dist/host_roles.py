@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -83,9 +83,8 @@ class Role:
 class HostRoles:
     """Keeps roles running; belongs to one event loop.
 
-    Everything is started again, for ever, unless a setting keeps its first process from its part.  on_end:
-    called when a role has ended.  drain_s: how long a front end may take to end what it serves.  failed: what
-    kept all of a kind from their part.
+    Everything is started again, for ever, unless a setting keeps its first process from its part.  drain_s:
+    how long a front end may take to end what it serves.  failed: what kept all of a kind from their part.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class HostRoles:
         *,
         clock: Clock | None = None,
         policy: RestartPolicy | None = None,
-        on_end: Callable[[str], None] = lambda name: None,
         drain_s: float = 0.0,
     ) -> None:
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -102,7 +100,6 @@ class HostRoles:
         self._drain_s = drain_s
         self._clock = clock or WallClock()
         self._policy = policy or RestartPolicy()
-        self._on_end = on_end
         self._stopping = False
         self._running: dict[str, tuple[Role, asyncio.subprocess.Process]] = {}
         self._kept = [role.kind for role in roles]
@@ -112,11 +109,6 @@ class HostRoles:
     async def ready(self) -> None:
         """Return when each role has said that it does its part.  Raises what kept one from it at first."""
         await asyncio.gather(*self._ready.values())
-
-    def pid(self, name: str) -> int | None:
-        """Of a role's process; None while it has none."""
-        found = self._running.get(name)
-        return None if found is None else found[1].pid
 
     def kill(self, name: str) -> None:
         """End a process that does nothing any more, be it stopped or stuck; it is started again."""
@@ -147,7 +139,6 @@ class HostRoles:
             error = await self._live(role, num_starts)
             if self._stopping:
                 return
-            self._on_end(role.name)
             num_starts += 1
             lived_s = self._clock.now_s() - started_s
             num_deaths = num_deaths + 1 if lived_s < self._policy.quick_s else 1

@@ -15,10 +15,13 @@ THREADS_PER_RANK = 1
 
 
 class StartInstance(Message, frozen=True):
-    """An instance, which dials in at the socket of the only front end of its host."""
+    """An instance, which dials in at the socket of the only front end of its host.  directory: of the socket,
+    deleted if the front end is killed.
+    """
 
     config: EngineConfig
     address: Address
+    directory: str
 
 
 class StartRank(Message, frozen=True):

@@ -46,7 +46,7 @@ def main() -> None:
     from .roles import end_with, serve_role
 
     start = None if options.start_fd is None else read_start(options.start_fd)
-    directory = start.directory if isinstance(start, StartRank) else None
+    directory = start.directory if start is not None else None
     if options.parent is not None:
         end_with(options.parent, directory)
     status, starts = options.status_fd, options.starts or 0

@@ -11,8 +11,7 @@ from msgspec import DecodeError, Raw
 
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
-from moe_lora.dist.net.codec import Decoder, Interface, Message, encode
-from moe_lora.dist.net.peer import Protocol
+from moe_lora.dist.net.codec import Decoder, Interface, Message, Protocol, encode
 
 from .pool_messages import PoolEntry
 

@@ -10,7 +10,8 @@ from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import CapacityError, EngineDeadError, LoraServerError
 from moe_lora.core.problems import LastProblem
 from moe_lora.core.request import FleetStats
-from moe_lora.dist.lora_server.admin import LoraServerAdmin, ServerState
+from moe_lora.dist.lora_server.admin import LoraServerAdmin
+from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.engine.client import EngineClient
 from moe_lora.provision.demand import DemandWindow

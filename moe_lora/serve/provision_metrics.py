@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from moe_lora.dist.lora_server.admin import ServerState
+from moe_lora.dist.lora_server.messages import ServerState
 
 from .views import ProvisionView
 

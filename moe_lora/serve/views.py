@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from moe_lora.adapters.registered import RegisteredAdapter
 from moe_lora.config import ProvisionConfig
 from moe_lora.core.request import RequestTiming
-from moe_lora.dist.lora_server.admin import ServerState
+from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.provision.online import Outlook
 from moe_lora.provision.placement_quality import PlacementQuality
 

@@ -167,7 +167,7 @@ AGAIN = {"instance killed twice": "engine ready", "controller killed twice": "th
 """Faults that kill a second time, when the new process says this: while it comes in."""
 SILENCES = {
     "instance silent": r"is silent for [\d.]+ s; it gets no requests",
-    "instance silent for long": r"is silent for \d+ s; it is ended",
+    "instance silent for long": r"is silent for \d+ s and is ended",
     "controller silent": r"lost the controller",
 }
 """Faults that stop a process until the log says this once more; all others kill."""

@@ -91,12 +91,12 @@ def test_each_role_has_a_socket_of_its_own_in_the_folder(cluster, tmp_path):
 
 
 @contextmanager
-def keeping(*roles: Role) -> Iterator[tuple[HostRoles, LoopThread]]:
+def keeping(*roles: Role, policy: RestartPolicy = QUICK) -> Iterator[tuple[HostRoles, LoopThread]]:
     """The roles kept running in an event loop of their own."""
 
     @asynccontextmanager
     async def kept() -> AsyncIterator[HostRoles]:
-        found = HostRoles(roles, policy=QUICK)
+        found = HostRoles(roles, policy=policy)
         yield found
         await found.stop()
 
@@ -147,6 +147,13 @@ def test_what_keeps_one_from_starting_is_raised_where_all_are_awaited():
         thread.run(kept.ready(), 60)
     with keeping(FAILING) as (kept, thread), pytest.raises(EngineDeadError, match="exit code 3 while"):
         thread.run(kept.ready(), 60)
+
+
+def test_death_after_a_long_life_begins_the_count_anew(caplog):
+    caplog.set_level("INFO", logger="moe_lora")
+    patient = RestartPolicy(quick_s=0.0, first_pause_s=600.0)  # no life is too short
+    with keeping(FAILING, policy=patient):
+        until(lambda: len(pids(caplog, "failing")) > 3, lambda: caplog.text)
 
 
 def test_lack_of_handles_for_a_while_costs_no_role(caplog, monkeypatch):

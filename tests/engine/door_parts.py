@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
+from moe_lora.core.errors import AdapterError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.thread import LoopThread
@@ -51,6 +52,7 @@ class ScriptedLoop(threading.Thread):
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.held: list[str] = []
+        self.refused: set[str] = set()
         self.aborted: list[str] = []
         self.calls: list[tuple] = []
         self.num_steps = 0
@@ -70,7 +72,11 @@ class ScriptedLoop(threading.Thread):
                 )
             elif isinstance(command, Call):
                 self.calls.append((command.method, *command.args))
-                self._emit(Reply(command.call_id, getattr(self, command.method)(*command.args)))
+                try:
+                    reply = Reply(command.call_id, getattr(self, command.method)(*command.args))
+                except AdapterError as error:
+                    reply = Reply(command.call_id, error=error)
+                self._emit(reply)
             else:
                 command()
             self.pulse.rest()
@@ -97,6 +103,8 @@ class ScriptedLoop(threading.Thread):
         self, name: str, path: str, replaces: bool, version: int, content_hash: str | None
     ) -> AdapterInfo:
         assert replaces
+        if path in self.refused:
+            raise AdapterError(f"{path} is gone")
         self.adapters[name] = (path, version)
         return self._info(name)
 
@@ -114,7 +122,15 @@ class Instance:
     """An instance's process, as far as the front end can tell."""
 
     def __init__(
-        self, name: str, *sockets: str, number=0, keys=None, info=INFO, adapters=None, incarnation=None
+        self,
+        name: str,
+        *sockets: str,
+        number=0,
+        keys=None,
+        info=INFO,
+        adapters=None,
+        incarnation=None,
+        refused=(),
     ):
         self.incarnation = incarnation or secrets.token_hex(8)
         doors = {f"door-{one}": parse_address("door", one) for one in sockets}
@@ -126,6 +142,7 @@ class Instance:
 
         self.dial = self._thread.run(make())
         self.loop = ScriptedLoop(self.dial.emit, inbox, number, dict(adapters or {}))
+        self.loop.refused = set(refused)
         hello = Hello(name, self.incarnation, info)
         self.loop.start()
         self._running = asyncio.run_coroutine_threadsafe(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.entry import AsItIs, CatchUp, Recovery
 from moe_lora.engine.messages import Dead
@@ -98,6 +101,52 @@ def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_
         1,
         None,
     ) not in first.loop.calls + second.loop.calls
+
+
+def served_as(front_end: FrontEnd, name: str, path: str) -> None:
+    """As if all instances had loaded it."""
+    info = AdapterInfo(name=name, version=1, lora_rank=1, nbytes=1, targets=(), path=path, residency="host")
+
+    async def serve() -> None:
+        front_end.roster.serve(info, path)
+
+    front_end.run(serve())
+
+
+def test_what_changes_while_one_catches_up_is_caught_up_too(front_end, join):
+    late = join("one")
+    late.loop.may_go_on.clear()
+    until(lambda: front_end.roster.instances and front_end.roster.instances[0].starting)
+    served_as(front_end, "more", "places/more")
+    late.loop.may_go_on.set()
+    until(lambda: front_end.names() == ["one"])
+    assert late.loop.adapters == {**START, "more": ("places/more", 1)}
+
+
+def test_nothing_comes_in_while_an_adapter_is_being_loaded(front_end, join):
+    loading = ExitStack()
+
+    async def begin() -> None:
+        loading.enter_context(front_end.roster.loading())
+
+    front_end.run(begin())
+    join("one", adapters=START)
+    until(lambda: front_end.roster.instances)
+    time.sleep(0.3)
+    assert front_end.names() == []
+    front_end.thread.loop.call_soon_threadsafe(loading.close)
+    until(lambda: front_end.names() == ["one"])
+
+
+def test_adapter_that_one_can_not_load_is_served_by_the_others(front_end, join):
+    join("one", number=1, adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    served_as(front_end, "later", "places/later")
+    two = join("two", number=2, adapters=START, refused={"places/later"})
+    until(lambda: front_end.names() == ["one", "two"])
+    assert [one.name for one in front_end.roster.candidates("later")] == ["one"]
+    assert len(front_end.roster.candidates("start")) == 2
+    assert "later" not in two.loop.adapters
 
 
 def test_instance_stays_as_it_is_when_the_front_end_is_another(front_end, join, made):

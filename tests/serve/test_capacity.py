@@ -18,7 +18,7 @@ from moe_lora.cli.main import main
 from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
-from moe_lora.dist.lora_server.admin import ServerState
+from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.provision.demand import DemandWindow
 from moe_lora.serve.controller import Controller
 from tests.serve.conftest import app_of, as_served

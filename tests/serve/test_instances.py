@@ -163,18 +163,16 @@ def complete(server: DemoServer, model: str, text: str = "abc") -> httpx.Respons
 
 
 @pytest.mark.slow
-def test_ten_kills_of_every_instance_within_a_minute_leave_full_service(tmp_path):
+def test_ten_kills_of_every_instance_in_a_row_leave_full_service(tmp_path):
     with demo_server(tmp_path / "log", *OPTIONS, *BY_TURNS) as server:
         until_both_up(server)
         before = summary(stream_all(server, bodies(1))[0])
         killed: set[int] = set()
-        deadline_s = time.monotonic() + 60
         for _ in range(10):
             until(lambda: len(server.engine_pids()) == 2 and not killed & set(server.engine_pids()))
             for pid in server.engine_pids():
                 killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
-        assert time.monotonic() < deadline_s, "the machine is too slow for this test"
         until_both_up(server)
         assert [summary(events) for events in stream_all(server, bodies(1) * 4)] == [before] * 4
 

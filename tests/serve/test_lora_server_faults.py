@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ class Cluster:
 
     def __init__(self, server: DemoServer) -> None:
         self.server = server
-        self.ranks = server.lora_server_pids()  # started in this order
+        self.ranks = [self._new(0), self._new(1)]
         self.undisturbed = replay(server)
         assert {answer[0] for answer in self.undisturbed if answer} == {200}
 
@@ -97,12 +98,13 @@ class Cluster:
     def until_rank_is_back(self, number: int) -> None:
         """The killed rank's process was replaced, and no other one's."""
         others = [pid for pid in self.ranks if pid != self.ranks[number]]
-        until(lambda: f"LoRA Server rank {number} is back (process {self._new(number)})" in self.log())
+        until(lambda: self._new(number) != self.ranks[number])
         assert set(others) <= set(self.server.lora_server_pids())
         self.ranks[number] = self._new(number)
 
     def _new(self, number: int) -> int:
-        return next((pid for pid in self.server.lora_server_pids() if pid not in self.ranks), -1)
+        """The process of a rank that was started last."""
+        return int(re.findall(rf"lora-server-{number} started \(process (\d+)\)", self.log())[-1])
 
     def log(self) -> str:
         return self.server.log.read_text()
@@ -165,7 +167,7 @@ def test_killed_instance_costs_no_request_and_gets_leases_again(cluster):
     answers = replay(cluster.server, lambda: os.kill(first, signal.SIGKILL))
     assert answers == cluster.undisturbed
     assert f"process {first}" in cluster.log()
-    until(lambda: "instance 0 is back" in cluster.log() or "instance 1 is back" in cluster.log())
+    until(lambda: len(re.findall(r"instance instance-\d dialled in", cluster.log())) == 3)
     cluster.until_all_is_remote()
     assert second in cluster.server.engine_pids()
     assert cluster.server.lora_server_pids() == sorted(cluster.ranks)
@@ -174,7 +176,7 @@ def test_killed_instance_costs_no_request_and_gets_leases_again(cluster):
 def test_killed_front_end_takes_everything_with_it(cluster, directories):
     pids = cluster.server.engine_pids() + cluster.server.lora_server_pids()
     assert len(pids) == 4
-    assert len(directories()) == 1
+    assert len(directories()) == 2  # of the LoRA Server, and of the socket of instances
     answers = replay(cluster.server, cluster.server.process.kill)
     assert None in answers
     whole = [

@@ -10,8 +10,6 @@ from moe_lora.dist.net.keys import Keys
 from .control import ControlConnection, dial
 from .messages import ADMIN_VERSION, AdminHello, AdminWelcome, Refused, ServerState
 
-__all__ = ["LoraServerAdmin", "Managed", "ServerState", "serve_admin"]
-
 
 class Managed(Protocol):
     """A leader, as its admin sees it."""

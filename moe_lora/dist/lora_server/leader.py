@@ -1,4 +1,4 @@
-"""The leader's desk: registers adapters, gives leases to instances, tells the ranks what to load.
+"""The leader: registers adapters, gives leases to instances, tells the ranks what to load.
 
 Runs in the server's first rank.  A decision is made and passed on under one lock, so that every peer hears
 of decisions in the order in which they were made.
@@ -17,7 +17,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError
 from moe_lora.dist.net.codec import Message
 
-from .admin import ServerState, serve_admin
+from .admin import serve_admin
 from .content import receive_content, send_content
 from .control import SILENCE_S, ControlConnection
 from .kept import shard_pages
@@ -42,6 +42,7 @@ from .messages import (
     Rejected,
     Release,
     ResizeOrder,
+    ServerState,
     Stats,
     StatsAsked,
     Unregister,

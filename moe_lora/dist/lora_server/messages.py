@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.peer import Protocol
+from moe_lora.dist.net.codec import Message, Protocol
 
 from .leases import LeaseStats
 

@@ -21,7 +21,7 @@ from moe_lora.config import LoraServerConfig
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
-from moe_lora.core.step_profile import StageTime
+from moe_lora.core.step_profile import Stage
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.transport.contract import RemoteWindow, Window
@@ -74,7 +74,7 @@ class RankConfig:
     starvation_s: float = 5.0
     lora_kernel: str = "sgmv"
     adapters: tuple[tuple[str, str], ...] = ()
-    lora_time: StageTime | None = None
+    lora_time: Stage | None = None
 
 
 def agreed_facts(

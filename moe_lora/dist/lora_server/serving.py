@@ -18,7 +18,7 @@ import torch
 
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.shape import ModelShape
-from moe_lora.core.step_profile import StageTime
+from moe_lora.core.step_profile import Stage
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 from moe_lora.execution.paced import share_of_layer
 
@@ -126,7 +126,7 @@ class DataLoop:
         shape: ModelShape,
         shelf_of: Callable[[Callable[[], None]], Shelf],
         transport: Transport,
-        lora_time: StageTime | None = None,
+        lora_time: Stage | None = None,
         *,
         lora_kernel: str = "sgmv",
     ) -> None:

@@ -9,6 +9,7 @@ import inspect
 import numbers
 import typing
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import UnionType
 from typing import Any
 
@@ -129,3 +130,22 @@ class Interface:
     def result(self, method: str, data: msgspec.Raw) -> Any:
         """What a call returned.  Raises msgspec.DecodeError."""
         return self._results[method](data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What travels over a link, as one end sees it.
+
+    receives: messages that may come.  answers: calls of the peer that this end answers.  asks: calls that
+    this end makes.
+    """
+
+    receives: Decoder
+    answers: Interface | None = None
+    asks: Interface | None = None
+
+    @staticmethod
+    def of(
+        *receives: type[Message], answers: Interface | None = None, asks: Interface | None = None
+    ) -> Protocol:
+        return Protocol(receives=decoder_of(receives), answers=answers, asks=asks)

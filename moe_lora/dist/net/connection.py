@@ -208,4 +208,5 @@ class _OneLine(logging.Filter):
 
 
 _wire_logger = logging.getLogger(f"{__name__}.websocket")
+_wire_logger.setLevel(logging.WARNING)
 _wire_logger.addFilter(_OneLine())

@@ -17,7 +17,7 @@ import msgspec
 from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed
 
-from .codec import AnswerFrame, CallFrame, Decoder, FailureFrame, Interface, Message, decoder_of, encode
+from .codec import AnswerFrame, CallFrame, FailureFrame, Message, Protocol, encode
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +29,6 @@ _NOT_UNDERSTOOD, _GOING_AWAY = 1003, 1001
 
 class PeerEndedError(ConnectionError):
     """The connection has ended; nothing is known of what was not answered."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """What travels over a link, as one end sees it.
-
-    receives: messages that may come.  answers: calls of the peer that this end answers.  asks: calls that
-    this end makes.
-    """
-
-    receives: Decoder
-    answers: Interface | None = None
-    asks: Interface | None = None
-
-    @staticmethod
-    def of(
-        *receives: type[Message], answers: Interface | None = None, asks: Interface | None = None
-    ) -> Protocol:
-        return Protocol(receives=decoder_of(receives), answers=answers, asks=asks)
 
 
 @dataclass(eq=False)

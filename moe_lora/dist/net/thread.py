@@ -24,10 +24,6 @@ class LoopThread:
         """What a coroutine returns there; waits for it."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Have a coroutine run there; nobody waits for it."""
-        asyncio.run_coroutine_threadsafe(work, self.loop)
-
     def stop(self) -> None:
         """Cancel what still runs there, and wait until it has ended."""
         if self._thread.is_alive():

@@ -14,7 +14,7 @@ from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterNotFoundError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, RequestTiming, TokenOutput
-from moe_lora.dist.lora_server.admin import ServerState
+from moe_lora.dist.lora_server.messages import ServerState
 from moe_lora.engine.directed_roster import DirectedRoster
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.policies.phi_routing import PhiRouting

@@ -11,10 +11,9 @@ from msgspec import field
 
 from moe_lora.adapters.registered import RegisteredAdapter
 from moe_lora.core.request import AdapterInfo, RequestTiming
-from moe_lora.dist.lora_server.admin import ServerState
-from moe_lora.dist.net.codec import Interface, Message
+from moe_lora.dist.lora_server.messages import ServerState
+from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings
-from moe_lora.dist.net.peer import Protocol
 from moe_lora.engine.served import Holding, Served
 from moe_lora.provision.online import Outlook
 from moe_lora.provision.placement_quality import PlacementQuality

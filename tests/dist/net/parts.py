@@ -10,10 +10,10 @@ from typing import Any
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import AdapterNotFoundError
-from moe_lora.dist.net.codec import Interface, Message
+from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings, dial, listen
 from moe_lora.dist.net.keys import Keys
-from moe_lora.dist.net.peer import Asked, Peer, Protocol
+from moe_lora.dist.net.peer import Asked, Peer
 
 
 class Note(Message, frozen=True):

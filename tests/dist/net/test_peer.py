@@ -10,9 +10,9 @@ import pytest
 
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
-from moe_lora.dist.net.codec import CallFrame, encode
+from moe_lora.dist.net.codec import CallFrame, Protocol, encode
 from moe_lora.dist.net.connection import Pauses, Pings, dial, stay_connected
-from moe_lora.dist.net.peer import Peer, PeerEndedError, Protocol
+from moe_lora.dist.net.peer import Peer, PeerEndedError
 
 from .parts import CLIENT, Note, Secret, dialled, error_of, serving, until
 
@@ -195,6 +195,20 @@ def test_peer_whose_loop_stands_still_is_noticed_by_pings(place):
             )
             await until(lambda: server.ends)
             writer.close()
+
+    asyncio.run(talk())
+
+
+def test_what_answers_and_is_none_of_ours_is_an_error_that_says_so(place):
+    async def talk() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"220 mail.example ESMTP\r\n")
+            writer.close()
+
+        async with await asyncio.start_unix_server(answer, place.path):
+            error = await error_of(dial("address", place, None))
+            assert isinstance(error, ConnectionError)
+            assert "turned this process away" in str(error)
 
     asyncio.run(talk())
 

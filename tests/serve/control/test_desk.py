@@ -9,10 +9,10 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.codec import Message, Protocol
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import make_keys
-from moe_lora.dist.net.peer import Peer, PeerEndedError, Protocol
+from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.engine.messages import Beat
 from moe_lora.serve.control.desk import Session, desk
 from moe_lora.serve.control.link import ControllerLink
