@@ -36,6 +36,7 @@ def serve(cluster: ClusterConfig) -> None:
     from moe_lora.engine.heartbeat import Heartbeat
     from moe_lora.engine.text import load_tokenizer
     from moe_lora.serve.control.director import Decisions
+    from moe_lora.serve.control.roles import only_front_end
     from moe_lora.serve.controller import make_controller
     from moe_lora.serve.served_registry import opened_registry
     from moe_lora.serve.server import bind, serve_forever
@@ -58,7 +59,7 @@ def serve(cluster: ClusterConfig) -> None:
                 provision=make_controller(cluster.provision, fleet, joined.lora_server),
                 registry=served,
             )
-            deciding = decisions.front_end(tokenizer, name, front_end.cors_origins)
+            deciding = only_front_end(decisions, tokenizer, name, front_end.cors_origins)
             await serve_forever(deciding, sock, front_end.drain_s)
 
     with (

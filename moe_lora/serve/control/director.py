@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from moe_lora.dist.net.peer import Asked
 from moe_lora.engine.entry import RECOVERY_S, Recovery
 from moe_lora.engine.fleet import FleetClient
 from moe_lora.serve.controller import Controller
-from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.placement import PlacementController
 from moe_lora.serve.served_registry import ServedRegistry
 
@@ -25,7 +24,7 @@ from .desk import Session
 from .messages import ControllerMethods, Figures, FrontEndHello, Report, Taken
 
 if TYPE_CHECKING:
-    from moe_lora.engine.text import Tokenizer
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +50,6 @@ class Decisions:
     placement: PlacementController | None = None
     provision: Controller | None = None
     registry: ServedRegistry | None = None
-
-    def front_end(
-        self, tokenizer: Tokenizer | None, model_name: str, cors_origins: Sequence[str]
-    ) -> Frontend:
-        """The only front end, which decides beside its requests."""
-        parts = (self.provision, self.placement, self.fleet.pool)
-        return Frontend(
-            client=self.fleet,
-            tokenizer=tokenizer,
-            model_name=model_name,
-            controller=self.provision,
-            placement=self.placement,
-            registry=self.registry,
-            tasks=[one for one in parts if one is not None],
-            cors_origins=cors_origins,
-        )
 
     def methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         """What front ends may call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,6 +47,23 @@ class Control:
     roster: Roster
     routes: Routes
     recovery: Recovery
+
+
+def only_front_end(
+    decisions: Decisions, tokenizer: Tokenizer | None, model_name: str, cors_origins: Sequence[str]
+) -> Frontend:
+    """The only front end, which decides beside its requests."""
+    parts = (decisions.provision, decisions.placement, decisions.fleet.pool)
+    return Frontend(
+        client=decisions.fleet,
+        tokenizer=tokenizer,
+        model_name=model_name,
+        controller=decisions.provision,
+        placement=decisions.placement,
+        registry=decisions.registry,
+        tasks=[one for one in parts if one is not None],
+        cors_origins=cors_origins,
+    )
 
 
 @asynccontextmanager
@@ -100,7 +117,9 @@ async def serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, so
     address = parse_address(setting, cluster.engines_address())
     async with controlling(cluster, setting, address, RECOVERY_S) as control:
         settings = cluster.front_end
-        frontend = control.decisions.front_end(tokenizer, cluster.served_model_name, settings.cors_origins)
+        frontend = only_front_end(
+            control.decisions, tokenizer, cluster.served_model_name, settings.cors_origins
+        )
         await serve_forever(frontend, sock, settings.drain_s)
 
 
