@@ -38,7 +38,7 @@ lint: venv
 
 # Compile every Triton kernel for sm_90a, without a GPU, and check what the compiler made of it.
 kernels-aot: venv
-	$(BIN)/python -m moe_lora.kernels.gpu.aot
+	$(BIN)/python -m moe_lora.kernels.triton.aot
 
 format: venv
 	$(BIN)/ruff check --fix .

@@ -5,13 +5,13 @@ from glob import glob
 
 from setuptools import Extension, setup
 
-KERNELS = "moe_lora/kernels/csrc"
+KERNELS = "moe_lora/kernels/cpu/csrc"
 TRANSPORT = "moe_lora/dist/transport/csrc"
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden"]
 
 extensions = [
     Extension(
-        "moe_lora.kernels._cpu",
+        "moe_lora.kernels.cpu._cpu",
         sources=sorted(glob(f"{KERNELS}/*.cpp")),
         depends=sorted(glob(f"{KERNELS}/*.h") + glob(f"{KERNELS}/*.inl")),
         # No contraction: a delta is rounded before it is added (see sums.inl).

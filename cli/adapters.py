@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .adapters_registry import (
-    adapter_folders,
-    add,
-    check_registry,
-    list_registry,
-    registry_option,
-    remove,
-    show,
-)
+from .adapters_registry import adapter_folders, add, check_registry, list_registry, registry_option, remove, show
 from .errors import user_errors
 
 if TYPE_CHECKING:
@@ -114,7 +106,7 @@ def _only_registry(registry: Path | None, model_dir: Path | None = None) -> Path
 
 
 def _shape_for(path: Path, model_dir: Path | None, registry: Path | None) -> ModelShape:
-    from moe_lora.adapters.base_model import model_shape
+    from moe_lora.adapters.registry.base_model import model_shape
 
     if registry is not None:
         raise click.UsageError(f"give PATH ({path}) or --registry, not both")
@@ -127,7 +119,7 @@ def _read(folder: Path, shape: ModelShape) -> PackedAdapter | str:
     """The packed adapter, or why it cannot be served."""
     import torch
 
-    from moe_lora.adapters.peft_format import read_adapter
+    from moe_lora.adapters.peft.reader import read_adapter
     from moe_lora.core.errors import AdapterError
 
     try:

@@ -55,8 +55,8 @@ def add(
 
     A name that is there gets a new version, unless the files are those of its current one.
     """
-    from moe_lora.adapters.publish import register_adapter
-    from moe_lora.adapters.registry import Registry
+    from moe_lora.adapters.registry.publish import register_adapter
+    from moe_lora.adapters.registry.registry import Registry
 
     folders = [folder for path in paths for folder in adapter_folders(path)]
     if name is not None and len(folders) > 1:
@@ -75,7 +75,7 @@ def add(
 @user_errors
 def show(name: str, registry: Path, version: int | None) -> None:
     """Everything the registry knows of NAME, of removed versions too."""
-    from moe_lora.adapters.registry import Registry
+    from moe_lora.adapters.registry.registry import Registry
 
     with Registry(registry) as opened:
         found = opened.versions(name) if version is None else [opened.get(name, version)]
@@ -107,7 +107,7 @@ def remove(name: str, registry: Path, version: int | None) -> None:
 
     A server that serves it keeps it, but needs its files when an instance starts again: unload it first.
     """
-    from moe_lora.adapters.registry import Registry
+    from moe_lora.adapters.registry.registry import Registry
 
     with Registry(registry) as opened:
         for one in opened.remove(name, version):
@@ -116,8 +116,8 @@ def remove(name: str, registry: Path, version: int | None) -> None:
 
 def list_registry(registry: Path, model_dir: Path | None) -> None:
     """Table of the current versions, of one base model if given."""
-    from moe_lora.adapters.base_model import base_model_hash
-    from moe_lora.adapters.registry import Registry
+    from moe_lora.adapters.registry.base_model import base_model_hash
+    from moe_lora.adapters.registry.registry import Registry
 
     base_hash = None if model_dir is None else base_model_hash(model_dir)
     with Registry(registry) as opened:
@@ -137,7 +137,7 @@ def list_registry(registry: Path, model_dir: Path | None) -> None:
 
 def check_registry(registry: Path) -> bool:
     """Print the state of every version's files; whether any is lost or altered."""
-    from moe_lora.adapters.registry import Registry
+    from moe_lora.adapters.registry.registry import Registry
 
     with Registry(registry) as opened:
         found = opened.check()

@@ -16,7 +16,7 @@ from .numbers import WholeNumbers
 from .setting_options import setting_options
 
 if TYPE_CHECKING:
-    from moe_lora.provision.operating_points import OperatingPoint, PointLoad, SloGoal, Trial
+    from moe_lora.provision.performance.operating_points import OperatingPoint, PointLoad, SloGoal, Trial
 
 _OVERLOAD_TTFTS = 3.0
 """A run is stopped once a request has waited this many times the SLO's TTFT."""
@@ -74,8 +74,8 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
 
 def found_points(model_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Search every rank; the file's content."""
-    from moe_lora.provision.operating_points import PointLoad, SloGoal, find_operating_point
-    from moe_lora.provision.operating_points_file import points_content
+    from moe_lora.provision.performance.operating_points import PointLoad, SloGoal, find_operating_point
+    from moe_lora.provision.performance.operating_points_file import points_content
     from moe_lora.report.environment import environment
 
     slo = SloGoal(ttft_s=options["slo_ttft_s"], tpot_s=options["slo_tpot_s"])
@@ -110,9 +110,9 @@ def _runs(
         yield _simulation(rank, load, slo, options)
         return
 
-    from moe_lora.engine.open_loop import OverloadError, serve_open_loop
-    from moe_lora.engine.step_times import engine_with_adapters
-    from moe_lora.provision.operating_points import judge, overload
+    from moe_lora.profiling.open_loop import OverloadError, serve_open_loop
+    from moe_lora.profiling.step_times import engine_with_adapters
+    from moe_lora.provision.performance.operating_points import judge, overload
 
     click.echo(f"rank {rank}: building an engine and loading {load.num_adapters} adapters", err=True)
     names = [f"rank{rank}-{index}" for index in range(load.num_adapters)]
@@ -139,8 +139,8 @@ def _runs(
 def _simulation(
     rank: int, load: PointLoad, slo: SloGoal, options: dict[str, Any]
 ) -> Callable[[float, int], Trial]:
-    from moe_lora.provision.performance_file import read_step_model
-    from moe_lora.provision.simulated_points import simulated_run
+    from moe_lora.provision.performance.performance_file import read_step_model
+    from moe_lora.provision.performance.simulated_points import simulated_run
 
     model = read_step_model(options["performance_file"], kernel=options["lora_kernel"])
 

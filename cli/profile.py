@@ -15,7 +15,7 @@ from .errors import user_errors
 from .setting_options import setting_options
 
 if TYPE_CHECKING:
-    from moe_lora.engine.layer_times import LayerClock, LayerTimes
+    from moe_lora.profiling.layer_times import LayerClock, LayerTimes
 
 _BATCHES = tuple(2**power for power in range(9))
 
@@ -35,7 +35,7 @@ def profile(model_dir: str, out: str, max_batch: int, **options: Any) -> None:
 
     Each on one GPU (or, without any, on the CPU), not compiled, transfers through shared memory of this host.
     """
-    from moe_lora.engine.layer_times import LayerClock
+    from moe_lora.profiling.layer_times import LayerClock
     from moe_lora.report.results import write_text
 
     machine = {name: options.pop(name) for name in ("device", "num_threads")}

@@ -83,8 +83,8 @@ def provision(**options: Any) -> None:
     --verify missed a target, and the first line says why; 2, options or files that can't be used.
     """
     from moe_lora.core.errors import SloError
-    from moe_lora.provision.checked import checked_plan
-    from moe_lora.provision.plan_text import plan_lines
+    from moe_lora.provision.plan.checked import checked_plan
+    from moe_lora.provision.plan.plan_text import plan_lines
     from moe_lora.report.results import check_targets
 
     from .provision_inputs import model_dir_of, plan_inputs
@@ -108,7 +108,7 @@ def provision(**options: Any) -> None:
     if options["out"] is not None and not missed:
         _write_yaml(options, plan, model_dir_of(options["model"]))
     if options["report"] is not None:
-        from moe_lora.provision.curve import iar_curves
+        from moe_lora.provision.admission.curve import iar_curves
         from moe_lora.report.plan_page import write_plan_report
 
         write_plan_report(
@@ -122,7 +122,7 @@ def provision(**options: Any) -> None:
 
 
 def _write_yaml(options: dict[str, Any], plan: Any, model_dir: str | None) -> None:
-    from moe_lora.provision.cluster_yaml import PLACEHOLDER_DIR, plan_yaml
+    from moe_lora.provision.plan.cluster_yaml import PLACEHOLDER_DIR, plan_yaml
     from moe_lora.report.results import write_text
 
     write_text(options["out"], plan_yaml(plan, model_dir))

@@ -13,13 +13,13 @@ import numpy as np
 from moe_lora.config.plan import PlanGoals
 from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.known_models import KnownModel, known_model
+from moe_lora.provision.plan.known_models import KnownModel, known_model
 from moe_lora.core.shape import ModelShape
-from moe_lora.provision.inputs import PlanInputs
-from moe_lora.provision.memory import AdapterMix
+from moe_lora.provision.plan.inputs import PlanInputs
+from moe_lora.provision.plan.memory import AdapterMix
 from moe_lora.provision.profile_file import read_profile
 from moe_lora.workload import Popularity, TraceStatistics, parse_popularity, trace_statistics
-from moe_lora.workload.named import USUAL_ZIPF
+from moe_lora.workload.popularity.named import USUAL_ZIPF
 
 _HALF_TIME = 0.5
 _OF_TRACE = "the trace's adapters"

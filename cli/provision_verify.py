@@ -8,10 +8,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_lora.provision.inputs import PlanInputs
-    from moe_lora.provision.plan import Plan
-    from moe_lora.provision.replayed import Replay
-    from moe_lora.provision.verdicts import Verdict
+    from moe_lora.provision.plan.inputs import PlanInputs
+    from moe_lora.provision.plan.plan import Plan
+    from moe_lora.provision.plan.verify import Replay
+    from moe_lora.provision.plan.verdicts import Verdict
 
 SEED = 1
 """Of arrivals and adapters; plans are chosen by others (`checked.SEEDS`)."""
@@ -28,10 +28,10 @@ def verified(
     inputs: PlanInputs, plan: Plan, trace: str, format: str | None
 ) -> tuple[dict[str, Any], list[str], str]:
     """Replays and verdicts as JSON, as lines, and in a line what was missed; "" if nothing."""
-    from moe_lora.provision.checked import place_of, planned_rate
-    from moe_lora.provision.plan import cluster_of
-    from moe_lora.provision.replayed import read_load, replays
-    from moe_lora.provision.verdicts import OTHER_DRAWS, holds, verdicts
+    from moe_lora.provision.plan.checked import place_of, planned_rate
+    from moe_lora.provision.plan.plan import cluster_of
+    from moe_lora.provision.plan.verify import read_load, replays
+    from moe_lora.provision.plan.verdicts import OTHER_DRAWS, holds, verdicts
 
     place = place_of(plan)
     load = read_load(inputs, planned_rate(inputs, plan), trace, format, seed=SEED)
@@ -50,7 +50,7 @@ def verified(
 
 def _replay_lines(found: Sequence[Replay]) -> list[str]:
     """A table for each kind of arrivals."""
-    from moe_lora.provision.replayed import ARRIVALS
+    from moe_lora.provision.plan.verify import ARRIVALS
 
     lines = []
     for one in found:
@@ -69,7 +69,7 @@ def _replay_lines(found: Sequence[Replay]) -> list[str]:
 
 def _verdict_lines(judged: Sequence[Verdict]) -> list[str]:
     """A line a target, and one for each kind of arrivals that missed it."""
-    from moe_lora.provision.verdicts import missed_text
+    from moe_lora.provision.plan.verdicts import missed_text
 
     lines = []
     for target, group in groupby(judged, lambda verdict: verdict.target):
@@ -90,7 +90,7 @@ def _outcome(num_missed: int, num_judged: int) -> str:
 
 
 def _missed(judged: Sequence[Verdict]) -> str:
-    from moe_lora.provision.verdicts import missed_text
+    from moe_lora.provision.plan.verdicts import missed_text
 
     said = [missed_text(one) for one in judged if one.held is False]
     return f"This plan does not hold its own check: {'; '.join(said)}"

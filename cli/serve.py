@@ -6,14 +6,7 @@ from typing import Any
 
 import click
 
-from moe_lora.config import (
-    EngineConfig,
-    FrontEndConfig,
-    LoraServerConfig,
-    PoolConfig,
-    ProvisionConfig,
-    RegistryConfig,
-)
+from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
 
 from .errors import user_errors
 from .setting_options import section_options
@@ -131,8 +124,8 @@ def serve(
     from dataclasses import replace
 
     from moe_lora import assemble
-    from moe_lora.dist.host_roles import failure_told
-    from moe_lora.dist.roles import end_with
+    from moe_lora.dist.launch.host_roles import failure_told
+    from moe_lora.dist.launch.roles import end_with
 
     from .serve_settings import cluster_to_serve, fit_to_serve
 

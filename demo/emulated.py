@@ -16,7 +16,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.disagg_device import SERVER_EP, read_device
+from bench.lora_server.disagg_device import SERVER_EP, read_device
 from moe_lora.core.teardown import quiet_teardown
 
 HERE = Path(__file__).parent

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moe_lora.adapters.publish import register_adapter
-from moe_lora.adapters.registry import Registry
-from moe_lora.config import EngineConfig
+from moe_lora.adapters.registry.publish import register_adapter
+from moe_lora.adapters.registry.registry import Registry
+from .config import EngineConfig
 from moe_lora.core.request import SamplingParams
 from moe_lora.engine.answer import Completion
 from moe_lora.engine.llm import LLM, AsyncLLM

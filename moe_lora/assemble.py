@@ -12,19 +12,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
-from moe_lora.config import EngineConfig, LoraServerConfig
+from .config import EngineConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, ConfigError
-from moe_lora.core.token_meter import TokenMeter
-from moe_lora.engine.client import CallableEngine, EngineClient
+from moe_lora.policies.token_meter import TokenMeter
+from moe_lora.engine.client.client import CallableEngine, EngineClient
 from moe_lora.policies.routing import Router
 
 if TYPE_CHECKING:
-    from moe_lora.engine.fleet import FleetClient
-    from moe_lora.engine.heartbeat import Heartbeat
-    from moe_lora.engine.roster import Roster
-    from moe_lora.serve.routes import Routes
-    from moe_lora.serve.served_registry import ServedRegistry
+    from moe_lora.dist.cluster.routing_client import FleetClient
+    from moe_lora.engine.client.heartbeat import Heartbeat
+    from moe_lora.dist.cluster.instances import Roster
+    from moe_lora.dist.cluster.controller.routes import Routes
+    from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 
 
 def serve(cluster: ClusterConfig) -> None:
@@ -33,12 +33,12 @@ def serve(cluster: ClusterConfig) -> None:
     cluster.engine.num_threads counts for each instance.  Of the cluster's addresses only that of HTTP counts.
     Raises ConfigError, RegistryError or AdapterError for what can be known at start.
     """
-    from moe_lora.engine.heartbeat import Heartbeat
-    from moe_lora.engine.text import load_tokenizer
-    from moe_lora.serve.control.director import Decisions
-    from moe_lora.serve.control.roles import only_front_end
-    from moe_lora.serve.controller import make_controller
-    from moe_lora.serve.served_registry import opened_registry
+    from moe_lora.engine.client.heartbeat import Heartbeat
+    from moe_lora.engine.text.text import load_tokenizer
+    from moe_lora.dist.cluster.controller.cluster_controller import Decisions
+    from moe_lora.serve.cluster_roles import only_front_end
+    from moe_lora.dist.cluster.controller.capacity_controller import make_controller
+    from moe_lora.dist.cluster.controller.served_registry import opened_registry
     from moe_lora.serve.server import bind, serve_forever
 
     routes, config, name = _checked_routes(cluster), cluster.engine, cluster.served_model_name
@@ -74,7 +74,7 @@ def serve_controller(cluster: ClusterConfig) -> None:
 
     Raises ConfigError, RegistryError or AdapterError for what can be known at start.
     """
-    from moe_lora.serve.control import roles
+    from .serve import cluster_roles as roles
 
     asyncio.run(roles.serve_controller(cluster))
 
@@ -85,11 +85,11 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
 
     Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
     """
-    from moe_lora.core.state_folder import run_folder
-    from moe_lora.dist.host_roles import run_roles
-    from moe_lora.dist.one_host import cluster_file, on_sockets, roles_of
-    from moe_lora.engine.process import usable_cores
-    from moe_lora.engine.shares import thread_share
+    from moe_lora.core.host import run_folder
+    from moe_lora.dist.launch.host_roles import run_roles
+    from moe_lora.dist.launch.one_host import cluster_file, on_sockets, roles_of
+    from moe_lora.engine.client.process import usable_cores
+    from moe_lora.dist.launch.shares import thread_share
     from moe_lora.serve.server import bind
 
     # What can't work is said here, once, and not by each process.
@@ -113,14 +113,14 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
 
 
 def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: int | None = None) -> None:
-    """Serve over HTTP what instances compute that dial in (see `engine.door`), until told to stop.
+    """Serve over HTTP what instances compute that dial in (see `dist.cluster.listener`), until told to stop.
 
     name: of one of several.  listen_fd: a bound socket that the process inherits; None: it makes one.
     Raises ConfigError for what can be known at start.
     """
-    from moe_lora.config import ONE_FRONT_END
-    from moe_lora.engine.text import load_tokenizer
-    from moe_lora.serve.control.roles import serve_deciding, serve_directed
+    from .config import ONE_FRONT_END
+    from moe_lora.engine.text.text import load_tokenizer
+    from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
     from moe_lora.serve.server import bind
 
     name = name or ONE_FRONT_END
@@ -137,8 +137,8 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
 
 def _checked_routes(cluster: ClusterConfig) -> Routes:
     """What routes the requests to instances of this host.  Raises ConfigError."""
-    from moe_lora.engine.shares import check_pool
-    from moe_lora.serve.routes import make_routes
+    from moe_lora.dist.launch.shares import check_pool
+    from moe_lora.dist.cluster.controller.routes import make_routes
 
     routes = make_routes(cluster.front_end, cluster.engine.max_num_seqs, cluster.engine.lora_kernel)
     if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
@@ -165,16 +165,16 @@ async def local_instances(
     """
     from moe_lora.core.address import Address
     from moe_lora.core.clock import WallClock
-    from moe_lora.core.state_folder import run_folder
-    from moe_lora.dist.host_roles import HostRoles, Role
-    from moe_lora.dist.ranks import StartInstance, start_file
-    from moe_lora.engine.door import Door
-    from moe_lora.engine.entry import CatchUp, Recovery
-    from moe_lora.engine.fleet import FleetClient
-    from moe_lora.engine.pool_directory import PoolDirectory
-    from moe_lora.engine.process import usable_cores, worker_environment
-    from moe_lora.engine.roster import Roster
-    from moe_lora.engine.shares import instance_config, thread_share
+    from moe_lora.core.host import run_folder
+    from moe_lora.dist.launch.host_roles import HostRoles, Role
+    from moe_lora.dist.launch.ranks import StartInstance, start_file
+    from moe_lora.dist.cluster.listener import Door
+    from moe_lora.dist.cluster.entry import CatchUp, Recovery
+    from moe_lora.dist.cluster.routing_client import FleetClient
+    from moe_lora.dist.cluster.pool.directory import PoolDirectory
+    from moe_lora.engine.client.process import usable_cores, worker_environment
+    from moe_lora.dist.cluster.instances import Roster
+    from moe_lora.dist.launch.shares import instance_config, thread_share
     from moe_lora.policies.routers import make_router
 
     count = config.num_instances
@@ -247,7 +247,7 @@ def engine_processes(
 ) -> Iterator[EngineClient]:
     """`local_instances` for callers of any thread and event loop."""
     from moe_lora.dist.net.thread import entered
-    from moe_lora.engine.threaded import ThreadedClient
+    from moe_lora.engine.client.threaded import ThreadedClient
 
     with entered(lambda: local_instances(config, routing, heartbeat=heartbeat)) as (client, thread):
         yield ThreadedClient(client, thread)
@@ -257,7 +257,7 @@ def engine_processes(
 def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
     """The engines of `local_instances`, each by itself, for callers of any thread and event loop."""
     from moe_lora.dist.net.thread import entered
-    from moe_lora.engine.threaded import ThreadedClient
+    from moe_lora.engine.client.threaded import ThreadedClient
 
     with entered(lambda: local_instances(config)) as (fleet, thread):
         yield [ThreadedClient(one.client, thread) for one in fleet.instances]
@@ -286,11 +286,11 @@ async def local_lora_server(
 
     from moe_lora.core.hf_config import read_config
     from moe_lora.core.shape import ModelShape
-    from moe_lora.core.state_folder import run_folder
-    from moe_lora.dist.host_roles import HostRoles, Role
-    from moe_lora.dist.lora_server.partition import Layout, Partition
-    from moe_lora.dist.ranks import THREADS_PER_RANK, StartRank, start_file
-    from moe_lora.engine.process import worker_environment
+    from moe_lora.core.host import run_folder
+    from moe_lora.dist.launch.host_roles import HostRoles, Role
+    from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+    from moe_lora.dist.launch.ranks import THREADS_PER_RANK, StartRank, start_file
+    from moe_lora.engine.client.process import worker_environment
 
     with ExitStack() as stack:
         directory = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
@@ -325,5 +325,5 @@ async def local_lora_server(
 
 
 def local_worker(start_file: int) -> tuple[str, ...]:
-    """Words of the command of a process that does what the file (of `dist.ranks`) says, and ends with us."""
-    return ("-m", "moe_lora.dist.worker", "--start-fd", str(start_file), "--parent", str(os.getpid()))
+    """Words of the command of a process that does what the file (of `dist.launch.ranks`) says, and ends with us."""
+    return ("-m", "moe_lora.dist.launch.run_role", "--start-fd", str(start_file), "--parent", str(os.getpid()))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.families import load_model
+from .families import load_model
 
 MIN_MARGIN = 1e-4
 """Tokens may only be compared where the winner leads by more than this; else a test is a coin toss."""

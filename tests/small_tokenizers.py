@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from moe_lora.engine import text
+from moe_lora.engine.text import text
 
 TEXTS = ["the quick brown fox jumps over the lazy dog, naïve café 日本語", "hello world, hello there 🙂"]
 TEMPLATE = (

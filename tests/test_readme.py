@@ -16,7 +16,7 @@ import click
 import pytest
 
 from moe_lora.cli.main import main
-from moe_lora.serve.protocol import CompletionRequest
+from moe_lora.serve.openai.protocol import CompletionRequest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

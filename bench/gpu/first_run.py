@@ -127,8 +127,8 @@ def case(shape: Any, lora_rank: int, rows: int = 64, adapters: int = 64) -> Any:
     """Rows of a decode step over adapters of one rank at a site of that shape."""
     import torch
 
-    from bench.lora_kernel_cases import Case
-    from bench.lora_kernel_plan import CaseSpec
+    from bench.kernels.lora_kernel_cases import Case
+    from bench.kernels.lora_kernel_plan import CaseSpec
 
     spec = CaseSpec(
         group="decode",
@@ -144,19 +144,19 @@ def case(shape: Any, lora_rank: int, rows: int = 64, adapters: int = 64) -> Any:
 
 
 def segments_of(one: Any) -> Any:
-    from moe_lora.kernels.gpu.segments import build_segments
+    from moe_lora.kernels.triton.segments import build_segments
 
     return build_segments(one.token_slots, one.ids, one.slots.num_slots, one.site.num_experts)
 
 
 def shapes() -> dict[str, Any]:
-    from bench.lora_kernel_plan import DENSE, QWEN3
+    from bench.kernels.lora_kernel_plan import DENSE, QWEN3
 
     return {"gate_up": QWEN3[0], "down": QWEN3[1], "o": DENSE}
 
 
 def default(kernel: str) -> dict[str, Any]:
-    from moe_lora.kernels.gpu.configs import FALLBACK, load_table
+    from moe_lora.kernels.triton.configs import FALLBACK, load_table
 
     return dict(load_table(FALLBACK).config(kernel, "bf16", "decode", 2048, 1536))
 
@@ -201,8 +201,8 @@ def whole_delta(kernel: str, specialize: bool) -> dict[str, tuple[float, Any]]:
     """Largest relative error of shrink + expand against fp32, and the result, by site."""
     import torch
 
-    from moe_lora.kernels.gpu import configs
-    from moe_lora.kernels.gpu.lora import lora_delta
+    from moe_lora.kernels.triton import configs
+    from moe_lora.kernels.triton.triton_lora import lora_delta
 
     results = {}
     for name, shape in shapes().items():
@@ -239,8 +239,8 @@ def race(log: Log) -> None:
     """Shrink rewrites its tensor map while loads that use the old may be under way: look for other bits."""
     import torch
 
-    from moe_lora.kernels.gpu import configs
-    from moe_lora.kernels.gpu.lora import lora_expand, lora_shrink
+    from moe_lora.kernels.triton import configs
+    from moe_lora.kernels.triton.triton_lora import lora_expand, lora_shrink
 
     c = case(shapes()["gate_up"], 16)
     segments = segments_of(c.operands(0))
@@ -274,9 +274,9 @@ def lora(log: Log) -> None:
 
 
 def _time_site(log: Log, name: str, shape: Any, lora_rank: int) -> None:
-    from bench.lora_kernel_cases import work
-    from moe_lora.kernels.gpu import configs
-    from moe_lora.kernels.gpu.lora import lora_expand, lora_shrink
+    from bench.kernels.lora_kernel_cases import work
+    from moe_lora.kernels.triton import configs
+    from moe_lora.kernels.triton.triton_lora import lora_expand, lora_shrink
 
     c = case(shape, lora_rank)
     segments = segments_of(c.operands(0))
@@ -357,7 +357,7 @@ def _time_dense(log: Log, n: int, k: int) -> None:
 
 def engine(log: Log) -> None:
     """Synchronisations of a decode step with their places, launches, share of time that the GPU works."""
-    from bench import random_model
+    from bench.harness import random_model
 
     folder = Path(tempfile.mkdtemp())
     size = random_model.FULL
@@ -448,8 +448,8 @@ def h2d(log: Log) -> None:
     """Adapter loads: pageable against pinned; what a slot write costs the next step."""
     import torch
 
-    from bench.lora_kernel_plan import QWEN3
-    from moe_lora.kernels.step import SlotTable
+    from bench.kernels.lora_kernel_plan import QWEN3
+    from moe_lora.kernels.operands import SlotTable
 
     target = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     for pinned in (False, True):

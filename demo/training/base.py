@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from demo.tasks import TASKS
-from demo.training.data import make_batch
-from demo.training.model import Weights, forward, initial_weights
-from demo.training.optimizer import MuonAdamW
+from .data import make_batch
+from .model import Weights, forward, initial_weights
+from .optimizer import MuonAdamW
 
 NUM_STEPS = 2400
 _BATCH_QUESTIONS = 192

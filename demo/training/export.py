@@ -13,9 +13,9 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
-from demo.training.lora import ATTENTION, AdapterPlan
-from demo.training.model import SHAPE, DemoShape, Weights
-from demo.training.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
+from .lora import ATTENTION, AdapterPlan
+from .model import SHAPE, DemoShape, Weights
+from .vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
 
 BASE_NAME = "moe-lora-demo"
 _CHECKPOINT_NAMES = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from demo.training.export import base_tensors
-from demo.training.model import SHAPE, Weights, initial_weights
+from .export import base_tensors
+from .model import SHAPE, Weights, initial_weights
 
 
 def read_base(model_dir: Path) -> Weights:

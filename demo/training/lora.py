@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo.training.base import share_exact
-from demo.training.data import make_batch
-from demo.training.model import SHAPE, Weights, forward
+from .base import share_exact
+from .data import make_batch
+from .model import SHAPE, Weights, forward
 
 ATTENTION = ("q", "k", "v", "o")
 _BATCH_QUESTIONS = 64

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo.training.data import Batch
-from demo.training.vocabulary import VOCAB_SIZE
+from .data import Batch
+from .vocabulary import VOCAB_SIZE
 
 Weights = dict[str, Tensor]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from demo.training.model import Weights
+from .model import Weights
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _MUON_NAMES = ("q", "k", "v", "o", "gate_up", "down")

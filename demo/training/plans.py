@@ -7,7 +7,7 @@ Together with the base they stay below 16 MB: a unit of rank costs 48 kB in the 
 from __future__ import annotations
 
 from demo.tasks import TASKS
-from demo.training.lora import AdapterPlan
+from .lora import AdapterPlan
 
 _HARDEST_STEPS = 800
 _HARD_STEPS = 300

@@ -9,15 +9,15 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
-    "AdapterConfig": "config",
+    "AdapterConfig": "peft.config",
     "PackedAdapter": "packed",
     "PackedLayer": "packed",
-    "RegisteredAdapter": "registered",
-    "Registry": "registry",
-    "base_model_hash": "base_model",
-    "pack_state_dict": "peft_format",
-    "read_adapter": "peft_format",
-    "register_adapter": "publish",
+    "RegisteredAdapter": "registry.registered",
+    "Registry": "registry.registry",
+    "base_model_hash": "registry.base_model",
+    "pack_state_dict": "peft.reader",
+    "read_adapter": "peft.reader",
+    "register_adapter": "registry.publish",
 }
 
 __all__ = list(_EXPORTS)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from ..core.errors import AdapterError
-from ..core.shape import ModelShape
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.shape import ModelShape
 from .host_store import HostStore
 from .packed import PackedAdapter, content_hash
-from .peft_format import adapter_layer_bytes, read_adapter
+from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
 
 logger = logging.getLogger(__name__)
 

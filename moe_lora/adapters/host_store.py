@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..core.errors import AdapterError, StorageError
+from moe_lora.core.errors import AdapterError, StorageError
 from .packed import PackedAdapter, PackedLayer
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..core.errors import AdapterError
-from ..core.shape import MATRIX_ALIGN_BYTES, ModelShape, Site
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape, Site
 
 
 @dataclass(frozen=True, kw_only=True)

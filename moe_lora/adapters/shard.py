@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ..core.shape import MATRIX_ALIGN_BYTES, ModelShape
+from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from .packed import PackedAdapter, PackedLayer
 
 

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from .node import Node
 from .orders import Namespace
-from .residence import Residence
+from .node_mover import Residence
 from .room import Room
 from .tables import BlockTable
 from .tier import PRIVATE

@@ -12,7 +12,7 @@ from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
 
 from .flags import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES
 from .node import Node
-from .residence import Residence
+from .node_mover import Residence
 
 BATCH = 256
 """Victims ranked at once."""

@@ -8,20 +8,7 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.reuse import (
-    DEPTHS,
-    EDGES_S,
-    NOTHING_KNOWN,
-    NUM_BINS,
-    NUM_CLASSES,
-    NUM_LEVELS,
-    STARTS_S,
-    WIDTHS_S,
-    Floats,
-    bins_of,
-    classes_of,
-    rates_from,
-)
+from moe_lora.policies.reuse import DEPTHS, EDGES_S, NOTHING_KNOWN, NUM_BINS, NUM_CLASSES, NUM_LEVELS, STARTS_S, WIDTHS_S, Floats, bins_of, classes_of, rates_from
 
 REFRESH_S = 1.0
 """Age above which the rates are computed anew."""

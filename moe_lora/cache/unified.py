@@ -11,7 +11,7 @@ from .counters import CacheCounters
 from .history import History
 from .orders import Namespace, Order, Readiness
 from .ranking import Ranking
-from .residence import Residence, first_pages
+from .node_mover import Residence, first_pages
 from .room import Limits, Room
 from .swapper import Swapper
 from .tables import BlockTable

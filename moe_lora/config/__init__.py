@@ -1,28 +1,7 @@
 """Settings of each role, stated once: type, default, range, option and meaning (see `settings`)."""
 
-from .engine import (
-    CACHE_POLICIES,
-    DEVICES,
-    DTYPES,
-    LORA_KERNELS,
-    QUEUES,
-    EmulationConfig,
-    EngineConfig,
-    PoolConfig,
-)
-from .front_end import (
-    CONTROLLER,
-    ONE_FRONT_END,
-    PERFORMANCE_FORMS,
-    PLACEMENTS,
-    ROUTINGS,
-    ControllerConfig,
-    FrontEndConfig,
-    FrontEndPlace,
-    ProvisionConfig,
-    RegistryConfig,
-    RoutingConfig,
-)
+from .engine import CACHE_POLICIES, DEVICES, DTYPES, LORA_KERNELS, QUEUES, EmulationConfig, EngineConfig, PoolConfig
+from .front_end import CONTROLLER, ONE_FRONT_END, PERFORMANCE_FORMS, PLACEMENTS, ROUTINGS, ControllerConfig, FrontEndConfig, FrontEndPlace, ProvisionConfig, RegistryConfig, RoutingConfig
 from .lora_server import TRANSPORTS, LoraServerConfig
 from .settings import MAX_COUNT
 

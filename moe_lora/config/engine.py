@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.step_profile import StepProfile
+from .step_profile import StepProfile
 
 from .lora_server import LoraServerConfig
 from .settings import Settings, setting

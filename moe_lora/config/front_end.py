@@ -28,7 +28,7 @@ ROUTINGS = (
 )
 """Names of `policies.routers.ROUTERS`."""
 PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere")
-"""Names of `provision.placement_baselines.PLACEMENTS`."""
+"""Names of `provision.placement.placement_baselines.PLACEMENTS`."""
 
 
 def _check_origins(place: str, origins: tuple[str, ...]) -> None:
@@ -169,7 +169,7 @@ class ProvisionConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryConfig(Settings):
-    """Where adapters are registered (`adapters.registry`), and which of them are served from the start."""
+    """Where adapters are registered (`adapters.registry.registry`), and which of them are served from the start."""
 
     SECTION: ClassVar[str] = "registry"
     GROUP: ClassVar[str] = "Adapters"

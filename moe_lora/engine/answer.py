@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moe_lora.core.request import FinishReason, GenerateRequest, TokenLogprobs, TokenOutput
 
-from .text import TextDelta, TextStream
+from moe_lora.engine.text.text import TextDelta, TextStream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,15 +22,15 @@ from moe_lora.scheduling.scheduler import Scheduler
 from .build_cache import build_cache
 from .cache_figures import CacheFigures
 from .core import EngineCore
-from .followers import Allocate, Followers, Report, start_followers
-from .kept_adapters import ShardSizes
-from .pool_adapters import PoolAdapters
-from .rank import Rank
-from .residency import Residency
+from moe_lora.engine.ranks.followers import Allocate, Followers, Report, start_followers
+from moe_lora.engine.adapters.kept_adapters import ShardSizes
+from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.engine.ranks.rank import Rank
+from moe_lora.engine.adapters.manager import Residency
 from .runner import ModelRunner
 from .sequence import Sequence
-from .sizing import arena_size, max_model_len
-from .text import read_eos_token_ids
+from .arena_size import arena_size, max_model_len
+from moe_lora.engine.text.text import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 

@@ -9,23 +9,23 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import Clock
-from moe_lora.execution import exchange
+from .ranks import exchange
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
-from moe_lora.policies.caching_names import make_caching_policy
+from moe_lora.policies.caching_policies import make_caching_policy
 from moe_lora.policies.fastlibra import FastLibra
 from moe_lora.policies.recency import Recency
 
-from .adapter_room import AdapterRoom
-from .followers import HOST_STORE, Followers, Report
-from .kept_adapters import KeptAdapters, ShardSizes
-from .local_placement import LocalPlacement
-from .mover import Mover
-from .placement import Placement
-from .pool_adapters import PoolAdapters
-from .rank import Rank
-from .remote_placement import RemotePlacement, SharedPlacement
-from .sizing import ArenaSize
-from .transfers import Ranks, Transfers
+from moe_lora.engine.adapters.adapter_room import AdapterRoom
+from moe_lora.engine.ranks.followers import HOST_STORE, Followers, Report
+from moe_lora.engine.adapters.kept_adapters import KeptAdapters, ShardSizes
+from moe_lora.engine.adapters.local_loader import LocalPlacement
+from moe_lora.engine.adapters.mover import Mover
+from moe_lora.engine.adapters.adapter_loader import Placement
+from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.engine.ranks.rank import Rank
+from moe_lora.engine.adapters.remote_loader import RemotePlacement, SharedPlacement
+from .arena_size import ArenaSize
+from moe_lora.engine.adapters.transfers import Ranks, Transfers
 
 
 def build_cache(

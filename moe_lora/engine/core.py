@@ -10,30 +10,23 @@ import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.peft_format import pack_state_dict
+from moe_lora.adapters.peft.reader import pack_state_dict
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterVersionError, EngineDeadError
-from moe_lora.core.request import (
-    AdapterInfo,
-    EngineStats,
-    GenerateRequest,
-    ModelInfo,
-    TokenLogprobs,
-    TokenOutput,
-)
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenLogprobs, TokenOutput
 from moe_lora.core.shape import ModelShape
 from moe_lora.scheduling.plan import Scheduled
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .cache_figures import CacheFigures
-from .followers import Followers
-from .pool_adapters import PoolAdapters
+from moe_lora.engine.ranks.followers import Followers
+from moe_lora.engine.adapters.pool_store import PoolAdapters
 from .request_check import check_request
-from .residency import Residency
+from moe_lora.engine.adapters.manager import Residency
 from .runner import ModelRunner
 from .sampler import sample
 from .sequence import Sequence
-from .transfers import Transfers
+from moe_lora.engine.adapters.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from moe_lora.core.errors import EngineDeadError
 
 from .core import EngineCore
 from .loop import EngineLoop
-from .loop_client import LoopClient
-from .messages import Stop
+from moe_lora.engine.client.loop_client import LoopClient
+from moe_lora.engine.client.messages import Stop
 
 
 class InProcessClient(LoopClient):

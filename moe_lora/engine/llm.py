@@ -11,23 +11,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe_lora.adapters.peft_files import adapter_folder
+from moe_lora.adapters.peft.files import adapter_folder
 from moe_lora.config import EngineConfig
 from moe_lora.config.settings import check_names, settings_of
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.request import (
-    AdapterInfo,
-    EngineStats,
-    GenerateRequest,
-    ModelInfo,
-    SamplingParams,
-    TokenOutput,
-)
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, SamplingParams, TokenOutput
 
 from .answer import Answer, Completion
 from .build import build_engine
 from .inprocess import InProcessClient
-from .text import TextStream, load_tokenizer
+from moe_lora.engine.text.text import TextStream, load_tokenizer
 
 Prompt = str | Sequence[int]
 Item = TypeVar("Item")

@@ -15,9 +15,9 @@ from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 
 from .core import EngineCore
-from .heartbeat import Pulse
-from .inbox import Inbox
-from .messages import Abort, Call, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
+from moe_lora.engine.client.heartbeat import Pulse
+from moe_lora.engine.client.inbox import Inbox
+from moe_lora.engine.client.messages import Abort, Call, Dead, Event, Generate, Outputs, Rejected, Reply, Stop
 from .pool_calls import PoolCalls
 
 logger = logging.getLogger(__name__)

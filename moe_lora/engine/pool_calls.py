@@ -10,8 +10,8 @@ from moe_lora.adapters.window_layout import adapter_without_data, facts_of
 from moe_lora.core.errors import AdapterNotFoundError
 
 from .core import EngineCore
-from .pool_adapters import PoolAdapters
-from .pool_messages import PoolEntry
+from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.engine.client.pool_messages import PoolEntry
 
 Sources = Sequence[bytes]
 """Descriptors of the windows that hold an adapter, in the order in which to read them."""

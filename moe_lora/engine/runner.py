@@ -13,14 +13,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from moe_lora.execution.context import ExecutionContext
-from moe_lora.execution.row_routing import Lease, RoutedAdapter, RowRouting, Source, no_terms
-from moe_lora.kernels.step import StepTables
+from .context import ExecutionContext
+from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, no_terms
+from moe_lora.kernels.operands import StepTables
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.layers import DecoderLayer
 from moe_lora.scheduling.plan import Scheduled
 
-from .adapter_version import AdapterVersion
+from moe_lora.engine.adapters.adapter_version import AdapterVersion
 from .sequence import Sequence
 from .step_batch import StepBatch
 

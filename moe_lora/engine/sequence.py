@@ -10,7 +10,7 @@ from moe_lora.cache.tables import BlockTable
 from moe_lora.core.request import FinishReason, GenerateRequest, RequestTiming
 from moe_lora.scheduling.waits import Waits
 
-from .adapter_version import AdapterVersion
+from moe_lora.engine.adapters.adapter_version import AdapterVersion
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from moe_lora.execution.row_routing import RowRouting
-from moe_lora.kernels.step import StepTables
+from moe_lora.lora.row_routing import RowRouting
+from moe_lora.kernels.operands import StepTables
 
 
 @dataclass(frozen=True, kw_only=True)

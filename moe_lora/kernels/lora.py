@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Union
 
 import torch
 
-from . import cpu, reference
-from .step import LoraOperands
+from .cpu import cpu
+from . import reference
+from .operands import LoraOperands
 
 if TYPE_CHECKING:
-    from .gpu.lora import Shrunk as GpuShrunk
-    from .gpu.segments import Segments
+    from moe_lora.kernels.triton.triton_lora import Shrunk as GpuShrunk
+    from moe_lora.kernels.triton.segments import Segments
 
 Shrunk = Union[cpu.Shrunk, "GpuShrunk", torch.Tensor]
 """What `lora_shrink` leaves for `lora_expand`; a tensor is the whole delta."""
@@ -37,7 +38,7 @@ class SharedSegments:
 
     def of(self, operands: LoraOperands, kernel: str) -> Segments:
         """`gpu.segments.rows_for` of these rows; tensors are kept: no others can be taken for them."""
-        from .gpu.segments import rows_for
+        from moe_lora.kernels.triton.segments import rows_for
 
         ids, slots = operands.ids, operands.token_slots
         place = _DENSE if ids is None else operands.layer, id(slots)
@@ -64,7 +65,7 @@ def lora_shrink(
     if x.is_cpu:
         return cpu.lora_shrink(operands, kernel=kernel)
     if x.is_cuda:
-        from .gpu import lora
+        from .triton import triton_lora as lora
 
         segments = None
         if shared is not None:
@@ -82,7 +83,7 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
     elif isinstance(shrunk, torch.Tensor):
         y.add_(shrunk)
     else:
-        from .gpu import lora
+        from .triton import triton_lora as lora
 
         lora.lora_expand(shrunk, y)
 
@@ -97,7 +98,7 @@ def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv
     if x.is_cpu:
         cpu.lora_delta(operands, out, kernel=kernel)
     elif x.is_cuda:
-        from .gpu import lora
+        from .triton import triton_lora as lora
 
         lora.lora_delta(operands, out, kernel=kernel, decode=False)
     else:

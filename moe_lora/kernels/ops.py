@@ -14,13 +14,14 @@ from typing import Protocol
 
 import torch
 
-from . import cpu, reference
+from .cpu import cpu
+from . import reference
 
 TICKET_SIZE = 1
 
 
 class ChannelHandler(Protocol):
-    """What answers the operations of one engine (see `execution.context`)."""
+    """What answers the operations of one engine (see `engine.context`)."""
 
     def lora_begin(
         self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None

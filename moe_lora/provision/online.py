@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from moe_lora.config.plan import ESTIMATORS
 
-from .admitted import rates_at, smallest_capacity_of
+from moe_lora.provision.admission.admitted import rates_at, smallest_capacity_of
 from .demand import Demand
-from .iar import expected_active
+from moe_lora.provision.admission.iar import expected_active
 
 MARGIN = 0.1
 SHRINK_ABOVE = 1.25

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from moe_lora.config.plan import ReplayOptions
-from moe_lora.workload.plan import PlannedRequest
+from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.prompts import random_token_ids
 
-from .client import ServerError, StreamedCompletion
+from .load_client import ServerError, StreamedCompletion
 from .latency import RequestTiming
 from .records import RequestRecord
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moe_lora.config.plan import ReplayOptions
-from moe_lora.workload.plan import PlannedRequest
+from moe_lora.workload.replay_plan import PlannedRequest
 
-from .client import CompletionClient, ServedModels, ServerError, StreamedCompletion
+from .load_client import CompletionClient, ServedModels, ServerError, StreamedCompletion
 from .exchange import finished_record, request_body
 from .records import RequestRecord
 

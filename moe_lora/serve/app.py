@@ -7,17 +7,17 @@ from starlette.middleware.cors import CORSMiddleware
 
 import moe_lora
 
-from .adapters import adapters_router
-from .capacity import capacity_router
-from .chat import chat_router
-from .completions import completions_router
-from .errors import install_error_handlers
+from moe_lora.serve.admin.adapter_routes import adapters_router
+from moe_lora.serve.admin.capacity import capacity_router
+from moe_lora.serve.openai.chat import chat_router
+from moe_lora.serve.openai.completions import completions_router
+from .http_errors import install_error_handlers
 from .frontend import Frontend
-from .models import models_router
-from .registry import registry_router
-from .request_ids import HEADER, RequestIds
-from .status import status_router
-from .welcome import welcome_router
+from moe_lora.serve.admin.models import models_router
+from moe_lora.serve.admin.registry import registry_router
+from moe_lora.serve.openai.request_ids import HEADER, RequestIds
+from moe_lora.serve.admin.status import status_router
+from moe_lora.serve.admin.welcome import welcome_router
 
 
 def create_app(frontend: Frontend) -> FastAPI:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .errors import ApiError
+from .http_errors import ApiError
 
 CUT = "the server is shutting down and does not finish this request; send it again"
 

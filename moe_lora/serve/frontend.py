@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from moe_lora.core.request import ModelInfo, SamplingParams
-from moe_lora.engine.client import EngineClient
+from moe_lora.engine.client.client import EngineClient
 
 from .ending import Ending
-from .errors import bad_request
-from .metrics import Metrics
-from .request_watch import RequestWatch
-from .views import PlacementView, ProvisionView, RegistryView
+from .http_errors import bad_request
+from moe_lora.serve.metrics.metrics import Metrics
+from moe_lora.serve.metrics.request_watch import RequestWatch
+from moe_lora.dist.cluster.controller.controller_views import PlacementView, ProvisionView, RegistryView
 
 if TYPE_CHECKING:
-    from moe_lora.engine.text import Tokenizer
+    from moe_lora.engine.text.text import Tokenizer
 
-    from .control.link import ControllerLink
+    from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 
 LONG_TEXT_CHARS = 10_000
 """Texts from here on are tokenized in a thread, so that they don't hold up everyone's tokens."""

@@ -14,8 +14,8 @@ from moe_lora.core.errors import CapacityError
 from moe_lora.policies.admission import admissible
 from moe_lora.policies.instance_load import InstanceLoad
 
-from .adapters import AdapterSource
-from .config import InstanceConfig
+from .sources import AdapterSource
+from .system_config import InstanceConfig
 from .events import EventQueue
 from .requests import SimRequest
 from .residency import SimResidency

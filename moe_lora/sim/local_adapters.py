@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from moe_lora.core.clock import Clock
 from moe_lora.policies.eviction import least_recently_used
 
-from .adapters import LoadLink, SimAdapter
-from .config import AdapterBytes, LocalConfig, bytes_of
+from .sources import LoadLink, SimAdapter
+from .system_config import AdapterBytes, LocalConfig, bytes_of
 
 
 class LocalAdapters:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moe_lora.core.clock import Clock
-from moe_lora.dist.lora_server.lease_events import Grant, Load
-from moe_lora.dist.lora_server.leases import LeaseTable
+from moe_lora.dist.lora_server.server.lease_events import Grant, Load
+from moe_lora.dist.lora_server.server.leases import LeaseTable
 
-from .adapters import LoadLink, SimAdapter
-from .config import AdapterBytes, LoraServerConfig, bytes_of
+from .sources import LoadLink, SimAdapter
+from .system_config import AdapterBytes, LoraServerConfig, bytes_of
 
 
 class SimLease(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moe_lora.core.token_meter import TokenMeter
+from moe_lora.policies.token_meter import TokenMeter
 from moe_lora.policies.phi_routing import PhiRouting
 
-from .config import PlacementConfig
+from .system_config import PlacementConfig
 from .events import EventQueue
 from .local_adapters import LocalAdapters
 from .requests import SimRequest

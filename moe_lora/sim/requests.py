@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moe_lora.workload.plan import PlannedRequest
+from moe_lora.workload.replay_plan import PlannedRequest
 
 
 @dataclass(slots=True, eq=False)

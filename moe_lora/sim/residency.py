@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from moe_lora.core.clock import Clock
 
-from .adapters import AdapterSource, SimAdapter
+from .sources import AdapterSource, SimAdapter
 from .requests import SimRequest
 
 
 class SimResidency:
-    """Counts the requests of each adapter, and asks the source for adapters; as `engine.residency` does."""
+    """Counts the requests of each adapter, and asks the source for adapters; as `engine.adapters.manager` does."""
 
     def __init__(self, source: AdapterSource, clock: Clock) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""How long a step of an instance takes: by the formulas that pace an emulated one (`execution.paced`), or by
+"""How long a step of an instance takes: by the formulas that pace an emulated one (`lora.paced`), or by
 a performance model.
 """
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.step_profile import StageTime, StepProfile
+from moe_lora.config.step_profile import StageTime, StepProfile
 from moe_lora.policies.step_model import StepModel
 
-from .config import InstanceConfig
+from .system_config import InstanceConfig
 from .running import RunningRequests
 
 

@@ -7,10 +7,10 @@ from functools import partial
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.phi_routing import PhiRouting
-from moe_lora.workload.plan import PlannedRequest
+from moe_lora.workload.replay_plan import PlannedRequest
 
-from .adapters import LoadLink
-from .config import LoraServerConfig, PlacementConfig, SystemConfig
+from .sources import LoadLink
+from .system_config import LoraServerConfig, PlacementConfig, SystemConfig
 from .events import EventQueue
 from .instance import SimInstance
 from .local_adapters import LocalAdapters

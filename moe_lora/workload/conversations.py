@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arrivals import gamma_arrivals_until
-from .popularity import AdapterChoice
-from .records import Trace
+from moe_lora.workload.popularity.popularity import AdapterChoice
+from moe_lora.workload.traces.records import Trace
 
 MOONCAKE_BLOCK = 512
 """Tokens that one of Mooncake's hash ids stands for."""

@@ -7,9 +7,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .popularity import Popularity, from_weights
-from .records import RowReader
-from .traces import detect_format, iter_requests
+from moe_lora.workload.popularity.popularity import Popularity, from_weights
+from moe_lora.workload.traces.records import RowReader
+from moe_lora.workload.traces.traces import detect_format, iter_requests
 
 WINDOW_S = 60.0
 _STEPS_PER_WINDOW = 60

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from moe_lora.adapters.peft_files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 
 BASE, OTHER_BASE = "b" * 64, "c" * 64
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.records import ALLOW_DIRTY
+from bench.harness.records import ALLOW_DIRTY
 
 
 @pytest.fixture(scope="session", autouse=True)

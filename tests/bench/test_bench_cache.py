@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.bench_cache import cells, main
-from bench.cache_plan import OURS, POLICIES, config_of, settings_of
-from bench.cache_report import ratio
-from bench.cache_simulated import simulated
+from bench.cache.bench_cache import cells, main
+from bench.cache.cache_plan import OURS, POLICIES, config_of, settings_of
+from bench.cache.cache_report import ratio
+from bench.cache.cache_simulated import simulated
 from moe_lora.report.results import read_results
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"

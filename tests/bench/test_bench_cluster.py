@@ -8,21 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.bench_cluster import main
-from bench.cluster_claims import claims
-from bench.cluster_plan import (
-    FULL_PLAN,
-    NO_LORA,
-    PADDED,
-    PLACED,
-    QUICK_PLAN,
-    ROUTED,
-    TINY_PLAN,
-    TRACES,
-    TRUE_RANK,
-)
-from bench.cluster_report import disturbed, highest_rates, least_agreement, markdown
-from bench.cluster_requests import demand_at_start, requests_of
+from bench.cluster.bench_cluster import main
+from bench.cluster.cluster_claims import claims
+from bench.cluster.cluster_plan import FULL_PLAN, NO_LORA, PADDED, PLACED, QUICK_PLAN, ROUTED, TINY_PLAN, TRACES, TRUE_RANK
+from bench.cluster.cluster_report import disturbed, highest_rates, least_agreement, markdown
+from bench.cluster.cluster_requests import demand_at_start, requests_of
 from moe_lora.report.results import read_results
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench.bench_engine import main
-from bench.engine_goals import goals
-from bench.engine_plan import PLANS
-from bench.interleave import interleave, ratio
-from bench.random_model import FULL, TINY, write_model
+from bench.engine.bench_engine import main
+from bench.engine.engine_goals import goals
+from bench.engine.engine_plan import PLANS
+from bench.harness.interleave import interleave, ratio
+from bench.harness.random_model import FULL, TINY, write_model
 from moe_lora.report.results import read_results
 
 SYSTEMS_WITH_ADAPTERS = {"engine base", "engine", "engine attention", "peft mixed", "peft grouped"}

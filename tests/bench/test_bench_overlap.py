@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 
-from bench.bench_overlap import shares
-from moe_lora.dist.lora_server.session import Exchange
+from bench.lora_server.bench_overlap import shares
+from moe_lora.dist.lora_server.protocol.session import Exchange
 
 
 def test_shares_of_hand_made_exchanges():
@@ -23,7 +23,7 @@ def test_shares_of_hand_made_exchanges():
 
 def test_tiny_run_measures_and_traces(tmp_path):
     out, trace = tmp_path / "out.jsonl", tmp_path / "trace.json"
-    command = [sys.executable, "-m", "bench.bench_overlap", "--tiny", "--num-requests", "2"]
+    command = [sys.executable, "-m", "bench.lora_server.bench_overlap", "--tiny", "--num-requests", "2"]
     subprocess.run([*command, "--out", str(out), "--trace", str(trace)], check=True, timeout=300)
     [record] = [json.loads(line) for line in out.read_text().splitlines()]
     assert record["kind"] == "measured"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from bench.bench_performance_model import MIXES, PARTS, main
+from bench.provision.bench_performance_model import MIXES, PARTS, main
 from moe_lora.report.results import read_results
 
 

@@ -3,8 +3,8 @@
 import pytest
 from click.testing import CliRunner
 
-from bench.bench_sim import RECORDED, main
-from bench.sim_validate import deviations
+from bench.sim.bench_sim import RECORDED, main
+from bench.sim.sim_validate import deviations
 from moe_lora.report.results import read_results
 
 

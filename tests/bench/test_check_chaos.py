@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from bench import check_chaos
+from bench.cluster import check_chaos
 from moe_lora.report.results import read_results
 from tests.dist.chaos import FAULTS, HOLDER_FAULTS, ChaosPlan, ChaosReport
 from tests.dist.chaos_faults import Strike

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench import check_lora_server
+from bench.lora_server import check_lora_server
 from moe_lora.report.results import read_results
 
 ONE = ["--only", "family=mixtral", "--only", "layout=EP2-PP1", "--only", "transport=shm"]

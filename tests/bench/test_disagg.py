@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from bench.bench_disagg import main
-from bench.disagg_device import GIB, read_device
-from bench.disagg_expect import serviceable_rate, starts_at_once
-from bench.disagg_plan import ablation, coupled, disaggregated, make_plan
-from bench.disagg_report import serviceable
+from bench.lora_server.bench_disagg import main
+from bench.lora_server.disagg_device import GIB, read_device
+from bench.lora_server.disagg_expect import serviceable_rate, starts_at_once
+from bench.lora_server.disagg_plan import ablation, coupled, disaggregated, make_plan
+from bench.lora_server.disagg_report import serviceable
 from moe_lora.report.results import read_results
 
 DEVICE = read_device()

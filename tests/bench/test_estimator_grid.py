@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("moe_lora.provision.iar")
+pytest.importorskip("moe_lora.provision.admission.iar")
 
-from bench import estimator_grid
+from bench.provision import estimator_grid
 
 
 def test_goals_count_the_cells_near_the_simulation_and_name_the_worst() -> None:

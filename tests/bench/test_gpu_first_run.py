@@ -43,13 +43,13 @@ def test_it_imports_from_both_packages() -> None:
 def test_calls_fit_the_functions_of_today() -> None:
     """Names of settings and methods that are reached on a GPU only."""
     pytest.importorskip("triton")
-    from bench.lora_kernel_cases import Case
-    from bench.lora_kernel_plan import CaseSpec
+    from bench.kernels.lora_kernel_cases import Case
+    from bench.kernels.lora_kernel_plan import CaseSpec
     from moe_lora import EngineConfig
     from moe_lora.dist.transport import nvshmem
-    from moe_lora.kernels.gpu.lora import lora_delta, lora_expand, lora_shrink
-    from moe_lora.kernels.gpu.segments import build_segments
-    from moe_lora.kernels.step import LoraOperands, SlotTable
+    from moe_lora.kernels.triton.triton_lora import lora_delta, lora_expand, lora_shrink
+    from moe_lora.kernels.triton.segments import build_segments
+    from moe_lora.kernels.operands import LoraOperands, SlotTable
 
     inspect.signature(lora_shrink).bind(1, decode=True, segments=None, max_lora_rank=16)
     inspect.signature(lora_delta).bind(1, 2, decode=True, segments=None)

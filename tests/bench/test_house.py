@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench import house_trace
-from bench.house import code_lines, count, cycles, page
+from bench.house import house_trace
+from bench.house.house import code_lines, count, cycles, page
 
 _ONE = '''"""A file.
 

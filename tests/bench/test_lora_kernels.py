@@ -12,19 +12,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench.bench_lora_kernels import CPU_MEMORY_BYTES, DEFAULT_SCALE, main, refuse_too_large
-from bench.lora_kernel_cases import Case, memory_bytes, num_copies, routing, work
-from bench.lora_kernel_clock import COLD_BYTES
-from bench.lora_kernel_peers import NotApplicable, add_rows, both, load_peer, mm_loop, torch_peers
-from bench.lora_kernel_plan import PHASES, TINY, CaseSpec, plan, scaled
-from bench.lora_kernel_report import verdict_table, verdicts
-from bench.lora_kernel_runs import check
+from bench.kernels.bench_lora_kernels import CPU_MEMORY_BYTES, DEFAULT_SCALE, main, refuse_too_large
+from bench.kernels.lora_kernel_cases import Case, memory_bytes, num_copies, routing, work
+from bench.kernels.lora_kernel_clock import COLD_BYTES
+from bench.kernels.lora_kernel_peers import NotApplicable, add_rows, both, load_peer, mm_loop, torch_peers
+from bench.kernels.lora_kernel_plan import PHASES, TINY, CaseSpec, plan, scaled
+from bench.kernels.lora_kernel_report import verdict_table, verdicts
+from bench.kernels.lora_kernel_runs import check
 from moe_lora.kernels import reference
 from moe_lora.report.results import read_results
 
 CPU = torch.device("cpu")
 PEER = """
-from bench.lora_kernel_peers import mm_loop
+from bench.kernels.lora_kernel_peers import mm_loop
 
 NAME = "outsider"
 
@@ -234,9 +234,9 @@ def test_peer_module_without_prepare_is_refused(tmp_path: Path) -> None:
 
 INTERPRETED = """
 import torch
-from bench.lora_kernel_cases import Case
-from bench.lora_kernel_own import gpu_phases
-from bench.lora_kernel_runs import check
+from bench.kernels.lora_kernel_cases import Case
+from bench.kernels.lora_kernel_own import gpu_phases
+from bench.kernels.lora_kernel_runs import check
 from tests.bench.test_lora_kernels import spec_of
 
 case = Case(spec_of(2, num_rows=2, lora_ranks=(8,), dtype=torch.bfloat16), torch.device("cpu"), 0)

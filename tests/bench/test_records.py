@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import records
-from bench.records import ALLOW_DIRTY, environment
+from bench.harness import records
+from bench.harness.records import ALLOW_DIRTY, environment
 from moe_lora.report.environment import environment as this_environment
 
 BENCH = Path(records.__file__).parent

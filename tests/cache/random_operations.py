@@ -9,7 +9,7 @@ from moe_lora.cache.orders import Copy, LoadAdapter, Order, Readiness
 from moe_lora.cache.tables import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import CacheCosts
-from moe_lora.policies.caching_names import make_caching_policy
+from moe_lora.policies.caching_policies import make_caching_policy
 
 from .consistency import check
 

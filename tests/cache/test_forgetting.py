@@ -12,7 +12,7 @@ from moe_lora.cache.forgetting import SLICE
 from moe_lora.cache.orders import Copy, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import CacheCosts
-from moe_lora.policies.caching_names import CACHING_POLICIES, make_caching_policy
+from moe_lora.policies.caching_policies import CACHING_POLICIES, make_caching_policy
 
 from .consistency import check
 

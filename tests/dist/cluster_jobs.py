@@ -27,7 +27,7 @@ DEMO = ROOT / "demo"
 ADAPTERS = [name for name in json.loads((DEMO / "adapters" / "index.json").read_text()) if name != "demo"][:8]
 MAX_TOKENS = 8
 START_S = 120.0
-_WORKER = ("-m", "moe_lora.dist.worker", "--config", "cluster.yaml")
+_WORKER = ("-m", "moe_lora.dist.launch.run_role", "--config", "cluster.yaml")
 
 
 @dataclass(frozen=True)

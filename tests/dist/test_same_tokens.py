@@ -1,6 +1,6 @@
 """An instance of the LoRA Server adds the bits that the local backend adds, whatever the layout and medium.
 
-The whole product is checked by `bench/check_lora_server.py`.
+The whole product is checked by `bench/lora_server/check_lora_server.py`.
 """
 
 from __future__ import annotations

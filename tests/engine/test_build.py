@@ -8,7 +8,7 @@ import torch
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.engine import sizing
+from moe_lora.engine import arena_size as sizing
 from moe_lora.engine.build import build_engine
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"

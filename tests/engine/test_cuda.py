@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu_smoke import measure
+from bench.gpu.gpu_smoke import measure
 
 pytestmark = pytest.mark.gpu
 

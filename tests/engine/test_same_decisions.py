@@ -7,7 +7,7 @@ import random
 import pytest
 
 from moe_lora.policies.caching import CacheCosts
-from moe_lora.policies.caching_names import make_caching_policy
+from moe_lora.policies.caching_policies import make_caching_policy
 from tests.scheduling.parts import Parts as SimulatedParts
 
 from .parts import PAGE_BYTES, Parts, packed

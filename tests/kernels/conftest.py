@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_lora.kernels import cpu, cpu_library
+from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels.cpu import library as cpu_library
 
 
 @pytest.fixture(params=["amx_bf16", "amx_emulated", "avx512_bf16", "avx512", "avx2", "portable"])

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from moe_lora.kernels.step import KvLayout, SlotTable, StepTables
+from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 
 
 @dataclass(frozen=True)

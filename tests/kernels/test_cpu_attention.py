@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
-from moe_lora.kernels import cpu, reference
-from moe_lora.kernels.step import KvLayout
+from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels import reference
+from moe_lora.kernels.operands import KvLayout
 
 from .kernel_cases import paged_case, random, strided
 
@@ -98,7 +99,7 @@ def test_operands_that_do_not_fit_are_refused(generator):
 
 @pytest.mark.parametrize("name", ["portable", "amx_emulated"])
 def test_environment_chooses_the_instruction_set(name):
-    code = "import moe_lora.kernels.cpu as cpu; print(cpu.isa())"
+    code = "import moe_lora.kernels.cpu.cpu as cpu; print(cpu.isa())"
     run = subprocess.run(
         [sys.executable, "-c", code], env={"MOE_LORA_ISA": name, "PYTHONPATH": ":".join(sys.path)},
         capture_output=True, text=True, check=True,

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.kernels import cpu, reference
+from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels import reference
 
 from .kernel_cases import random, strided
 

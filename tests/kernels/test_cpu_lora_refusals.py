@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_lora.kernels import cpu
-from moe_lora.kernels.step import LoraOperands
+from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels.operands import LoraOperands
 
 from .kernel_cases import GATE_UP, LAYER, QKV, SiteCase, packed_adapters
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.kernels import cpu
-from moe_lora.kernels.step import LoraOperands
+from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels.operands import LoraOperands
 
 from .kernel_cases import DOWN, GATE_UP, LAYER, LORA_RANKS, QKV, SiteCase, lora_batch, packed_adapters
 

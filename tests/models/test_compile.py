@@ -6,8 +6,8 @@ from torch._inductor.utils import run_and_get_code
 
 from moe_lora.models.layers import DecoderLayer
 from tests.families import FAMILIES
-from tests.models.generated_code import assert_sites_in_order, largest_allocation
-from tests.models.harness import Harness
+from .generated_code import assert_sites_in_order, largest_allocation
+from .harness import Harness
 
 # Token rows of a step, and whether the graph is for this number alone or for any above one.
 BUCKETS = ((1, False), (2, False), (8, False), (2, True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.families import FAMILIES, make_adapter, make_checkpoint
-from tests.models.harness import Harness
+from .harness import Harness
 from tests.oracle import greedy_reference, reference_logits
 
 NUM_TOKENS = 64

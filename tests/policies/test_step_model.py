@@ -118,8 +118,8 @@ def test_bad_models_are_refused(changes: dict[str, object], words: str) -> None:
 
 def test_needs_no_torch() -> None:
     program = (
-        "import sys, moe_lora.policies.step_model, moe_lora.provision.performance_batches\n"
-        "import moe_lora.provision.simulated_points, moe_lora.provision.performance_file\n"
+        "import sys, moe_lora.policies.step_model, moe_lora.provision.performance.performance_batches\n"
+        "import moe_lora.provision.performance.simulated_points, moe_lora.provision.performance.performance_file\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

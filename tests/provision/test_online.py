@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import RequestTiming
-from moe_lora.provision.corrected import corrected_admissibility_rate
+from moe_lora.provision.admission.corrected import corrected_admissibility_rate
 from moe_lora.provision.demand import AT_ONCE_S, Demand, DemandWindow
-from moe_lora.provision.iar import immediate_admissibility_rate
+from moe_lora.provision.admission.iar import immediate_admissibility_rate
 from moe_lora.provision.online import Outlook, outlook, resized
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from moe_lora.config.plan import ReplayOptions
-from moe_lora.report.client import CompletionClient, ServerError, StreamedCompletion, base_url, error_message
+from moe_lora.report.load_client import CompletionClient, ServerError, StreamedCompletion, base_url, error_message
 from moe_lora.report.exchange import finished_record, request_body
 from moe_lora.report.replay import ReplayOutcome, ReplayState, replay, served_models
 from moe_lora.workload import PlannedRequest

@@ -9,7 +9,7 @@ from moe_lora.cache.orders import Order
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
-from moe_lora.policies.caching_names import make_caching_policy
+from moe_lora.policies.caching_policies import make_caching_policy
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.sim.cached_adapters import CachedAdapters
 from moe_lora.sim.cached_requests import CachedRequest

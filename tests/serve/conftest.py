@@ -7,9 +7,9 @@ import pytest
 
 from moe_lora.serve.app import create_app
 from moe_lora.serve.frontend import Frontend
-from tests.serve.demo_server import DEMO, DemoServer, demo_server
-from tests.serve.live_server import Served, ServerThread, Switch
-from tests.serve.scripted_engine import EOS, ScriptedEngine
+from .demo_server import DEMO, DemoServer, demo_server
+from .live_server import Served, ServerThread, Switch
+from .scripted_engine import EOS, ScriptedEngine
 from tests.small_tokenizers import characters, wrapped
 
 

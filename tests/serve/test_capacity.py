@@ -18,13 +18,13 @@ from moe_lora.cli.main import main
 from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
-from moe_lora.dist.lora_server.messages import ServerState
+from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.provision.demand import DemandWindow
-from moe_lora.serve.controller import Controller
-from tests.serve.conftest import app_of, as_served
-from tests.serve.live_server import Served
-from tests.serve.scripted_engine import TIMING, adapter_info
-from tests.serve.test_metrics import samples, value
+from moe_lora.dist.cluster.controller.capacity_controller import Controller
+from .conftest import app_of, as_served
+from .live_server import Served
+from .scripted_engine import TIMING, adapter_info
+from .test_metrics import samples, value
 
 STATE = ServerState(
     capacity=2,
@@ -233,7 +233,7 @@ def test_without_a_lora_server_instances_have_their_own_places(shared_thread, en
 def test_a_line_is_logged_when_the_capacity_stops_sufficing_and_when_it_does_again(
     controller, paper, clock, caplog
 ):
-    caplog.set_level(logging.INFO, "moe_lora.serve.controller")
+    caplog.set_level(logging.INFO, "moe_lora.dist.cluster.controller.capacity_controller")
     load(controller.window, clock, 2)
     evaluated(controller)
     assert not caplog.messages

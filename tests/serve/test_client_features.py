@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.serve.conftest import app_of, as_served
-from tests.serve.live_server import ServerThread
+from .conftest import app_of, as_served
+from .live_server import ServerThread
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 ENDPOINTS = pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.serve.conftest import scripted, serving
-from tests.serve.live_server import wait_until
+from .conftest import scripted, serving
+from .live_server import wait_until
 
 CHAT = [{"role": "user", "content": "hello"}]
 

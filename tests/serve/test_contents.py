@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from demo.tasks import prompt_for
-from tests.serve.demo_server import DEMO, DemoServer, demo_server
-from tests.serve.test_instances import instance_values, until, until_both_up
+from .demo_server import DEMO, DemoServer, demo_server
+from .test_instances import instance_values, until, until_both_up
 
 ADAPTERS = DEMO / "adapters"
 NAMES = list(json.loads((ADAPTERS / "index.json").read_text()))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.serve.conftest import scripted, serving
-from tests.serve.live_server import wait_until
+from .conftest import scripted, serving
+from .live_server import wait_until
 
 LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 100}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True, "max_tokens": 100}

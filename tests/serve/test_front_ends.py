@@ -15,7 +15,7 @@ import pytest
 
 from demo.tasks import prompt_for
 from tests.dist.cluster_jobs import alive, until
-from tests.serve.demo_server import DEMO, DemoServer, demo_server
+from .demo_server import DEMO, DemoServer, demo_server
 
 OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
 SEVERAL = ("--front-ends", "2", "--instances", "2", "--placement", "loraserve")

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 
-from moe_lora.adapters.registry import Registry
-from moe_lora.serve.served_registry import ServedRegistry
+from moe_lora.adapters.registry.registry import Registry
+from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from tests.adapters.peft_folders import BASE
-from tests.serve.conftest import app_of, scripted
+from .conftest import app_of, scripted
 from tests.small_tokenizers import characters, wrapped
 
 TOKENIZER = wrapped(characters())

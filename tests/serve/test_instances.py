@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import TASKS, prompt_for
-from tests.serve.demo_server import DEMO, DemoServer, demo_server
+from .demo_server import DEMO, DemoServer, demo_server
 
 ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())
 # In bfloat16 a prompt's rows are rounded differently from those of single steps, so that an answer that was

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.serve.live_server import wait_until
+from .live_server import wait_until
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
-from tests.serve.demo_server import DEMO
+from .demo_server import DEMO
 
 
 def run(*words: str) -> str:

@@ -17,8 +17,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, prompt_for, sample_text
-from tests.serve.demo_server import DEMO, DemoServer, demo_server
-from tests.serve.test_instances import gone, until
+from .demo_server import DEMO, DemoServer, demo_server
+from .test_instances import gone, until
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))
 # Fewer places than adapters, so that leases are waited for and adapters come and go.

@@ -9,7 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import prompt_for
-from tests.serve.demo_server import DEMO, DemoServer, demo_server
+from .demo_server import DEMO, DemoServer, demo_server
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:6]
 OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", "--dtype", "float32")

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serve.demo_server import DEMO, DemoServer, demo_server
-from tests.serve.test_instances import gone, until, until_both_up
-from tests.serve.test_placement_instances import ADAPTERS, complete_all
+from .demo_server import DEMO, DemoServer, demo_server
+from .test_instances import gone, until, until_both_up
+from .test_placement_instances import ADAPTERS, complete_all
 
 FLEET = ("--eager", "--instances", "2", "--dtype", "float32", "--routing", "round_robin", "--max-loras", "2")
 

@@ -10,15 +10,15 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from moe_lora.adapters.base_model import base_model_hash
-from moe_lora.adapters.peft_files import WEIGHTS_FILE
-from moe_lora.adapters.registry import Registry
+from moe_lora.adapters.registry.base_model import base_model_hash
+from moe_lora.adapters.peft.files import WEIGHTS_FILE
+from moe_lora.adapters.registry.registry import Registry
 from moe_lora.config import EngineConfig, RegistryConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError, RegistryError
-from moe_lora.serve.served_registry import ServedRegistry, opened_registry
+from moe_lora.dist.cluster.controller.served_registry import ServedRegistry, opened_registry
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder
-from tests.serve.conftest import app_of, as_served
-from tests.serve.demo_server import DEMO, demo_server
+from .conftest import app_of, as_served
+from .demo_server import DEMO, demo_server
 
 ADAPTERS, LOAD = "/v1/registry/adapters", "/v1/load_lora_adapter"
 UNLOAD = "/v1/unload_lora_adapter"

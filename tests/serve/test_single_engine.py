@@ -7,8 +7,8 @@ import signal
 
 import httpx
 
-from tests.serve.demo_server import demo_server
-from tests.serve.test_instances import until
+from .demo_server import demo_server
+from .test_instances import until
 
 
 def test_engine_that_is_stopped_is_unhealthy_and_said_once_and_healthy_when_it_gets_on(tmp_path):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_lora.core.step_profile import StageTime, StepProfile
-from moe_lora.sim.config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
-from moe_lora.workload.plan import PlannedRequest
+from moe_lora.config.step_profile import StageTime, StepProfile
+from moe_lora.sim.system_config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
+from moe_lora.workload.replay_plan import PlannedRequest
 
 STEP_S = 0.1
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.sim.admission import SlotQueue, simulate_admission
-from moe_lora.workload import popularity
+from moe_lora.sim.slot_queue import SlotQueue, simulate_admission
+from moe_lora.workload.popularity import popularity
 
 
 def zipf(num_adapters: int, s: float) -> np.ndarray:

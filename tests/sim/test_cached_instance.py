@@ -8,12 +8,12 @@ import math
 import pytest
 
 from moe_lora.core.errors import CapacityError
-from moe_lora.policies.caching_names import CACHING_POLICIES, make_caching_policy
+from moe_lora.policies.caching_policies import CACHING_POLICIES, make_caching_policy
 from moe_lora.sim.cached_instance import CachedConfig, simulate_cached
 from moe_lora.sim.cached_result import PARTS
 from moe_lora.sim.transformer_time import TransformerTime
 from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues
-from moe_lora.workload.popularity import zipf
+from moe_lora.workload.popularity.popularity import zipf
 
 STEP_S, COPY_S = 0.1, 20e-6
 EVEN_STEPS = TransformerTime(

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from moe_lora.core.errors import CapacityError, ConfigError
-from moe_lora.core.step_profile import StageTime, StepProfile
+from moe_lora.config.step_profile import StageTime, StepProfile
 from moe_lora.policies.routing import ByAdapter, RoundRobin
 from moe_lora.sim.system import simulate
-from tests.sim.systems import asked, coupled, flat_profile, served, server
+from .systems import asked, coupled, flat_profile, served, server
 
 
 def run(config, requests):

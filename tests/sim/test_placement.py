@@ -9,9 +9,9 @@ import pytest
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.phi_routing import PhiRouting
-from moe_lora.sim.config import LocalConfig, PlacementConfig
+from moe_lora.sim.system_config import LocalConfig, PlacementConfig
 from moe_lora.sim.system import simulate
-from tests.sim.systems import STEP_S, asked, coupled, served, server
+from .systems import STEP_S, asked, coupled, served, server
 
 
 class Turning:

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from moe_lora.sim.admission import simulate_admission
+from moe_lora.sim.slot_queue import simulate_admission
 from moe_lora.sim.system import simulate
-from moe_lora.workload.plan import PlannedRequest
-from moe_lora.workload.popularity import zipf
-from tests.sim.systems import asked, coupled, flat_profile, served, server
+from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.workload.popularity.popularity import zipf
+from .systems import asked, coupled, flat_profile, served, server
 
 TOKEN_S = 0.002
 

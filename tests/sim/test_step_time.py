@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.step_profile import StageTime, StepProfile
+from moe_lora.config.step_profile import StageTime, StepProfile
 from moe_lora.sim.step_time import StepTime, delayed_step_s
 
 ATTENTION, EXPERTS = StageTime(fixed_s=5.0, per_row_s=0.5), StageTime(least_s=12.0, per_row_s=1.0)
@@ -13,7 +13,7 @@ LORA, TRANSFER = StageTime(fixed_s=3.0, per_row_s=0.25), StageTime(fixed_s=6.0, 
 
 
 def paced_layer_s(profile, num_rows, remote, has_adapters=True):
-    """Due times of `execution.paced.PacedBackend`: gate and up are 2/3 of a layer's experts, down is 1/3."""
+    """Due times of `lora.paced.PacedBackend`: gate and up are 2/3 of a layer's experts, down is 1/3."""
     lora_rows = num_rows if has_adapters else 0
     due_s = profile.attention.seconds(num_rows)
     for share in (2 / 3, 1 / 3):

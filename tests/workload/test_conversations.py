@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.workload.conversations import DialogueShape, dialogues, mooncake_chats
-from moe_lora.workload.popularity import uniform
-from moe_lora.workload.records import Trace, TraceRequest
-from moe_lora.workload.traces import read_trace
+from moe_lora.workload.popularity.popularity import uniform
+from moe_lora.workload.traces.records import Trace, TraceRequest
+from moe_lora.workload.traces.traces import read_trace
 
 SHAPE = DialogueShape(
     prefix_tokens=20, turns=4, question_tokens=30, answer_tokens=20, think_s=3.0, max_tokens=400

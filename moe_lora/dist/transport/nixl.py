@@ -28,15 +28,7 @@ import torch
 from moe_lora.core.errors import ConfigError, PeerGoneError, PeerUnreachableError
 
 from .contract import RemoteWindow, Store, Window
-from .descriptor import (
-    Descriptor,
-    as_bytes,
-    check_new_window,
-    check_range,
-    check_same_size,
-    check_signal,
-    check_tensor,
-)
+from .descriptor import Descriptor, as_bytes, check_new_window, check_range, check_same_size, check_signal, check_tensor
 from .directory import Directory
 from .nixl_transfers import Transfers
 from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlWindow, Transfer

@@ -1,0 +1,1 @@
+"""The cache's policies, simulated and measured, and its bookkeeping."""

@@ -1,0 +1,1 @@
+"""Placement and routing over instances, the adapter pool, the registry, and faults."""

@@ -1,0 +1,201 @@
+"""Fetching an adapter from another instance's memory, against a copy in one's own and against disk.
+
+    python -m bench.cluster.bench_pool --out bench/results/pool.jsonl [--quick]
+
+Expected before the first run (reasons: README.md), as multiples of one memcpy of the adapter: shm by layer
+1.3, shm whole 2.3, gloo by layer 6, gloo whole 7, disk 10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.adapters.window_layout import adapter_without_data, facts_of, is_intact
+from moe_lora.core.hf_config import read_config
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.transport import make_transport
+from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.engine.pool_calls import Sources
+from moe_lora.engine.adapters.pool_fetch import fetch_layers
+from moe_lora.report import append_result
+
+from bench.harness.interleave import interleave, ratio
+from bench.harness.random_model import FULL, TINY, ModelSize, write_adapter, write_config
+from bench.harness.records import environment
+
+KINDS = ("shm", "gloo")
+RANKS = (8, 64)
+NUM_ROUNDS = 15
+EXPECTED = {"shm by layer": 1.3, "shm whole": 2.3, "gloo by layer": 6.0, "gloo whole": 7.0, "disk": 10.0}
+_DTYPE = torch.bfloat16
+
+
+def serve(pipe: Connection, path: Path, model_dir: Path) -> None:
+    """The instance that holds the adapter, once for each transport, until told to stop."""
+    torch.set_num_threads(1)
+    packed = read_adapter(path, shape_of(model_dir), _DTYPE)
+    with ExitStack() as stack:
+        sources = {}
+        for kind in KINDS:
+            pool = stack.enter_context(pool_of(kind, "holder", path, model_dir))
+            pool.keep(pool.prepare(packed))
+            sources[kind] = pool.source(packed.content_hash)
+        pipe.send((facts_of(packed), sources))
+        pipe.recv()
+
+
+def shape_of(model_dir: Path) -> ModelShape:
+    return ModelShape.from_hf_config(read_config(model_dir))
+
+
+@contextmanager
+def pool_of(kind: str, name: str, path: Path, model_dir: Path) -> Iterator[PoolAdapters]:
+    """One instance's adapters."""
+    shape = shape_of(model_dir)
+    with make_transport(kind, name=name) as transport:
+        yield PoolAdapters(transport, lambda _, adapter, content: read_adapter(path, shape, _DTYPE, adapter))
+
+
+class Work:
+    """A way to bring the adapter to the arena; `check` says whether it is there."""
+
+    def __init__(self, bring: Callable[[], object]) -> None:
+        self.bring = bring
+
+    def decode(self, num_steps: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            self.bring()
+        return time.perf_counter() - begin
+
+
+class Arena:
+    """Where the layers go."""
+
+    def __init__(self, packed: PackedAdapter) -> None:
+        self.packed = packed
+        self.memory = torch.ones(sum(layer.nbytes for layer in packed.layers), dtype=torch.uint8)
+        self.targets = list(self.memory.split([layer.nbytes for layer in packed.layers]))
+        self.staged = list(torch.ones_like(self.memory).split([layer.nbytes for layer in packed.layers]))
+
+    def copy(self, layers: list[torch.Tensor]) -> None:
+        for source, target in zip(layers, self.targets, strict=True):
+            np.copyto(target.numpy(), source.numpy())
+
+    def check(self, work: Work, name: str) -> None:
+        self.memory.zero_()
+        work.bring()
+        for layer, target in zip(self.packed.layers, self.targets, strict=True):
+            assert torch.equal(layer.data.view(torch.uint8), target), f"{name} brought something else"
+
+
+def contestants(
+    pools: dict[str, PoolAdapters], facts: AdapterFacts, arena: Arena, path: Path, shape: ModelShape
+) -> dict[str, Work]:
+    """All ways, by name."""
+    layers = [layer.data.view(torch.uint8) for layer in arena.packed.layers]
+
+    def fetch(pool: PoolAdapters, targets: list[torch.Tensor]) -> None:
+        reader = pool.reader(facts.content_hash)
+        assert reader is not None
+        fetch_layers(reader, targets)
+
+    def by_layer(pool: PoolAdapters) -> Work:
+        return Work(lambda: fetch(pool, arena.targets))
+
+    def whole(pool: PoolAdapters) -> Work:
+        def bring() -> None:
+            fetch(pool, arena.staged)
+            arena.copy(arena.staged)
+
+        return Work(bring)
+
+    def disk() -> None:
+        packed = read_adapter(path, shape, _DTYPE)
+        arena.copy([layer.data.view(torch.uint8) for layer in packed.layers])
+
+    found = {"memcpy": Work(lambda: arena.copy(layers)), "disk": Work(disk)}
+    for kind, pool in pools.items():
+        found |= {f"{kind} by layer": by_layer(pool), f"{kind} whole": whole(pool)}
+    return found
+
+
+def measure(size: ModelSize, lora_rank: int, num_rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Results by way."""
+    write_config(folder, size)
+    path = write_adapter(folder / "adapter", size, folder, lora_rank, experts=True, seed=0)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    holder = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, path, folder))
+    holder.start()
+    facts, sources = ours.recv()
+    shape = shape_of(folder)
+    arena = Arena(read_adapter(path, shape, _DTYPE))
+    assert is_intact(arena.packed)
+    with ExitStack() as stack:
+        pools = {kind: stack.enter_context(pool_of(kind, "reader", path, folder)) for kind in KINDS}
+        for kind, pool in pools.items():
+            know(pool, facts, (sources[kind],))
+        works = contestants(pools, facts, arena, path, shape)
+        for name, work in works.items():
+            arena.check(work, name)
+        times = interleave({name: (work, 1, num_rounds) for name, work in works.items()}, num_rounds)
+    ours.send("stop")
+    holder.join()
+    return {
+        name: {
+            "seconds": float(np.median(taken)),
+            "gb_per_s": facts.nbytes / float(np.median(taken)) / 1e9,
+            "over_memcpy": ratio(taken, times["memcpy"]),
+            "nbytes": facts.nbytes,
+        }
+        for name, taken in times.items()
+    }
+
+
+def know(pool: PoolAdapters, facts: AdapterFacts, sources: Sources) -> None:
+    """Have an instance know an adapter that others hold."""
+    pool.keep(adapter_without_data(facts))
+    pool.set_sources(facts.content_hash, sources)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--quick", action="store_true", help="a tiny adapter, three rounds")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print("expected", json.dumps(EXPECTED))
+    env = environment(arguments.out)
+    size, ranks, rounds = (TINY, RANKS[:1], 3) if arguments.quick else (FULL, RANKS, NUM_ROUNDS)
+    for lora_rank in ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            results = measure(size, lora_rank, rounds, Path(folder))
+        for name, result in results.items():
+            config = {"bench": "pool", "way": name, "lora_rank": lora_rank, **size.describe()}
+            append_result(arguments.out, config=config, result=result, env=env, kind="measured")
+            over = result["over_memcpy"]
+            print(
+                f"{result['nbytes'] / 1e6:6.1f} MB {name:<14} {1e3 * result['seconds']:8.2f} ms "
+                f"{result['gb_per_s']:6.2f} GB/s  {over['median']:.2f} x memcpy "
+                f"[{over['p25']:.2f}, {over['p75']:.2f}]",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

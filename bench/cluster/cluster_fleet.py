@@ -1,0 +1,116 @@
+"""The engine processes of `bench_cluster`, which all systems use one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_lora.assemble import instance_processes
+from moe_lora.config import EngineConfig
+from moe_lora.core.clock import WallClock
+from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.dist.cluster.instances import Roster
+
+from .cluster_models import Files
+from .cluster_plan import Plan
+
+_IDLE_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Instances of one kernel.  points: the file that placements read."""
+
+    plan: Plan
+    kernel: str
+    clients: Sequence[EngineClient]
+    files: Files
+    points: Path
+
+    def roster(self, num_instances: int | None = None) -> Roster:
+        """A new one for each system: what routers know of instances begins anew."""
+        return Roster(self.clients[:num_instances], self.files.adapters)
+
+
+@contextmanager
+def started(plan: Plan, kernel: str, files: Files, points: Path) -> Iterator[Fleet]:
+    """The processes, a thread each, ended with the context."""
+    config = EngineConfig(
+        model_dir=str(files.model_dir),
+        adapters=files.adapters,
+        device="cpu",
+        dtype="float32",
+        eager=True,
+        lora_kernel=kernel,
+        arena_mb=plan.arena_mb,
+        max_loras=plan.num_adapters,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_prompt_tokens + plan.max_output_tokens,
+        prefix_caching=False,
+        num_threads=1,
+        num_instances=plan.num_instances,
+    )
+    with instance_processes(config) as clients:
+        yield Fleet(plan=plan, kernel=kernel, clients=clients, files=files, points=points)
+
+
+async def idle(clients: Sequence[EngineClient]) -> list[EngineStats]:
+    """Their stats once nothing runs: requests given up may still be there for a moment."""
+    while True:
+        stats = await asyncio.gather(*(client.stats() for client in clients))
+        if not any(one.num_running + one.num_waiting for one in stats):
+            return list(stats)
+        await asyncio.sleep(_IDLE_POLL_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unloaded:
+    """Medians, one request at a time.  load_s_per_rank: to bring in an adapter of the highest rank, by it."""
+
+    ttft_s: float
+    no_lora_ttft_s: float
+    load_s_per_rank: float
+
+
+def unloaded(fleet: Fleet, num_requests: int = 7) -> Unloaded:
+    """Ask each instance for every adapter once, then the first one for single requests."""
+    return asyncio.run(_unloaded(fleet, num_requests))
+
+
+async def _unloaded(fleet: Fleet, num_requests: int) -> Unloaded:
+    ranks = fleet.plan.lora_ranks
+    highest = max(ranks, key=lambda name: ranks[name])
+    for client in fleet.clients:
+        cold = {name: await _single(client, fleet.plan, name, 0) for name in ranks}
+    load_s = statistics.median(load for name, (_, load) in cold.items() if ranks[name] == ranks[highest])
+    warm = [await _single(fleet.clients[0], fleet.plan, highest, i) for i in range(1, num_requests + 1)]
+    bare = [await _single(fleet.clients[0], fleet.plan, None, i) for i in range(1, num_requests + 1)]
+    return Unloaded(
+        ttft_s=statistics.median(ttft for ttft, _ in warm),
+        no_lora_ttft_s=statistics.median(ttft for ttft, _ in bare),
+        load_s_per_rank=load_s / ranks[highest],
+    )
+
+
+async def _single(client: EngineClient, plan: Plan, adapter: str | None, number: int) -> tuple[float, float]:
+    """TTFT and the part of it in which the adapter was brought in, in seconds."""
+    vocab = plan.size.vocab_size
+    prompt = tuple((7919 * number + 31 * i) % vocab for i in range(plan.median_prompt_tokens))
+    request = GenerateRequest(
+        request_id=f"single-{adapter}-{number}",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        adapter=adapter,
+    )
+    clock = WallClock()
+    sent_s, found = clock.now_s(), (0.0, 0.0)
+    async for output in client.generate(request):
+        if output.timing is not None:
+            found = (clock.now_s() - sent_s, output.timing.adapter_load_s)
+    return found

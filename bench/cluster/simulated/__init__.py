@@ -1,0 +1,1 @@
+"""Clusters of many servers in the simulator, under every placement and router."""

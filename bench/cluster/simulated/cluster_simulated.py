@@ -1,0 +1,48 @@
+"""The simulated part of bench_cluster: LoRAServe's clusters at weak scaling, Toppings' 60 servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from moe_lora.report.results import append_result
+
+from .cluster_sim_loraserve import loraserve_cells
+from .cluster_sim_report import summary_tables
+from .cluster_sim_toppings import toppings_cells
+from bench.harness.records import environment
+
+
+def simulate(out: Path | None, *, quick: bool, only: str | None) -> None:
+    """Simulate all cells (those with `only` in their label), append to `out`, print tables.
+
+    A label is the values of the cell's name, such as "weak_scaling padded production 4".
+    """
+    cells = [*loraserve_cells(quick=quick), *toppings_cells(quick=quick)]
+    labelled = [(" ".join(map(str, name.values())), name, run) for name, run in cells]
+    chosen = [one for one in labelled if only is None or only in one[0]]
+    if not chosen:
+        known = "\n".join(label for label, *_ in labelled)
+        raise click.UsageError(f"--only {only!r} is in no cell's label; these are there:\n{known}")
+    env, records = environment(out), []
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("cells", total=len(chosen))
+        for label, name, run in chosen:
+            bar.update(task, description=label)
+            for config, result in run():
+                record = {"config": {"part": "simulated", **name, **config}, "result": result}
+                records.append(record)
+                if out is not None:
+                    append_result(out, **record, env=env, kind="simulated")
+            bar.advance(task)
+    click.echo(summary_tables(records))
+
+
+def print_markdown(records: list[dict[str, Any]]) -> None:
+    """The tables of records that exist."""
+    click.echo(summary_tables(records, markdown=True))

@@ -1,0 +1,1 @@
+"""The engine's decode speed beside its peers and the machine's ceiling."""

@@ -1,0 +1,105 @@
+"""Decode speed of the engine beside transformers, peft and the memory bandwidth; see README.md.
+
+python -m bench.engine.bench_engine --out FILE.jsonl [--plot FILE.png] [--quick | --tiny]
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from moe_lora.report.results import append_result, read_results
+
+from bench.harness.ceiling import ReadBandwidth
+from .engine_cells import Contestants, Files
+from .engine_goals import goals, goals_table
+from .engine_plan import PLANS, Plan
+from bench.harness.random_model import write_adapters, write_model
+from bench.harness.records import environment
+
+
+def write_files(folder: Path, plan: Plan) -> Files:
+    """The random model and its adapters."""
+    count = max(plan.num_adapters)
+    model_dir = write_model(folder / "model", plan.size)
+    return Files(
+        model_dir,
+        write_adapters(folder, plan.size, model_dir, count, experts=True),
+        write_adapters(folder, plan.size, model_dir, count, experts=False),
+    )
+
+
+def run(plan: Plan, out: Path, num_threads: int) -> None:
+    """Measure everything and append the records to `out`."""
+    torch.set_num_threads(num_threads)
+    env = environment(out)
+    bandwidth = ReadBandwidth()
+    with tempfile.TemporaryDirectory(prefix="moe_lora_bench_") as folder:
+        files = write_files(Path(folder), plan)
+        for dtype in plan.dtypes:
+            bench = Contestants(plan, files, dtype, num_threads)
+            checks = bench.check()
+            click.echo(f"{dtype}: " + ", ".join(f"{k} {v['token_agreement']:.1%}" for k, v in checks.items()))
+            for num_requests, num_adapters in plan.cells():
+                for record in bench.measure(num_requests, num_adapters, bandwidth):
+                    record["result"]["correctness"] = checks
+                    append_result(out, **record, env=env, kind="measured")
+                    click.echo(_line(record))
+            del bench
+            gc.collect()
+
+
+def _line(record: dict[str, Any]) -> str:
+    config, result = record["config"], record["result"]
+    share = result.get("share_of_ceiling")
+    return (
+        f"{config['dtype']:9} {config['num_requests']:3} requests {config['cell_num_adapters']:3} adapters  "
+        f"{config['system']:18} {result['tokens_per_s']:9.1f} tokens/s {result['step_ms']:10.2f} ms"
+        + ("" if share is None else f"  {share['median']:.0%} of the ceiling")
+    )
+
+
+@click.command()
+@click.option(
+    "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON lines file."
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Figure of the records in --out."
+)
+@click.option("--quick", "plan", flag_value="quick", help="A small model, under a minute.")
+@click.option("--tiny", "plan", flag_value="tiny", help="A tiny model, seconds: does it run at all?")
+@click.option("--full", "plan", flag_value="full", default=True, hidden=True)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Only this dtype.")
+@click.option("--num-requests", type=int, multiple=True, help="Only this concurrency; repeatable.")
+@click.option("--num-threads", type=int, default=os.cpu_count(), show_default="all cores")
+def main(
+    out: Path,
+    plot: Path | None,
+    plan: str,
+    dtype: str | None,
+    num_requests: tuple[int, ...],
+    num_threads: int,
+) -> None:
+    """Measure decode speed; --out is replaced."""
+    out.unlink(missing_ok=True)
+    chosen = PLANS[plan] if dtype is None else replace(PLANS[plan], dtypes=(dtype,))
+    if num_requests:
+        chosen = replace(chosen, num_requests=num_requests)
+    run(chosen, out, num_threads)
+    records = read_results(out)
+    click.echo(goals_table(goals(records, chosen.headline)))
+    if plot is not None:
+        from .engine_plot import write_plot
+
+        write_plot(records, plot)
+
+
+if __name__ == "__main__":
+    main()

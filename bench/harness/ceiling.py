@@ -1,0 +1,142 @@
+"""What a decode step must read at least, and how fast this machine reads.
+
+Legend: T rows, K experts per token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_lora.core.shape import ModelShape
+from moe_lora.engine.core import EngineCore
+from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
+from moe_lora.lora.local import LocalBackend
+from moe_lora.lora.row_routing import RowRouting, Source
+from moe_lora.kernels.operands import SlotTable, StepTables
+
+from bench.engine.engine_runs import EngineRun
+
+_READ_BYTES = 256 << 20
+
+
+class ReadBandwidth:
+    """Reads a buffer larger than the caches: its sum as 64-bit integers, the fastest read that torch has."""
+
+    def __init__(self, num_bytes: int = _READ_BYTES) -> None:
+        self._buffer = torch.ones(num_bytes // 8, dtype=torch.int64)
+
+    def measure(self, repeats: int = 3) -> float:
+        """Bytes per second of the fastest of a few reads."""
+        times = []
+        for _ in range(repeats):
+            start_s = time.perf_counter()
+            self._buffer.sum()
+            times.append(time.perf_counter() - start_s)
+        return self._buffer.nbytes / min(times)
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one decode step reads if it reads everything it touches once."""
+
+    weights: int
+    kv: int
+    adapters: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.adapters
+
+    @property
+    def adapter_share(self) -> float:
+        """Adapter bytes by those that the base model alone reads."""
+        return self.adapters / (self.weights + self.kv)
+
+
+@dataclass
+class _Recorder:
+    """A LoraBackend in front of another one, which notes which experts each site was asked for."""
+
+    inner: LoraBackend
+    step: StepTables | None = None
+    token_slots: torch.Tensor | None = None
+    expert_ids: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self.step = step
+        self.token_slots = torch.from_numpy(routing.terms_from(Source.LOCAL, 0)["slot"])
+        self.inner.begin_step(step, routing)
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        if ids is not None:
+            self.expert_ids[layer, site] = ids.clone()
+        return self.inner.begin(layer, site, x, ids)
+
+
+def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
+    """Bytes of a decode step of this run, from the experts that its rows chose in one such step."""
+    context = run.core._runner._context  # what an engine computed is not part of its interface
+    recorder = _Recorder(context.backend)
+    context.backend = recorder
+    try:
+        run.decode(1)
+    finally:
+        context.backend = recorder.inner
+    assert recorder.step is not None
+    kv_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+    return StepBytes(
+        weights=_weight_elements(shape, recorder) * itemsize,
+        kv=int(recorder.step.seq_lens.sum()) * kv_token,
+        adapters=sum(_adapter_matrices(shape, recorder, _slots(run.core)).values()) * itemsize,
+    )
+
+
+def _slots(core: EngineCore) -> SlotTable:
+    routed = core._runner._context.backend
+    assert isinstance(routed, RoutedBackend)
+    backend = routed.backends[Source.LOCAL]
+    assert isinstance(backend, LocalBackend)
+    return backend._slots
+
+
+def _weight_elements(shape: ModelShape, recorder: _Recorder) -> int:
+    assert recorder.token_slots is not None
+    rows = recorder.token_slots.numel()
+    total = shape.hidden_size * (rows + shape.vocab_size + 1)  # embedding rows, head, last norm
+    for layer in range(shape.num_layers):
+        total += 2 * shape.hidden_size
+        for number, site in enumerate(shape.sites):
+            ids = recorder.expert_ids.get((layer, number))
+            matrices = 1 if ids is None else ids.unique().numel()
+            total += matrices * site.in_features * site.total_out_features
+    return total
+
+
+def _adapter_matrices(shape: ModelShape, recorder: _Recorder, slots: SlotTable) -> dict[tuple[str, int], int]:
+    """Elements of each distinct A and B that the step touches, by kind and byte offset in the arena."""
+    assert recorder.token_slots is not None
+    found: dict[tuple[str, int], int] = {}
+    for layer in range(shape.num_layers):
+        for number, site in enumerate(shape.sites):
+            for slot, expert in _pairs(recorder.token_slots, recorder.expert_ids.get((layer, number))):
+                for module, width in enumerate(site.out_features):
+                    index = (slot, layer, site.entry(module, expert))
+                    lora_rank = int(slots.lora_rank[index])
+                    if lora_rank:
+                        found["a", int(slots.a_offset[index])] = lora_rank * site.in_features
+                        found["b", int(slots.b_offset[index])] = lora_rank * width
+    return found
+
+
+def _pairs(token_slots: torch.Tensor, ids: torch.Tensor | None) -> Iterator[tuple[int, int]]:
+    """Distinct (slot, expert) of a site; expert 0 at a dense one."""
+    experts = torch.zeros_like(token_slots)[:, None] if ids is None else ids
+    slots = token_slots[:, None].expand_as(experts)
+    pairs = torch.stack([slots.reshape(-1), experts.reshape(-1)], 1).unique(dim=0)
+    for slot, expert in pairs.tolist():
+        if slot >= 0 and expert >= 0:
+            yield slot, expert

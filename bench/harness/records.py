@@ -1,0 +1,41 @@
+"""What every bench writes beside its figures, and which tree it may write from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from moe_lora.report.environment import environment as this_environment
+from moe_lora.report.environment import git_state
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+ALLOW_DIRTY = "MOE_LORA_BENCH_ALLOW_DIRTY"
+
+
+def environment(out: str | Path | None) -> dict[str, Any]:
+    """`report.environment`, if a record of it may be written to `out` (None: nothing is written).
+
+    A record names a commit, so tracked files must be as committed; result files, which benches change
+    themselves, don't count.  MOE_LORA_BENCH_ALLOW_DIRTY=1 lets a changed tree write outside of
+    bench/results; the record says `git_dirty`.  Call it before measuring.  Exits with the reason otherwise.
+    """
+    env = this_environment() | git_state(ROOT, without=RESULTS)
+    if out is not None and env["git_dirty"]:
+        _refuse(Path(out))
+    return env
+
+
+def _refuse(out: Path) -> None:
+    changed = f"--out {out}: tracked files differ from the commit that the record would name"
+    if out.resolve().is_relative_to(RESULTS):
+        raise SystemExit(
+            f"{changed}; commit or stash them (git status).  To try a bench, write outside of bench/results, "
+            f"with {ALLOW_DIRTY}=1"
+        )
+    if os.environ.get(ALLOW_DIRTY) != "1":
+        raise SystemExit(
+            f"{changed}; commit or stash them (git status), or set {ALLOW_DIRTY}=1 for a record that says "
+            "git_dirty"
+        )

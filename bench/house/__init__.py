@@ -1,0 +1,1 @@
+"""Counts of the code itself, and what a request enters."""

@@ -1,0 +1,270 @@
+"""Finds launch configurations and algorithms by rank of the GPU's LoRA kernels; writes them into its table.
+
+    python -m bench.kernels.autotune_lora [--budget-s 150] [--state FILE.json] [--allow-fused] [--dry-run]
+
+Time-boxed and resumable: every measurement goes to --state at once, a later run goes on from there; see
+README.md.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import islice, takewhile
+from pathlib import Path
+
+import click
+import torch
+
+from moe_lora.kernels.triton import configs
+from moe_lora.kernels.triton.configs import KERNEL_NAMES, PHASES, Config, Table
+from moe_lora.report.environment import environment
+
+from .lora_kernel_cases import Case
+from .lora_kernel_clock import COLD_BYTES, Passes
+from .lora_kernel_own import gpu_phases
+from .lora_kernel_peers import NotApplicable, Phases
+from .lora_kernel_plan import ALL, MIXED_LORA_RANKS, CaseSpec, Shape
+from .lora_kernel_runs import check
+from .lora_tuning import Found, Pair, Target, descend, enumerate_all, in_turn, rank_classes, together, updated
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TUNING_GPU = "NVIDIA H200"
+CROSSOVER_SHARE = 0.25
+"""Part of the budget that is kept for the algorithms by rank, which need the best configurations."""
+ROWS = {"decode": (64, 32), "prefill": (2048, 8)}
+FUSED_LORA_RANKS = (16,)
+
+
+def targets(dtype: str) -> dict[Target, Shape]:
+    """What is tuned, each for both phases: every kernel at every site shape of the benchmark."""
+    return {
+        Target(
+            kernel=kernel,
+            dtype=dtype,
+            in_features=shape.site.in_features,
+            out_features=sum(shape.site.out_features),
+        ): shape
+        for shape in ALL
+        for kernel in KERNEL_NAMES
+    }
+
+
+def case_spec(shape: Shape, dtype: str, phase: str, lora_ranks: tuple[int, ...]) -> CaseSpec:
+    """The batch that a phase is tuned on: decode 64 rows over 32 adapters, prefill 2048 rows over 8."""
+    rows, adapters = ROWS[phase]
+    return CaseSpec(
+        group=phase,
+        shape=shape,
+        num_rows=rows,
+        num_adapters=adapters,
+        popularity="uniform" if phase == "decode" else "blocks",
+        lora_ranks=lora_ranks,
+        dtype=DTYPES[dtype],
+    )
+
+
+@lru_cache(maxsize=len(PHASES))
+def _case(spec: CaseSpec, device: str) -> Case:
+    return Case(spec, torch.device(device), COLD_BYTES["cuda"])
+
+
+@dataclass
+class Tuner:
+    """Measures on a device: seconds of a configuration or algorithm, infinite for what fails or is wrong."""
+
+    dtype: str
+    shapes: Mapping[Target, Shape]
+    device: str = "cuda"
+    failures: list[str] = field(default_factory=list)
+
+    def configured(self, target: Target, phase: str, config: Config) -> float:
+        """Seconds of the kernel's own part of a delta with this configuration."""
+        algorithm, _, part = target.kernel.partition("_")
+        ranks = FUSED_LORA_RANKS if algorithm == "fused" else MIXED_LORA_RANKS
+        case = _case(case_spec(self.shapes[target], self.dtype, phase, ranks), self.device)
+        with configs.override(target.kernel, config):
+            return self._seconds(case, algorithm, part, f"{target.key(phase)} {config}")
+
+    def algorithm(self, target: Target, lora_rank: int, name: str, phase: str) -> float:
+        """Seconds of a whole delta by an algorithm where all adapters have one rank."""
+        spec = case_spec(self.shapes[target], self.dtype, phase, (lora_rank,))
+        what = f"{target.key(phase)} rank {lora_rank} {name}"
+        return self._seconds(_case(spec, self.device), name, "delta", what)
+
+    def _seconds(self, case: Case, algorithm: str, phase: str, what: str) -> float:
+        try:
+            phases = algorithm_phases(case, algorithm)
+            check(case, phases)
+            before = phases.get("shrink") if phase == "expand" else None
+            passes = Passes(phases[phase], case.num_copies, case.device, True, before)
+            return min(passes.decode(1) for _ in range(3)) / case.num_copies
+        except Exception as error:  # whatever a compiler or launcher raises for a configuration it can't do
+            if isinstance(error, torch.AcceleratorError):
+                raise  # the device is lost
+            self.failures.append(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            return math.inf
+
+
+def algorithm_phases(case: Case, algorithm: str) -> Phases:
+    """The phases of one algorithm; the fused one has a delta only, which overwrites y."""
+    if algorithm != "fused":
+        return gpu_phases({"kernel": "sgmv", "algorithm": algorithm})(case)
+    from moe_lora.kernels.triton import triton_lora as lora
+    from moe_lora.kernels.triton.segments import build_segments
+
+    if case.device.type != "cuda":
+        raise NotApplicable("the fused kernel is tuned on a GPU")
+    segments = build_segments(case.token_slots, case.ids, case.slots.num_slots, case.site.num_experts)
+
+    def delta(copy: int) -> None:
+        lora.lora_delta(
+            case.operands(copy),
+            case.y[copy],
+            decode=case.spec.group == "decode",
+            segments=segments,
+            algorithm="fused",
+            max_lora_rank=case.max_lora_rank,
+        )
+
+    return {"delta": delta}
+
+
+def search_order(shapes: Mapping[Target, Shape]) -> list[list[Target]]:
+    """Targets in groups that share a case, so that a case is made once per turn."""
+    groups: dict[tuple[int, int, bool], list[Target]] = {}
+    for target in shapes:
+        key = (target.in_features, target.out_features, target.kernel.startswith("fused"))
+        groups.setdefault(key, []).append(target)
+    return list(groups.values())
+
+
+def tune(
+    tuner: Tuner, table: Table, found: Found, deadline: Callable[[float], bool], exhaustive: bool
+) -> None:
+    """Search the configurations of all targets until 1 - CROSSOVER_SHARE of the budget is spent."""
+    search = enumerate_all if exhaustive else descend
+
+    def start(target: Target) -> Pair:
+        return found.best(target) or known(table, target)
+
+    def one(group: list[Target]) -> Iterator[Pair]:
+        for target in group:
+            yield from search(target, start(target), partial(tuner.configured, target), found)
+
+    def spent() -> bool:
+        return deadline(1 - CROSSOVER_SHARE)
+
+    in_turn([_in_runs(one(group), spent) for group in search_order(tuner.shapes)], spent)
+
+
+def known(table: Table, target: Target) -> Pair:
+    """What the table says of the target."""
+    widths = (target.in_features, target.out_features)
+    return {phase: table.config(target.kernel, target.dtype, phase, *widths) for phase in PHASES}
+
+
+def _in_runs(search: Iterator[Pair], spent: Callable[[], bool], length: int = 8) -> Iterator[list[Pair]]:
+    """Several measurements a turn: to make the operands anew costs as much as they do."""
+    while run := list(islice(takewhile(lambda _: not spent(), search), length)):
+        yield run
+
+
+Crossovers = dict[tuple[Target, bool], list[tuple[int, int, str]]]
+
+
+def crossovers(
+    tuner: Tuner, found: Found, deadline: Callable[[float], bool], allow_fused: bool
+) -> Crossovers:
+    """Which algorithm serves which ranks, for sites where every rank of MIXED_LORA_RANKS was measured."""
+    classes: Crossovers = {}
+    names = ("wgmma", "vector", *(["fused"] if allow_fused else []))
+    for first, *_ in search_order(tuner.shapes):
+        if first.kernel.startswith("fused"):
+            continue
+        place = f"crossover {first.dtype} {first.in_features}x{first.out_features}"
+        seconds: dict[int, dict[str, float]] = {}
+        for lora_rank in MIXED_LORA_RANKS:
+            if deadline(1.0):
+                return classes
+            seconds[lora_rank] = {
+                name: together(
+                    [
+                        found.measured(
+                            place,
+                            {"lora_rank": lora_rank, "algorithm": name, "phase": phase},
+                            partial(tuner.algorithm, first, lora_rank, name, phase),
+                        )
+                        for phase in PHASES
+                    ]
+                )
+                for name in names
+            }
+        without_fused = {
+            lora_rank: {name: s for name, s in known.items() if name != "fused"}
+            for lora_rank, known in seconds.items()
+        }
+        classes[first, False] = rank_classes(without_fused)
+        if allow_fused:
+            classes[first, True] = rank_classes(seconds)
+    return classes
+
+
+@click.command()
+@click.option("--budget-s", type=float, default=150.0, show_default=True, help="Seconds of searching.")
+@click.option(
+    "--state",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("bench/results/lora_tuning.json"),
+    show_default=True,
+    help="Every measurement; a later run goes on from it.",
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
+@click.option("--exhaustive", is_flag=True, help="Every configuration instead of coordinate descent (hours).")
+@click.option("--allow-fused", is_flag=True, help="Let a whole delta use the fused kernel: other last bits.")
+@click.option("--dry-run", is_flag=True, help="Say what would be searched; needs no GPU, writes nothing.")
+def main(
+    budget_s: float, state: Path, dtype: str, exhaustive: bool, allow_fused: bool, dry_run: bool
+) -> None:
+    """Tune the LoRA kernels for this machine's GPU and write what was found into its table."""
+    shapes = targets(dtype)
+    if dry_run:
+        click.echo(plan_text(shapes, configs.load_table(TUNING_GPU)))
+        return
+    if not torch.cuda.is_available():
+        raise click.ClickException("no CUDA device; --dry-run shows what would be searched")
+    table = replace(configs.load_table(torch.cuda.get_device_name()), gpu=torch.cuda.get_device_name())
+    found, tuner = Found.load(state), Tuner(dtype, shapes)
+    started_s = time.monotonic()
+
+    def deadline(share: float) -> bool:
+        return time.monotonic() - started_s > share * budget_s
+
+    tune(tuner, table, found, deadline, exhaustive)
+    commit = environment()["git_commit"]
+    note = (
+        f"Entries marked tuned: bench/kernels/autotune_lora.py on {table.gpu}, commit {commit}. Others are defaults."
+    )
+    configs.save_table(updated(table, list(shapes), found, {}, note))
+    classes = crossovers(tuner, found, deadline, allow_fused)
+    path = configs.save_table(updated(table, list(shapes), found, classes, note))
+    tuned = sum(found.best(target) is not None for target in shapes)
+    click.echo(f"{path}: {tuned} of {len(shapes)} kernels tuned, {len(classes)} rules of ranks")
+    click.echo("\n".join(tuner.failures[:20]))
+
+
+def plan_text(shapes: Mapping[Target, Shape], table: Table) -> str:
+    """What would be searched, and from where."""
+    lines = [
+        f"{target.key(phase)}: {len(configs.config_space(target.kernel))} configurations, from {config}"
+        for target in shapes
+        for phase, config in known(table, target).items()
+    ]
+    return "\n".join([*lines, f"{len(shapes)} targets in {len(search_order(shapes))} groups"])
+
+
+if __name__ == "__main__":
+    main()

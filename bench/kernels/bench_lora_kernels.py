@@ -1,0 +1,164 @@
+"""Speed of the LoRA kernels beside other ways to compute deltas and the machine's own limits; see README.md.
+
+python -m bench.kernels.bench_lora_kernels --out FILE.jsonl [--plot FILE.png] [--quick | --tiny] [--device cpu|cuda]
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import torch
+
+from moe_lora.report.results import append_result, read_results
+
+from .lora_kernel_cases import Case, memory_bytes
+from .lora_kernel_clock import COLD_BYTES, Rates
+from .lora_kernel_own import own_kernels
+from .lora_kernel_peers import Contestant, load_peer, torch_peers
+from .lora_kernel_plan import CaseSpec, Plan, plan
+from .lora_kernel_report import line, verdict_table, wrong
+from .lora_kernel_runs import CaseRun
+from bench.harness.records import environment
+
+DEFAULT_SCALE = {"cpu": 16, "cuda": 1}
+DEFAULT_BUDGET_S = {"cpu": 340.0, "cuda": 230.0}
+CPU_MEMORY_BYTES = 3 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """budget_s: no case starts after it.  use_graphs: time captured decode work on a GPU."""
+
+    budget_s: float
+    use_graphs: bool
+
+
+def refuse_too_large(specs: Sequence[CaseSpec], cold_bytes: int, limit_bytes: int) -> None:
+    """Raise ValueError naming the cases whose operands do not fit, before any memory is taken."""
+    sizes = ((spec, memory_bytes(spec, cold_bytes)) for spec in specs)
+    large = [f"{spec.title}: {size / 1e9:.1f} GB" for spec, size in sizes if size > limit_bytes]
+    if large:
+        raise ValueError(
+            f"{len(large)} cases need more than --memory-gb {limit_bytes / 1e9:.1f}: {'; '.join(large)}. "
+            "Raise --scale, which divides rows and adapters, or --memory-gb"
+        )
+
+
+def cold_bytes(chosen: Plan, device: torch.device) -> int:
+    """Bytes of matrices that a measurement passes before it meets one again."""
+    return COLD_BYTES[device.type] if chosen.cold else 0
+
+
+def memory_limit(device: torch.device) -> int:
+    """Bytes that operands may take: 3 GiB on CPU, 60 % of what is free on a GPU."""
+    if device.type == "cpu":
+        return CPU_MEMORY_BYTES
+    return int(0.6 * torch.cuda.mem_get_info(device)[0])
+
+
+def run(
+    chosen: Plan, contestants: Sequence[Contestant], device: torch.device, out: Path, options: RunOptions
+) -> None:
+    """Measure case by case and append each case's records at once."""
+    env = {**environment(out), "device_name": device_name(device)}
+    started_s = time.monotonic()
+    rates = Rates(device, chosen.specs[0].dtype)
+    for number, spec in enumerate(chosen.specs):
+        if time.monotonic() - started_s > options.budget_s:
+            click.echo(f"time budget of {options.budget_s:g} s is spent: left out the last")
+            click.echo("\n".join(f"  {left.title}" for left in chosen.specs[number:]))
+            break
+        click.echo(spec.title)
+        measured = CaseRun(Case(spec, device, cold_bytes(chosen, device)), contestants, options.use_graphs)
+        for record in measured.measure(rates, chosen.rounds):
+            append_result(out, **record, env=env, kind="measured")
+            click.echo(line(record))
+        del measured
+        gc.collect()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@click.command()
+@click.option(
+    "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON lines file."
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Figure of the figure-19 cases."
+)
+@click.option("--quick", "mode", flag_value="quick", help="Few cases, about a minute.")
+@click.option("--tiny", "mode", flag_value="tiny", help="Tiny sizes, seconds: does it run at all?")
+@click.option("--full", "mode", flag_value="full", default=True, hidden=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option(
+    "--scale", type=int, help="Divide rows and adapters of large cases; default 16 on CPU, 1 on a GPU."
+)
+@click.option("--case", "wanted", default="", help="Only cases whose title contains this.")
+@click.option(
+    "--peer-module",
+    "peer_modules",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A Python file with another contestant; repeatable.",
+)
+@click.option(
+    "--memory-gb", type=float, help="Limit of a case's operands; default 3 on CPU, 60 % of a GPU's."
+)
+@click.option("--budget-s", type=float, help="Start no case after this; default 340 on CPU, 230 on a GPU.")
+@click.option(
+    "--graphs/--no-graphs", default=True, show_default=True, help="CUDA graphs for all but prefill."
+)
+@click.option("--num-threads", type=int, default=os.cpu_count(), show_default="all cores")
+def main(
+    out: Path,
+    plot: Path | None,
+    mode: str,
+    device: str,
+    dtype: str,
+    scale: int | None,
+    wanted: str,
+    peer_modules: tuple[Path, ...],
+    memory_gb: float | None,
+    budget_s: float | None,
+    graphs: bool,
+    num_threads: int,
+) -> None:
+    """Measure the LoRA kernels; --out is replaced. Exits with 1 if one of our own kernels is wrong."""
+    torch.set_num_threads(num_threads)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    try:
+        chosen = plan(mode, getattr(torch, dtype), DEFAULT_SCALE[device] if scale is None else scale)
+        chosen = replace(chosen, specs=tuple(spec for spec in chosen.specs if wanted in spec.title))
+        limit = memory_limit(place) if memory_gb is None else int(memory_gb * 1e9)
+        refuse_too_large(chosen.specs, cold_bytes(chosen, place), limit)
+        contestants = [*own_kernels(place), *torch_peers(), *map(load_peer, peer_modules)]
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if not chosen.specs:
+        raise click.ClickException(f"--case {wanted!r} is in no title")
+    out.unlink(missing_ok=True)
+    budget = DEFAULT_BUDGET_S[device] if budget_s is None else budget_s
+    run(chosen, contestants, place, out, RunOptions(budget_s=budget, use_graphs=graphs))
+    records = read_results(out)
+    click.echo(verdict_table(records))
+    if plot is not None:
+        from .lora_kernel_plot import write_plot
+
+        write_plot(records, plot)
+    if any(record["config"]["role"] not in ("peer", "outside") for record in wrong(records)):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Placement solvers beside bounds and an exact solver."""

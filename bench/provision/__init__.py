@@ -1,0 +1,1 @@
+"""Provisioning: solver, estimator, plans beside the paper's, performance models."""

@@ -1,0 +1,1 @@
+"""PEFT's adapter files and configs, read and matched with a model."""

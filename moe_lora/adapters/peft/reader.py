@@ -1,0 +1,142 @@
+"""Reading PEFT adapters: a directory, or a state dict out of a training loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.shape import ModelShape
+from moe_lora.adapters.registry.base_model import check_base
+from .config import AdapterConfig
+from .file_check import check_header_size, check_num_tensors
+from .match import Match, match
+from moe_lora.adapters.packed import PackedAdapter, assemble, pack_layer, packed_bytes
+from .pairs import Shaped, check_pair, is_swapped, make_pair
+from .files import not_readable, read_config, read_files, read_header, weights_file
+from .training_state import check_embeddings, config_fields, lora_tensors
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_adapter(
+    path: str | Path, shape: ModelShape, dtype: torch.dtype, name: str | None = None, *, log: bool = True
+) -> PackedAdapter:
+    """Pack the PEFT directory at `path` for a base model of this shape, in the model's dtype.
+
+    name: the adapter's name, by default the folder's. Both files are read once, whole, into this process's
+    memory: at the peak that takes the file twice, or once beside the packed adapter. Raises AdapterError,
+    which names the file and the key, unless every tensor is used and everything the config targets is
+    there. If base_model_name_or_path is a local checkpoint it must have the sizes of the base; another name
+    alone is no error, since names move. log: write what `PackedAdapter.warnings` says to the log.
+    """
+    folder = Path(path)
+    config, weights, where = read_files(folder, lambda file: check_header_size(file, shape))
+    check_base(config, shape)
+    try:
+        tensors = load(weights)
+    except (SafetensorError, KeyError) as error:
+        raise not_readable(where, error) from error
+    del weights  # the tensors are copies
+    check_num_tensors(len(tensors), shape, where)
+    packed = _pack(tensors, config, shape, dtype, name or folder.resolve().name, where)
+    return _logged(packed, log)
+
+
+def adapter_layer_bytes(path: str | Path, shape: ModelShape, dtype: torch.dtype) -> list[int]:
+    """Bytes that each layer of the PEFT directory would take packed; no value is read.
+
+    Raises AdapterError as `read_adapter` does, but for values that are not finite.
+    """
+    config = read_config(Path(path))
+    check_base(config, shape)
+    weights = weights_file(Path(path))
+    check_header_size(weights, shape)
+    entries = read_header(weights)
+    where = str(weights)
+    check_num_tensors(len(entries), shape, where)
+    matched, swapped = _matched(entries, config, shape, where)
+    sizes = []
+    for layer in matched.layers:
+        for source in layer:
+            check_pair(source, entries, shape, where, swapped)
+        keys = [key for source in layer for key in (source.key_a, source.key_b)]
+        tensors = {
+            key: torch.empty(entries[key].shape, dtype=_DTYPES[entries[key].code], device="meta")
+            for key in keys
+        }
+        pairs = [make_pair(source, tensors, shape, where, swapped) for source in layer]
+        sizes.append(packed_bytes(pairs, dtype))
+    return sizes
+
+
+def pack_state_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    config: Any,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    name: str,
+) -> PackedAdapter:
+    """Pack LoRA tensors by their PEFT keys.
+
+    config: the fields of adapter_config.json, or PEFT's LoraConfig.  Keys may lack the prefix
+    `base_model.model.` and may carry the adapter's name, as in `lora_A.default.weight`; the base's weights
+    in the state dict of a whole PEFT model are left out. Tensors are copied, so that training may go on.
+    Raises AdapterError as `read_adapter` does.
+    """
+    where = f"adapter {name!r}"
+    parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
+    check_base(parsed, shape)
+    return _logged(_pack(tensors_of(state_dict, shape, where), parsed, shape, dtype, name, where), True)
+
+
+def tensors_of(
+    state_dict: Mapping[str, torch.Tensor], shape: ModelShape, where: str
+) -> dict[str, torch.Tensor]:
+    """The LoRA tensors of a state dict, on the CPU.  Raises AdapterError as `lora_tensors` does."""
+    for key, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            raise AdapterError(f"{where}: {key}: expected a tensor, found {type(value).__name__}")
+    found = lora_tensors(state_dict, shape, where)
+    check_num_tensors(len(found), shape, where)
+    return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
+
+
+def _pack(
+    tensors: Mapping[str, torch.Tensor],
+    config: AdapterConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    name: str,
+    where: str,
+) -> PackedAdapter:
+    matched, swapped = _matched(tensors, config, shape, where)
+    layers = []
+    for sources in matched.layers:
+        pairs = [make_pair(source, tensors, shape, where, swapped) for source in sources]
+        layers.append(pack_layer(pairs, shape, dtype, where))
+    return assemble(name, layers, shape, matched.warnings)
+
+
+def _matched(
+    tensors: Mapping[str, Shaped], config: AdapterConfig, shape: ModelShape, where: str
+) -> tuple[Match, bool]:
+    """The places of the tensors, and whether the roles of A and B are exchanged."""
+    check_embeddings(tensors, shape, where)
+    matched = match(tensors, config, shape, where)
+    sources = [source for layer in matched.layers for source in layer]
+    return matched, is_swapped(sources, tensors, shape)
+
+
+def _logged(packed: PackedAdapter, log: bool) -> PackedAdapter:
+    for warning in packed.warnings if log else ():
+        logger.warning("%s", warning)
+    return packed

@@ -1,0 +1,108 @@
+"""What a training loop has at hand (PEFT objects, a whole model's state dict), as an adapter's files hold it.
+
+Imports neither torch nor peft.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, TypeVar
+
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.shape import ModelShape
+from .pairs import Shaped
+
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\.weight")
+_LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")
+_BASE_WEIGHT = re.compile(r"(?:base_model\.model\.)?(?:model|transformer|lm_head)\.")
+_TRAINED = ("lora_", "modules_to_save", "trainable_tokens")
+
+Tensor = TypeVar("Tensor", bound=Shaped)
+
+
+def config_fields(config: Any, where: str) -> dict[str, Any]:
+    """The fields of adapter_config.json of what describes an adapter.
+
+    config: these fields, PEFT's LoraConfig, or the `peft_config` of a PEFT model with one adapter.  Raises
+    AdapterError naming `where` for anything else.
+    """
+    if isinstance(config, Mapping) and config and all(map(_is_peft_config, config.values())):
+        if len(config) > 1:
+            raise AdapterError(
+                f"{where}: the configs of {len(config)} adapters ({', '.join(map(str, config))}); "
+                "give one of them, such as model.peft_config['default']"
+            )
+        [config] = config.values()
+    if _is_peft_config(config):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise AdapterError(
+            f"{where}: expected the fields of adapter_config.json or a PEFT LoraConfig, "
+            f"found {type(config).__name__}"
+        )
+    return {key: _plain(value) for key, value in config.items()}
+
+
+def lora_tensors(state_dict: Mapping[str, Tensor], shape: ModelShape, where: str) -> dict[str, Tensor]:
+    """The adapter's tensors of a state dict, which may be that of the whole PEFT model.
+
+    The base's weights in it are left out, as PEFT's own saving does: what trains them too is named by the
+    config, which is refused.  Raises AdapterError for embeddings that are not of the base's size.
+    """
+    wrapped = any(
+        ".base_layer." in key and not _EMBEDDING.fullmatch(key) and not _is_trained(key) for key in state_dict
+    )
+    if not wrapped:
+        return dict(state_dict)
+    for key, tensor in state_dict.items():
+        if _EMBEDDING.fullmatch(key) and tensor.shape[0] != shape.vocab_size:
+            raise _resized(key, tensor, shape, where)
+    return {
+        key: tensor for key, tensor in state_dict.items() if _is_trained(key) or not _BASE_WEIGHT.match(key)
+    }
+
+
+def check_embeddings(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> None:
+    """Raises AdapterError for embeddings of the base among an adapter's tensors, saying how they came there.
+
+    PEFT saves them whole after a change of vocabulary, or if asked.  Those beside LoRA on embeddings are left
+    to `match`, which refuses that.
+    """
+    copies = sorted(key for key in tensors if _EMBEDDING.fullmatch(key))
+    if not copies or any(_LORA_ON_EMBEDDING.search(key) for key in tensors):
+        return
+    for key in copies:
+        if tuple(tensors[key].shape)[:1] != (shape.vocab_size,):
+            raise _resized(key, tensors[key], shape, where)
+    raise AdapterError(
+        f"{where}: {copies[0]}: the base model's own embeddings, which PEFT adds with save_embedding_layers; "
+        "they may have been trained, and an adapter that replaces base weights is not supported; if they "
+        "were not, save the adapter again with save_pretrained(..., save_embedding_layers=False)"
+    )
+
+
+def _resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterError:
+    return AdapterError(
+        f"{where}: {key}: shape {list(tensor.shape)}, the base model's vocabulary has {shape.vocab_size} "
+        "tokens: it was resized for training, and an adapter that replaces the base's embeddings is not "
+        "supported; train without new tokens, or save the resized base model, and train and serve on that"
+    )
+
+
+def _is_trained(key: str) -> bool:
+    return any(mark in key for mark in _TRAINED)
+
+
+def _is_peft_config(value: Any) -> bool:
+    return hasattr(value, "peft_type") and callable(getattr(value, "to_dict", None))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would hold it."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    return value

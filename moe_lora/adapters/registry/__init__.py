@@ -1,0 +1,1 @@
+"""The registry: adapters' versions and files, kept safe in SQLite and by content."""

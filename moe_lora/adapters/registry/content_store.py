@@ -1,0 +1,166 @@
+"""Adapter files under the hash of their content: written once, whole or not at all, checked when used."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+
+MANIFEST_FILE = "manifest.json"
+_BLOCK_BYTES = 1 << 20
+_HASH = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Files that are whole and on disk, but not under their hash yet.  num_bytes: of the adapter's files."""
+
+    folder: Path
+    content_hash: str
+    num_bytes: int
+    linked: bool
+
+
+class ContentStore:
+    """`folder`/HASH/ holds an adapter's two files, or links to them, and their manifest.
+
+    The manifest has sha256 and bytes of each file, and HASH is the manifest's sha256.  A folder gets its
+    name by one rename after everything in it was synced, so a crash leaves no part of an adapter under a
+    hash.  Whoever calls `place`, `delete` and `sweep` keeps others from calling them meanwhile.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def path(self, content_hash: str) -> Path:
+        """Where content of this hash lies, or would lie."""
+        return self.folder / content_hash
+
+    @contextmanager
+    def staged(self, source: Path, *, link: bool) -> Iterator[Staged]:
+        """A copy of a PEFT folder's files (link: symbolic links to them), to be placed.  Raises OSError."""
+        with self._lock(fcntl.LOCK_SH):
+            folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=".staged-"))
+            try:
+                files = {
+                    name: _take(source / name, folder / name, link) for name in (CONFIG_FILE, WEIGHTS_FILE)
+                }
+                manifest = json.dumps({"files": files}, sort_keys=True, indent=1).encode()
+                with (folder / MANIFEST_FILE).open("wb") as file:
+                    file.write(manifest)
+                    file.flush()
+                    os.fsync(file.fileno())
+                folder.chmod(0o755)
+                _sync_folder(folder)
+                yield Staged(
+                    folder=folder,
+                    content_hash=hashlib.sha256(manifest).hexdigest(),
+                    num_bytes=sum(int(facts["bytes"]) for facts in files.values()),
+                    linked=link,
+                )
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def place(self, staged: Staged) -> None:
+        """Give the files their name.  What is there already is repaired; copies never become links."""
+        place = self.path(staged.content_hash)
+        try:
+            os.rename(staged.folder, place)
+        except OSError:  # it is there
+            if not staged.linked or self.problem(staged.content_hash) is not None:
+                for file in sorted(staged.folder.iterdir()):
+                    os.replace(file, place / file.name)
+                _sync_folder(place)
+        _sync_folder(self.folder)
+
+    def problem(self, content_hash: str) -> str | None:
+        """What is wrong with the content, naming the file; None: it is what was stored.  Reads all of it."""
+        path = self.path(content_hash) / MANIFEST_FILE
+        try:
+            manifest = path.read_bytes()
+        except OSError as error:
+            return f"{path} is lost ({error.strerror})"
+        if hashlib.sha256(manifest).hexdigest() != content_hash:
+            return f"{path} was altered"
+        for name, facts in json.loads(manifest)["files"].items():
+            path = self.path(content_hash) / name
+            where = f"{path} (a link to {os.readlink(path)})" if path.is_symlink() else str(path)
+            try:
+                if path.stat().st_size != facts["bytes"] or _sha256(path) != facts["sha256"]:
+                    return f"{where} was altered"
+            except OSError as error:
+                return f"{where} is lost ({error.strerror})"
+        return None
+
+    def delete(self, content_hash: str) -> None:
+        """Forget content; what a crash leaves of it is no longer under its hash."""
+        dying = tempfile.mkdtemp(dir=self.folder, prefix=".deleted-")
+        with suppress(FileNotFoundError):
+            os.rename(self.path(content_hash), dying)
+        shutil.rmtree(dying, ignore_errors=True)
+
+    def sweep(self, kept: Collection[str]) -> list[str]:
+        """Delete what crashes left: content that is not in `kept`, and staged files if no one stages now.
+
+        Returns the names of what was deleted.
+        """
+        swept = []
+        for place in sorted(self.folder.iterdir()):
+            if _HASH.fullmatch(place.name) and place.name not in kept:
+                self.delete(place.name)
+                swept.append(place.name)
+        with suppress(BlockingIOError), self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for place in sorted(self.folder.glob(".*-*")):
+                shutil.rmtree(place, ignore_errors=True)
+                swept.append(place.name)
+        return swept
+
+    @contextmanager
+    def _lock(self, kind: int) -> Iterator[None]:
+        """Shared by those who stage, so that their unfinished folders are told from a dead writer's."""
+        with (self.folder / ".lock").open("a") as file:
+            fcntl.flock(file, kind)
+            yield
+
+
+def _take(source: Path, target: Path, link: bool) -> dict[str, str | int]:
+    """Copy or link one file; its entry in the manifest, which for a copy is of what was written."""
+    if link:
+        target.symlink_to(source.resolve())
+        return {"sha256": _sha256(source), "bytes": source.stat().st_size}
+    digest, num_bytes = hashlib.sha256(), 0
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while block := reader.read(_BLOCK_BYTES):
+            digest.update(block)
+            num_bytes += len(block)
+            writer.write(block)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return {"sha256": digest.hexdigest(), "bytes": num_bytes}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

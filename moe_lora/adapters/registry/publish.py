@@ -1,0 +1,60 @@
+"""Into a registry only what a base model can serve: from a folder, or out of a training loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from moe_lora.core.errors import AdapterError
+from .base_model import base_model_hash, model_shape
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
+from moe_lora.adapters.peft.reader import read_adapter, tensors_of
+from .registered import RegisteredAdapter
+from .registry import Registry
+from moe_lora.adapters.peft.training_state import config_fields
+
+
+def register_adapter(
+    registry: Registry,
+    name: str,
+    source: str | Path | Mapping[str, torch.Tensor],
+    config: Any = None,
+    *,
+    model_dir: str | Path,
+    owner: str = "",
+    link: bool = False,
+) -> RegisteredAdapter:
+    """Add an adapter that the base model in `model_dir` can serve to the registry, as `Registry.add`.
+
+    source: a PEFT folder, or LoRA tensors by their PEFT keys with `config` (see `pack_state_dict`).  link:
+    for a folder only.  Raises AdapterError as `read_adapter` does, ConfigError for a base model that can't be
+    read.
+    """
+    if isinstance(source, Mapping):
+        if config is None:
+            raise ValueError("config is missing; give the fields of adapter_config.json (r, lora_alpha, …)")
+        if link:
+            raise ValueError("link=True needs a folder to refer to; tensors are stored")
+        with TemporaryDirectory(prefix="moe_lora-") as folder:
+            shape, where = model_shape(model_dir), f"adapter {name!r}"
+            _write(Path(folder), tensors_of(source, shape, where), config_fields(config, f"{where} config"))
+            return register_adapter(registry, name, folder, model_dir=model_dir, owner=owner)
+    source = adapter_folder(str(source), name)
+    read_adapter(source, model_shape(model_dir), torch.bfloat16, name)
+    return registry.add(name, source, base_hash=base_model_hash(model_dir), owner=owner, link=link)
+
+
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    try:
+        text = json.dumps(config)
+        # Apart: safetensors refuses tensors that share memory.
+        save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+    except (TypeError, ValueError) as error:
+        raise AdapterError(f"config or tensors can't be saved as a PEFT adapter: {error}") from error
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")

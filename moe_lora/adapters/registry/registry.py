@@ -1,0 +1,257 @@
+"""The registry: which adapters there are, in which version, for which base model, and their files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from sqlite3 import Connection
+from typing import Any
+
+from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, RegistryError
+from moe_lora.core.request import name_problem
+from moe_lora.adapters.peft.config import AdapterConfig
+from .content_store import ContentStore, Staged
+from moe_lora.adapters.peft.files import check_whole, max_rank, read_config, target_names, weights_file
+from .registered import BROKEN, CURRENT, INSERT, LIVE, READY, REMOVED, SELECT, RegisteredAdapter
+from .database import RegistryDatabase
+
+MAX_OWNER_CHARS = 256
+
+
+class Registry:
+    """Adapters of a folder, shared by threads and processes.
+
+    A change is either whole and on disk when its method returns, or has not happened, also if the process
+    is killed.  The folder must be on a local file system, since SQLite's WAL needs shared memory.
+
+    create: make the folder if it is absent.  Raises RegistryError if it can't be opened, as every method
+    does when the database fails.
+    """
+
+    def __init__(self, folder: str | Path, *, create: bool = False) -> None:
+        self.folder = Path(folder).resolve()
+        try:
+            self._database = RegistryDatabase(self.folder, create=create)
+            self._store = ContentStore(self.folder / "store")
+        except OSError as error:
+            raise RegistryError(
+                f"the registry {self.folder} can't be opened: {error.strerror}; "
+                "choose another folder, or check its permissions"
+            ) from error
+
+    def __enter__(self) -> Registry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._database.close()
+
+    def add(
+        self, name: str, source: str | Path, *, base_hash: str, owner: str = "", link: bool = False
+    ) -> RegisteredAdapter:
+        """Register the PEFT folder `source` as the next version of `name`, and store its files.
+
+        The content of the current version again makes no new version; it repairs that version's files.
+        link: the store refers to the files where they are instead of copying them.  Raises AdapterError for
+        an unfit name, owner or folder, AdapterExistsError if the name is another base model's.
+        """
+        if problem := name_problem(name):
+            raise AdapterError(f"the name {name[:50]!r} {problem}")
+        if len(owner) > MAX_OWNER_CHARS or not owner.isprintable():
+            raise AdapterError(f"owner must be at most {MAX_OWNER_CHARS} printable characters")
+        source = Path(source)
+        read_config(source)
+        check_whole(weights_file(source))
+        with self._staged(source, link) as staged, self._database.writing() as connection:
+            # Of what is stored: the source may have been another one when it was looked at.
+            config = read_config(staged.folder)
+            check_whole(weights_file(staged.folder))
+            current = self._current(name)
+            if current is not None and current.base_hash != base_hash:
+                raise AdapterExistsError(
+                    f"{name!r} is an adapter of the base model {current.base_hash[:12]}, not of "
+                    f"{base_hash[:12]}; choose another name, or remove it first"
+                )
+            self._store.place(staged)
+            connection.execute(
+                f"UPDATE adapters SET state = '{READY}' WHERE content_hash = ? AND state = '{BROKEN}'",
+                (staged.content_hash,),
+            )
+            if current is None or current.content_hash != staged.content_hash:
+                self._insert(connection, name, source, config, staged, base_hash, owner)
+            return self.get(name)
+
+    def get(self, name: str, version: int | None = None) -> RegisteredAdapter:
+        """A version of `name`, by default the current one: the last that is not removed.
+
+        Raises AdapterNotFoundError.
+        """
+        if version is None:
+            found = self._current(name)
+            if found is None:
+                raise _unknown(name)
+            return found
+        for one in self.versions(name):
+            if one.version == version:
+                return one
+        raise AdapterNotFoundError(f"{name!r} has no version {version} in the registry")
+
+    def versions(self, name: str) -> list[RegisteredAdapter]:
+        """All versions of `name`, removed ones too, in order.  Raises AdapterNotFoundError."""
+        query = f"{SELECT} WHERE name = ? ORDER BY version"
+        rows = [] if name_problem(name) else self._database.read(query, (name,))
+        if not rows:
+            raise _unknown(name)
+        return [self._from_row(row) for row in rows]
+
+    def adapters(
+        self,
+        *,
+        base_hash: str | None = None,
+        state: str | None = None,
+        after: str = "",
+        limit: int | None = None,
+    ) -> list[RegisteredAdapter]:
+        """Current versions by name, at most `limit` of those that come after the name `after`.
+
+        base_hash and state leave out the others.
+        """
+        query, values = f"{SELECT} WHERE {CURRENT} AND name > ?", [after]
+        for column, wanted in (("base_hash", base_hash), ("state", state)):
+            if wanted is not None:
+                query += f" AND {column} = ?"
+                values.append(wanted)
+        rows = self._database.read(f"{query} ORDER BY name LIMIT {-1 if limit is None else limit}", values)
+        return [self._from_row(row) for row in rows]
+
+    def resolve(self, name: str, base_hash: str, version: int | None = None) -> RegisteredAdapter:
+        """A version whose files were just checked, for serving with this base.  Reads all of them.
+
+        Raises AdapterNotFoundError, or AdapterError if it is removed, for another base model, or a file is
+        lost or altered.
+        """
+        found = self.get(name, version)
+        where = f"adapter {name!r} version {found.version}"
+        if found.state == REMOVED:
+            raise AdapterError(f"{where} was removed from the registry; add it again")
+        if found.base_hash != base_hash:
+            raise AdapterError(
+                f"{where} is registered for the base model {found.base_hash[:12]}, this one is "
+                f"{base_hash[:12]}; serve it with the base it was trained for"
+            )
+        if problem := self._settle(found):
+            raise AdapterError(f"{where} can't be served: {problem}")
+        return found
+
+    def remove(self, name: str, version: int | None = None) -> list[RegisteredAdapter]:
+        """Mark a version of `name` removed, by default all, and delete files that no version needs any more.
+
+        Returns what was removed.  Numbers of versions are not used again.  Raises AdapterNotFoundError.
+        """
+        with self._database.writing() as connection:
+            live = [one for one in self.versions(name) if one.state != REMOVED]
+            removed = [one for one in live if version in (None, one.version)]
+            if not removed:
+                what = repr(name) if version is None else f"version {version} of {name!r}"
+                raise AdapterNotFoundError(f"{what} is not in the registry, or was removed before")
+            connection.executemany(
+                f"UPDATE adapters SET state = '{REMOVED}' WHERE name = ? AND version = ?",
+                [(name, one.version) for one in removed],
+            )
+        # Only now: a crash may leave files without a version, never a version without its files.
+        with self._database.writing():
+            for content_hash in {one.content_hash for one in removed}:
+                if not self._versions_of(content_hash):
+                    self._store.delete(content_hash)
+        return removed
+
+    def check(self) -> list[tuple[RegisteredAdapter, str | None]]:
+        """Every version that is not removed, with what is wrong with its files or None; states follow.
+
+        Also deletes what writers that were killed left behind.  Reads all files.
+        """
+        query = f"{SELECT} WHERE {LIVE} ORDER BY name, version"
+        found = [(one, self._settle(one)) for one in map(self._from_row, self._database.read(query))]
+        with self._database.writing():
+            needed = f"SELECT DISTINCT content_hash FROM adapters WHERE {LIVE}"
+            self._store.sweep({content_hash for (content_hash,) in self._database.read(needed)})
+        return found
+
+    def _insert(
+        self,
+        connection: Connection,
+        name: str,
+        source: Path,
+        config: AdapterConfig,
+        staged: Staged,
+        base_hash: str,
+        owner: str,
+    ) -> None:
+        last = "SELECT coalesce(max(version), 0) FROM adapters WHERE name = ?"
+        [[last_version]] = connection.execute(last, (name,))
+        row = {
+            "name": name,
+            "version": last_version + 1,
+            "lora_rank": max_rank(config),
+            "alpha": config.lora_alpha,
+            "targets": json.dumps(target_names(config)),
+            "num_bytes": staged.num_bytes,
+            "content_hash": staged.content_hash,
+            "base_hash": base_hash,
+            "source": str(source.resolve()).encode(errors="replace").decode(),
+            "owner": owner,
+            "state": READY,
+            "created_s": time.time(),
+        }
+        connection.execute(INSERT, row)
+
+    def _current(self, name: str) -> RegisteredAdapter | None:
+        rows = (
+            []
+            if name_problem(name)
+            else self._database.read(f"{SELECT} WHERE {CURRENT} AND name = ?", (name,))
+        )
+        return self._from_row(rows[0]) if rows else None
+
+    def _versions_of(self, content_hash: str) -> int:
+        """How many versions need this content."""
+        query = f"SELECT count(*) FROM adapters WHERE content_hash = ? AND {LIVE}"
+        [[count]] = self._database.read(query, (content_hash,))
+        return count
+
+    def _settle(self, one: RegisteredAdapter) -> str | None:
+        """Check the files of a version and have its state say what was found: the problem, or None."""
+        problem = self._store.problem(one.content_hash)
+        if (problem is None) != (one.state == READY):
+            with self._database.writing() as connection:
+                # Again, now that nobody repairs or deletes them.
+                problem = self._store.problem(one.content_hash)
+                connection.execute(
+                    f"UPDATE adapters SET state = ? WHERE content_hash = ? AND {LIVE}",
+                    (READY if problem is None else BROKEN, one.content_hash),
+                )
+        if problem is None:
+            return None
+        return f"{problem}; add it again from its source ({one.source}) to repair it, or remove it"
+
+    @contextmanager
+    def _staged(self, source: Path, link: bool) -> Iterator[Staged]:
+        try:
+            with self._store.staged(source, link=link) as staged:
+                yield staged
+        except OSError as error:
+            raise RegistryError(
+                f"{self.folder}: {error}; check disk and permissions, and try again"
+            ) from error
+
+    def _from_row(self, row: tuple[Any, ...]) -> RegisteredAdapter:
+        return RegisteredAdapter.from_row(row, str(self._store.folder))
+
+
+def _unknown(name: str) -> AdapterNotFoundError:
+    return AdapterNotFoundError(f"no adapter {name[:100]!r} is in the registry")

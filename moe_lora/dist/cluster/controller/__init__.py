@@ -1,0 +1,1 @@
+"""What decides for a whole cluster: adapters, placement, capacity; and how front ends hear of it."""

@@ -1,0 +1,131 @@
+"""Watches whether the places for adapters meet the load, and changes the LoRA Server's capacity."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from moe_lora.config import LoraServerConfig, ProvisionConfig
+from moe_lora.core.clock import Clock, WallClock
+from moe_lora.core.errors import CapacityError, EngineDeadError, LoraServerError
+from moe_lora.core.problems import LastProblem
+from moe_lora.core.request import FleetStats
+from moe_lora.dist.lora_server.protocol.admin import LoraServerAdmin
+from moe_lora.dist.lora_server.protocol.control_messages import ServerState
+from moe_lora.dist.net.keys import keys_in
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.provision.demand import DemandWindow
+from moe_lora.provision.online import Outlook, outlook, resized
+
+logger = logging.getLogger(__name__)
+
+
+class Controller:
+    """Evaluates the provisioning model on the requests of a window, every `interval_s` while `run` runs.
+
+    Belongs to one event loop; the model is solved, and the LoRA Server asked, in other threads.
+    server: the LoRA Server's leader; None: instances hold adapters themselves, max_loras each.
+    latest: what the last evaluation found; None before the first one, or if it could not be made.
+    """
+
+    def __init__(
+        self,
+        config: ProvisionConfig,
+        client: EngineClient,
+        server: LoraServerAdmin | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.window = DemandWindow(clock or WallClock(), config.window_s)
+        self.latest: Outlook | None = None
+        self._client = client
+        self._server = server
+        self._suffices = True
+        self._problem = LastProblem()
+
+    @property
+    def has_server(self) -> bool:
+        return self._server is not None
+
+    async def run(self) -> None:
+        """Evaluate until cancelled."""
+        while True:
+            await asyncio.sleep(self.config.interval_s)
+            try:
+                await self.evaluate()
+            except Exception as error:  # whatever it is, requests go on and the next evaluation may do
+                self.latest = None
+                if self._problem.is_new(repr(error)):
+                    logger.exception("the load on adapters can't be evaluated")
+
+    async def evaluate(self) -> None:
+        """Look at the window now; with `auto_resize` act on it."""
+        demand = self.window.demand()
+        try:
+            state = await self.server_state()
+            capacity, num_pools = (state.capacity, 1) if state is not None else await self._places()
+        except (EngineDeadError, LoraServerError) as error:
+            self.latest = None
+            if self._problem.is_new(str(error)):
+                logger.warning("the capacity for adapters is not known: %s", error)
+            return
+        self._problem.over()
+        self.latest = await asyncio.to_thread(outlook, demand, capacity, self.config.target_iar, num_pools)
+        self._tell(self.latest)
+        if self.config.auto_resize and state is not None:
+            await self._follow(self.latest, state)
+
+    async def server_state(self) -> ServerState | None:
+        """The LoRA Server's, None if there is no server.  Raises LoraServerError if it does not answer."""
+        return None if self._server is None else await asyncio.to_thread(self._server.state)
+
+    async def resize(self, capacity: int) -> ServerState:
+        """Change the LoRA Server's capacity (see `LoraServerAdmin.resize` for what it raises)."""
+        assert self._server is not None
+        state = await asyncio.to_thread(self._server.resize, capacity)
+        logger.info("the LoRA Server's capacity is now %d adapters", state.capacity)
+        return state
+
+    async def _places(self) -> tuple[int, int]:
+        """Adapters resident on an instance at once, and the number of instances that are live."""
+        info, stats = await asyncio.gather(self._client.model_info(), self._client.stats())
+        live = sum(one.live for one in stats.instances) if isinstance(stats, FleetStats) else 1
+        return info.max_loras, max(1, live)
+
+    def _tell(self, found: Outlook) -> None:
+        """A line when the capacity stops meeting the target, and one when it meets it again."""
+        if found.suffices == self._suffices:
+            return
+        self._suffices = found.suffices
+        logger.log(
+            logging.INFO if found.suffices else logging.WARNING,
+            "room for %d adapters %s: %.1f %% of requests are predicted to start at once (target %.1f %%); "
+            "%d needed, %.1f adapters active, %.1f requests in service",
+            found.capacity,
+            "is enough again" if found.suffices else "is too little",
+            100 * found.predicted_iar,
+            100 * found.target_iar,
+            found.needed_capacity,
+            found.expected_active,
+            found.global_batch,
+        )
+
+    async def _follow(self, found: Outlook, state: ServerState) -> None:
+        limit = state.capacity if state.max_capacity is None else max(state.max_capacity, state.capacity)
+        wanted = resized(found, min_capacity=min(self.config.min_capacity, limit), max_capacity=limit)
+        if wanted == state.capacity:
+            return
+        try:
+            await self.resize(wanted)
+        except (CapacityError, LoraServerError) as error:
+            logger.warning("the LoRA Server's capacity stays %d: %s", state.capacity, error)
+
+
+def make_controller(
+    provision: ProvisionConfig | None, client: EngineClient, server: LoraServerConfig | None
+) -> Controller | None:
+    """The controller as `ClusterConfig.provision` says; None: the load on adapters is not watched."""
+    if provision is None and server is None:
+        return None
+    admin = None if server is None else LoraServerAdmin(server.address, keys_in(server.certificates))
+    return Controller(provision or ProvisionConfig(), client, admin)

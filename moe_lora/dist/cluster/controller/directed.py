@@ -1,0 +1,206 @@
+"""A front end that a controller directs: it routes by itself, and has everything else decided."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, cast
+
+from moe_lora.adapters.registry.registered import RegisteredAdapter
+from moe_lora.config import ProvisionConfig
+from moe_lora.core.clock import Clock
+from moe_lora.core.errors import AdapterNotFoundError
+from moe_lora.core.request import AdapterInfo, GenerateRequest, RequestTiming, TokenOutput
+from moe_lora.dist.lora_server.protocol.control_messages import ServerState
+from .directed_roster import DirectedRoster
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.policies.phi_routing import PhiRouting
+from moe_lora.provision.online import Outlook
+from moe_lora.provision.placement.placement_quality import PlacementQuality
+from .routes import Routes
+
+from .controller_link import ControllerLink
+from .cluster_state import ClusterState, ControllerMethods, Figures, Report, VisitEvent
+
+READY_S = 5.0
+_LOOK_S = 0.05
+
+
+class DirectedFleet(FleetClient):
+    """`EngineClient` whose adapters are loaded, unloaded and pinned by the controller.
+
+    What is only asked (lists, statistics) comes from the instances, also while the controller is away.
+    """
+
+    def __init__(self, roster: DirectedRoster, routes: Routes, link: ControllerLink, clock: Clock) -> None:
+        super().__init__(roster, routes.router, clock, meter=routes.meter, ranks=routes.ranks)
+        self._link = link
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        if request.adapter is not None and self._roster.version(request.adapter) is None:
+            # An instance that the controller does not see may still have it; without any nobody knows.
+            self._roster.candidates(None)
+            raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
+        outputs = cast("AsyncGenerator[TokenOutput, None]", super().generate(request))
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
+    ) -> AdapterInfo:
+        assert version is content_hash is None, "the controller says which"
+        return cast("AdapterInfo", await self._link.call("load_adapter", name, path, replace))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._link.call("unload_adapter", name)
+
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        return cast("AdapterInfo", await self._link.call("pin_adapter", name, pinned))
+
+
+class DirectedRouting:
+    """Brings what the controller says to the roster and the router, and reports to it.
+
+    It is also what the front end shows as its placement: see `dist.cluster.controller.controller_views.PlacementView`.
+    """
+
+    def __init__(self, roster: DirectedRoster, routes: Routes, provision: DirectedProvision) -> None:
+        self._roster = roster
+        self._routes = routes
+        self._provision = provision
+        self._figures = Figures()
+
+    async def ready(self) -> None:
+        """Return when this front end knows what is served and has an instance, or after READY_S.
+
+        Until then one that starts again beside others leaves requests to them.
+        """
+        waited_s = 0.0
+        while waited_s < READY_S and not (self._roster.directed and self._roster.live):
+            await asyncio.sleep(_LOOK_S)
+            waited_s += _LOOK_S
+
+    def follow(self, state: ClusterState) -> None:
+        self._roster.follow(state.served, state.holdings)
+        self._routes.ranks.clear()
+        self._routes.ranks.update(state.ranks)
+        router = self._routes.router
+        if isinstance(router, PhiRouting) and state.table_version != router.version:
+            number_of = self._roster.number_of
+            router.swap(
+                {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}
+            )
+            router.version = state.table_version
+
+    def show(self, figures: Figures) -> None:
+        self._figures = figures
+        self._provision.latest = figures.outlook
+
+    def report(self) -> Report | None:
+        tokens, visits = self._routes.meter.take(), self._provision.window.take()
+        return Report(tokens, visits) if tokens or visits else None
+
+    @property
+    def version(self) -> int:
+        router = self._routes.router
+        return router.version if isinstance(router, PhiRouting) else 0
+
+    @property
+    def num_copies(self) -> int:
+        return self._figures.num_copies
+
+    @property
+    def num_problems(self) -> int:
+        return self._figures.num_problems
+
+    @property
+    def latest(self) -> PlacementQuality | None:
+        return self._figures.quality
+
+    @property
+    def has_points(self) -> bool:
+        return self._routes.config.operating_points is not None
+
+
+class ReportedWindow:
+    """Notes what requests do, for the controller's `DemandWindow`."""
+
+    def __init__(self) -> None:
+        self._events: list[VisitEvent] = []
+        self._numbers = itertools.count()
+
+    def begin(self, adapter: str) -> ReportedVisit:
+        number = next(self._numbers)
+        self._events.append(VisitEvent("begin", number, adapter))
+        return ReportedVisit(self._events.append, number)
+
+    def take(self) -> tuple[VisitEvent, ...]:
+        """What was noted; noting begins anew."""
+        taken = tuple(self._events)
+        self._events.clear()
+        return taken
+
+
+class ReportedVisit:
+    """One request of such a window."""
+
+    __slots__ = ("_note", "_number")
+
+    def __init__(self, note: Callable[[VisitEvent], None], number: int) -> None:
+        self._note = note
+        self._number = number
+
+    def start(self) -> None:
+        self._note(VisitEvent("start", self._number))
+
+    def refuse(self) -> None:
+        self._note(VisitEvent("refuse", self._number))
+
+    def end(self, timing: RequestTiming | None) -> None:
+        self._note(VisitEvent("end", self._number, timing=timing))
+
+
+class DirectedProvision:
+    """The controller's provisioning, as a front end shows it: see `dist.cluster.controller.controller_views.ProvisionView`."""
+
+    def __init__(self, config: ProvisionConfig, has_server: bool, link: ControllerLink) -> None:
+        self.config = config
+        self.has_server = has_server
+        self.window = ReportedWindow()
+        self.latest: Outlook | None = None
+        self._link = link
+
+    async def server_state(self) -> ServerState | None:
+        return cast("ServerState | None", await self._link.call("server_state"))
+
+    async def resize(self, capacity: int) -> ServerState:
+        return cast("ServerState", await self._link.call("resize", capacity))
+
+
+class DirectedRegistry:
+    """The registry that the controller has opened: see `dist.cluster.controller.served_registry.ServedRegistry`."""
+
+    def __init__(self, link: ControllerLink) -> None:
+        self._link = link
+
+    async def base(self) -> str:
+        return cast("str", await self._link.call("registry_base"))
+
+    async def resolve(self, name: str) -> RegisteredAdapter:
+        return cast("RegisteredAdapter", await self._link.call("registry_resolve", name))
+
+    async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
+        signature = inspect.signature(getattr(ControllerMethods, f"registry_{method}"))
+        bound = signature.bind(None, *args, **keywords)
+        bound.apply_defaults()
+        return await self._link.call(f"registry_{method}", *bound.args[1:])

@@ -1,0 +1,85 @@
+"""One call to several instances at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from moe_lora.core.errors import EngineDeadError, EngineSilentError
+from moe_lora.core.request import AdapterInfo
+
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.engine.client.pool_messages import PoolEntry
+from .instances import Instance, Roster
+
+Answer = TypeVar("Answer")
+Loaded = TypeVar("Loaded", AdapterInfo, PoolEntry)
+Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
+"""What instances answered, and what those that refused raised."""
+
+
+async def ask(
+    roster: Roster, instances: list[Instance], call: Callable[[EngineClient], Awaitable[Answer]]
+) -> Answers[Answer]:
+    """What these instances answered, and what those that refused raised.
+
+    Those found dead are taken out of routing and left out, those that were silent only left out: until the
+    last has answered they may be back.  Raises EngineDeadError if all were.
+    """
+    clients = [instance.client for instance in instances]
+    results = await asyncio.gather(*map(call, clients), return_exceptions=True)
+    answers: list[tuple[Instance, Answer]] = []
+    errors: list[tuple[Instance, Exception]] = []
+    for instance, client, result in zip(instances, clients, results, strict=True):
+        if isinstance(result, EngineSilentError):
+            continue
+        if isinstance(result, EngineDeadError):
+            roster.lose(instance, client)
+        elif isinstance(result, Exception):
+            errors.append((instance, result))
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            answers.append((instance, result))
+    if not answers and not errors:
+        roster.candidates(None)
+        raise EngineDeadError("the LLM instances that were asked ended meanwhile; send the request again")
+    return answers, errors
+
+
+async def ask_live(
+    roster: Roster, call: Callable[[EngineClient], Awaitable[Answer]]
+) -> list[tuple[Instance, Answer]]:
+    """What each live instance answers.  Raises the first refusal, EngineDeadError if none is live."""
+    answers, errors = await ask(roster, roster.candidates(None), call)
+    for _, error in errors:
+        raise error
+    return answers
+
+
+async def load_alike(
+    instances: list[Instance], load: Callable[[list[Instance], str | None], Awaitable[Answers[Loaded]]]
+) -> Answers[Loaded]:
+    """Load one adapter on these instances: the first reads it, the others must have the same content.
+
+    load: on some instances, with the content hash that it must have.  As `ask` otherwise.
+    """
+    for number, first in enumerate(instances, 1):
+        rest = instances[number:]
+        try:
+            answers, errors = await load([first], None)
+        except EngineDeadError:
+            if not rest:
+                raise
+            continue  # the next one is the first
+        if errors or not rest:
+            return answers, errors
+        loaded = answers[0][1]
+        info = loaded if isinstance(loaded, AdapterInfo) else loaded.info
+        try:
+            more, errors = await load(rest, info.content_hash or None)
+        except EngineDeadError:  # all of them: they hear of it when they are back
+            return answers, []
+        return answers + more, errors
+    raise AssertionError("an adapter is loaded somewhere")

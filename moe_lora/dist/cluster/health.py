@@ -1,0 +1,115 @@
+"""An engine's part in a roster: in routing while it gets on, out of it while it is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from moe_lora.core.clock import Clock, WallClock
+from moe_lora.core.errors import EngineDeadError, EngineSilentError
+
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.engine.client.heartbeat import Hearing
+from moe_lora.engine.client.messages import Beat
+from .instances import Instance, Roster
+
+logger = logging.getLogger(__name__)
+
+_LOOKS_PER_TIMEOUT = 10
+
+
+class BeatingClient(EngineClient, Protocol):
+    """The client of an engine that sends beats."""
+
+    ended: asyncio.Event
+    hearing: Hearing
+    on_beat: Callable[[Beat], None]
+
+    def hush(self, error: Exception) -> None:
+        """Let nobody wait for the answer to a call any longer; requests go on."""
+        ...
+
+
+class Attendance:
+    """Watches over one engine from its first beat to its end.
+
+    While it is silent it is out of routing, and nobody waits for what it was told; its requests stay with
+    it.  `come` brings it into routing: at first, and again after each silence.  `give_up` ends an engine that
+    stays silent, or could not be brought.  wait: for the engine's end, up to a time.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        instance: Instance,
+        client: BeatingClient,
+        come: Callable[[], Awaitable[None]],
+        give_up: Callable[[], None],
+        clock: Clock | None = None,
+        wait: Callable[[float], Awaitable[bool]] | None = None,
+    ) -> None:
+        self._roster, self._instance, self._client = roster, instance, client
+        self._come, self._give_up = come, give_up
+        self._clock = clock or WallClock()
+        self._wait = wait or self._wait_for_end
+        self._coming: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Until the engine has ended; it is out of routing then."""
+        heartbeat, hearing = self._roster.heartbeat, self._client.hearing
+        self._client.on_beat = self._instance.hear
+        while True:
+            silent_s = hearing.silent_s()
+            if silent_s >= heartbeat.dead_s:
+                logger.error(
+                    "instance %s is silent for %.0f s and is ended; "
+                    "where one step may take that long, give heartbeat_dead_s more",
+                    self._instance.name,
+                    silent_s,
+                )
+                self._give_up()
+            elif silent_s >= heartbeat.timeout_s:
+                self._leave(silent_s)
+            elif not self._is_in() and (self._coming is None or self._coming.done()):
+                self._coming = asyncio.create_task(self._try_to_come())
+            looked_s = self._clock.now_s()
+            if await self._wait(heartbeat.timeout_s / _LOOKS_PER_TIMEOUT):
+                break
+            if self._clock.now_s() - looked_s > heartbeat.timeout_s:
+                hearing.excuse()  # this process itself stood still
+        if self._coming is not None:
+            await asyncio.wait([self._coming])
+        self._roster.lose(self._instance, self._client)
+        self._instance.silent = False
+
+    async def _wait_for_end(self, timeout_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._client.ended.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def _is_in(self) -> bool:
+        return self._instance.live and self._instance.client is self._client
+
+    def _leave(self, silent_s: float) -> None:
+        name = self._instance.name
+        if self._roster.drain(self._instance, self._client):
+            logger.warning("instance %s is silent for %.1f s; it gets no requests", name, silent_s)
+        self._client.hush(EngineSilentError(f"instance {name} does not get on; send the request again"))
+
+    async def _try_to_come(self) -> None:
+        name = self._instance.name
+        try:
+            await self._come()
+        except EngineSilentError:
+            logger.warning("instance %s is silent again before it took part", name)
+        except EngineDeadError as error:
+            if not self._roster.closed.is_set():
+                logger.warning("instance %s left before it took part: %s", name, error)
+            self._give_up()
+        except Exception:
+            logger.exception("instance %s can't be brought to what the others serve; it is ended", name)
+            self._give_up()

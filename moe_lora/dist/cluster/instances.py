@@ -1,0 +1,274 @@
+"""Which instances there are, which of them are live, and which adapters they all serve: of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.request import AdapterInfo, EngineStats
+from moe_lora.policies.instance_load import InstanceLoad
+
+from moe_lora.engine.client.client import EngineClient
+from .reports import add_counters
+from moe_lora.engine.client.heartbeat import Heartbeat
+from moe_lora.engine.client.messages import Beat
+from moe_lora.dist.cluster.pool.directory import PoolDirectory
+from .served import Holding, Served, ServedAdapter
+
+
+@dataclass(eq=False)
+class Instance:
+    """An engine among several.  `client` is replaced when the engine is restarted, or dials in again.
+
+    name: its number, or the name it dialled in with.  asked_tokens: what the requests that it got from
+    here may still need; tokens_elsewhere: what those of other front ends may.  load: see
+    `policies.routing.InstanceView`.  silent: out of routing because it does not get on.  missing:
+    adapters that could not be loaded again after a restart.  starting: the client of a process that is
+    not in routing yet.  latest: the stats it gave last.  past: counters of its earlier processes;
+    past_before: of those before the latest, whose incarnation (of an engine that dials in) is kept beside
+    it.
+    """
+
+    index: int
+    client: EngineClient
+    name: str
+    live: bool = True
+    silent: bool = False
+    asked_tokens: int = 0
+    tokens_elsewhere: int = 0
+    load: InstanceLoad = field(default_factory=InstanceLoad)
+    missing: set[str] = field(default_factory=set)
+    starting: EngineClient | None = None
+    num_starts: int = 1
+    num_resent: int = 0
+    latest: EngineStats = field(default_factory=EngineStats)
+    past: EngineStats = field(default_factory=EngineStats)
+    past_before: EngineStats = field(default_factory=EngineStats)
+    incarnation: str | None = None
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self.num_starts - 1)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return self.asked_tokens + self.tokens_elsewhere
+
+    def hear(self, beat: Beat) -> None:
+        """Take over what the engine says of other front ends' requests."""
+        self.tokens_elsewhere = beat.outstanding_tokens
+        self.load.num_elsewhere = beat.num_running + beat.num_waiting
+
+
+class Roster:
+    """The instances and the adapters that they serve.
+
+    clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
+    pairs of the start.  advice: what is said when no instance is live.
+    heartbeat: when an instance counts as silent.  pool: where adapters are held; None: every instance has
+    them all.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        adapters: Sequence[tuple[str, str]] = (),
+        advice: str = "none has dialled in",
+        heartbeat: Heartbeat | None = None,
+        pool: PoolDirectory | None = None,
+    ) -> None:
+        self.heartbeat = heartbeat or Heartbeat()
+        self.instances = [Instance(index, client, str(index)) for index, client in enumerate(clients)]
+        self.closed = asyncio.Event()
+        self.pool = pool
+        self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
+        self._versions = dict.fromkeys(self._adapters, 1)
+        self._numbers = {instance.name: instance.index for instance in self.instances}
+        self._num_loading = 0
+        self.advice = advice
+        self._at_rest = asyncio.Event()
+        self._at_rest.set()
+
+    @property
+    def live(self) -> list[Instance]:
+        return [instance for instance in self.instances if instance.live]
+
+    def candidates(self, adapter: str | None) -> list[Instance]:
+        """Instances that can take a request.  Raises EngineDeadError, saying why, if there is none."""
+        found = [i for i in self.instances if i.live and (adapter is None or adapter not in i.missing)]
+        if found:
+            return found
+        if self.live:
+            raise EngineDeadError(
+                f"adapter {adapter!r} is unavailable: its files are damaged or not those that were loaded; "
+                "load it with load_inplace=true"
+            )
+        raise EngineDeadError(f"no LLM instance is running: {self._absence()}")
+
+    def _absence(self) -> str:
+        silent = ", ".join(instance.name for instance in self.instances if instance.silent)
+        if silent:
+            return f"instance {silent} does not get on; send the request again in a while, or restart it"
+        return self.advice
+
+    def lose(self, instance: Instance, client: EngineClient) -> None:
+        """Take an instance whose `client` is dead out of routing, unless it has another one by now."""
+        if instance.client is client:
+            self._take_out(instance)
+
+    def drain(self, instance: Instance, client: EngineClient) -> bool:
+        """Take an instance that is silent out of routing until it joins again; False if it is out already."""
+        was_live = instance.live
+        if instance.client is client and was_live:
+            instance.silent = True
+            self._take_out(instance)
+        return was_live and not instance.live
+
+    def _take_out(self, instance: Instance) -> None:
+        if instance.live:
+            instance.live = False
+            instance.past = add_counters([instance.past, instance.latest])
+            instance.latest = EngineStats()
+
+    def enter(self, name: str, client: EngineClient) -> Instance:
+        """The entry of an engine that dials in, not in routing yet: the one that its name had, or a new one.
+
+        Raises EngineDeadError if the fleet was closed.
+        """
+        if self.closed.is_set():
+            raise EngineDeadError("the instances were closed")
+        for instance in self.instances:
+            if instance.name == name:
+                break
+        else:
+            instance = Instance(self.number_of(name), client, name, live=False, num_starts=0)
+            self.instances = sorted([*self.instances, instance], key=lambda one: one.index)
+        instance.starting = client
+        return instance
+
+    def number_of(self, name: str) -> int:
+        """The index of the instance of that name; one that has not dialled in yet will have it."""
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def name_of(self, index: int) -> str:
+        """The name of the instance that has, or will have, this index."""
+        return next(name for name, number in self._numbers.items() if number == index)
+
+    async def at_rest(self) -> None:
+        """Return when no adapter is being loaded everywhere, or the fleet was closed."""
+        while self._num_loading and not self.closed.is_set():
+            await self._at_rest.wait()
+
+    async def join(
+        self,
+        instance: Instance,
+        client: EngineClient,
+        have: dict[str, ServedAdapter],
+        missing: set[str],
+        incarnation: str | None = None,
+    ) -> bool:
+        """Put an instance into routing, if `have` is what all serve now; waits for loads under way.
+
+        incarnation: if it is the one that was there before, the engine was not restarted.
+        Raises EngineDeadError if the fleet was closed.
+        """
+        await self.at_rest()
+        if self.closed.is_set():
+            raise EngineDeadError("the instances were closed")
+        if not self._is_all(have):
+            return False
+        self._route_to(instance, client, missing, incarnation)
+        return True
+
+    def _is_all(self, have: dict[str, ServedAdapter]) -> bool:
+        """Whether an engine has what all serve; of an adapter that no engine had, it says the content."""
+        if have.keys() != self._adapters.keys():
+            return False
+        for name, there in have.items():
+            here = self._adapters[name]
+            if not here.is_same(there) or here.pinned != there.pinned:
+                return False
+        for name, there in have.items():
+            if self._adapters[name].content_hash is None:
+                self._adapters[name] = there
+        return True
+
+    def _route_to(
+        self, instance: Instance, client: EngineClient, missing: set[str], incarnation: str | None
+    ) -> None:
+        instance.client, instance.missing, instance.starting = client, missing, None
+        instance.live, instance.silent = True, False
+        if incarnation is not None and incarnation == instance.incarnation:
+            instance.past = instance.past_before  # the process still counts what it did before
+        else:
+            instance.num_starts += 1
+            instance.past_before, instance.incarnation = instance.past, incarnation
+
+    @property
+    def holdings(self) -> dict[str, Holding]:
+        """What the live instances hold, by name."""
+        return {one.name: Holding(one.incarnation, frozenset(one.missing)) for one in self.live}
+
+    @property
+    def adapters(self) -> dict[str, ServedAdapter]:
+        """A copy: name -> what is served under it."""
+        return dict(self._adapters)
+
+    def version(self, name: str | None) -> int | None:
+        served = None if name is None else self._adapters.get(name)
+        return None if served is None else served.version
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While an adapter is being loaded everywhere, no instance comes into routing."""
+        self._num_loading += 1
+        self._at_rest.clear()
+        try:
+            yield
+        finally:
+            self._num_loading -= 1
+            if not self._num_loading:
+                self._at_rest.set()
+
+    def next_version(self, name: str) -> int:
+        """The number that a new version of the name gets."""
+        return self._versions.get(name, 0) + 1
+
+    def serve(self, info: AdapterInfo, path: str) -> ServedAdapter:
+        """From now on all instances serve this.  Versions of a name count up, whatever was restarted."""
+        version = max(info.version, self.next_version(info.name))
+        self._versions[info.name] = version
+        before = self._adapters.get(info.name)
+        pinned = before is not None and before.pinned
+        self._adapters[info.name] = ServedAdapter(path, version, pinned, info.content_hash or None)
+        return self._adapters[info.name]
+
+    def pin(self, name: str, *, pinned: bool) -> None:
+        """From now on the adapter is pinned on all instances, or on none."""
+        self._adapters[name] = replace(self._adapters[name], pinned=pinned)
+
+    def forget(self, name: str) -> None:
+        """From now on no instance serves this name."""
+        self._adapters.pop(name, None)
+        for instance in self.instances:
+            instance.missing.discard(name)
+
+    @property
+    def served(self) -> Served:
+        """A copy: what is served, and the versions of what was."""
+        return Served(dict(self._adapters), dict(self._versions))
+
+    def recover(self, found: Served) -> None:
+        """Take over what others say was served before this process began (see `Served.joined`)."""
+        joined = Served(self._adapters, self._versions).joined(found)
+        self._adapters, self._versions = dict(joined.adapters), dict(joined.versions)
+
+    def close(self) -> list[EngineClient]:
+        """Let nothing come back; the clients to close."""
+        self.closed.set()
+        self._at_rest.set()
+        clients = [client for i in self.instances for client in (i.client, i.starting)]
+        return [client for client in clients if client is not None]

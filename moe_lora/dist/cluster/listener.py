@@ -1,0 +1,212 @@
+"""The front end's door for engines: they dial in, take part, leave, and dial in again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from websockets.asyncio.connection import Connection
+
+from moe_lora.core.address import Address
+from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.request import GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.dist.net.connection import OPEN_S, listen
+from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.peer import Peer, PeerEndedError
+
+from .health import Attendance
+from moe_lora.engine.client.client import CallableEngine
+from .entry import CatchUp, Entry
+from moe_lora.engine.client.heartbeat import Hearing
+from moe_lora.engine.client.messages import FRONT_END_SIDE, PROTOCOL_VERSION, Abort, Beat, Dead, Hello, Outputs, Rejected, Request, Welcome
+from .instances import Roster
+
+logger = logging.getLogger(__name__)
+
+_ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids")
+
+
+class DialledClient(CallableEngine):
+    """`EngineClient` of an engine that dialled in.  Closing it ends the connection, not the engine.
+
+    Belongs to the event loop of its connection.  hearing: what its beats tell.  on_beat: called with each.
+    """
+
+    ended: asyncio.Event
+
+    def __init__(self, peer: Peer, name: str) -> None:
+        self.name = name
+        self.ended: asyncio.Event = peer.ended
+        self.hearing = Hearing()
+        self.on_beat: Callable[[Beat], None] = lambda beat: None
+        self._peer = peer
+        self._streams: dict[str, asyncio.Queue[TokenOutput | Exception]] = {}
+        self._dead: EngineDeadError | None = None
+
+    async def read(self) -> None:
+        """Hand on what the engine says until the connection ends, then end what waits for it."""
+        async for message in self._peer.messages():
+            if isinstance(message, Outputs):
+                streams = self._streams
+                for output in message.outputs:
+                    stream = streams.get(output.request_id)
+                    if stream is not None:
+                        stream.put_nowait(output)
+            elif isinstance(message, Beat):
+                self.hearing.hear(message)
+                self.on_beat(message)
+            elif isinstance(message, Rejected):
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    stream.put_nowait(message.error)
+            elif isinstance(message, Dead):
+                logger.error("instance %s: %s", self.name, message.error)
+                self._peer.end("the engine has failed")
+        self._dead = EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
+        for stream in self._streams.values():
+            stream.put_nowait(self._dead)
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        try:
+            return await self._peer.call(method, *args)
+        except PeerEndedError as error:
+            raise EngineDeadError(f"instance {self.name} has ended: {error}") from error
+
+    def hush(self, error: Exception) -> None:
+        """Let nobody wait for the answer to a call any longer; requests go on."""
+        self._peer.abandon_calls(error)
+
+    async def settled(self) -> None:
+        """Return when everything was done that was asked before.  Raises EngineDeadError."""
+        try:
+            await self._peer.settled()
+        except PeerEndedError as error:
+            raise EngineDeadError(f"instance {self.name} has ended: {error}") from error
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        if self._dead is not None or self.ended.is_set():
+            raise self._dead or EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
+        if request.request_id in self._streams:
+            raise ValueError(f"request_id {request.request_id!r} is already running")
+        outputs = self._streams[request.request_id] = asyncio.Queue()
+        self._peer.send(Request.of(request))
+        over = False
+        try:
+            while not over:
+                item = await outputs.get()
+                over = isinstance(item, Exception) or item.finish_reason is not None
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            del self._streams[request.request_id]
+            if not over:
+                self._peer.send(Abort(request.request_id))
+
+    async def abort(self, request_id: str) -> None:
+        self._peer.send(Abort(request_id))
+
+    def hang_up(self, reason: str) -> None:
+        """End the connection at once."""
+        self._peer.abort(reason)
+
+    async def close(self) -> None:
+        self._peer.end("the front end was closed")
+        await self._peer.closed()
+
+
+class Door:
+    """Lets engines of this cluster into the roster.
+
+    entry: how they come into routing; by default they are given what they lack before.  on_give_up: called
+    with the name of one that is taken for dead, after its connection was ended.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        entry: Entry | None = None,
+        on_give_up: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._roster = roster
+        self._on_give_up = on_give_up
+        self._entry = entry or CatchUp(roster)
+        self._inside: set[str] = set()
+        self._info: ModelInfo | None = None
+
+    @asynccontextmanager
+    async def open(self, setting: str, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
+        """Listen there until the context ends.  setting: names the address in errors.
+
+        Raises ConfigError if the address can't be had.
+        """
+        async with listen(setting, address, keys, self._receive) as place:
+            yield place
+
+    async def _receive(self, connection: Connection, host: str) -> None:
+        peer = Peer(connection, FRONT_END_SIDE, f"an engine from {host}")
+        try:
+            hello = await peer.receive(OPEN_S)
+        except PeerEndedError as error:
+            logger.warning("what dialled in from %s was turned away: %s", host, error)
+            return
+        if not isinstance(hello, Hello):
+            peer.abort("an engine begins with a hello")
+            return
+        refusal = self._refusal(hello)
+        peer.send(Welcome(refusal, self._roster.heartbeat.interval_s))
+        if refusal is not None:
+            logger.warning("instance %s from %s was refused: %s", hello.name, host, refusal)
+            peer.end()
+            await peer.closed()
+            return
+        try:
+            await self._host(peer, hello, host)
+        finally:
+            self._inside.discard(hello.name)
+
+    def _refusal(self, hello: Hello) -> str | None:
+        """Why this engine can't take part; None: its name is taken from now on."""
+        if hello.protocol != PROTOCOL_VERSION:
+            return f"protocol {hello.protocol} there and {PROTOCOL_VERSION} here; install the same version"
+        first = self._info or hello.info
+        for fact in _ALIKE:
+            there, here = getattr(hello.info, fact), getattr(first, fact)
+            if there != here:
+                return f"{fact} is {there!r} there and {here!r} at the other instances"
+        if hello.name in self._inside:
+            return f"an instance named {hello.name} is here already; give each its own --name"
+        self._info = first
+        self._inside.add(hello.name)
+        return None
+
+    async def _host(self, peer: Peer, hello: Hello, host: str) -> None:
+        """Have the engine take part until its connection ends."""
+        client = DialledClient(peer, hello.name)
+        reading = asyncio.create_task(client.read())
+
+        async def come() -> None:
+            was_silent = instance.silent
+            await self._entry.bring_in(instance, client, hello.incarnation)
+            how = "gets on again" if was_silent else f"dialled in from {host}"
+            logger.info("instance %s %s", hello.name, how)
+
+        def give_up() -> None:
+            client.hang_up("it does not get on")
+            self._on_give_up(hello.name)
+
+        try:
+            instance = self._roster.enter(hello.name, client)
+            await Attendance(self._roster, instance, client, come, give_up).run()
+            if not self._roster.closed.is_set():
+                logger.warning(
+                    "instance %s left (%s); its requests go on elsewhere", hello.name, peer.problem
+                )
+        except (EngineDeadError, ConfigError) as error:
+            logger.warning("instance %s left before it took part: %s", hello.name, error)
+        finally:
+            peer.end("the front end lets it go")
+            await reading

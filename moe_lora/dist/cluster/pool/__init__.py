@@ -1,0 +1,1 @@
+"""The adapter pool: which instances hold which adapters in host memory."""

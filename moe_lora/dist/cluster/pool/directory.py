@@ -1,0 +1,229 @@
+"""Where the adapters of a pool are held: what the front end knows, and tells instances that join."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.policies.pool_moves import place_holders
+
+from moe_lora.engine.client.client import CallableEngine
+from moe_lora.engine.client.pool_messages import PoolEntry
+
+logger = logging.getLogger(__name__)
+
+
+class PoolDirectory:
+    """Adapters by name, and the live engines that hold each content hash.  Of one event loop.
+
+    replicas: holders that each adapter should have.  version: another one after each change.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.version = 0
+        self._facts: dict[str, AdapterFacts] = {}
+        self._served: dict[str, tuple[str, int]] = {}
+        """Path and version of each name."""
+        self._num_names: Counter[str] = Counter()
+        self._holders: defaultdict[str, dict[CallableEngine, bytes]] = defaultdict(dict)
+        self._changes: list[str] = []
+        self._told: WeakKeyDictionary[CallableEngine, int] = WeakKeyDictionary()
+        """How many of the changes (content hashes) an engine was told."""
+        self._joining = asyncio.Lock()
+        """Held while an engine that joins is given an adapter, so that not all of them hold it."""
+
+    def serve(self, entry: PoolEntry) -> None:
+        """From now on this is what a name means."""
+        facts = entry.facts
+        self.version += 1
+        before = self._facts.get(facts.name)
+        self._facts[facts.name] = facts
+        self._served[facts.name] = (entry.info.path or "", entry.info.version)
+        self._num_names[facts.content_hash] += 1
+        if before is not None:
+            self._unname(before.content_hash)
+
+    def forget(self, name: str, version: int | None = None) -> None:
+        """The name is served no more.  version: the one that ended; a later one is served on."""
+        if name not in self._facts or (version is not None and version < self._served[name][1]):
+            return
+        self.version += 1
+        del self._served[name]
+        self._unname(self._facts.pop(name).content_hash)
+
+    def note(self, client: CallableEngine, content_hash: str, source: bytes | None) -> None:
+        """An engine holds an adapter, or does no longer; of no interest if it is not served."""
+        if content_hash not in self._num_names:
+            return
+        if source is not None:
+            self._holders[content_hash][client] = source
+        else:
+            self._holders[content_hash].pop(client, None)
+        self._change(content_hash)
+        self.version += 1
+
+    def content_hashes(self) -> dict[str, str]:
+        """Name -> content hash."""
+        return {name: facts.content_hash for name, facts in self._facts.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """Content hash -> bytes."""
+        return {facts.content_hash: facts.nbytes for facts in self._facts.values()}
+
+    def held(self, clients: Mapping[CallableEngine, int]) -> dict[str, list[int]]:
+        """Content hash -> which of these engines hold it, by their numbers."""
+        self._forget_ended()
+        return {
+            content_hash: [clients[client] for client in holders if client in clients]
+            for content_hash, holders in self._holders.items()
+        }
+
+    def sources(self, content_hash: str, client: CallableEngine, turn: int = 0) -> tuple[bytes, ...]:
+        """Where an engine should read an adapter; those of other turns begin with other holders."""
+        self._told.setdefault(client, len(self._changes))
+        holders = self._holders.get(content_hash, {})
+        places = [
+            one for holder, one in holders.items() if holder is not client and not holder.ended.is_set()
+        ]
+        turn %= max(1, len(places))
+        return (*places[turn:], *places[:turn])
+
+    def news(self, client: CallableEngine, turn: int) -> dict[str, tuple[bytes, ...]]:
+        """The sources of adapters whose holders changed since this was asked last, or since the engine first
+        heard of any."""
+        self._forget_ended()
+        changed = set(self._changes[self._told.get(client, 0) :]) & self._holders.keys()
+        self._told[client] = len(self._changes)
+        return {one: self.sources(one, client, turn) for one in changed}
+
+    async def enter(self, client: CallableEngine) -> None:
+        """Learn what an engine that dialled in, or was silent, has: after a front end's restart, all there is
+        to know.  Of a name the highest version counts.
+        """
+        entries: list[PoolEntry] = await client.ask("pool_state")
+        self._told[client] = 0  # whoever told it of sources before, they may be others now
+        for entry in entries:
+            name = entry.facts.name
+            if name not in self._facts or entry.info.version > self._served[name][1]:
+                self.serve(entry)
+            if self._facts[name].content_hash == entry.facts.content_hash:
+                self.note(client, entry.facts.content_hash, entry.source)
+
+    async def give(
+        self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None = None
+    ) -> None:
+        """Have an engine that joins serve an adapter, with this content, and hold it if too few do.
+
+        Raises EngineDeadError, and what keeps the engine from serving it.
+        """
+        if await self._know(client, name, path, version):
+            return
+        async with self._joining:
+            if not await self._know(client, name, path, version):  # others may hold it by now
+                await self._take(client, name, path, version, content_hash)
+
+    async def _know(self, client: CallableEngine, name: str, path: str, version: int) -> bool:
+        """Have an engine serve an adapter that enough others hold; False if they don't."""
+        facts = self.facts_at(name, path, version)
+        if facts is None:
+            return False
+        sources = self.sources(facts.content_hash, client)
+        if len(sources) < self.replicas:
+            return False
+        entry: PoolEntry = await client.ask("pool_know", facts, path, True, version, sources)
+        self.note(client, facts.content_hash, entry.source)
+        return True
+
+    async def _take(
+        self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None
+    ) -> None:
+        """Have an engine serve an adapter and hold it, with the content that is served so far."""
+        facts = self.facts_at(name, path, version)
+        if facts is None:
+            await self._load(client, name, path, version, content_hash)
+            return
+        sources = self.sources(facts.content_hash, client)
+        entry: PoolEntry = await client.ask("pool_know", facts, path, True, version, sources)
+        source = entry.source
+        if source is None:
+            try:
+                source = await client.ask("pool_hold", facts.content_hash, sources)
+            except EngineDeadError:
+                raise
+            except Exception:
+                await client.ask("unload_adapter", name)
+                raise
+        self.note(client, facts.content_hash, source)
+
+    def facts_at(self, name: str, path: str, version: int) -> AdapterFacts | None:
+        """What is known of the name, if that is what it means."""
+        return self._facts[name] if self._served.get(name) == (path, version) else None
+
+    async def fill(self, clients: Sequence[CallableEngine], adapters: Sequence[tuple[str, str]]) -> None:
+        """Divide adapters over engines that have none yet: each is read from disk by its holders alone.
+
+        Raises what keeps one of them from being served.
+        """
+        sizes = {name: _file_bytes(path) for name, path in adapters}
+        places = place_holders(sizes, {}, range(len(clients)), self.replicas)
+        homes = {name: sorted(holders) for name, holders in places.items()}
+
+        async def load(index: int) -> None:
+            for name, path in adapters:
+                if index in homes[name][:1]:
+                    await self._load(clients[index], name, path, 1)
+
+        async def load_too(index: int) -> None:
+            for name, path in adapters:
+                if index in homes[name][1:]:
+                    await self._load(clients[index], name, path, 1, self.content_hashes()[name])
+
+        async def know(index: int) -> None:
+            for name, path in adapters:
+                if index not in homes[name]:
+                    await self.give(clients[index], name, path, 1)
+
+        for part in (load, load_too, know):
+            await asyncio.gather(*map(part, range(len(clients))))
+
+    async def _load(
+        self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None = None
+    ) -> None:
+        entry: PoolEntry = await client.ask("pool_load", name, path, True, version, content_hash)
+        self.serve(entry)
+        self.note(client, entry.facts.content_hash, entry.source)
+
+    def _unname(self, content_hash: str) -> None:
+        """A name less; instances free by themselves what has none any more."""
+        self._num_names[content_hash] -= 1
+        if not self._num_names[content_hash]:
+            del self._num_names[content_hash]
+            self._holders.pop(content_hash, None)
+
+    def _change(self, content_hash: str) -> None:
+        """Engines are to be told its holders.  Now and then all are told all, so the list stays short."""
+        self._changes.append(content_hash)
+        if len(self._changes) > 1000 + 10 * len(self._holders):
+            self._changes = list(self._holders)
+            self._told = WeakKeyDictionary(dict.fromkeys(self._told, 0))
+
+    def _forget_ended(self) -> None:
+        ended = {client for holders in self._holders.values() for client in holders if client.ended.is_set()}
+        for content_hash, holders in self._holders.items() if ended else ():
+            for client in ended & holders.keys():
+                del holders[client]
+                self._change(content_hash)
+
+
+def _file_bytes(path: str) -> int:
+    """About what an adapter takes: its files, at least a byte."""
+    if not os.path.isdir(path):
+        return 1
+    return max(1, sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file()))

@@ -1,0 +1,262 @@
+"""The adapter pool of a fleet: who holds what, kept as it should be while instances come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.problems import LastProblem
+from moe_lora.core.request import AdapterInfo
+from moe_lora.policies.pool_moves import copies_to_drop, copies_to_make, place_holders
+
+from moe_lora.engine.client.client import CallableEngine, EngineClient
+from moe_lora.dist.cluster.fan_out import Answers, ask, load_alike
+from .directory import PoolDirectory
+from moe_lora.engine.client.pool_messages import PoolEntry
+from moe_lora.dist.cluster.instances import Instance, Roster, ServedAdapter
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0
+"""From one look at whether every adapter has its holders to the next."""
+
+_State = tuple[int, list[EngineClient]]
+Table = Mapping[str, Sequence[tuple[int, float]]]
+
+
+class FleetPool:
+    """Loads adapters into the pool, moves them as placements want, and replaces holders that ended.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, roster: Roster, directory: PoolDirectory) -> None:
+        self._roster = roster
+        self._directory = directory
+        self._wanted: dict[str, list[int]] | None = None
+        self._round = asyncio.Lock()
+        self._at_rest: _State | None = None
+        """In which nothing was left to do."""
+        self._problem = LastProblem()
+
+    async def run(self) -> None:
+        """See to it that adapters have their holders, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                await self.step()
+            except Exception as error:  # whatever it is, requests find their adapters as before
+                self._failed(f"the adapter pool can't be kept: {error!r}")
+
+    async def step(self) -> None:
+        """Replace holders that ended, drop copies too many, tell everyone where adapters are."""
+        async with self._round:
+            if self._state() != self._at_rest:
+                await self._make_copies()
+                await self._drop_copies()
+        await self.sweep()
+
+    async def sweep(self) -> None:
+        """Free what no instance serves any more, nor has a request of.
+
+        Instances say what that is, so whatever kept it from being freed before does not matter.
+        """
+        with suppress(EngineDeadError):
+            answers, _ = await self._ask(self._roster.live, "pool_orphans")
+            orphans = sorted({content_hash for _, found in answers for content_hash in found})
+            if not orphans:
+                return
+            known, errors = await self._ask(self._roster.live, "pool_known", orphans)
+            used = {content_hash for _, found in known for content_hash in found}
+            calls = [
+                _engine(instance).ask("pool_free", content_hash)
+                for instance, found in answers
+                for content_hash in found
+                if content_hash not in used and not errors
+            ]
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    def want(self, table: Table) -> None:
+        """From the next step on adapters are to be held where a routing table sends their requests."""
+        self._wanted = {
+            name: [instance for instance, share in row if share > 0] for name, row in table.items()
+        }
+
+    @asynccontextmanager
+    async def moving(self, table: Table) -> AsyncIterator[None]:
+        """Copies as a routing table wants them: made before the body, which has it routed by, dropped after.
+
+        A copy that can't be made is no error: an instance fetches what it does not hold.
+        """
+        async with self._round:
+            self.want(table)
+            await self._make_copies()
+            yield
+            await self._drop_copies()
+
+    async def load(
+        self, instances: list[Instance], name: str, path: str, *, replace: bool, version: int
+    ) -> tuple[list[tuple[Instance, AdapterInfo]], list[tuple[Instance, Exception]]]:
+        """Serve a directory as `name`: some instances read and hold it, the others hear of it.
+
+        What they answered, and what those that refused raised, as `fan_out.ask` has it.
+        """
+
+        async def load(some: list[Instance], content: str | None) -> Answers[PoolEntry]:
+            return await self._ask(some, "pool_load", name, path, replace, version, content)
+
+        homes = [instance for instance in instances if instance.index in self._emptiest(instances)]
+        try:
+            answers, errors = await load_alike(homes, load)
+        except EngineDeadError:
+            left = [instance for instance in instances if instance.live]
+            if not 0 < len(left) < len(instances):
+                raise
+            return await self.load(left, name, path, replace=replace, version=version)
+        if answers and not errors:
+            facts = answers[0][1].facts
+            sources = [entry.source for _, entry in answers]
+            others = [instance for instance in instances if instance not in homes]
+            if others:
+                with suppress(EngineDeadError):  # all of them: they hear of it when they are back
+                    more, errors = await self._ask(
+                        others, "pool_know", facts, path, replace, version, sources
+                    )
+                    answers += more
+        if not errors:
+            self._note(answers)
+        return [(instance, entry.info) for instance, entry in answers], errors
+
+    async def take_back(
+        self, instances: list[Instance], name: str, previous: ServedAdapter | None
+    ) -> list[tuple[Instance, Exception]]:
+        """Undo a load that some refused, where it was done; those that can't.
+
+        What was served before is still held, while its directory may have changed since it was read.
+        """
+        if previous is None:
+            return (await ask(self._roster, instances, lambda client: client.unload_adapter(name)))[1]
+        path, version = previous.path, previous.version
+        facts = self._directory.facts_at(name, path, version)
+
+        def undo(client: object) -> Awaitable[PoolEntry]:
+            assert isinstance(client, CallableEngine)
+            if facts is None:
+                return client.ask("pool_load", name, path, True, version, previous.content_hash)
+            sources = self._directory.sources(facts.content_hash, client)
+            return client.ask("pool_know", facts, path, True, version, sources)
+
+        answers, errors = await ask(self._roster, instances, undo)
+        self._note(answers)
+        return errors
+
+    def forget(self, name: str) -> None:
+        """The name is no longer served."""
+        self._directory.forget(name)
+
+    def _note(self, answers: list[tuple[Instance, PoolEntry]]) -> None:
+        for instance, entry in answers:
+            self._directory.serve(entry)
+            self._directory.note(_engine(instance), entry.facts.content_hash, entry.source)
+
+    def _emptiest(self, instances: list[Instance]) -> list[int]:
+        """Those that hold least, as many as hold an adapter."""
+        held = dict.fromkeys((instance.index for instance in instances), 0)
+        sizes = self._directory.sizes()
+        clients = {_engine(instance): instance.index for instance in instances}
+        for content_hash, holders in self._directory.held(clients).items():
+            for index in holders:
+                held[index] += sizes.get(content_hash, 0)
+        return sorted(held, key=lambda index: (held[index], index))[: self._directory.replicas]
+
+    async def _make_copies(self) -> None:
+        """Those that are missing, side by side on different instances; then say where everything is."""
+        state = self._state()
+        held, target = self._held(), self._target()
+        moves = await asyncio.to_thread(lambda: copies_to_make(target(), held))
+        await asyncio.gather(
+            *(
+                self._hold(
+                    instance, [content_hash for content_hash, index in moves if index == instance.index]
+                )
+                for instance in self._roster.live
+            )
+        )
+        await self._tell()
+        self._at_rest = None if moves else state
+
+    async def _hold(self, instance: Instance, content_hashes: list[str]) -> None:
+        client = _engine(instance)
+        for content_hash in content_hashes:
+            sources = self._directory.sources(content_hash, client, instance.index)
+            try:
+                source = await client.ask("pool_hold", content_hash, sources)
+            except EngineDeadError:
+                return
+            except Exception as error:  # adapters that were unloaded meanwhile, memory that is full
+                self._failed(f"instance {instance.name} can't hold an adapter: {error}")
+                continue
+            self._directory.note(client, content_hash, source)
+
+    async def _drop_copies(self) -> None:
+        """Those that nobody asks for: told to all first, so that nobody reads what is about to go."""
+        held, target = self._held(), self._target()
+        drops = await asyncio.to_thread(lambda: copies_to_drop(target(), held))
+        if not drops:
+            return
+        self._at_rest = None
+        clients = {instance.index: _engine(instance) for instance in self._roster.live}
+        drops = [(content_hash, index) for content_hash, index in drops if index in clients]
+        for content_hash, index in drops:
+            self._directory.note(clients[index], content_hash, None)
+        await self._tell()
+        calls = [clients[index].ask("pool_drop", content_hash) for content_hash, index in drops]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _tell(self) -> None:
+        """Tell each instance the sources that changed."""
+        calls = []
+        for instance in self._roster.live:
+            client = _engine(instance)
+            if news := self._directory.news(client, instance.index):
+                calls.append(client.ask("pool_sources", news))
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _target(self) -> Callable[[], dict[str, frozenset[int]]]:
+        """Finds, in any thread, who should hold what by now: by the placement, where there is one."""
+        wanted: dict[str, set[int]] = {}
+        for name, content_hash in self._directory.content_hashes().items():
+            wanted.setdefault(content_hash, set()).update((self._wanted or {}).get(name, ()))
+        live = [instance.index for instance in self._roster.live]
+        sizes, held, replicas = self._directory.sizes(), self._held(), self._directory.replicas
+        return partial(place_holders, sizes, held, live, replicas, wanted)
+
+    def _state(self) -> _State:
+        """What decides who should hold what, beside the wishes."""
+        return self._directory.version, [instance.client for instance in self._roster.live]
+
+    def _held(self) -> dict[str, list[int]]:
+        return self._directory.held({_engine(instance): instance.index for instance in self._roster.live})
+
+    async def _ask(
+        self, instances: list[Instance], method: str, *args: Any
+    ) -> tuple[list[tuple[Instance, Any]], list[tuple[Instance, Exception]]]:
+        def call(client: object) -> Awaitable[Any]:
+            assert isinstance(client, CallableEngine)
+            return client.ask(method, *args)
+
+        return await ask(self._roster, instances, call)
+
+    def _failed(self, problem: str) -> None:
+        if self._problem.is_new(problem):
+            logger.warning(problem)
+
+
+def _engine(instance: Instance) -> CallableEngine:
+    assert isinstance(instance.client, CallableEngine), "a pool is one of engines that can be asked"
+    return instance.client

@@ -1,0 +1,259 @@
+"""Several engines behind one `EngineClient`: requests are routed, and outlive the engine they run on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import cast
+from weakref import WeakValueDictionary
+
+from moe_lora.core.clock import Clock
+from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, InstanceStats, ModelInfo, TokenOutput
+from moe_lora.policies.token_meter import TokenMeter
+from moe_lora.policies.routing import Router
+
+from moe_lora.engine.client.client import EngineClient
+from .failover import MAX_RESENDS, Course, token_work
+from .fan_out import ask_live
+from .adapter_calls import load_everywhere, pin_everywhere, unload_everywhere
+from moe_lora.dist.cluster.pool.pool import FleetPool
+from .reports import merge_adapters, merge_stats
+from .instances import Instance, Roster, ServedAdapter
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request under way, and the engine that computes it now."""
+
+    course: Course
+    client: EngineClient | None = None
+
+
+class FleetClient:
+    """`EngineClient` over the instances of a roster (see there for its contract).
+
+    When an instance ends, its unfinished requests go on at another one, from the token they had reached.
+    Adapters are loaded, unloaded and pinned everywhere or nowhere.  meter: counts each adapter's tokens,
+    those of a prompt with its first output.  ranks: filled with the adapters' ranks before the first request
+    is routed.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        router: Router,
+        clock: Clock,
+        *,
+        meter: TokenMeter | None = None,
+        ranks: dict[str, int] | None = None,
+    ) -> None:
+        self._roster = roster
+        self._router = router
+        self._clock = clock
+        self._meter = meter
+        self._ranks = ranks
+        self._running: dict[str, _Running] = {}
+        self._info: ModelInfo | None = None
+        self.pool = None if roster.pool is None else FleetPool(roster, roster.pool)
+        # Calls for one adapter come one after the other, or instances could disagree on which was the last.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @property
+    def instances(self) -> list[Instance]:
+        return self._roster.instances
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        limit = (await self.model_info()).max_model_len
+        if request.request_id in self._running:
+            raise ValueError(f"request_id {request.request_id!r} is already running")
+        version = self._roster.version(request.adapter)
+        course = Course(request, version, self._clock.now_s())
+        running = self._running[request.request_id] = _Running(course)
+        left: Instance | None = None
+        try:
+            while not course.aborted:
+                instance = self._next_instance(course)
+                if left is not None:
+                    left.num_resent += 1
+                client = running.client = instance.client
+                attempt = self._attempt(instance, client, course, limit)
+                try:
+                    async with aclosing(attempt):
+                        async for output in attempt:
+                            yield output
+                    return
+                except EngineDeadError as error:
+                    self._roster.lose(instance, client)
+                    course.lose(self._clock.now_s())
+                    left = instance
+                    if not course.aborted:
+                        self._check_resend(course, instance, error)
+            yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
+        finally:
+            del self._running[request.request_id]
+
+    async def _attempt(
+        self, instance: Instance, client: EngineClient, course: Course, max_model_len: int
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """The outputs of one instance, its work counted while it lasts."""
+        rest = course.rest()
+        work = token_work(rest, max_model_len)
+        num_prompt = prompt_tokens = len(rest.prompt_token_ids)
+        started = False
+        instance.asked_tokens += work
+        instance.load.add(rest.adapter, prompt_tokens)
+        outputs = cast("AsyncGenerator[TokenOutput, None]", client.generate(rest))
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    done = min(work, num_prompt + len(output.token_ids))
+                    num_prompt = 0
+                    work -= done
+                    instance.asked_tokens -= done
+                    if output.token_ids and not started:
+                        started = True
+                        instance.load.start(rest.adapter, prompt_tokens)
+                    if self._meter is not None:
+                        self._meter.add(rest.adapter, done)
+                    yield course.take(output)
+        finally:
+            instance.asked_tokens -= work
+            instance.load.end(rest.adapter, prompt_tokens, started=started)
+
+    def _next_instance(self, course: Course) -> Instance:
+        try:
+            candidates = self._roster.candidates(course.request.adapter)
+        except EngineDeadError as error:
+            if not course.num_resends:
+                raise
+            raise EngineDeadError(f"the LLM instance that computed this request ended; {error}") from error
+        return self._router.choose(course.request, candidates)
+
+    def _check_resend(self, course: Course, instance: Instance, error: EngineDeadError) -> None:
+        """Raises EngineDeadError if the request can't go on elsewhere."""
+        where = f"instance {instance.name} ended while it computed this request"
+        if course.num_resends > MAX_RESENDS:
+            raise EngineDeadError(
+                f"{where}, as {MAX_RESENDS} did before, so it is not tried again: {error}"
+            ) from error
+        adapter, begun = course.request.adapter, course.adapter_version
+        version = self._roster.version(adapter)
+        # While a new version is being loaded some engines have it; what they began only they can go on with.
+        replaced = version is not None and begun is not None and version > begun
+        if adapter is not None and (version is None or (course.delivered and replaced)):
+            raise EngineDeadError(
+                f"{where}, and adapter {adapter!r} was {'unloaded' if version is None else 'replaced'} "
+                "meanwhile, so that the answer can't go on with the version it began with"
+            ) from error
+
+    async def abort(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:
+            running.course.aborted = True
+            if running.client is not None:
+                await running.client.abort(request_id)
+
+    async def model_info(self) -> ModelInfo:
+        """That of one instance; they are alike.  max_loras counts for each."""
+        if self._info is None:
+            info = (await ask_live(self._roster, lambda client: client.model_info()))[0][1]
+            if self._ranks is not None:
+                self._ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
+            self._info = info
+        return self._info
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        version: int | None = None,
+        content_hash: str | None = None,
+    ) -> AdapterInfo:
+        async def load() -> AdapterInfo:
+            assert version is content_hash is None, "the roster says which"
+            async with self._lock(name):
+                info = await load_everywhere(self._roster, name, path, replace=replace, pool=self.pool)
+                if self._ranks is not None:
+                    self._ranks[name] = info.lora_rank
+                return info
+
+        # A caller that gives up must not leave the instances with different adapters.
+        return await asyncio.shield(load())
+
+    async def unload_adapter(self, name: str) -> None:
+        async def unload() -> None:
+            async with self._lock(name):
+                await unload_everywhere(self._roster, name, self.pool)
+
+        await asyncio.shield(unload())
+
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        async def pin() -> AdapterInfo:
+            async with self._lock(name):
+                return await pin_everywhere(self._roster, name, pinned=pinned)
+
+        return await asyncio.shield(pin())
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        answers = await ask_live(self._roster, lambda client: client.list_adapters())
+        served = self._roster.adapters
+        infos = {info.name: info for info in merge_adapters(infos for _, infos in answers)}
+        for name in served.keys() - infos.keys():
+            infos[name] = _unavailable(name, served[name])
+        for name in served.keys() & infos.keys():
+            infos[name] = replace(infos[name], version=served[name].version)
+        # Instances of a pool got them in different orders.
+        return [infos[name] for name in (*served, *(infos.keys() - served.keys())) if name in infos]
+
+    async def stats(self) -> EngineStats:
+        answers = await ask_live(self._roster, lambda client: client.stats())
+        for instance, stats in answers:
+            instance.latest = stats
+        instances = self._roster.instances
+        past = [instance.past for instance in instances]
+        return merge_stats([stats for _, stats in answers], past, map(_instance_stats, instances))
+
+    async def is_alive(self) -> bool:
+        return bool(self._roster.live)
+
+    async def close(self) -> None:
+        """End all instances, those that are being restarted too."""
+        await asyncio.gather(*(client.close() for client in self._roster.close()))
+
+
+def _unavailable(name: str, served: ServedAdapter) -> AdapterInfo:
+    return AdapterInfo(
+        name=name,
+        version=served.version,
+        lora_rank=0,
+        nbytes=0,
+        targets=(),
+        path=served.path,
+        residency="unavailable",
+        content_hash=served.content_hash or "",
+    )
+
+
+def _instance_stats(instance: Instance) -> InstanceStats:
+    return InstanceStats(
+        index=instance.index,
+        name=instance.name,
+        live=instance.live,
+        silent=instance.silent,
+        num_running=instance.latest.num_running,
+        num_waiting=instance.latest.num_waiting,
+        kv_usage=instance.latest.kv_usage,
+        outstanding_tokens=instance.outstanding_tokens,
+        num_restarts=instance.num_restarts,
+        num_resent=instance.num_resent,
+        pool_adapters=instance.latest.pool_adapters,
+        pool_bytes=instance.latest.pool_bytes,
+    )

@@ -1,0 +1,1 @@
+"""Roles as processes: on this host, or as ranks of a torchrun job."""

@@ -1,0 +1,204 @@
+"""The roles of a cluster that hold models and adapters: one process each, or the ranks of a torchrun job."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from moe_lora.config import ONE_FRONT_END, EngineConfig
+from moe_lora.config.cluster import ClusterConfig, read_cluster
+from moe_lora.core.address import Address
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.host import state_folder
+from moe_lora.dist.net.keys import Keys, keys_of
+
+from .host_roles import say_started
+from .ranks import THREADS_PER_RANK, StartInstance, StartRank
+
+_PARENT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those of its torchrun job; without torchrun, the first of one."""
+
+    dist_rank: int = 0
+    num_ranks: int = 1
+    under_torchrun: bool = False
+
+    @staticmethod
+    def here() -> Place:
+        return Place(
+            int(os.environ.get("RANK", "0")),
+            int(os.environ.get("WORLD_SIZE", "1")),
+            "TORCHELASTIC_RUN_ID" in os.environ,
+        )
+
+
+def serve_role(path: str, role: str, name: str, status: int | None = None) -> int:
+    """Run a role until SIGTERM or SIGINT; the exit code.
+
+    status: a descriptor over which it is told when it does its part (see `host_roles`).  Raises ConfigError,
+    LoraServerError or AdapterError for what keeps it from starting.
+    """
+    cluster, place = read_cluster(path), Place.here()
+    if role == "lora-server":
+        return serve_lora_server(cluster, place)
+    return serve_instance(cluster, place, name, status)
+
+
+def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
+    """One rank of the LoRA Server: the process's rank in its torchrun job."""
+    from moe_lora.engine.client.process import worker_environment
+
+    from moe_lora.dist.lora_server.protocol.partition import Layout
+
+    config = cluster.instance()
+    if config.lora_server is None:
+        raise ConfigError("the file has no lora_server section, so there is none to start; add one")
+    layout = Layout.parse(config.lora_server.layout)
+    if layout.num_ranks != place.num_ranks:
+        raise ConfigError(
+            f"lora_server.layout={layout} has {layout.num_ranks} ranks, but this job has {place.num_ranks} "
+            f"processes; start it with torchrun --nproc-per-node {layout.num_ranks}, or change the layout"
+        )
+    os.environ.update(worker_environment(THREADS_PER_RANK))
+    from .build import build_rank
+
+    rank = build_rank(StartRank(config, place.dist_rank))
+    stop_on_signals(rank.stop, place)
+    rank.run()
+    return 0
+
+
+def serve_instance(cluster: ClusterConfig, place: Place, name: str, status: int | None = None) -> int:
+    """One LLM instance, which dials every front end; its first rank is the engine, others follow it."""
+    from moe_lora.dist.lora_server.protocol.reach import own_host
+    from moe_lora.engine.client.process import usable_cores, worker_environment
+    from .shares import thread_share
+
+    config = cluster.instance(name)
+    doors, keys = cluster.doors(), keys_of(cluster)
+    if place.num_ranks not in (1, config.expert_parallel):
+        raise ConfigError(
+            f"this job has {place.num_ranks} processes, but engine.expert_parallel={config.expert_parallel}; "
+            f"start it with torchrun --nproc-per-node {config.expert_parallel}"
+        )
+    if config.pool is not None and config.pool.host is None:
+        config = replace(config, pool=replace(config.pool, host=own_host(str(next(iter(doors.values()))))))
+    threads = thread_share(config.num_threads, config.num_instances, usable_cores())
+    # Instances and incarnations that began with one seed would give unseeded requests the same answers.
+    seed = config.seed + zlib.crc32(f"{name} {time.time_ns()}".encode())
+    contents = config.contents_dir or str(state_folder(config.state_dir) / f"contents-{_digest(keys, doors)}")
+    # A bad folder keeps no instance from starting: the front end has it brought, or marks the adapter.
+    config = replace(config, num_threads=threads, seed=seed, contents_dir=contents, leave_out_bad=True)
+    os.environ.update(worker_environment(config.threads_per_process))
+    if place.dist_rank:
+        from moe_lora.engine.ranks.torchrun import follow_rank_0
+
+        # The first rank decides when its followers end; they notice when it is gone.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        follow_rank_0()
+        return 0
+    return serve_engine(config, place, doors, keys, status)
+
+
+def _digest(keys: Keys | None, doors: Mapping[str, Address]) -> str:
+    """Tells clusters apart: by their authority, on one host by their sockets."""
+    cluster = str(sorted(map(str, doors.values()))).encode() if keys is None else keys.authority()
+    return hashlib.sha256(b"contents " + cluster).hexdigest()[:16]
+
+
+def serve_local_instance(start: StartInstance, status: int | None, starts: int) -> int:
+    """An instance of the same host as its only front end; the exit code."""
+    seed = start.config.seed + starts * start.config.num_instances
+    # What can't be had keeps no instance from starting again: the front end has it brought.
+    config = replace(start.config, seed=seed, leave_out_bad=starts > 0)
+    return serve_engine(config, Place(), {ONE_FRONT_END: start.address}, None, status)
+
+
+def serve_local_rank(start: StartRank, status: int | None) -> int:
+    """A rank of the LoRA Server on the host of all its instances; the exit code."""
+    from .build import build_rank
+
+    rank = build_rank(start)
+    stop_on_signals(rank.stop, Place())
+    say_started(status)
+    rank.run()
+    return 0
+
+
+def serve_engine(
+    config: EngineConfig,
+    place: Place,
+    doors: Mapping[str, Address],
+    keys: Keys | None,
+    status: int | None,
+) -> int:
+    """Build an engine and serve those at the doors until told to stop; the exit code."""
+    from moe_lora.engine.build import build_engine
+    from moe_lora.dist.cluster.instance_links import FrontEndLinks
+    from .garbage import collect_rarely
+    from moe_lora.engine.client.inbox import Inbox
+    from moe_lora.engine.loop import EngineLoop
+    from moe_lora.engine.client.messages import Hello
+    from moe_lora.engine.ranks.torchrun import gather_followers
+
+    followers = gather_followers(config) if place.num_ranks > 1 else None
+    core = build_engine(config, followers)
+    collect_rarely()
+
+    async def serve() -> int:
+        inbox = Inbox()
+        links = FrontEndLinks(doors, keys, inbox, core.info.max_model_len)
+        loop = EngineLoop(core, links.emit, inbox)
+        stop_on_signals(links.stop, place)
+        loop.start()
+        say_started(status)
+        await links.run(Hello(config.instance, secrets.token_hex(8), core.info), loop.pulse)
+        await asyncio.to_thread(loop.join)
+        return 1 if links.failed else 0
+
+    return asyncio.run(serve())
+
+
+def stop_on_signals(stop: Callable[[], None], place: Place) -> None:
+    """Call `stop` on SIGTERM, SIGINT, and when the torchrun that started this process is gone."""
+
+    def stop_aside(*_: object) -> None:
+        # Not in the handler: what it interrupts may hold a lock that stopping needs.
+        threading.Thread(target=stop, name="stop", daemon=True).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop_aside)
+    if place.under_torchrun:
+        threading.Thread(
+            target=_stop_with_parent, args=(os.getppid(), stop), name="parent-watch", daemon=True
+        ).start()
+
+
+def end_with(parent: int, directory: str | None = None) -> None:
+    """As if by SIGTERM, end this process when the one that started it is gone; delete what it left there."""
+
+    def stop() -> None:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=_stop_with_parent, args=(parent, stop), name="parent-watch", daemon=True).start()
+
+
+def _stop_with_parent(parent: int, stop: Callable[[], None]) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_S)
+    stop()

@@ -1,0 +1,1 @@
+"""An instance's side of the LoRA Server: its backend, leases and links."""

@@ -1,0 +1,129 @@
+"""The deltas of one request, wherever they are computed: on a server rank, or on the instance when it must.
+
+Legend: T token rows, K experts per token, R rows of the answer, N output width.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.shape import ModelShape
+from moe_lora.lora.row_routing import RoutedAdapter
+from moe_lora.kernels.lora import lora_delta
+from moe_lora.kernels.operands import LoraOperands, SlotTable
+
+from .frames import Request
+
+_MAX_MAPPED = 64
+"""Adapters that an instance keeps mapped for computing deltas itself; those used last stay."""
+
+
+def request_deltas(
+    request: Request,
+    shape: ModelShape,
+    layer: int,
+    slot: np.ndarray,
+    slots: SlotTable,
+    arena: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    kernel: str = "sgmv",
+) -> None:
+    """out [R, N] = the deltas of the request's rows; rows whose slot is -1 become zero.
+
+    layer: row of the slot table (the request's own layer, or 0 where the table holds one layer).  kernel: as
+    in `kernels.lora`.
+    """
+
+    def delta(ids: torch.Tensor | None, target: torch.Tensor) -> None:
+        lora_delta(LoraOperands(x, ids, site, layer, token_slots, slots, arena), target, kernel=kernel)
+
+    site = shape.sites[request.site]
+    token_slots = torch.from_numpy(np.ascontiguousarray(slot)).to(arena.device)
+    x = request.x.to(arena.device)
+    if request.ids is None:
+        _into(lambda full: delta(None, full), out, arena.device)
+        return
+    ids = torch.from_numpy(np.ascontiguousarray(request.ids)).to(arena.device)
+    if request.num_rows == request.ids.size:
+        _into(lambda full: delta(ids, full), out, arena.device)
+        return
+    full = torch.empty(request.ids.size, out.shape[1], dtype=out.dtype, device=arena.device)
+    delta(ids, full)
+    rows = torch.from_numpy(np.flatnonzero(request.ids.reshape(-1) >= 0)).to(arena.device)
+    _into(lambda target: torch.index_select(full, 0, rows, out=target), out, arena.device)
+
+
+def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: torch.device) -> None:
+    """Run `compute(target)` on out itself, or on device memory that is then copied there."""
+    if out.device == device:
+        compute(out)
+        return
+    target = torch.empty_like(out, device=device)
+    compute(target)
+    out.copy_(target)
+
+
+class HostDeltas:
+    """Deltas straight from adapters in host memory: slower, one adapter at a time, by the CPU library.
+
+    The same bits as those of a server that computes on CPU, whichever kernel it uses; close to, but not the
+    bits of, one that computes on CUDA.
+    """
+
+    def __init__(self, shape: ModelShape, store: HostStore) -> None:
+        self._shape = shape
+        self._store = store
+        self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
+
+    def compute(
+        self, request: Request, adapters: Sequence[RoutedAdapter], row_adapter: np.ndarray, out: torch.Tensor
+    ) -> None:
+        """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x."""
+        out.zero_()
+        part = torch.empty_like(out)
+        row_of = np.arange(len(row_adapter))
+        if request.ids is not None:
+            row_of = np.nonzero(request.ids >= 0)[0]
+        for index in np.unique(row_adapter).tolist():
+            mapped = self._adapter(adapters[index].content_hash)
+            arena = mapped.packed.layers[request.layer].data.view(torch.uint8)
+            slot = np.where(row_adapter == index, 0, -1).astype(np.int32)
+            table = self._table(mapped, request.layer)
+            request_deltas(request, self._shape, 0, slot, table, arena, part)
+            rows = torch.from_numpy(np.flatnonzero(row_adapter[row_of] == index))
+            out[rows] = part[rows]
+
+    def _adapter(self, content_hash: str) -> _Mapped:
+        known = self._mapped.pop(content_hash, None)
+        if known is None:
+            known = _Mapped(self._store.get(content_hash, content_hash))
+            while len(self._mapped) >= _MAX_MAPPED:
+                self._mapped.popitem(last=False)
+        self._mapped[content_hash] = known
+        return known
+
+    def _table(self, mapped: _Mapped, number: int) -> SlotTable:
+        """The offsets of one layer, as a table of one slot."""
+        known = mapped.tables.get(number)
+        if known is None:
+            layer = mapped.packed.layers[number]
+            known = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
+            known.write_layer(0, 0, layer.table, layer.scale, layer.data.element_size(), 0)
+            mapped.tables[number] = known
+        return known
+
+
+@dataclass
+class _Mapped:
+    """An adapter's file, mapped, and its slot tables by layer as far as they were needed."""
+
+    packed: PackedAdapter
+    tables: dict[int, SlotTable] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""The LoRA Server's ranks: leases, residency, loading, and the data path."""

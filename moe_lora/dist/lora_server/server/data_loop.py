@@ -1,0 +1,309 @@
+"""The data path of one server rank: takes requests of all clients in turn, computes, puts the deltas back.
+
+While one request is computed the next ones arrive by themselves, because clients put them, and the answers
+before it are on their way, because puts don't wait: receive, compute and send overlap (InfiniLoRA section 3).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from moe_lora.core.errors import PeerGoneError
+from moe_lora.core.shape import ModelShape
+from moe_lora.config.step_profile import Stage
+from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
+from moe_lora.lora.paced import share_of_layer
+
+from moe_lora.dist.lora_server.protocol.deltas import request_deltas
+from moe_lora.dist.lora_server.protocol.frames import DONE, HEADER_BYTES, STALE, FrameLayout, Request, answer_rows, answer_size, check_ids, read_request, write_answer_header
+from .server_store import Shelf
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 1.0
+_TURNS = 64
+
+
+class ServerSession:
+    """The server's half of a session (see `session`)."""
+
+    def __init__(
+        self,
+        name: str,
+        instance: str,
+        transport: Transport,
+        requests: Window,
+        answers: RemoteWindow,
+        layout: FrameLayout,
+        depth: int,
+    ) -> None:
+        self.name = name
+        self.instance = instance_number(instance)
+        self.requests = requests
+        self.answers = answers
+        self.handled = 0
+        self.closed = False
+        self.left = threading.Event()
+        """Set once the data loop is past the session, so that its memory may go."""
+        self._transport = transport
+        self._layout = layout
+        self._depth = depth
+        self._request_frames = list(requests.bytes.view(depth, layout.request_bytes))
+        size = layout.answer_bytes
+        views = [answers.view(i * size, size) for i in range(depth)]
+        self._direct = views[0] is not None
+        if self._direct:
+            self._answer_frames = [view for view in views if view is not None]
+        else:
+            self._answer_frames = list(torch.empty(depth, size, dtype=torch.uint8))
+
+    def pending(self) -> Request | None:
+        """The oldest request without an answer.  Raises ValueError if its frame can't be read."""
+        if self.requests.read_signal(0) <= self.handled:
+            return None
+        return read_request(self._request_frames[self.handled % self._depth], self._layout)
+
+    def deltas(self, request: Request) -> torch.Tensor:
+        """Where the deltas [R, N] of `request` belong."""
+        frame = self._answer_frames[self.handled % self._depth]
+        return answer_rows(frame, self._layout, request.site, request.num_rows)
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the pending request asks for what can't be."""
+        check_ids(request, self._layout)
+
+    def answer(self, request: Request, state: int, started_ns: int) -> None:
+        """Put the answer to the pending request.  Raises PeerGoneError."""
+        slot = self.handled % self._depth
+        frame = self._answer_frames[slot]
+        write_answer_header(frame, state, started_ns, time.monotonic_ns())
+        self.handled += 1
+        if self._direct:
+            self.answers.signal(0, self.handled)
+            return
+        end = HEADER_BYTES
+        if state == DONE:
+            end = answer_size(self._layout, request.site, request.num_rows)
+        offset = slot * self._layout.answer_bytes
+        self._transport.put_signal(self.answers, offset, frame[:end], 0, self.handled)
+
+
+def instance_number(name: str) -> int:
+    """An instance's name as a number that all server ranks agree on."""
+    return zlib.crc32(name.encode())
+
+
+class DataLoop:
+    """Serves the sessions of one server rank, those of different instances in turn.
+
+    A request whose adapter's layer is still being loaded waits; others pass it.  The first rank of a stage
+    announces whose turn it is to the stage's other ranks, which prefer that instance among those that wait,
+    so that the ranks of a stage work on the same instance (section 5.1).  lora_time: of a layer on the
+    device that this rank emulates; None = none.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        shelf_of: Callable[[Callable[[], None]], Shelf],
+        transport: Transport,
+        lora_time: Stage | None = None,
+        *,
+        lora_kernel: str = "sgmv",
+    ) -> None:
+        self._shape = shape
+        self._lora_time = lora_time
+        self._lora_kernel = lora_kernel
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._sessions: list[ServerSession] = []
+        self._leaving: list[ServerSession] = []
+        self._wake = transport.alloc("wake", 64, 1)
+        self._num_wakes = 0
+        self._stopping = self._ended = False
+        self.turns = transport.alloc("turns", _TURNS * 8, 1)
+        self._turns_seen = 0
+        self._wanted: dict[int, None] = {}  # instances whose turn it is, oldest announcement first
+        self._told: list[tuple[RemoteWindow, itertools.count[int]]] = []
+        self.num_requests = self.num_stale = 0
+        self.shelf = shelf_of(self.wake)
+
+    def add(self, session: ServerSession) -> None:
+        with self._lock:
+            self._sessions = [*self._sessions, session]
+        self.wake()
+
+    def remove(self, session: ServerSession) -> None:
+        """End a session; `session.left` tells when the loop is past it."""
+        session.closed = True
+        with self._lock:
+            self._sessions = [s for s in self._sessions if s is not session]
+            self._leaving.append(session)
+            if self._ended:
+                session.left.set()
+        self.wake()
+
+    def tell(self, turns: RemoteWindow, num_seen: int) -> None:
+        """Announce to this rank of the stage too, which has seen that many announcements."""
+        with self._lock:
+            self._told = [*self._told, (turns, itertools.count(num_seen))]
+
+    def tell_no_more(self, turns: RemoteWindow) -> None:
+        """That rank has left the stage."""
+        with self._lock:
+            self._told = [told for told in self._told if told[0] is not turns]
+
+    @property
+    def turns_seen(self) -> int:
+        """Announcements that this rank was given so far."""
+        return self.turns.read_signal(0)
+
+    def wake(self) -> None:
+        """Look again: something changed that no request announces."""
+        with self._lock:
+            self._num_wakes += 1
+            self._wake.set_signal(0, self._num_wakes)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.wake()
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        position = 0
+        try:
+            while not self._stopping:
+                wakes = self._wake.read_signal(0)
+                sessions = self._present()
+                start = position % max(1, len(sessions))
+                chosen, waits = self._choose(sessions[start:] + sessions[:start])
+                if chosen is None:
+                    self._transport.wait_any([*waits, (self._wake, 0, wakes + 1)], _IDLE_S)
+                    continue
+                session, request = chosen
+                position = sessions.index(session) + 1
+                self._serve_or_drop(session, request)
+        finally:
+            with self._lock:
+                self._ended = True
+            for session in self._present():
+                self.remove(session)
+
+    def _present(self) -> list[ServerSession]:
+        """The sessions to serve; those that were removed before are not looked at from here on."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+            sessions = self._sessions
+        for session in leaving:
+            session.left.set()
+        return sessions
+
+    def _serve_or_drop(self, session: ServerSession, request: Request) -> None:
+        try:
+            self._serve(session, request)
+        except PeerGoneError as error:
+            logger.info("client %s left: %s", session.name, error)
+            self.remove(session)
+        except ValueError as error:
+            logger.error("client %s is dropped: %s", session.name, error)
+            self.remove(session)
+
+    def _choose(
+        self, order: list[ServerSession]
+    ) -> tuple[tuple[ServerSession, Request] | None, list[tuple[Window, int, int]]]:
+        """The request to serve now; if none, what to wait for."""
+        self._read_turns()
+        ready: list[tuple[ServerSession, Request]] = []
+        waits: list[tuple[Window, int, int]] = []
+        for session in order:
+            try:
+                request = session.pending()
+            except ValueError as error:
+                logger.error("client %s is dropped: %s", session.name, error)
+                self.remove(session)
+                continue
+            if request is None:
+                waits.append((session.requests, 0, session.handled + 1))
+            elif self._can_answer(request):
+                ready.append((session, request))
+                if not self._wanted:
+                    return ready[0], waits
+        for instance in self._wanted:
+            for choice in ready:
+                if choice[0].instance == instance:
+                    return choice, waits
+        return (ready[0] if ready else None), waits
+
+    def _can_answer(self, request: Request) -> bool:
+        """Whether the deltas can be computed, or never can."""
+        shelf = self.shelf
+        return self._is_stale(request) or self._is_ready(request) or not shelf.led
+
+    def _is_stale(self, request: Request) -> bool:
+        shelf, slot = self.shelf, request.slot
+        if len(slot) and not 0 <= slot.min() <= slot.max() < len(shelf.generation):
+            return True
+        return shelf.is_stale(slot, request.generation)
+
+    def _is_ready(self, request: Request) -> bool:
+        return self.shelf.is_ready(request.slot, request.generation, request.layer)
+
+    def _serve(self, session: ServerSession, request: Request) -> None:
+        """Raises ValueError if the request asks for what can't be, PeerGoneError."""
+        start_ns = time.monotonic_ns()
+        session.check(request)
+        site = self._shape.sites[request.site]
+        if site.num_experts:
+            self._wanted.pop(session.instance, None)
+        if self._told and site.num_experts:
+            self._announce(session.instance)
+        state = self._compute(session, request)
+        if self._lora_time is not None and site.num_experts:
+            num_tokens = -(-request.num_rows // self._shape.num_experts_per_token)
+            busy_s = share_of_layer(site, self._shape) * self._lora_time.seconds(num_tokens)
+            time.sleep(max(0.0, busy_s - (time.monotonic_ns() - start_ns) / 1e9))
+        self.num_stale += state == STALE
+        self.num_requests += 1
+        session.answer(request, state, start_ns)
+
+    def _compute(self, session: ServerSession, request: Request) -> int:
+        """Lay the deltas into the session's answer; the answer's state."""
+        shelf = self.shelf
+        with shelf.reading:
+            if self._is_stale(request) or not self._is_ready(request):
+                return STALE
+            out = session.deltas(request)
+            operands = (request, self._shape, request.layer, request.slot, shelf.slots, shelf.arena, out)
+            request_deltas(*operands, kernel=self._lora_kernel)
+            # An adapter that left meanwhile (its instance was given up) may have been read in part.
+            return STALE if self._is_stale(request) else DONE
+
+    def _announce(self, instance: int) -> None:
+        entry = torch.from_numpy(np.array([instance], dtype=np.int64))
+        for told in self._told:
+            turns, numbers = told
+            number = next(numbers)
+            try:
+                self._transport.put_signal(turns, number % _TURNS * 8, entry, 0, number + 1)
+            except PeerGoneError:
+                with self._lock:
+                    self._told = [other for other in self._told if other is not told]
+
+    def _read_turns(self) -> None:
+        value = self.turns.read_signal(0)
+        if value == self._turns_seen:
+            return
+        entries = self.turns.bytes.numpy().view(np.int64)
+        for number in range(max(self._turns_seen, value - _TURNS), value):
+            instance = int(entries[number % _TURNS])
+            self._wanted.pop(instance, None)
+            self._wanted[instance] = None
+        self._turns_seen = value

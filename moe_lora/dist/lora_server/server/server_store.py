@@ -1,0 +1,230 @@
+"""The adapters of one server rank: its arena, what each slot holds, the thread that loads layer by layer.
+
+Legend: M slots, L layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.shard import shard_layer
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels.operands import SlotTable
+
+from .kept import kept_entries
+from .lease_events import Run
+from moe_lora.dist.lora_server.protocol.partition import Partition
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Loading:
+    """A load under way: layers still to come, in order.  epoch: that of the shelf when it began."""
+
+    slot: int
+    generation: int
+    epoch: int
+    packed: PackedAdapter
+    runs: deque[tuple[int, Run]]
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"no memory on {device} for {num_bytes / 1e9:.3g} GB of adapters on a rank of the LoRA Server; "
+            "lower lora_server.memory_gb (--lora-server-memory-gb) or the capacity, or use a larger host: a "
+            "plan of `moe-lora provision` is for the GPUs that it names"
+        ) from error
+
+
+class Shelf:
+    """What one server rank holds.
+
+    generation: [M] the content that each slot has, or will have once it is loaded; a request that carries a
+    lower one comes too late, one with a higher one comes before the load command.  loaded: [M, L] generation
+    whose layer is in the arena.  reading: held while slot table and arena are read for a request, so that
+    rows of the table change between requests only.  led: whether load commands can come at all.
+
+    Several adapters are loaded at once, a layer of each in turn, so that the first layers of a newcomer don't
+    wait for the last ones of another (InfiniLoRA section 5.3).
+    load_bytes_per_s: upper bound on the rate of loading; None = none.  layer_wise: False for the comparison
+    with whole adapters, one after the other, of which nothing is ready before all is.
+    Raises ConfigError if the memory can't be had.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        partition: Partition,
+        server_rank: int,
+        *,
+        capacity: int,
+        num_pages: int,
+        page_bytes: int,
+        device: torch.device,
+        on_progress: Callable[[], None],
+        load_bytes_per_s: float | None = None,
+        layer_wise: bool = True,
+    ) -> None:
+        self._shape = shape
+        self._partition = partition
+        self._server_rank = server_rank
+        self._page_bytes = page_bytes
+        self._on_progress = on_progress
+        self._load_bytes_per_s = load_bytes_per_s
+        self._layer_wise = layer_wise
+        self.arena = _allocate(num_pages * page_bytes, device)
+        self.slots = SlotTable(capacity, shape.num_layers, shape.num_entries, device)
+        self.generation = np.zeros(capacity, dtype=np.int64)
+        self.loaded = np.zeros((capacity, shape.num_layers), dtype=np.int64)
+        self._loading: deque[_Loading] = deque()
+        self._epoch = self._first_generation = 0
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.reading = threading.Lock()
+        self.led = True
+        self.loaded_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="adapter-loads", daemon=True)
+        self._thread.start()
+
+    def load(self, slot: int, generation: int, packed: PackedAdapter, runs: Mapping[int, Run]) -> None:
+        """Begin to load this rank's part of the adapter into the runs of pages, one per layer.
+
+        A load whose content was evicted in the meantime is ignored.
+        """
+        with self._changed:
+            if generation < self.generation[slot]:
+                return
+            self.generation[slot] = generation
+            # Layers of which this rank has nothing, or the adapter has nothing, are there at once.
+            for layer in set(range(self._shape.num_layers)) - set(runs):
+                self.loaded[slot, layer] = generation
+            order = deque(sorted(runs.items()))
+            if order:
+                self._loading.append(_Loading(slot, generation, self._epoch, packed, order))
+            self._changed.notify_all()
+        self._on_progress()
+
+    def evict(self, slot: int, generation: int) -> None:
+        """Stop serving this content of the slot, or give up loading it."""
+        with self._changed:
+            if generation < self.generation[slot]:
+                return
+            self._loading = deque(loading for loading in self._loading if loading.slot != slot)
+            self.generation[slot] = generation + 1
+            with self.reading:
+                self.slots.clear(slot)
+        self._on_progress()
+
+    def start_over(self, first_generation: int) -> None:
+        """Forget everything: generations begin above first_generation."""
+        with self._changed:
+            self._loading.clear()
+            self._epoch += 1  # a leader heard again sends the same generations anew
+            self._first_generation = first_generation
+            self.generation[:] = first_generation
+            self.loaded[:] = 0
+            with self.reading:
+                for slot in range(len(self.generation)):
+                    self.slots.clear(slot)
+        self._on_progress()
+
+    def grow(self, num_slots: int) -> None:
+        """Have at least that many slots, new ones empty; until then, requests for them are stale."""
+        with self._changed:
+            more = num_slots - len(self.generation)
+            if more <= 0:
+                return
+            slots = self.slots.grown(num_slots)
+            with self.reading:
+                self.slots = slots
+            # The data loop looks up a slot here once `generation` has it.
+            self.loaded = np.pad(self.loaded, ((0, more), (0, 0)))
+            self.generation = np.pad(self.generation, (0, more), constant_values=self._first_generation)
+
+    def set_led(self, led: bool) -> None:
+        """Whether there is a leader; without one a request for what is not here is not kept waiting."""
+        self.led = led
+        self._on_progress()
+
+    def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
+        """Whether some row's content has left."""
+        return bool((generation < self.generation[slot]).any())
+
+    def is_ready(self, slot: np.ndarray, generation: np.ndarray, layer: int) -> bool:
+        """Whether all rows' adapters are in the arena as far as this layer goes."""
+        return bool((self.loaded[slot, layer] == generation).all())
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._loading)
+                if self._stopping:
+                    return
+                loading = self._loading[0]
+                if self._layer_wise:
+                    self._loading.rotate(-1)
+                layer, run = loading.runs.popleft()
+                last = not loading.runs
+                if last:
+                    self._loading.remove(loading)
+            start_s = time.monotonic()
+            try:
+                num_bytes = self._load_layer(loading, layer, run)
+            except Exception:
+                logger.exception("layer %d of adapter %s can't be loaded", layer, loading.packed.content_hash)
+                self._give_up(loading)
+                continue
+            if self._load_bytes_per_s is not None:
+                time.sleep(max(0.0, num_bytes / self._load_bytes_per_s - (time.monotonic() - start_s)))
+            with self._changed:
+                if self._is_wanted(loading) and (self._layer_wise or last):
+                    self.loaded[loading.slot, layer if self._layer_wise else slice(None)] = loading.generation
+            self._on_progress()
+
+    def _is_wanted(self, loading: _Loading) -> bool:
+        """Whether the load was neither evicted nor forgotten since it began; the caller holds the lock."""
+        same_content = bool(self.generation[loading.slot] == loading.generation)
+        return same_content and loading.epoch == self._epoch
+
+    def _give_up(self, loading: _Loading) -> None:
+        with self._changed:
+            if self._is_wanted(loading):
+                self.evict(loading.slot, loading.generation)
+
+    def _load_layer(self, loading: _Loading, layer: int, run: Run) -> int:
+        packed = loading.packed.layers[layer]
+        kept = kept_entries(self._partition, self._server_rank, layer, loading.slot)
+        shard = shard_layer(packed, self._shape, kept)
+        start = run[0] * self._page_bytes
+        num_bytes = shard.num_elements * packed.data.element_size()
+        assert num_bytes <= run[1] * self._page_bytes
+        with self._changed:
+            if not self._is_wanted(loading):
+                return 0
+            shard.copy(packed.data, self.arena[start : start + num_bytes].view(packed.data.dtype))
+            with self.reading:
+                self.slots.write_layer(
+                    loading.slot, layer, shard.table, shard.scale, packed.data.element_size(), start
+                )
+        self.loaded_bytes += num_bytes
+        return num_bytes

@@ -1,0 +1,1 @@
+"""Which adapters the engine knows, where their bytes lie, and how they get to the device."""

@@ -1,0 +1,158 @@
+"""What one rank copies between its two arenas, and from adapters' files to the device.
+
+Orders name pages, slots and content hashes only, so that they mean the same on every rank of an instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.shard import shard_layer
+from moe_lora.core.shape import ModelShape
+from moe_lora.lora.slots import LayerPart, part_bytes, point_slot
+from moe_lora.kernels.operands import SlotTable
+
+from .pool_store import PoolAdapters
+from .pool_fetch import LayerReader, fetch_layers
+
+
+@dataclass(frozen=True)
+class CopyPages:
+    """Page device_pages[i] of the device's arena and host_pages[i] of the host's become equal."""
+
+    device_pages: tuple[int, ...]
+    host_pages: tuple[int, ...]
+    to_device: bool
+
+
+@dataclass(frozen=True)
+class BringAdapter:
+    """Have an adapter on the device and make `slot` mean it.
+
+    layer_first_pages: where each layer's bytes begin, -1 for a layer without any.  pages: where they come
+    from on the host; None = from the adapter's file.
+    """
+
+    slot: int
+    content_hash: str
+    layer_first_pages: tuple[int, ...]
+    pages: CopyPages | None
+
+
+@dataclass(frozen=True)
+class ClearSlot:
+    """Make `slot` mean "no delta anywhere"."""
+
+    slot: int
+
+
+RankOrder = CopyPages | BringAdapter | ClearSlot
+
+
+class RankCopier:
+    """Carries out orders in one rank's memory.
+
+    device, host: 1-D uint8, page after page; host None: there is no host arena.  kept: [X] bool, entries of
+    adapters that this rank computes.  find: content hash -> the packed adapter, mapped or in memory.  pool:
+    has adapters that must be fetched; None: all are here.
+    """
+
+    def __init__(
+        self,
+        device: torch.Tensor,
+        host: torch.Tensor | None,
+        page_bytes: int,
+        slots: SlotTable,
+        shape: ModelShape,
+        kept: np.ndarray,
+        find: Callable[[str], PackedAdapter],
+        pool: PoolAdapters | None = None,
+    ) -> None:
+        self._device = device.view(-1, page_bytes)
+        self._host = None if host is None else host.view(-1, page_bytes)
+        self._slots = slots
+        self._shape = shape
+        self._kept = None if kept.all() else kept
+        self._find = find
+        self._pool = pool
+        assert pool is None or self._kept is None, "adapters are fetched whole"
+
+    def fetches(self, order: RankOrder) -> bool:
+        """Whether the order waits for another process, or a disk."""
+        return self._reader(order) is not None
+
+    def _reader(self, order: RankOrder) -> LayerReader | None:
+        if self._pool is None or not isinstance(order, BringAdapter) or order.pages is not None:
+            return None
+        return self._pool.reader(order.content_hash)
+
+    def begin(self, order: RankOrder) -> Callable[[], None]:
+        """What carries the order out, on CUDA on the current stream.  The adapter may be forgotten since."""
+        if isinstance(order, CopyPages):
+            return partial(self._copy_pages, order)
+        if isinstance(order, BringAdapter):
+            reader = self._reader(order)
+            if reader is not None:
+                return partial(self._fetch, order, reader)
+            return partial(self._bring, order, self._find(order.content_hash))
+        return partial(self._slots.clear, order.slot)
+
+    def _copy_pages(self, order: CopyPages) -> None:
+        host, device = self._host, self._device
+        assert host is not None
+        for first, host_first, count in _runs(order.device_pages, order.host_pages):
+            pages, host_pages = device[first : first + count], host[host_first : host_first + count]
+            _copy(host_pages, pages) if order.to_device else _copy(pages, host_pages)
+
+    def _fetch(self, order: BringAdapter, reader: LayerReader) -> None:
+        """Each layer to its place as it comes."""
+        arena, page_bytes = self._device.view(-1), self._device.shape[1]
+        offsets = [max(0, first) * page_bytes for first in order.layer_first_pages]
+        sizes = reader.layer_bytes
+        targets = [arena[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
+        packed = fetch_layers(reader, targets)
+        assert self._pool is not None
+        self._pool.learn_tables(packed)
+        point_slot(self._slots, order.slot, packed, offsets)
+
+    def _bring(self, order: BringAdapter, packed: PackedAdapter) -> None:
+        parts, page_bytes = self._parts(packed), self._device.shape[1]
+        offsets = [max(0, first) * page_bytes for first in order.layer_first_pages]
+        if order.pages is not None:
+            self._copy_pages(order.pages)
+        else:
+            arena = self._device.view(-1)
+            for layer, part, offset in zip(packed.layers, parts, offsets, strict=True):
+                data = part_bytes(layer, part)
+                assert offset + len(data) <= len(arena)
+                _copy(data, arena[offset : offset + len(data)])
+        # Last, so that nothing leads to bytes that are not there.
+        point_slot(self._slots, order.slot, packed, offsets, parts)
+
+    def _parts(self, packed: PackedAdapter) -> Sequence[LayerPart]:
+        if self._kept is None:
+            return packed.layers
+        return [shard_layer(layer, self._shape, self._kept) for layer in packed.layers]
+
+
+def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(page, page, number) of neighbours in both sequences."""
+    start = 0
+    for end in range(1, len(first) + 1):
+        if end == len(first) or first[end] != first[end - 1] + 1 or second[end] != second[end - 1] + 1:
+            yield first[start], second[start], end - start
+            start = end
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_cpu and target.is_cpu:
+        # numpy copies on this thread alone and lets others run Python; torch would start threads of its own.
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source, non_blocking=True)

@@ -1,0 +1,191 @@
+"""An adapter that is held elsewhere, read layer by layer: from a peer's memory, else from its directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.window_layout import adapter_in, adapter_without_data, is_intact, layout_of
+from moe_lora.core.errors import AdapterError, PeerGoneError, PeerUnreachableError
+from moe_lora.dist.transport.contract import RemoteWindow
+
+from .pool_peers import PeerWindows, PoolCounters
+
+logger = logging.getLogger(__name__)
+
+
+class LayerReader:
+    """The layers of one adapter, from the first of its sources that gives them.
+
+    sources: descriptors of the windows in which peers hold it, in the order in which to try them; asked when
+    reading begins.  read_again: reads it from its directory, into this process's memory.  A source that
+    fails is left for the next one, in the middle too: what was read is right, since sources hold the same
+    bytes.  For one thread.
+    """
+
+    def __init__(
+        self,
+        facts: AdapterFacts,
+        sources: Callable[[], Sequence[bytes]],
+        peers: PeerWindows,
+        read_again: Callable[[], PackedAdapter],
+        counters: PoolCounters,
+    ) -> None:
+        self._facts = facts
+        self._layout = layout_of(facts)
+        self._list_sources = sources
+        self._peers = peers
+        self._read_again = read_again
+        self._counters = counters
+        self._left: list[bytes] | None = None
+        self._window: RemoteWindow | None = None
+        self._packed: PackedAdapter | None = None
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        return [length for _, length in self._layout.data]
+
+    def read_head(self, out: torch.Tensor | None = None) -> PackedAdapter:
+        """The adapter with its tables and scales, which lie in `out` (uint8 [head_bytes]), but no data.
+
+        Raises AdapterError if no source is left.
+        """
+        head = torch.empty(self._layout.head_bytes, dtype=torch.uint8) if out is None else out
+        self._try_all(lambda: self._head_into(head))
+        return adapter_without_data(self._facts, head)
+
+    def read(self, number: int, out: torch.Tensor) -> None:
+        """out = the data of layer `number`: uint8, of its size, on the CPU.  Raises AdapterError likewise."""
+        start, length = self._layout.data[number]
+        assert len(out) == length
+
+        def read() -> None:
+            if self._packed is not None:
+                out.copy_(self._packed.layers[number].data.view(torch.uint8))
+            elif length:
+                self._peers.transport.get(self._open(), start, out)
+                self._counters.count("fetched_bytes", length)
+
+        self._try_all(read)
+
+    def read_whole(self, memory: torch.Tensor) -> PackedAdapter:
+        """The adapter in `memory` (uint8 [layout.num_bytes]), its content checked.
+
+        Raises AdapterError if no source has that content.
+        """
+        while True:
+            self.read_head(memory[: self._layout.head_bytes])
+            for number, (start, length) in enumerate(self._layout.data):
+                self.read(number, memory[start : start + length])
+            packed = adapter_in(self._facts, memory)
+            if is_intact(packed):
+                return packed
+            assert self._packed is None, "what was read from disk was checked"
+            self._give_up("what it holds is not the adapter that was asked for")
+
+    def close(self, *, done: bool) -> None:
+        """Let go of the source.  done: all layers were read."""
+        if done:
+            self._counters.count("disk_fetches" if self._packed is not None else "peer_fetches")
+        self._leave()
+
+    def _head_into(self, head: torch.Tensor) -> None:
+        if self._packed is None:
+            self._peers.transport.get(self._open(), 0, head)
+            return
+        bare = adapter_without_data(self._facts, head)
+        for layer, place in zip(self._packed.layers, bare.layers, strict=True):
+            place.table.copy_(layer.table)
+            place.scale.copy_(layer.scale)
+
+    def _try_all(self, read: Callable[[], None]) -> None:
+        """`read` from this source, or the next ones."""
+        while True:
+            self._choose()
+            try:
+                return read()
+            except (PeerGoneError, PeerUnreachableError, OSError, ValueError) as error:
+                if self._packed is not None:
+                    raise
+                self._give_up(str(error))
+
+    def _choose(self) -> None:
+        """Have a source to read from: a peer, at last the directory."""
+        if self._left is None:
+            self._left = list(self._list_sources())
+        if self._packed is None and not self._left:
+            logger.info("adapter %s: no instance that holds it answers; read from disk", self._facts.name)
+            try:
+                self._packed = self._from_directory()
+            except AdapterError:
+                self._counters.count("failed_sources")
+                raise
+
+    def _from_directory(self) -> PackedAdapter:
+        packed = self._read_again()
+        if packed.content_hash != self._facts.content_hash:
+            raise AdapterError(
+                f"adapter {self._facts.name!r}: no instance holds it, and what lies in its directory now is "
+                "not what was loaded; load it again with load_inplace=true"
+            )
+        return packed
+
+    def _open(self) -> RemoteWindow:
+        assert self._left
+        if self._window is None:
+            window = self._peers.attach(self._left[0])
+            if window.num_bytes != self._layout.num_bytes:
+                self._peers.release(window)
+                raise ValueError(f"{window.peer} has {window.num_bytes} bytes of it")
+            self._window = window
+        return self._window
+
+    def _give_up(self, reason: str) -> None:
+        """Leave this source for the next one."""
+        logger.warning("adapter %s: a source failed: %s", self._facts.name, reason)
+        self._counters.count("failed_sources")
+        self._leave()
+        if self._left:
+            del self._left[0]
+
+    def _leave(self) -> None:
+        window, self._window = self._window, None
+        if window is not None:
+            self._peers.release(window)
+
+
+def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> PackedAdapter:
+    """Each layer's data into its target, uint8 of its size; returns the adapter without data.
+
+    To a GPU through two page-locked buffers, so that one layer is read while the one before it is copied;
+    elsewhere a layer is read straight to its place.  Raises AdapterError.
+    """
+    done = False
+    try:
+        packed = reader.read_head()
+        if targets and targets[0].is_cuda:
+            _fetch_staged(reader, targets)
+        else:
+            for number, target in enumerate(targets):
+                reader.read(number, target)
+        done = True
+        return packed
+    finally:
+        reader.close(done=done)
+
+
+def _fetch_staged(reader: LayerReader, targets: Sequence[torch.Tensor]) -> None:
+    size = max(map(len, targets))
+    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    copied = [torch.cuda.Event() for _ in buffers]
+    for number, target in enumerate(targets):
+        side = number % 2
+        copied[side].synchronize()
+        buffer = buffers[side][: len(target)]
+        reader.read(number, buffer)
+        target.copy_(buffer, non_blocking=True)
+        copied[side].record()

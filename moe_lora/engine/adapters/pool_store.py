@@ -1,0 +1,216 @@
+"""The adapters that an instance of a pool knows: some of them held in windows that its peers read."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.window_layout import adapter_in, adapter_without_data, facts_of, has_data, layout_of, without_data, write_adapter
+from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.core.open_files import allow_many_files
+from moe_lora.core.request import AdapterResidency
+from moe_lora.dist.transport.contract import Transport, Window
+
+from .kept_adapters import KeptAdapters
+from .pool_fetch import LayerReader
+from .pool_peers import PeerWindows, PoolCounters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """An adapter in a window of this process: its tensors are the window's memory."""
+
+    packed: PackedAdapter
+    window: Window
+
+
+class PoolAdapters(KeptAdapters):
+    """`KeptAdapters` of which only some have their bytes here.
+
+    What is given to `keep` with its bytes is held: it lies in a window.  Of what is given without
+    (`adapter_without_data`) only the facts are kept, and its bytes are fetched each time they are needed.
+    `fetch_held` and `hold` turn the second into the first, `drop` the first into the second.  Tables and
+    scales stay here from the first fetch on; they are small.
+    read: (path, name, content hash) -> the adapter in a PEFT directory.  Called by the engine's thread, but
+    for `prepare`, `undo_prepare`, `fetch_held` and what `reader` returned.
+    """
+
+    def __init__(self, transport: Transport, read: Callable[[str, str, str], PackedAdapter]) -> None:
+        super().__init__()
+        self.counters_now = PoolCounters()
+        self._transport = transport
+        self._peers = PeerWindows(transport)
+        self._read = read
+        self._labels = itertools.count()
+        self._held: dict[str, Held] = {}
+        self._waiting: dict[str, Held] = {}
+        self._sources: dict[str, tuple[bytes, ...]] = {}
+        self._paths: dict[str, str] = {}
+        self._lock = threading.Lock()
+        """Around what other threads see: _waiting, and the tables in _kept."""
+        allow_many_files()  # each window in shared memory is two open files
+
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """Lay it into a window."""
+        held = self._place(packed)
+        with self._lock:
+            before = self._waiting.pop(packed.content_hash, None)
+            self._waiting[packed.content_hash] = held
+        if before is not None:
+            before.window.free()
+        return held.packed
+
+    def undo_prepare(self, packed: PackedAdapter) -> None:
+        if has_data(packed):
+            with self._lock:
+                held = self._waiting.pop(packed.content_hash, None)
+            if held is not None:
+                held.window.free()
+
+    def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
+        """Returns the adapter without its bytes, whoever has them."""
+        content_hash = packed.content_hash
+        if has_data(packed):
+            with self._lock:
+                held = self._waiting.pop(content_hash, None)
+            if held is not None or content_hash not in self._held:
+                self.hold(held or self._place(packed))
+            packed = adapter_without_data(facts_of(packed))
+        if path is not None:
+            self._paths[content_hash] = path
+        return super().keep(packed)
+
+    def find(self, content_hash: str) -> PackedAdapter:
+        """A kept adapter, with its bytes if it is held."""
+        held = self._held.get(content_hash)
+        return super().find(content_hash) if held is None else held.packed
+
+    def forget(self, packed: PackedAdapter) -> None:
+        """What is held stays, an orphan: other instances may still compute requests of that version."""
+        with self._lock:
+            super().forget(packed)
+        content_hash = packed.content_hash
+        if content_hash not in self._kept:
+            self._sources.pop(content_hash, None)
+            self._paths.pop(content_hash, None)
+
+    def orphans(self) -> list[str]:
+        """Content hashes of what is held and not kept any more."""
+        return [content_hash for content_hash in self._held if content_hash not in self._kept]
+
+    def free_orphan(self, content_hash: str) -> None:
+        """Free it, unless it is kept again."""
+        if content_hash in self._held and content_hash not in self._kept:
+            self._held.pop(content_hash).window.free()
+
+    def knows(self, content_hash: str) -> bool:
+        return content_hash in self._kept
+
+    def hold(self, held: Held) -> None:
+        """Hold from now on what `prepare` or `fetch_held` made, unless it is held already."""
+        content_hash = held.packed.content_hash
+        if self._held.setdefault(content_hash, held) is not held:
+            held.window.free()
+
+    def drop(self, content_hash: str) -> None:
+        """Let the bytes go; the adapter stays known.  Copies under way end with the bytes they began with."""
+        held = self._held.pop(content_hash, None)
+        if held is not None:
+            if self.knows(content_hash):
+                self.learn_tables(without_data(held.packed))
+            held.window.free()
+
+    def fetch_held(self, content_hash: str, sources: Sequence[bytes]) -> Held:
+        """An adapter that is known, brought into a window, for `hold`; for another thread.
+
+        sources: as in `set_sources`.  Raises AdapterError if none has it, nor its directory, CapacityError if
+        there is no memory for it.
+        """
+        facts, reader = self._reader(content_hash, sources)
+        window = self._window(facts)
+        done = False
+        try:
+            packed = reader.read_whole(window.bytes)
+            done = True
+            return Held(packed, window)
+        finally:
+            reader.close(done=done)
+            if not done:
+                window.free()
+
+    def source(self, content_hash: str) -> bytes | None:
+        """The descriptor by which peers read what is held here."""
+        held = self._held.get(content_hash)
+        return None if held is None else held.window.descriptor()
+
+    def set_sources(self, content_hash: str, sources: Sequence[bytes]) -> None:
+        """Where to read an adapter from, in this order."""
+        self._sources[content_hash] = tuple(sources)
+
+    def reader(self, content_hash: str) -> LayerReader | None:
+        """What reads an adapter that is not held here; None if it is."""
+        return None if content_hash in self._held else self._reader(content_hash)[1]
+
+    def learn_tables(self, packed: PackedAdapter) -> None:
+        """Keep an adapter's tables and scales, fetched without its data; from any thread."""
+        with self._lock:
+            if packed.content_hash in self._kept:
+                self._kept[packed.content_hash] = packed
+
+    def place(self, content_hash: str) -> AdapterResidency:
+        if content_hash in self._held:
+            return "host"
+        return "peer" if self._sources.get(content_hash) else "disk"
+
+    def counters(self) -> dict[str, int]:
+        """Fields of `EngineStats`."""
+        now = self.counters_now
+        return {
+            "pool_adapters": len(self._held),
+            "pool_bytes": sum(held.window.num_bytes for held in self._held.values()),
+            "pool_peer_fetches": now.peer_fetches,
+            "pool_disk_fetches": now.disk_fetches,
+            "pool_fetched_bytes": now.fetched_bytes,
+            "pool_failed_sources": now.failed_sources,
+        }
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _reader(
+        self, content_hash: str, sources: Sequence[bytes] | None = None
+    ) -> tuple[AdapterFacts, LayerReader]:
+        facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
+
+        def read_again() -> PackedAdapter:
+            if path is None:
+                raise AdapterError(f"adapter {facts.name!r} has no directory to be read from again")
+            return self._read(path, facts.name, content_hash)
+
+        def list_sources() -> Sequence[bytes]:
+            return self._sources.get(content_hash, ()) if sources is None else sources
+
+        return facts, LayerReader(facts, list_sources, self._peers, read_again, self.counters_now)
+
+    def _place(self, packed: PackedAdapter) -> Held:
+        facts = facts_of(packed)
+        window = self._window(facts)
+        write_adapter(packed, window.bytes)
+        return Held(adapter_in(facts, window.bytes), window)
+
+    def _window(self, facts: AdapterFacts) -> Window:
+        num_bytes = layout_of(facts).num_bytes
+        try:
+            return self._transport.alloc(f"adapter-{next(self._labels)}", num_bytes, 0)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise CapacityError(
+                f"adapter {facts.name!r} of {num_bytes / 1e9:.3f} GB can't be held in this instance's host "
+                f"memory ({error}); unload others, or add instances"
+            ) from error

@@ -1,0 +1,138 @@
+"""The cache's orders on their way: sent to all ranks between steps, confirmed when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe_lora.cache.orders import Order
+from moe_lora.cache.unified import UnifiedCache
+from moe_lora.core.clock import Clock
+
+from .copies import RankCopier, RankOrder
+from moe_lora.engine.ranks.followers import Followers
+from .mover import Mover
+
+
+class Ranks:
+    """The memory of all ranks of an instance.
+
+    Followers carry out what they are told in the order they are told it, steps included, before they hear of
+    anything later.  That is safe though rank 0 copies beside its steps: it announces no step that needs a
+    copy, nor reuses its pages, before its own copy is done, and by then the followers were told of it.
+    """
+
+    def __init__(self, own: RankCopier, page_bytes: int, followers: Followers | None = None) -> None:
+        self._own = own
+        self._followers = followers
+        self.page_bytes = page_bytes
+
+    def begin(self, order: RankOrder) -> Callable[[], None]:
+        """Tell the followers; what remains to be done on this rank."""
+        if self._followers is not None:
+            self._followers.tell(order)
+        return self._own.begin(order)
+
+    def fetches(self, order: RankOrder) -> bool:
+        """Whether the order waits for another process, or a disk."""
+        return self._own.fetches(order)
+
+
+class Transfers:
+    """Takes orders of the cache, has them carried out beside the steps, confirms them.
+
+    translate: an order as ranks understand it; None if nobody wants it any more.  on_done: told of each order
+    that was confirmed.  interval_s: time between two looks of the cache at what to move ahead of need.
+    Adapters that a pool has elsewhere are brought by a second mover, so that they hold no other copy up.
+    Called by the engine's own thread.
+    """
+
+    on_change: Callable[[], None] | None = None
+    """Called from another thread when a copy is done."""
+
+    def __init__(
+        self,
+        cache: UnifiedCache,
+        ranks: Ranks,
+        clock: Clock,
+        *,
+        translate: Callable[[Order], tuple[RankOrder, int] | None],
+        on_done: Callable[[Order], None],
+        make_mover: Callable[[Callable[[], None]], Mover],
+        interval_s: float,
+    ) -> None:
+        self._cache = cache
+        self._ranks = ranks
+        self._clock = clock
+        self._translate = translate
+        self._on_done = on_done
+        self._make_mover = make_mover
+        self._mover = make_mover(self._tell)
+        self._fetcher: Mover | None = None
+        self._interval_s = interval_s
+        self._balanced = False
+        self._next_tick_s = clock.now_s()
+        self._under_way: dict[int, Order] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return bool(self._under_way)
+
+    def settle(self) -> None:
+        """Confirm what is done, and what can't be done: the cache goes on without it."""
+        finished = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
+        for number, error in finished:
+            order = self._under_way.pop(number)
+            if error is not None:
+                self._cache.failed(number)
+                continue
+            self._cache.copied(number)
+            self._on_done(order)
+
+    def tick(self, batch_size: int) -> float | None:
+        """Send what was ordered meanwhile; let the cache move pages ahead of need, if it is time.
+
+        batch_size: requests running.  Returns in how many seconds it is time again; None if that can wait
+        until something happens: an idle engine goes on until nothing is left to move, then sleeps.
+        """
+        if self._send():
+            self._balanced = False
+        now_s = self._clock.now_s()
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + self._interval_s
+            more = self._cache.tick(now_s, batch_size)
+            self._balanced = not (self._send() or more)
+        return None if self._balanced else self._next_tick_s - now_s
+
+    def send(self) -> None:
+        """Have what the cache ordered carried out."""
+        self._balanced = False
+        self._send()
+
+    def _send(self) -> bool:
+        orders = self._cache.take_orders()
+        for order in orders:
+            translated = self._translate(order)
+            if translated is None:
+                self._cache.failed(order.copy_id)
+                continue
+            rank_order, num_pages = translated
+            self._under_way[order.copy_id] = order
+            num_bytes = num_pages * self._ranks.page_bytes
+            mover = self._fetching() if self._ranks.fetches(rank_order) else self._mover
+            mover.submit(order.copy_id, num_bytes, self._ranks.begin(rank_order))
+        return bool(orders)
+
+    def _fetching(self) -> Mover:
+        if self._fetcher is None:
+            self._fetcher = self._make_mover(self._tell)
+        return self._fetcher
+
+    def close(self) -> None:
+        self._mover.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+    def _tell(self) -> None:
+        if self.on_change is not None:
+            self.on_change()

@@ -1,0 +1,150 @@
+"""How much memory an engine takes for KV and for adapters, from its settings and its model."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape
+from moe_lora.kernels.operands import KvLayout
+
+FREE_SHARE = 0.25
+"""Part of the free memory that an automatic size may take, for KV and for adapters each."""
+DEFAULT_LORA_RANK = 16
+MB, GB = 1e6, 1e9
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class ArenaSize:
+    """Pages of the arenas, which KV and adapters share.
+
+    max_kv_pages: what KV may take of the device's.  request_pages: KV of one request of max_model_len.
+    adapter_pages: the largest adapter known at the start.
+    """
+
+    num_pages: int
+    num_host_pages: int
+    max_kv_pages: int
+    request_pages: int
+    adapter_pages: int
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    # Not MemFree (SC_AVPHYS_PAGES): the page cache, checkpoint files above all, gives way when asked.
+    if MEMINFO.exists():
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def max_model_len(config: EngineConfig, shape: ModelShape) -> int:
+    """The length limit: as configured, else what the model allows."""
+    if config.max_model_len is None:
+        return shape.max_position
+    if config.max_model_len > shape.max_position:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the model's {shape.max_position}; lower it"
+        )
+    return config.max_model_len
+
+
+def arena_size(
+    config: EngineConfig,
+    shape: ModelShape,
+    layout: KvLayout,
+    adapter_pages: Sequence[int],
+    device: torch.device,
+    free: int,
+    local_sites: Sequence[str],
+) -> ArenaSize:
+    """Resolve arena_mb, host_arena_mb, kv_cache_gb and lora_memory_gb.
+
+    adapter_pages: what the adapters known at the start take on a rank.  free: bytes free on the device.
+    local_sites: those whose deltas this engine computes; without any, adapters take no room.
+    Raises ConfigError, with the smallest size that works, if one request of max_model_len with the largest
+    adapter does not fit.
+    """
+    free //= config.num_instances
+    page_bytes = layout.page_bytes
+    request_pages = -(-max_model_len(config, shape) // config.block_size)
+    largest = max(adapter_pages, default=0)
+    if config.arena_mb is None:
+        wanted = config.max_num_seqs * request_pages
+        kv_pages = _resolve("kv_cache_gb", config.kv_cache_gb, wanted, request_pages, page_bytes, free)
+        lora_pages = 0
+        if local_sites:
+            targets = [name for name in DEFAULT_TARGETS if name in local_sites]
+            usual = shape.adapter_bytes(DEFAULT_LORA_RANK, targets, expert_parallel=config.expert_parallel)
+            wanted = config.max_loras * max(-(-usual // page_bytes) + shape.num_layers, largest)
+            lora_pages = _resolve(
+                "lora_memory_gb", config.lora_memory_gb, wanted, largest + shape.num_layers, page_bytes, free
+            )
+        num_pages = kv_pages + lora_pages
+    else:
+        num_pages = int(config.arena_mb * MB) // page_bytes
+        least = request_pages + largest
+        if num_pages < least:
+            raise ConfigError(
+                f"arena_mb={config.arena_mb:g} is too small for one request of max_model_len="
+                f"{max_model_len(config, shape)} tokens with the largest adapter; this model needs at least "
+                f"{_rounded_up(least * page_bytes / MB)}"
+            )
+    return ArenaSize(
+        num_pages=num_pages,
+        num_host_pages=_host_pages(config, num_pages, page_bytes, device),
+        max_kv_pages=_bound("kv_cache_gb", config.kv_cache_gb, num_pages, request_pages, page_bytes),
+        request_pages=request_pages,
+        adapter_pages=largest,
+    )
+
+
+def _host_pages(config: EngineConfig, num_pages: int, page_bytes: int, device: torch.device) -> int:
+    if config.host_arena_mb is not None:
+        host_pages = int(config.host_arena_mb * MB) // page_bytes
+        if config.host_arena_mb and not host_pages:
+            raise ConfigError(
+                f"host_arena_mb={config.host_arena_mb:g} is less than one page; give at least "
+                f"{_rounded_up(page_bytes / MB)}, or 0 for none"
+            )
+        return host_pages
+    if device.type == "cpu":
+        return 0
+    share = free_bytes(torch.device("cpu")) * FREE_SHARE / config.num_instances / config.expert_parallel
+    return min(num_pages, int(share) // page_bytes)
+
+
+def _bound(setting: str, given_gb: float | None, num_pages: int, least_pages: int, page_bytes: int) -> int:
+    """Pages that a setting allows; all if it is not given."""
+    if given_gb is None:
+        return num_pages
+    pages = int(given_gb * GB) // page_bytes
+    if pages < least_pages:
+        least_gb = _rounded_up(least_pages * page_bytes / GB)
+        raise ConfigError(f"{setting}={given_gb} is too small; this model needs at least {least_gb}")
+    return min(pages, num_pages)
+
+
+def _resolve(
+    setting: str, given_gb: float | None, wanted_pages: int, least_pages: int, page_bytes: int, free: int
+) -> int:
+    """Pages that a setting asks for; if it is not given, those wanted, as far as memory is free."""
+    if given_gb is None:
+        return max(least_pages, min(wanted_pages, int(free * FREE_SHARE) // page_bytes))
+    huge = int(given_gb * GB) // page_bytes
+    return _bound(setting, given_gb, huge, least_pages, page_bytes)
+
+
+def _rounded_up(size: float) -> str:
+    return f"{math.ceil(size * 1e6) / 1e6:.6f}"

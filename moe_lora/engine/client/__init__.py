@@ -1,0 +1,1 @@
+"""How the rest of the system reaches an engine: one interface, wherever it runs."""

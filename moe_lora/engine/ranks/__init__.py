@@ -1,0 +1,1 @@
+"""The processes of one instance: what each holds, and how they compute one step together."""

@@ -1,0 +1,101 @@
+"""A rank of an instance that computes what rank 0 schedules: `python -m moe_lora.engine.ranks.follower FD`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .followers import HOST_STORE, Allocate, Done, Report, SetUp
+from moe_lora.engine.step_batch import StepBatch, packed_message
+
+if TYPE_CHECKING:
+    from .rank import Rank
+    from moe_lora.engine.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def follow(connection: Connection) -> None:
+    """Carry out what rank 0 says; the process ends at once when rank 0 is gone or hangs up."""
+    try:
+        setup: SetUp = _receive(connection)
+        watch = (connection.fileno(), setup.directory)
+        threading.Thread(target=_end_with_leader, args=watch, name="leader-watch", daemon=True).start()
+        try:
+            rank, runner = _set_up(connection, setup)
+        except Exception as error:
+            _send(connection, Done(error))
+            return
+        _send(connection, Done())
+        _obey(connection, rank, runner, setup.directory / HOST_STORE)
+    except (EOFError, ConnectionError):
+        logger.info("rank 0 hung up")
+
+
+def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner]:
+    """Load, allocate, meet the others; rank 0 hears after each, so it never waits for one that failed."""
+    from .rank import Rank
+
+    rank = Rank(setup.config, setup.dist_rank)
+    _send(connection, Done())
+    size: Allocate = _receive(connection)
+    rank.allocate(size.num_pages, size.num_host_pages)
+    _send(connection, Done())
+    return rank, rank.runner(rank.join(setup.directory))
+
+
+def _obey(connection: Connection, rank: Rank, runner: ModelRunner, store_dir: Path) -> NoReturn:
+    """The follower's loop: steps and copies, one after the other in the order they come."""
+    from moe_lora.adapters.host_store import HostStore
+
+    from moe_lora.engine.adapters.copies import RankOrder
+
+    store = HostStore(store_dir)
+    copier = rank.copier(lambda content_hash: store.get(content_hash, content_hash))
+    while True:
+        message = _receive(connection)
+        if isinstance(message, StepBatch):
+            runner.execute(message)
+        elif isinstance(message, RankOrder):
+            copier.begin(message)()
+        else:
+            assert isinstance(message, Report), message
+            _send(connection, Done())
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+def _send(connection: Connection, message: Done) -> None:
+    connection.send_bytes(packed_message(message))
+
+
+def _end_with_leader(fd: int, directory: Path) -> None:
+    """Nothing that the main thread waits for may keep this process alive without rank 0."""
+    hang_up = select.poll()
+    # Hang-ups are reported without being asked for; POLLRDHUP, where there is one, tells a half-closed peer.
+    hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
+    hang_up.poll()
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def main() -> None:
+    # Rank 0 decides when its followers end; a Ctrl-C in its terminal must not end them first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    follow(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""What every process of an engine holds: its experts' weights, an arena, a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.shard import entries_of_experts
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.expert_parallel import experts_of_rank
+from moe_lora.core.hf_config import read_config
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.lora_server.client.attach import LoraServerClient
+from moe_lora.lora.backend import LoraBackend, RoutedBackend
+from moe_lora.engine.context import ExecutionContext
+from .exchange import ExpertExchange, choose_exchange, open_group
+from moe_lora.lora.local import LocalBackend
+from moe_lora.lora.paced import PacedBackend
+from moe_lora.lora.row_routing import Source
+from moe_lora.kernels.cpu.huge_pages import advise_huge_pages
+from moe_lora.kernels.operands import KvLayout, SlotTable
+from moe_lora.models.families import load_model
+
+from moe_lora.engine.adapters.copies import RankCopier
+from .followers import RENDEZVOUS
+from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.engine.runner import ModelRunner
+from moe_lora.engine.arena_size import free_bytes
+from moe_lora.engine.step_batch import StepBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Rank:
+    """One of the `expert_parallel` processes of an engine, its model loaded.
+
+    `allocate` comes next, then `join` where there are others, then `runner`.  local_sites: those whose
+    deltas this engine computes itself.
+    """
+
+    arena: torch.Tensor
+    host_arena: torch.Tensor | None
+    slots: SlotTable
+
+    def __init__(self, config: EngineConfig, dist_rank: int = 0) -> None:
+        if config.threads_per_process is not None:
+            torch.set_num_threads(config.threads_per_process)
+        hf_config = read_config(Path(config.model_dir))
+        self.config = config = resolved(config, hf_config)
+        self.dist_rank = dist_rank
+        self.device = rank_device(torch.device(config.device), config.expert_parallel, dist_rank)
+        self.dtype = DTYPES[config.dtype]
+        num_experts = ModelShape.from_hf_config(hf_config).num_experts
+        self.experts = experts_of_rank(num_experts, config.expert_parallel, dist_rank)
+        self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts)
+        self.shape = self.model.spec.shape
+        self.layout = kv_layout(config, self.shape, self.dtype)
+        self.lora_server = server = self._join_lora_server()
+        self.local_sites = [
+            site.name
+            for i, site in enumerate(self.shape.sites)
+            if server is None or not server.partition.serves(i)
+        ]
+
+    def _join_lora_server(self) -> LoraServerClient | None:
+        """This rank's connections to the LoRA Server, if there is one."""
+        config = self.config
+        if config.lora_server is None:
+            return None
+        return LoraServerClient(
+            config.lora_server,
+            self.shape,
+            self.dtype,
+            config.instance,
+            client_rank=self.dist_rank,
+            client_ranks=config.expert_parallel,
+        )
+
+    def free_bytes(self) -> int:
+        """Memory that this rank may count as free; on CPU the ranks share what there is."""
+        free = free_bytes(self.device)
+        return free // self.config.expert_parallel if self.device.type == "cpu" else free
+
+    def allocate(self, num_pages: int, num_host_pages: int) -> None:
+        """Take the arenas and the slot table.  Raises ConfigError if the memory for them can't be had."""
+        page_bytes = self.layout.page_bytes
+        self.arena, self.slots = allocate(self.config, num_pages * page_bytes, self.shape, self.device)
+        self.host_arena = allocate_host(num_host_pages * page_bytes, self.device)
+
+    def join(self, directory: Path) -> ExpertExchange:
+        """Meet the other ranks; returns once all are there."""
+        group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.expert_parallel, self.device)
+        return choose_exchange(group, self.shape.num_experts, self.device)
+
+    def kept_entries(self, dist_rank: int) -> np.ndarray:
+        """[X] bool: the entries of adapters that a rank of this engine computes itself."""
+        experts = experts_of_rank(self.shape.num_experts, self.config.expert_parallel, dist_rank)
+        kept = entries_of_experts(self.shape, experts)
+        for site in self.shape.sites:
+            if site.name not in self.local_sites:
+                kept[site.entry_base : site.entry_base + site.num_entries] = False
+        return kept
+
+    def copier(self, find: Callable[[str], PackedAdapter], pool: PoolAdapters | None = None) -> RankCopier:
+        """What copies in this rank's memory; `find` and `pool` give adapters by content hash."""
+        return RankCopier(
+            self.arena,
+            self.host_arena,
+            self.layout.page_bytes,
+            self.slots,
+            self.shape,
+            self.kept_entries(self.dist_rank),
+            find,
+            pool,
+        )
+
+    def runner(
+        self,
+        exchange: ExpertExchange | None = None,
+        announce: Callable[[StepBatch], None] | None = None,
+    ) -> ModelRunner:
+        """What computes this rank's part of steps (see `ModelRunner` for `announce`)."""
+        backends: dict[Source, LoraBackend] = {}
+        if self.lora_server is not None:
+            backends[Source.LEASED] = self.lora_server.backend
+        backends[Source.LOCAL] = LocalBackend(
+            self.shape, self.arena, self.slots, kernel=self.config.lora_kernel
+        )
+        backend: LoraBackend = RoutedBackend(backends)
+        profile = self.config.emulation.step_profile
+        if profile is not None:
+            backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
+        context = ExecutionContext(self.arena, self.layout, backend, exchange)
+        return ModelRunner(
+            self.model,
+            context,
+            self.device,
+            [Source.LOCAL if site.name in self.local_sites else Source.LEASED for site in self.shape.sites],
+            eager=self.config.eager,
+            decode_buckets=self.config.decode_buckets or (),
+            announce=announce,
+        )
+
+
+def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> KvLayout:
+    """How this model's KV lies in pages."""
+    return KvLayout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=config.block_size,
+        dtype=dtype,
+    )
+
+
+def allocate(
+    config: EngineConfig, arena_bytes: int, shape: ModelShape, device: torch.device
+) -> tuple[torch.Tensor, SlotTable]:
+    """The arena and the slot table.  Raises ConfigError if the memory for them can't be had."""
+    try:
+        arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+        advise_huge_pages(arena)
+        return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        sizes = {name: getattr(config, name) for name in ("arena_mb", "kv_cache_gb", "lora_memory_gb")}
+        given = "".join(f"{name}={size:g}, " for name, size in sizes.items() if size is not None)
+        raise ConfigError(
+            f"no memory on {device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table of "
+            f"{config.max_loras:.3g} adapters; lower {given or 'arena_mb, '}or max_loras={config.max_loras}"
+        ) from error
+
+
+def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor | None:
+    """The host arena, 1-D uint8, page-locked where the device copies from it; None for 0 bytes."""
+    if not num_bytes:
+        return None
+    try:
+        if device.type == "cuda":
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        arena = torch.empty(num_bytes, dtype=torch.uint8)
+        advise_huge_pages(arena)
+        return arena
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"no host memory for an arena of {num_bytes / 1e6:.6g} MB; lower host_arena_mb, or set it to 0"
+        ) from error
+
+
+def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
+    """The settings with dtype, device and decode_buckets as this model and machine have them.
+
+    dtype "auto" is the checkpoint's (bfloat16 for float16), device "auto" CUDA if there is any.
+    decode_buckets None: powers of two on CUDA; on CPU it stays None, and one graph serves any size.
+    Raises ConfigError if CUDA is asked for and absent.
+    """
+    device, dtype, buckets = config.device, config.dtype, config.decode_buckets
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device='cuda' was asked for, but torch finds no CUDA device; use device='cpu' or 'auto'"
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+        dtype = "float32" if stored.removeprefix("torch.") == "float32" else "bfloat16"
+    if buckets is None and device == "cuda":
+        powers = [2**i for i in range(config.max_num_seqs.bit_length()) if 2**i < config.max_num_seqs]
+        buckets = (*powers, config.max_num_seqs)
+    return replace(config, device=device, dtype=dtype, decode_buckets=buckets)
+
+
+def rank_device(device: torch.device, expert_parallel: int, dist_rank: int) -> torch.device:
+    """Each rank's own device.  Raises ConfigError if there are too few."""
+    if device.type == "cpu" or expert_parallel == 1:
+        return device
+    if torch.cuda.device_count() < expert_parallel:
+        raise ConfigError(
+            f"expert_parallel={expert_parallel} needs as many CUDA devices, torch finds "
+            f"{torch.cuda.device_count()}; lower it or use device='cpu'"
+        )
+    torch.cuda.set_device(dist_rank)
+    return torch.device("cuda", dist_rank)

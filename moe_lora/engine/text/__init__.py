@@ -1,0 +1,1 @@
+"""Text at an engine's front end: tokenizer files, chat templates, streaming text."""

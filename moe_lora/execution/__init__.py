@@ -1,1 +1,0 @@
-"""Where a LoRA delta is computed: the LoraBackend interface and its implementations."""

@@ -1,0 +1,1 @@
+"""The CPU library: C++ kernels in csrc/, and their binding."""

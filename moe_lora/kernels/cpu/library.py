@@ -1,0 +1,173 @@
+"""Loads the C++ library and turns the project's objects into its arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import torch  # before the library: both then share one OpenMP thread pool
+
+from moe_lora.kernels.operands import KvLayout, SlotTable
+
+if TYPE_CHECKING:
+    from moe_lora.core.shape import Site
+
+_MAX_MODULES = 8
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Site(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_modules", "num_experts", "entry_base", "in_features")),
+        ("column", c_int64 * _MAX_MODULES),
+        ("out_features", c_int64 * _MAX_MODULES),
+    ]
+    last_entry: int
+
+
+class _Slots(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("a_offset", "b_offset", "lora_rank", "scale")),
+        *((name, c_int64) for name in ("num_slots", "num_layers", "num_entries")),
+    ]
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = [
+        (name, c_int64) for name in ("num_kv_heads", "head_dim", "block_size", "page_bytes", "layer_bytes")
+    ]
+
+
+def _load() -> ctypes.CDLL:
+    spec = importlib.util.find_spec("moe_lora.kernels.cpu._cpu")
+    if spec is None or spec.origin is None:
+        raise ImportError(
+            "the CPU kernels are not built; install the package (pip install .), or in a checkout run "
+            "python -c 'from setuptools import setup; setup()' build_ext --inplace"
+        )
+    library = ctypes.CDLL(spec.origin)
+    p, n, i = c_void_p, c_int64, c_int32
+    site, slots, pages = POINTER(_Site), POINTER(_Slots), POINTER(_Pages)
+    library.moe_lora_isa.restype = c_char_p
+    library.moe_lora_set_isa.argtypes = [c_char_p]
+    library.moe_lora_linear.argtypes = [i, i, p, n, p, p, p, n, n, n]
+    library.moe_lora_expert_linear.argtypes = [i, i, p, n, n, p, p, p, n, n, n, p, n, n]
+    library.moe_lora_shrink.argtypes = [i, i, i, p, n, n, p, n, n, site, n, p, slots, p, n]
+    library.moe_lora_shrink.restype = n
+    library.moe_lora_expand.argtypes = [i, p, p, n]
+    library.moe_lora_expand.restype = None
+    library.moe_lora_release.argtypes = [p]
+    library.moe_lora_release.restype = None
+    library.moe_lora_paged_attention.argtypes = [
+        *(i, i, p, n, p, n, p, n, p, c_float, n, n),
+        *(p, p, p, n, n, pages, p, n, n, n, p),
+    ]
+    return library
+
+
+def isa() -> str:
+    """Instruction set in use: amx_bf16, avx512_bf16, avx512, avx2 or portable (or amx_emulated, in tests)."""
+    return lib.moe_lora_isa().decode()
+
+
+def set_isa(name: str) -> None:
+    """Use a lower instruction set than the best one. Raises ValueError if this processor lacks it."""
+    if lib.moe_lora_set_isa(name.encode()) != 0:
+        raise ValueError(
+            f"MOE_LORA_ISA={name!r} is unknown or this processor lacks it; choose one of amx_bf16, "
+            "avx512_bf16, avx512, avx2, portable, or unset it"
+        )
+
+
+def dtype_code(x: torch.Tensor) -> int:
+    """The library's code of a tensor's dtype. Raises ValueError if it has none."""
+    code = _DTYPE_CODES.get(x.dtype)
+    if code is None or not x.is_cpu:
+        raise ValueError(
+            f"the CPU kernels take fp32 and bf16 tensors on the CPU, not {x.dtype} on {x.device}"
+        )
+    return code
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Elements from row to row. Raises ValueError unless each row is contiguous."""
+    stride = x.stride()
+    inner = len(stride) == 3 and x.shape[1] > 1 and stride[1] != x.shape[2]
+    if inner or (stride[-1] != 1 and x.shape[-1] > 1):
+        raise ValueError(f"rows must be contiguous; shape {tuple(x.shape)} has strides {stride}")
+    return stride[0]
+
+
+def checked(x: torch.Tensor, name: str, dtype: torch.dtype, count: int) -> int:
+    """Address of a contiguous CPU tensor. Raises ValueError if dtype, size, layout or device differ."""
+    if x.dtype != dtype or not x.is_contiguous() or x.numel() != count or not x.is_cpu:
+        raise ValueError(
+            f"{name} must be contiguous {dtype} of {count} elements on the CPU, not {x.dtype} of shape "
+            f"{tuple(x.shape)} and strides {x.stride()} on {x.device}"
+        )
+    return x.data_ptr()
+
+
+def check_rows(x: torch.Tensor, tokens: int, top_k: int) -> None:
+    """Raises ValueError unless x has a row per token or per output."""
+    if x.shape[0] != tokens and x.shape[0] != tokens * top_k:
+        raise ValueError(
+            f"x has {x.shape[0]} rows; {tokens} tokens x {top_k} experts need {tokens} or {tokens * top_k}"
+        )
+
+
+_SLOT_TABLES = {
+    "a_offset": torch.int64,
+    "b_offset": torch.int64,
+    "lora_rank": torch.int32,
+    "scale": torch.float32,
+}
+_sites: dict[int, tuple[Site, _Site]] = {}
+_pages: dict[int, tuple[KvLayout, _Pages]] = {}
+
+
+def lora_site(site: Site) -> _Site:
+    """The library's constants of a site; kept with the site, whose identity therefore stays its own."""
+    known = _sites.get(id(site))
+    if known is not None:
+        return known[1]
+    count = len(site.modules)
+    if count > _MAX_MODULES:
+        raise ValueError(f"site {site.name!r} has {count} modules; the CPU kernels take up to {_MAX_MODULES}")
+    numbers = _Site(count, site.num_experts, site.entry_base, site.in_features)
+    numbers.column[:count] = site.columns
+    numbers.out_features[:count] = site.out_features
+    numbers.last_entry = site.entry_base + max(1, site.num_experts) * count
+    _sites[id(site)] = (site, numbers)
+    return numbers
+
+
+def lora_slots(slots: SlotTable) -> _Slots:
+    """The library's view of a slot table, kept with the table."""
+    known = slots.__dict__.get("_cpu_view")
+    if known is None:
+        cells = slots.lora_rank.numel()
+        addresses = (
+            checked(getattr(slots, name), name, dtype, cells) for name, dtype in _SLOT_TABLES.items()
+        )
+        known = slots.__dict__["_cpu_view"] = _Slots(*addresses, *slots.lora_rank.shape)
+    return known
+
+
+def kv_pages(layout: KvLayout) -> _Pages:
+    """The library's constants of a KV layout, kept with the layout as those of a site are."""
+    known = _pages.get(id(layout))
+    if known is None:
+        numbers = _Pages(
+            layout.num_kv_heads, layout.head_dim, layout.block_size, layout.page_bytes, layout.layer_bytes
+        )
+        known = _pages[id(layout)] = (layout, numbers)
+    return known[1]
+
+
+lib = _load()
+if os.environ.get("MOE_LORA_ISA"):
+    set_isa(os.environ["MOE_LORA_ISA"])

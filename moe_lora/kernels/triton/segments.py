@@ -1,0 +1,169 @@
+"""Rows of a step sorted by (expert, adapter), and tiles of them: the work lists of the LoRA kernels.
+
+Legend: R rows (T, or T*K at an expert site), T tokens, K experts per token.
+
+Everything is built on the device with sizes known on the host, so nothing waits and graphs can be captured.
+Sorted once per (token_slots, ids), it serves gate_up and down of a layer, or all dense sites of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_lora.kernels.operands import LoraOperands
+
+from . import launch
+
+SORT_MAX_ROWS = 4096
+"""Above this many rows `torch.sort` replaces the counting sort; both are stable and give the same order."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """table: [R, 4] int32, of which the first `count` ([1] int32) rows are (first position, last + 1, slot,
+    expert)."""
+
+    table: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Rows in sorted order, or as they come.
+
+    rows: [R] int32, row at each position; rows with an adapter come first.  described: [R, 4] int32, per
+    position the first and last + 1 position of its segment, slot and expert (-1, -1 where the row has no
+    adapter).
+    count: [1] int32 rows with an adapter.  is_sorted: False for the baselines' rows, see `unsorted_rows`.
+    """
+
+    rows: torch.Tensor
+    described: torch.Tensor
+    count: torch.Tensor
+    is_sorted: bool = True
+    _tiles: dict[int, Tiles] = field(default_factory=dict)
+
+    def tiles(self, tile_rows: int) -> Tiles:
+        """Segments cut into tiles of at most `tile_rows` rows; made once per size."""
+        if tile_rows not in self._tiles:
+            tiles = Tiles(torch.empty_like(self.described), torch.empty_like(self.count))
+            operands = (self.described, self.count, tiles.table, tiles.count, tile_rows)
+            launch.start(launch.kernels("segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8)
+            self._tiles[tile_rows] = tiles
+        return self._tiles[tile_rows]
+
+
+def rows_for(operands: LoraOperands, kernel: str) -> Segments:
+    """What `kernel` walks: `build_segments` for "sgmv", `unsorted_rows` for the baselines."""
+    build = build_segments if kernel == "sgmv" else unsorted_rows
+    return build(operands.token_slots, operands.ids, operands.slots.num_slots, operands.site.num_experts)
+
+
+def build_segments(
+    token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+) -> Segments:
+    """Sort rows by (expert, slot), stably; rows without adapter or expert go last.
+
+    token_slots: [T] int32, -1 = no adapter.  ids: [T, K] int32, -1 = no expert here, or None at dense sites.
+    Slots outside 0..num_slots-1 and experts outside 0..num_experts-1 count as none (num_experts 0 is taken as
+    1).
+    Raises ValueError for other shapes, dtypes or devices.  Does not wait for the device.
+    """
+    check_rows_and_ids(token_slots, ids)
+    num_rows = token_slots.numel() if ids is None else ids.numel()
+    experts = max(1, num_experts)
+    rows = torch.empty(num_rows, dtype=torch.int32, device=token_slots.device)
+    described = torch.empty(num_rows, 4, dtype=torch.int32, device=token_slots.device)
+    count = torch.zeros(1, dtype=torch.int32, device=token_slots.device)
+    segments = Segments(rows=rows, described=described, count=count)
+    if num_rows == 0:
+        return segments
+    if num_rows > SORT_MAX_ROWS:
+        return _sorted_by_torch(token_slots, ids, num_slots, experts)
+    block = 64
+    launch.start(
+        launch.kernels("segment_kernels").sort_rows,
+        -(-num_rows // block),
+        *(
+            token_slots,
+            token_slots if ids is None else ids,
+            rows,
+            described,
+            count,
+            num_rows,
+            num_slots,
+            experts,
+        ),
+        TOP_K=1 if ids is None else ids.shape[1],
+        HAS_IDS=ids is not None,
+        BLOCK=block,
+        BLOCK_OTHER=128,
+        num_warps=8,
+    )
+    return segments
+
+
+def unsorted_rows(
+    token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+) -> Segments:
+    """Every row in its own place, as the per-row baselines take them; `count` is R.
+
+    Slots and experts outside the tables count as none; raises as `build_segments`.
+    """
+    check_rows_and_ids(token_slots, ids)
+    slot, expert = _slots_and_experts(token_slots, ids)
+    fits = _fits(slot, expert, num_slots, max(1, num_experts))
+    position = torch.arange(slot.numel(), dtype=torch.int32, device=slot.device)
+    slot, expert = torch.where(fits, slot, -1), torch.where(fits, expert, -1)
+    described = torch.stack([position, position + 1, slot, expert], 1)
+    count = torch.full((1,), slot.numel(), dtype=torch.int32, device=slot.device)
+    return Segments(rows=position, described=described, count=count, is_sorted=False)
+
+
+def check_rows_and_ids(token_slots: torch.Tensor, ids: torch.Tensor | None) -> None:
+    """Raises ValueError unless token_slots is [T] and ids [T, K], both int32, contiguous, on one device."""
+    for name, tensor, dims in (("token_slots", token_slots, 1), ("ids", ids, 2)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int32 or tensor.dim() != dims or not tensor.is_contiguous():
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            raise ValueError(f"{name} is {shape} {dtype}; it must be int32, contiguous, {dims}-dimensional")
+    if ids is not None and (ids.shape[0] != token_slots.shape[0] or ids.device != token_slots.device):
+        raise ValueError(
+            f"ids {tuple(ids.shape)} on {ids.device} do not fit token_slots {tuple(token_slots.shape)} on "
+            f"{token_slots.device}; both have one row per token and lie on one device"
+        )
+
+
+def _slots_and_experts(
+    token_slots: torch.Tensor, ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if ids is None:
+        return token_slots, torch.zeros_like(token_slots)
+    return token_slots[:, None].expand(ids.shape).reshape(-1), ids.reshape(-1)
+
+
+def _fits(slot: torch.Tensor, expert: torch.Tensor, num_slots: int, num_experts: int) -> torch.Tensor:
+    return (slot >= 0) & (slot < num_slots) & (expert >= 0) & (expert < num_experts)
+
+
+def _sorted_by_torch(
+    token_slots: torch.Tensor, ids: torch.Tensor | None, num_slots: int, num_experts: int
+) -> Segments:
+    slot, expert = _slots_and_experts(token_slots, ids)
+    fits = _fits(slot, expert, num_slots, num_experts)
+    key, rows = torch.where(fits, expert * num_slots + slot, num_experts * num_slots).sort(stable=True)
+    none = key >= num_experts * num_slots
+    described = torch.stack(
+        [
+            torch.searchsorted(key, key, out_int32=True),
+            torch.searchsorted(key, key, right=True, out_int32=True),
+            torch.where(none, -1, key % num_slots),
+            torch.where(none, -1, key // num_slots),
+        ],
+        1,
+    )
+    count = (~none).sum(dtype=torch.int32).reshape(1)
+    return Segments(rows=rows.int(), described=described, count=count)

@@ -1,0 +1,1 @@
+"""Where a LoRA delta is computed: the LoraBackend interface, and the local backend."""

@@ -1,0 +1,74 @@
+"""The interface behind which every way of computing a LoRA delta stands, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import torch
+
+from moe_lora.kernels.operands import StepTables
+
+from .row_routing import RowRouting, Source
+
+AddTo: TypeAlias = Callable[[torch.Tensor], None]
+"""Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features]; called once."""
+
+
+class LoraBackend(Protocol):
+    """Computes y += delta for the rows of a step that are routed to it.
+
+    Per site: `add_to = begin(...)`, base GEMM into y, `add_to(y)`.  Several sites may be begun before the
+    first of them is added to.
+    """
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        """Announce the batch whose sites follow."""
+        ...
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        """Start the deltas of one site; None if there are none.
+
+        x: [T, d_in] (or [T*K, d_in] at an expert site whose rows are already spread over the experts).
+        ids: None at a dense site, else [T, K] int32 experts of each token row, numbered in the whole model,
+        -1 for padding and for experts that another rank holds.
+        x may be overwritten once the base GEMM has read it.
+        """
+        ...
+
+
+class RoutedBackend:
+    """LoraBackend that leaves each row, at each site, to the backend of its source.
+
+    backends: where several have rows of a site, they are begun in this order, so those that compute elsewhere
+    come first.
+    """
+
+    def __init__(self, backends: Mapping[Source, LoraBackend]) -> None:
+        self.backends = dict(backends)
+        self._groups: Sequence[Sequence[int]] = ()
+        self._chosen: list[list[LoraBackend]] = []
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        assert routing.terms.shape[2] == 1, "no backend takes a second term yet"
+        self._groups = routing.groups
+        self._chosen = [
+            [backend for source, backend in self.backends.items() if source in sources]
+            for sources in routing.sources
+        ]
+        for source in set().union(*routing.sources):
+            self.backends[Source(source)].begin_step(step, routing)
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        chosen = self._chosen[self._groups[layer][site]]
+        if len(chosen) == 1:
+            return chosen[0].begin(layer, site, x, ids)
+        begun = [backend.begin(layer, site, x, ids) for backend in chosen]
+        return partial(_add_all, begun) if begun else None
+
+
+def _add_all(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
+    for add_to in begun:
+        if add_to is not None:
+            add_to(y)

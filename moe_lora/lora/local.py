@@ -1,0 +1,78 @@
+"""The coupled way: deltas computed unmerged, on the instance's own device, from its own arena."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from moe_lora.core.shape import ModelShape
+from moe_lora.kernels.lora import SharedSegments, lora_expand, lora_shrink
+from moe_lora.kernels.operands import LoraOperands, SlotTable, StepTables
+
+from .backend import AddTo
+from .row_routing import RowRouting, Source
+
+
+class LocalBackend:
+    """LoraBackend over adapters that lie in this device's arena (see `LoraBackend` for the contract).
+
+    kernel: "sgmv", or a baseline (see `kernels.lora`).
+    """
+
+    def __init__(
+        self, shape: ModelShape, arena: torch.Tensor, slots: SlotTable, *, kernel: str = "sgmv"
+    ) -> None:
+        self._sites = shape.sites
+        self._arena = arena
+        self._slots = slots
+        self._kernel = kernel
+        self._decode = False
+        self._shared = SharedSegments()
+        self._routing: RowRouting | None = None
+        self._rows: dict[int, tuple[torch.Tensor, list[int]]] = {}
+        self._slot_site_ranks: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self._decode = step.decode
+        self._shared = SharedSegments()
+        self._routing = routing
+        self._rows = {}
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        routing = self._routing
+        assert routing is not None, "begin_step comes first"
+        group = routing.groups[layer][site]
+        if group not in self._rows:
+            self._rows[group] = self._rows_at(routing, group)
+        token_slots, site_ranks = self._rows[group]
+        if not site_ranks[site]:
+            return None
+        shrunk = lora_shrink(
+            LoraOperands(x, ids, self._sites[site], layer, token_slots, self._slots, self._arena),
+            kernel=self._kernel,
+            decode=self._decode,
+            shared=self._shared,
+            batch_rank=site_ranks[site],
+        )
+        return partial(lora_expand, shrunk)
+
+    def _rows_at(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
+        """At these sites, the slot of each row, and the largest rank of the batch at each site."""
+        slot = np.ascontiguousarray(routing.terms_from(Source.LOCAL, group)["slot"])
+        ranks = [self._ranks_by_site(live) for live in set(slot.tolist()) - {-1}]
+        site_ranks = [max(site) for site in zip(*ranks, strict=True)] or [0] * len(self._sites)
+        return torch.from_numpy(slot).to(self._arena.device, non_blocking=True), site_ranks
+
+    def _ranks_by_site(self, slot: int) -> list[int]:
+        """The largest rank that the slot's adapter has at each site; 0 where it has none."""
+        ranks = self._slots.max_lora_ranks[slot]
+        known = self._slot_site_ranks.get(slot)
+        if known is None or known[0] is not ranks:
+            by_site = [
+                max(ranks[site.entry_base : site.entry_base + site.num_entries], default=0)
+                for site in self._sites
+            ]
+            known = self._slot_site_ranks[slot] = (ranks, by_site)
+        return known[1]

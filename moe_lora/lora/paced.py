@@ -1,0 +1,79 @@
+"""Emulation of another device: a LoraBackend that lets each stage of a step take the time of a profile."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+
+from moe_lora.core.shape import ModelShape, Site
+from moe_lora.config.step_profile import StepProfile
+from moe_lora.kernels.operands import StepTables
+
+from .backend import AddTo, LoraBackend
+from .row_routing import RowRouting
+
+
+def share_of_layer(site: Site, shape: ModelShape) -> float:
+    """The part of a layer's expert work that this expert site is, counted in matrices."""
+    total = sum(len(other.modules) for other in shape.sites if other.num_experts)
+    return len(site.modules) / total
+
+
+class PacedBackend:
+    """LoraBackend around another one, which sleeps until a stage's time by `profile` has passed.
+
+    Only decode rows count.  Stages end at due times that follow from each other, so a stage that is late
+    (its real work took longer, or the machine was busy) takes the lateness out of the sleeps after it.
+    remote: the deltas come from a LoRA Server, which sleeps for its own part.
+    """
+
+    def __init__(
+        self, backend: LoraBackend, shape: ModelShape, profile: StepProfile, *, remote: bool
+    ) -> None:
+        self._backend = backend
+        self._profile = profile
+        self._remote = remote
+        self._shares = {i: share_of_layer(s, shape) for i, s in enumerate(shape.sites) if s.num_experts}
+        self._first_site = min(self._shares)
+        self._num_rows = self._num_lora_rows = 0
+        self._due_s = 0.0
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        lengths = step.query_start[1:] - step.query_start[:-1]
+        decode = (lengths == 1) & (step.seq_lens > 0)
+        self._num_rows = int(decode.sum())
+        self._num_lora_rows = self._num_rows if routing.has_deltas else 0
+        self._due_s = time.monotonic()
+        self._backend.begin_step(step, routing)
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
+        if site == self._first_site:
+            self._pass(self._profile.attention.seconds(self._num_rows))
+        return partial(self._add_to, self._backend.begin(layer, site, x, ids), self._shares.get(site))
+
+    def _add_to(self, add_to: AddTo | None, share: float | None, y: torch.Tensor) -> None:
+        if add_to is not None:
+            add_to(y)
+        if share is None:
+            return
+        profile = self._profile
+        base_s = share * profile.experts.seconds(self._num_rows)
+        if not self._remote:
+            self._pass(base_s + share * profile.lora.seconds(self._num_lora_rows))
+            return
+        arrived_s = time.monotonic() + share * profile.transfer.seconds(self._num_lora_rows)
+        if not self._num_lora_rows:
+            self._pass(base_s)
+        elif profile.overlap:
+            self._pass(max(base_s, arrived_s - self._due_s))
+        else:
+            self._pass(arrived_s - self._due_s + base_s)
+
+    def _pass(self, seconds: float) -> None:
+        """The emulated device is busy for so long from the last due time on."""
+        self._due_s += seconds
+        left_s = self._due_s - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)

@@ -1,0 +1,1 @@
+"""Times of layers and of steps on this machine, for provisioning and placement."""

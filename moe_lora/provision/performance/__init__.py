@@ -1,0 +1,1 @@
+"""Performance models of a machine, and its operating points."""

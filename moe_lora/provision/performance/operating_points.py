@@ -1,0 +1,202 @@
+"""The highest rate at which a server holds its SLO: bracketing and bisection, whatever serves the requests.
+
+Source: LoRAServe, section IV-A: "the maximum number of tokens per second the LLM inference server can process
+using an adapter of a specific rank under SLO constraints".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from moe_lora.core.errors import ConfigError, SloError
+from moe_lora.workload.replay_plan import PlannedRequest
+
+_GROWTH = 2.0
+
+
+class ServedRequest(Protocol):
+    """A request that was served: seconds on one clock."""
+
+    @property
+    def arrival_s(self) -> float: ...
+    @property
+    def first_token_s(self) -> float: ...
+    @property
+    def finish_s(self) -> float: ...
+    @property
+    def output_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloGoal:
+    """P95 of TTFT (arrival to first token) and mean TPOT, in seconds, both at most."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"slo {name}={getattr(self, name)} must be a number of seconds > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointLoad:
+    """The requests that a point is found with: equal lengths, Poisson arrivals, adapters of one rank.
+
+    A run has num_requests, or as many as come within duration_s where these are more: a server that is too
+    slow by a share s is behind by s duration_s at the end, which must be far more than the SLO to be seen.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    num_adapters: int
+    num_requests: int
+    duration_s: float
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("prompt_tokens", 1),
+            ("output_tokens", 2),
+            ("num_adapters", 1),
+            ("num_requests", 2),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be {least} or more")
+        if not 0 <= self.duration_s < math.inf:
+            raise ConfigError(f"duration_s={self.duration_s} must be a number of seconds >= 0")
+
+    @property
+    def tokens_per_request(self) -> int:
+        """Of prompt and answer, as demand is counted."""
+        return self.prompt_tokens + self.output_tokens
+
+    def plan(self, rate_per_s: float, names: Sequence[str], seed: int) -> list[PlannedRequest]:
+        """Poisson arrivals, given that exactly as many come as the rate says: without that, a short run would
+        be judged by its luck.  Each request's adapter is drawn evenly.
+        """
+        rng = np.random.default_rng(seed)
+        count = max(self.num_requests, math.ceil(rate_per_s * self.duration_s))
+        arrivals = np.sort(rng.uniform(0.0, count / rate_per_s, size=count))
+        chosen = rng.integers(len(names), size=count)
+        return [
+            PlannedRequest(i, float(at), names[int(name)], self.prompt_tokens, self.output_tokens)
+            for i, (at, name) in enumerate(zip(arrivals, chosen, strict=True))
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a run at one rate showed.  overloaded: it was stopped, as requests waited far beyond the SLO."""
+
+    rate_per_s: float
+    p95_ttft_s: float
+    mean_tpot_s: float
+    holds: bool
+    overloaded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatingPoint:
+    """rate_per_s: the highest found to hold; fails_at_per_s: the lowest found not to."""
+
+    lora_rank: int
+    rate_per_s: float
+    fails_at_per_s: float
+    tokens_per_s: float
+    trials: tuple[Trial, ...]
+
+
+def judge(rate_per_s: float, requests: Iterable[ServedRequest], slo: SloGoal) -> Trial:
+    """Whether these requests were served within the SLO; the first tenth, of an empty server, is left out."""
+    served = sorted(requests, key=lambda request: request.arrival_s)
+    served = served[len(served) // 10 :]
+    ttft = float(np.percentile([one.first_token_s - one.arrival_s for one in served], 95))
+    tpot = float(np.mean([(one.finish_s - one.first_token_s) / (one.output_tokens - 1) for one in served]))
+    holds = ttft <= slo.ttft_s and tpot <= slo.tpot_s
+    return Trial(rate_per_s=rate_per_s, p95_ttft_s=ttft, mean_tpot_s=tpot, holds=holds)
+
+
+def overload(rate_per_s: float, waited_s: float) -> Trial:
+    """A run that was stopped because a request had waited for so long."""
+    return Trial(rate_per_s=rate_per_s, p95_ttft_s=waited_s, mean_tpot_s=0.0, holds=False, overloaded=True)
+
+
+def find_operating_point(
+    run: Callable[[float, int], Trial],
+    *,
+    lora_rank: int,
+    tokens_per_request: int,
+    start_per_s: float,
+    tolerance: float = 0.05,
+    repeats: int = 1,
+    max_doublings: int = 20,
+    max_halvings: int = 6,
+) -> OperatingPoint:
+    """Double or halve the rate until it brackets the SLO, then bisect (geometrically) to within tolerance.
+
+    run(rate, seed): a short run.  A rate holds if more than half of `repeats` runs do, with seeds 0, 1, …,
+    the same for every rate.  tolerance: of fails_at / rate - 1.  Raises ConfigError for settings that can't
+    work, SloError if not even start_per_s / 2^max_halvings holds (runs at ever lower rates take ever longer),
+    or if start_per_s * 2^max_doublings does.
+    """
+    if not (0 < start_per_s < math.inf and tolerance > 0 and repeats >= 1):
+        raise ConfigError(
+            f"start_per_s={start_per_s}, tolerance={tolerance} and repeats={repeats} must be positive"
+        )
+    trials: list[Trial] = []
+
+    def holds(rate_per_s: float) -> bool:
+        found = 0
+        for seed in range(repeats):
+            trials.append(run(rate_per_s, seed))
+            found += trials[-1].holds
+            if 2 * found > repeats or 2 * (seed + 1 - found) >= repeats:
+                break
+        return 2 * found > repeats
+
+    low, high = _bracket(holds, start_per_s, (max_doublings, max_halvings), lora_rank, trials)
+    while high / low - 1 > tolerance:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return OperatingPoint(
+        lora_rank=lora_rank,
+        rate_per_s=low,
+        fails_at_per_s=high,
+        tokens_per_s=low * tokens_per_request,
+        trials=tuple(trials),
+    )
+
+
+def _bracket(
+    holds: Callable[[float], bool],
+    start_per_s: float,
+    max_steps: tuple[int, int],
+    lora_rank: int,
+    trials: list[Trial],
+) -> tuple[float, float]:
+    """A rate that holds and twice it, which does not.  max_steps: upwards, downwards."""
+    rate = start_per_s
+    if holds(rate):
+        for _ in range(max_steps[0]):
+            rate *= _GROWTH
+            if not holds(rate):
+                return rate / _GROWTH, rate
+        raise SloError(
+            f"rank {lora_rank}: {rate:g} requests/s still hold the SLO; "
+            "tighten it, or send more requests in a run, so that the server can fall behind"
+        )
+    for _ in range(max_steps[1]):
+        rate /= _GROWTH
+        if holds(rate):
+            return rate, rate * _GROWTH
+    last = trials[-1]
+    raise SloError(
+        f"rank {lora_rank}: not even {rate:g} requests/s hold the SLO (P95 TTFT {last.p95_ttft_s:.3g} s, "
+        f"mean TPOT {last.mean_tpot_s:.3g} s); raise --slo-ttft-s or --slo-tpot-s, or lower --start-per-s"
+    )

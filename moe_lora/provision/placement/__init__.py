@@ -1,0 +1,1 @@
+"""Which instances serve which adapters, by rank and demand."""

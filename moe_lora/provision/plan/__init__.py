@@ -1,0 +1,1 @@
+"""From a load and two SLOs to GPUs, a layout and instances."""

@@ -1,0 +1,90 @@
+"""What a plan is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lora.config.plan import PlanGoals
+from moe_lora.config.settings import settings_of
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+
+from .memory import AdapterMix
+from moe_lora.provision.profile import Profile
+
+_FROM_TRACE = {
+    "rate_per_s": "change --request-rate",
+    "output_tokens": "it is the trace's mean",
+    "context_tokens": "it is the trace's mean",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs(PlanGoals):
+    """A model, its adapters, a load, a device and two SLOs.
+
+    model: name or folder, as given.  mix: of the adapters.  probabilities: [N], of each adapter.
+    rate_per_s, output_tokens, context_tokens: of the load, means.
+    trace_rate_per_s: the trace's mean where rate_per_s is that, or the trace's peak; else None.
+    adapters_are_traces: probabilities are those of the adapters that the trace names.  adapter_share: of the
+    requests, those for an adapter; the others ask the base model.
+    Raises ConfigError for numbers that can't be right.
+    """
+
+    model: str
+    shape: ModelShape
+    mix: AdapterMix
+    profile: Profile
+    instance_gpus: int
+    probabilities: NDArray[np.float64] = field(repr=False)
+    output_tokens: float
+    context_tokens: float
+    rate_per_s: float | None = None
+    popularity_source: str = ""
+    trace_rate_per_s: float | None = None
+    adapters_are_traces: bool = False
+    adapter_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("output_tokens", "context_tokens", "rate_per_s", "instance_gpus"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if not 0 < self.adapter_share <= 1:
+            raise ConfigError(f"adapter_share={self.adapter_share} must be above 0 and at most 1")
+        if self.rate_per_s is None and self.global_batch is None:
+            raise ConfigError(
+                "the load is unknown: the trace has no arrival times, or one only; "
+                "give --request-rate or --global-batch"
+            )
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Output tokens per second that the load asks for; None where its global batch is given."""
+        if self.global_batch is not None:
+            return None
+        assert self.rate_per_s is not None  # checked above
+        return self.rate_per_s * self.output_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """All that is not an array, as JSON holds it."""
+        own = ("model", "instance_gpus", "rate_per_s", "output_tokens", "context_tokens")
+        names = (*own, *settings_of(PlanGoals), "popularity_source", "adapter_share")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "num_adapters": len(self.probabilities),
+            "lora_ranks": [list(pair) for pair in self.mix.ranks],
+            "adapter_form": self.mix.form,
+            "hardware": self.profile.name,
+        }
+
+
+def _positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        where = _FROM_TRACE.get(name, f"change --{name.replace('_', '-')}")
+        raise ConfigError(f"{name}={value} must be a finite number above 0; {where}")

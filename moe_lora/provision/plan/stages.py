@@ -1,0 +1,206 @@
+"""How long the parts of one layer take for a given model: a profile's times carried over to its sizes.
+
+Legend: B rows of one instance, p its GPUs, x the EP degree of the LoRA Server, E experts, K experts per row,
+D hidden size, F expert hidden size, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+from moe_lora.config.step_profile import StageTime
+
+from moe_lora.provision.profile import Efficiency, Profile, ServerTables, Sizes, Tables
+from moe_lora.provision.tables import Table
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRound:
+    """A layer's deltas for one instance: inputs to the LoRA Server, computation, deltas back."""
+
+    receive_s: float
+    compute_s: float
+    send_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.receive_s + self.compute_s + self.send_s
+
+    @property
+    def longest(self) -> tuple[str, float]:
+        """Name and time of the stage that limits how many instances one stage of the server can serve."""
+        return max(
+            (("receive", self.receive_s), ("compute", self.compute_s), ("send", self.send_s)),
+            key=lambda stage: stage[1],
+        )
+
+
+def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int) -> Sizes:
+    """What stage times depend on, of a model; a dense MLP counts as one expert."""
+    return Sizes(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=max(1, shape.num_experts),
+        num_experts_per_token=max(1, shape.num_experts_per_token),
+        lora_rank=lora_rank,
+        instance_gpus=instance_gpus,
+        value_bytes=shape.dtype_bytes,
+    )
+
+
+class StageTimes:
+    """Times of one layer of a model on a profile's device, in seconds.
+
+    lora_rank: mean over requests.  context_tokens: mean tokens of KV that a decode row reads.
+    probabilities: of the adapters, for a roofline's distinct adapters in a batch.  Raises ConfigError where
+    the profile has no rates and is of another model.
+    Rules (docs/provisioning.md, "Profiles"): a row here counts as row_inputs, row_outputs or row_pair_values
+    here / there rows of the profiled model; activations also by NICs of the instance, there / here.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        shape: ModelShape,
+        lora_rank: float,
+        instance_gpus: int,
+        context_tokens: float,
+        probabilities: NDArray[np.float64],
+    ) -> None:
+        self._profile, self._shape = profile, shape
+        self._sizes = sizes_of(shape, lora_rank, instance_gpus)
+        self._context_tokens, self._probabilities = context_tokens, probabilities
+        self._measured = profile.tables is not None and _same_base(profile.tables.taken_at, self._sizes)
+        self._attention_table = profile.tables.attention if profile.tables and self._measured else None
+        self._efficiency = self._resolve_efficiency()
+
+    def server(self, ep: int, batch: float) -> ServerRound:
+        """Receive, compute and send of B rows at a stage of x ranks."""
+        if self._profile.tables is None:
+            return self._server_roofline(ep, batch)
+        tables, sizes, there = self._profile.tables, self._sizes, self._profile.tables.taken_at
+        nics = there.instance_gpus / sizes.instance_gpus
+        width = sizes.value_bytes / there.value_bytes
+        rows_in = batch * nics * width * sizes.row_inputs / there.row_inputs
+        rows_computed = batch * width * sizes.row_pair_values / there.row_pair_values
+        rows_out = batch * nics * width * sizes.row_outputs / there.row_outputs
+        return ServerRound(
+            _at_degree(tables, ep, lambda t: t.receive, rows_in),
+            _at_degree(tables, ep, lambda t: t.compute, rows_computed),
+            _at_degree(tables, ep, lambda t: t.send, rows_out),
+        )
+
+    def experts_s(self, batch: float) -> float:
+        """Base GEMMs of the experts: max(weights / memory rate, B * FLOP per row / FLOP rate), and no less
+        than the table, if it is of these sizes."""
+        measured_s = derived_s = 0.0
+        if self._profile.tables is not None and self._measured:
+            measured_s = self._profile.tables.experts.seconds(batch)
+        if self._efficiency is not None:
+            derived_s = self.experts_stage().seconds(batch)
+        return max(measured_s, derived_s)
+
+    def attention_s(self, batch: float) -> float:
+        """All of a layer but its experts."""
+        if self._attention_table is not None:
+            return self._attention_table.seconds(batch)
+        return self.attention_stage().seconds(batch)
+
+    def layer_s(self, ep: int, batch: float) -> float:
+        """attention + max(experts, receive + compute + send): deltas are computed beside the base GEMMs."""
+        return self.attention_s(batch) + max(self.experts_s(batch), self.server(ep, batch).total_s)
+
+    def experts_stage(self) -> StageTime:
+        """Every GPU holds E/p experts and reads them all in each step."""
+        sizes, reached, (bytes_per_s, flop_per_s) = self._sizes, self._needed(), self._rates()
+        return StageTime(
+            least_s=sizes.expert_bytes / (sizes.instance_gpus * bytes_per_s) / reached.memory,
+            per_row_s=sizes.row_flop / (sizes.instance_gpus * flop_per_s) / reached.flop,
+        )
+
+    def attention_stage(self) -> StageTime:
+        """Every GPU reads all attention weights (data-parallel), and the KV of its own rows."""
+        shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
+        heads = shape.num_heads + shape.num_kv_heads
+        weight_bytes = 2 * shape.dtype_bytes * shape.hidden_size * shape.head_dim * heads
+        kv_bytes = 2 * shape.dtype_bytes * shape.num_kv_heads * shape.head_dim * self._context_tokens
+        return StageTime(
+            fixed_s=weight_bytes / bytes_per_s / reached.memory + self._profile.fixed.attention_s,
+            per_row_s=kv_bytes / (self._sizes.instance_gpus * bytes_per_s) / reached.memory,
+        )
+
+    def _server_roofline(self, ep: int, batch: float) -> ServerRound:
+        """Bytes over the busiest NIC; distinct (adapter, expert) pairs read, or operations, on x ranks."""
+        sizes, fixed, reached = self._sizes, self._profile.fixed, self._needed()
+        gpu, (bytes_per_s, flop_per_s) = self._profile.gpu, self._rates()
+        assert gpu.net_bytes_per_s is not None  # a roofline's file has it
+        net = gpu.net_bytes_per_s * reached.net * min(ep, sizes.instance_gpus)
+        share = sizes.num_experts_per_token / sizes.num_experts
+        pairs = sizes.num_experts * float(-np.expm1(-batch * share * self._probabilities).sum())
+        pair_values = sizes.row_pair_values / sizes.num_experts_per_token
+        read_s = pairs * pair_values * sizes.value_bytes / (ep * bytes_per_s * reached.memory)
+        flop_s = 2 * batch * sizes.row_pair_values / (ep * flop_per_s * reached.flop)
+        return ServerRound(
+            fixed.receive_s + batch * sizes.row_inputs * sizes.value_bytes / net,
+            fixed.compute_s + fixed.sync_per_rank_s * (ep - 1) + max(read_s, flop_s),
+            fixed.send_s + batch * sizes.row_outputs * sizes.value_bytes / net,
+        )
+
+    def _resolve_efficiency(self) -> Efficiency | None:
+        tables, gpu = self._profile.tables, self._profile.gpu
+        if tables is None:
+            return self._profile.efficiency
+        if gpu.bytes_per_s is None or gpu.flop_per_s is None:
+            if self._measured and tables.attention is not None:
+                return None
+            raise ConfigError(
+                f"profile {self._profile.name!r} was taken at another model and names no bytes_per_s and "
+                "flop_per_s to carry it over; take one of this model with `moe-lora profile`"
+            )
+        return table_efficiency(tables, gpu.bytes_per_s, gpu.flop_per_s)
+
+    def _needed(self) -> Efficiency:
+        assert self._efficiency is not None, "measured tables answer before a roofline is asked"
+        return self._efficiency
+
+    def _rates(self) -> tuple[float, float]:
+        gpu = self._profile.gpu
+        assert gpu.bytes_per_s is not None
+        assert gpu.flop_per_s is not None
+        return gpu.bytes_per_s, gpu.flop_per_s
+
+
+def table_efficiency(tables: Tables, bytes_per_s: float, flop_per_s: float) -> Efficiency:
+    """Rates reached by the measured expert GEMMs: bound by memory at the first batch, by FLOP at the last."""
+    there, gpus = tables.taken_at, tables.taken_at.instance_gpus
+    first_s, last_s = tables.experts.times_s[0], tables.experts.times_s[-1]
+    return Efficiency(
+        memory=there.expert_bytes / (gpus * bytes_per_s) / first_s,
+        flop=tables.experts.batches[-1] * there.row_flop / (gpus * flop_per_s) / last_s,
+    )
+
+
+def _same_base(one: Sizes, other: Sizes) -> bool:
+    names = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token", "instance_gpus")
+    return all(getattr(one, name) == getattr(other, name) for name in (*names, "value_bytes"))
+
+
+def _at_degree(tables: Tables, ep: int, stage: Callable[[ServerTables], Table], batch: float) -> float:
+    """Time at EP degree x: as listed, else on the line in log2 x; beyond the ends as at the nearest."""
+    degrees = list(tables.server)
+    place = min(bisect_left(degrees, ep), len(degrees) - 1)
+    high = degrees[place]
+    high_s = stage(tables.server[high]).seconds(batch)
+    if place == 0 or high <= ep:
+        return high_s
+    low = degrees[place - 1]
+    low_s = stage(tables.server[low]).seconds(batch)
+    return low_s + (high_s - low_s) * math.log2(ep / low) / math.log2(high / low)

@@ -1,0 +1,283 @@
+"""A cluster as the simulator runs it, and its load as requests: what plans are chosen and checked by.
+
+The cluster is the one that would be deployed: its instances, the slots and the layout of its LoRA Server, the
+links of the fullest rank, steps as long as the plan predicts for the requests in them.  It begins as after a
+long time: with the most popular adapters on its server (prefetched), and with as many requests under way as
+the plan keeps running; a request is under way with a probability that grows with its length (a trace's few
+long answers are most of what runs, and would come too late otherwise).
+
+Up to three kinds of arrivals: the trace's, where the plan is for its mean or peak rate; the trace's, scaled
+to the plan's rate, where that is another; and a Poisson process of the plan's rate, which is what the models
+of admission assume.  Between the last two the difference is the trace's burstiness.  A short trace is
+repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+
+from moe_lora.config.plan import WorkloadOptions
+from moe_lora.config.step_profile import StepProfile
+from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.sim.system_config import InstanceConfig, LoraServerConfig, SystemConfig
+from moe_lora.sim.requests import SimRequest
+from moe_lora.sim.system import simulate
+from moe_lora.workload.replay_plan import PlannedRequest, make_plan
+from moe_lora.workload.popularity.popularity import Popularity
+from moe_lora.workload.traces.records import Trace, TraceRequest
+from moe_lora.workload.traces.traces import read_trace
+
+from .candidate import most_rows
+from .cluster_size import Cluster
+from .inputs import PlanInputs
+from .memory import kv_requests
+
+NUM_REQUESTS = 12_000
+"""Of a check, of each kind of arrivals; of the search for a plan two thirds."""
+WARM_UP_SHARE = 0.2
+ARRIVALS = {
+    "trace": "the trace's own arrivals",
+    "scaled": "the trace's arrivals scaled to the plan's rate",
+    "poisson": "Poisson arrivals of the plan's rate",
+}
+TAIL = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What became of the requests of one kind of arrivals ("trace", "scaled" or "poisson").
+
+    admitted_at_once: share of the requests that started with the first step after they came, the IAR that
+    was found.  waited_for_adapter, waited_for_room: shares that waited for an adapter's slot, and for KV or
+    a place in the batch.  p95_ttft_s: queue, adapter load and first decode step.  Values are None of no
+    requests.  loads_per_s: of adapters.  stopped: given up, as it could no longer hold
+    the goals; the values are those of the requests until then.
+    """
+
+    arrivals: str
+    num_requests: int
+    admitted_at_once: float | None
+    waited_for_adapter: float | None
+    waited_for_room: float | None
+    p95_ttft_s: float | None
+    mean_tpot_s: float | None
+    loads_per_s: float
+    stopped: bool = False
+    kind: str = "simulated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests by kind of arrivals, and the adapters by popularity.  rate_per_s: of Poisson arrivals."""
+
+    rate_per_s: float
+    requests: Mapping[str, Sequence[PlannedRequest]]
+    popular: Sequence[str]
+
+
+def planned_load(
+    inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int, seed: int = 0
+) -> Load:
+    """The requests of each kind of arrivals that applies; lengths in the trace's order.
+
+    Adapters are the trace's where their popularity is, else drawn from the plan's.
+    """
+    if inputs.adapters_are_traces:
+        popularity = None
+        counts = Counter(one.adapter for one in trace.requests if one.adapter is not None)
+        popular = [name for name, _ in counts.most_common()]
+    else:
+        names = tuple(str(index) for index in range(len(inputs.probabilities)))
+        popularity = Popularity(names, tuple(inputs.probabilities.tolist()))
+        popular = [names[index] for index in np.argsort(-inputs.probabilities, kind="stable")]
+        trace = replace(trace, requests=tuple(replace(one, adapter=None) for one in trace.requests))
+    kinds = {}
+    if trace.has_arrival_times and trace.requests[-1].arrival_s > trace.requests[0].arrival_s:
+        own = inputs.trace_rate_per_s
+        if own is not None:
+            own *= 1 + inputs.load_margin
+            kinds["trace"] = WorkloadOptions(request_rate_per_s=own, seed=seed)
+        if own is None or not math.isclose(own, rate_per_s):
+            kinds["scaled"] = WorkloadOptions(request_rate_per_s=rate_per_s, seed=seed)
+    kinds["poisson"] = WorkloadOptions(
+        arrivals="gamma", request_rate_per_s=rate_per_s, num_requests=num_requests, seed=seed
+    )
+    repeated = replace(trace, requests=tuple(islice(_repeated(trace.requests), num_requests)))
+    return Load(
+        rate_per_s=rate_per_s,
+        requests={kind: make_plan(repeated, options, popularity) for kind, options in kinds.items()},
+        popular=popular,
+    )
+
+
+def read_load(
+    inputs: PlanInputs,
+    rate_per_s: float,
+    path: str | Path,
+    format: str | None = None,
+    *,
+    num_requests: int | None = None,
+    seed: int = 0,
+) -> Load:
+    """`planned_load` of a trace's file; num_requests: NUM_REQUESTS unless given."""
+    number = NUM_REQUESTS if num_requests is None else num_requests
+    trace = read_trace(path, format, limit=number)
+    return planned_load(inputs, rate_per_s, trace, num_requests=number, seed=seed)
+
+
+def replays(
+    inputs: PlanInputs,
+    cluster: Cluster,
+    layout: Layout,
+    num_instances: int,
+    load: Load,
+    *,
+    to_the_end: bool = True,
+) -> list[Replay]:
+    """A replay for each kind of arrivals; the first fifth of the time is not judged.
+
+    to_the_end: False gives the first replay up in which so many requests missed a goal that it can't be held,
+    and leaves out those after it.
+    """
+    config = system_of(inputs, cluster, layout, num_instances, load.popular)
+    rows = min(cluster.batch(layout.ep, num_instances, layout), config.instance.max_num_seqs)
+    found = []
+    for arrivals, requests in load.requests.items():
+        share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
+        begun = _under_way(requests, round(rows * num_instances * share))
+        found.append(_replay(inputs, config, arrivals, begun, requests, to_the_end=to_the_end))
+        if found[-1].stopped:
+            break
+    return found
+
+
+def system_of(
+    inputs: PlanInputs, cluster: Cluster, layout: Layout, num_instances: int, popular: Sequence[str]
+) -> SystemConfig:
+    """So many instances and a LoRA Server of this layout."""
+    max_num_seqs = most_rows(cluster, layout, num_instances)
+    slots = min(cluster.slots(layout), len(inputs.probabilities))
+    adapter_bytes = inputs.mix.adapter_bytes(inputs.shape)
+    load_s = inputs.mix.bytes_on_rank(inputs.shape, layout) / cluster.gpu.load_bytes_per_s
+    return SystemConfig(
+        num_instances=num_instances,
+        instance=InstanceConfig(
+            profile=step_profile(cluster, layout, max_num_seqs),
+            num_layers=inputs.shape.num_layers,
+            max_num_seqs=max_num_seqs,
+            kv_tokens=kv_requests(cluster.gpu, inputs.shape, inputs.instance_gpus, 1.0),
+        ),
+        adapters=LoraServerConfig(
+            capacity=slots,
+            num_stages=layout.pp,
+            load_bytes_per_s=adapter_bytes / load_s,
+            prefetched=popular[:slots],
+        ),
+        adapter_bytes=adapter_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class SampledStage:
+    """Seconds of each number of rows, from 0."""
+
+    times_s: Sequence[float]
+
+    def seconds(self, num_rows: float) -> float:
+        return self.times_s[int(num_rows)]
+
+
+def step_profile(cluster: Cluster, layout: Layout, most: int) -> StepProfile:
+    """The plan's own stage times of up to `most` rows."""
+    stages, rows = cluster.stages, range(1, most + 1)
+    served = [stages.server(layout.ep, number) for number in rows]
+    return StepProfile(
+        attention=SampledStage([0.0, *map(stages.attention_s, rows)]),
+        experts=SampledStage([0.0, *map(stages.experts_s, rows)]),
+        lora=SampledStage([0.0, *(one.compute_s for one in served)]),
+        transfer=SampledStage([0.0, *(one.receive_s + one.send_s for one in served)]),
+    )
+
+
+def _replay(
+    inputs: PlanInputs,
+    config: SystemConfig,
+    arrivals: str,
+    begun: Sequence[PlannedRequest],
+    requests: Sequence[PlannedRequest],
+    *,
+    to_the_end: bool,
+) -> Replay:
+    since_s = requests[0].arrival_s + WARM_UP_SHARE * (requests[-1].arrival_s - requests[0].arrival_s)
+    watch = None if to_the_end else _Watch(inputs, requests, since_s)
+    result = simulate(config, [*begun, *requests], watch)
+    summary = result.summary(since_s)
+    return Replay(
+        arrivals=arrivals,
+        loads_per_s=result.num_loads / min(result.end_s, requests[-1].arrival_s),
+        stopped=result.stopped,
+        **{
+            name: summary[name]
+            for name in (
+                *("num_requests", "admitted_at_once", "waited_for_adapter", "waited_for_room"),
+                *("p95_ttft_s", "mean_tpot_s"),
+            )
+        },
+    )
+
+
+class _Watch:
+    """Counts the judged requests that missed; True once no end could hold the goals."""
+
+    def __init__(self, inputs: PlanInputs, requests: Sequence[PlannedRequest], since_s: float) -> None:
+        judged = sum(request.arrival_s >= since_s for request in requests)
+        self._most_late = TAIL * judged + 1
+        self._most_waiting = (1 - inputs.target_iar) * judged + 1
+        self._since_s, self._slo_s = since_s, inputs.slo_ttft_s
+        self._late = self._waiting = 0
+
+    def __call__(self, request: SimRequest) -> bool:
+        if request.arrival_s < self._since_s:
+            return False
+        self._late += request.decode_ttft_s > self._slo_s
+        self._waiting += not request.at_once
+        return self._late > self._most_late or self._waiting > self._most_waiting
+
+
+def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedRequest]:
+    """So many requests that began before the first one, with what is left of them.
+
+    Of those that run at a moment, length l has a share in proportion to l times its share of the requests,
+    and any part of it is left.
+    """
+    lengths = np.array([request.output_tokens for request in requests], dtype=float)
+    rng = np.random.default_rng(0)
+    chosen = rng.choice(len(requests), number, p=lengths / lengths.sum())
+    left = np.ceil(lengths[chosen] * rng.uniform(size=number)).astype(int)
+    return [
+        replace(
+            requests[index],
+            index=len(requests) + place,
+            arrival_s=0.0,
+            output_tokens=max(1, int(left[place])),
+        )
+        for place, index in enumerate(chosen.tolist())
+    ]
+
+
+def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
+    """The trace over and over, a mean distance between its end and its next beginning."""
+    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
+    if len(requests) < 2:
+        return iter(requests)
+    period_s = (last_s - first_s) * len(requests) / (len(requests) - 1)
+    return (
+        replace(one, arrival_s=one.arrival_s + number * period_s) for number in count() for one in requests
+    )

@@ -1,0 +1,1 @@
+"""The endpoints that look after a running service: adapters, registry, capacity, health."""

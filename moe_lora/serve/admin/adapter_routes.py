@@ -1,0 +1,126 @@
+"""Adapters while serving: loaded and unloaded as by vLLM's endpoints, listed, pinned."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
+
+from moe_lora.adapters.peft.files import CONFIG_FILE, adapter_folder
+from moe_lora.core.errors import AdapterError, AdapterExistsError
+from moe_lora.core.request import AdapterInfo, name_problem
+
+from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, to_api_error
+from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
+
+
+def check_name(name: str) -> None:
+    """Raises ApiError for names that can't be served."""
+    if problem := name_problem(name):
+        raise bad_request(f"lora_name {problem}", "lora_name")
+
+
+def check_new_name(name: str, frontend: Frontend) -> None:
+    """Raises ApiError for names that no adapter can have."""
+    check_name(name)
+    if name == frontend.model_name:
+        raise bad_request(f"lora_name {name!r} is the base model's name; choose another", "lora_name")
+
+
+def find_files(path: str, name: str) -> str:
+    """The directory of the adapter at `path` (see `adapter_folder`).
+
+    Raises ApiError 400 for an empty path or one of several adapters, 404 where no adapter lies.
+    """
+    if not path:
+        raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
+    try:
+        found = adapter_folder(path, name)
+    except AdapterError as error:
+        raise bad_request(str(error), "lora_path") from error
+    if not os.path.isfile(os.path.join(found, CONFIG_FILE)):
+        problem = f"has no {CONFIG_FILE}" if os.path.isdir(path) else "is not a directory on the server"
+        raise ApiError(404, f"no LoRA adapter found: {path!r} {problem}", "lora_path")
+    return found
+
+
+def adapters_router(frontend: Frontend) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["adapters"])
+
+    @router.post("/load_lora_adapter", response_class=PlainTextResponse, response_model=None)
+    async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
+        """Serve the PEFT adapter in `lora_path` as `lora_name`; with `load_inplace`, as its new version.
+
+        Without `lora_path` it is the adapter that the registry has under that name.
+        """
+        check_new_name(body.lora_name, frontend)
+        path = await _find(body, frontend)
+        try:
+            await frontend.client.load_adapter(body.lora_name, path, replace=body.load_inplace)
+        except FileNotFoundError as error:
+            raise ApiError(404, f"no LoRA adapter found: {error}", "lora_path") from error
+        except AdapterExistsError as error:
+            how = "unload it first, or send load_inplace=true to replace it"
+            raise bad_request(f"adapter {body.lora_name!r} is already loaded; {how}", "lora_name") from error
+        except OSError as error:
+            raise bad_request(f"the files in {path!r} can't be read: {error}") from error
+        except Exception as error:
+            raise to_api_error(error) from error
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post("/unload_lora_adapter", response_class=PlainTextResponse, response_model=None)
+    async def unload_lora_adapter(body: UnloadAdapterRequest) -> Response:
+        """Refuse new requests for `lora_name`, let running ones end, free its memory."""
+        check_name(body.lora_name)
+        await frontend.client.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    @router.get("/adapters", response_model=None)
+    async def list_adapters() -> Response:
+        """Every adapter: where it lies, what it takes, who uses it."""
+        cards = [_card(info) for info in await frontend.client.list_adapters()]
+        return JsonResponse({"object": "list", "data": cards})
+
+    @router.post("/adapters/{name:path}/pin", response_model=None)
+    async def pin(name: str) -> Response:
+        """Bring the adapter to the device of every instance and keep it there; 400 if that left no room."""
+        return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=True)))
+
+    @router.post("/adapters/{name:path}/unpin", response_model=None)
+    async def unpin(name: str) -> Response:
+        """Let the adapter leave the device again."""
+        return JsonResponse(_card(await frontend.client.pin_adapter(name, pinned=False)))
+
+    return router
+
+
+def _card(info: AdapterInfo) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "adapter",
+        "version": info.version,
+        "lora_rank": info.lora_rank,
+        "bytes": info.nbytes,
+        "path": info.path,
+        "residency": info.residency,
+        "pages": info.num_pages,
+        "pinned": info.pinned,
+        "idle_s": None if info.idle_s is None else round(info.idle_s, 3),
+        "requests_running": info.num_running,
+        "requests_waiting": info.num_waiting,
+    }
+
+
+async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
+    """Where the adapter's files lie.  Raises ApiError, and what `ServedRegistry.resolve` raises."""
+    if body.lora_path is not None:
+        return find_files(body.lora_path, body.lora_name)
+    if frontend.registry is None:
+        raise bad_request(
+            "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",
+            "lora_path",
+        )
+    return (await frontend.registry.resolve(body.lora_name)).path

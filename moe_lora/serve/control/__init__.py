@@ -1,1 +1,0 @@
-"""The controller of a cluster of several front ends: what it decides, and how they hear of it."""

@@ -1,0 +1,1 @@
+"""The endpoints that generate, in OpenAI's forms."""

@@ -1,0 +1,210 @@
+"""Request bodies of the OpenAI-compatible endpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from moe_lora.config import MAX_COUNT
+from moe_lora.core.request import SamplingParams
+
+from .answers import UsageInStream
+from moe_lora.serve.http_errors import bad_request
+from .fields import NEUTRAL_IN_MESSAGE, ApiRequest, Message, Text, drop_neutral
+
+MAX_CHOICES = 1024
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 1024
+MAX_ID_CHARS = 256
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow."""
+
+StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class StreamOptions(Message):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+
+    def check(self) -> None:
+        """Raises ApiError for options that contradict each other."""
+        if self.continuous_usage_stats and self.include_usage is False:
+            raise bad_request(
+                "stream_options.continuous_usage_stats=true needs include_usage=true, or leave that out",
+                "stream_options",
+            )
+
+
+class SamplingFields(ApiRequest):
+    """What both generating endpoints share.  null means the default everywhere."""
+
+    model: Text | None = None
+    request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def usage_in_stream(self) -> UsageInStream:
+        options = self.stream_options
+        if options is None:
+            return UsageInStream.NEVER
+        if options.continuous_usage_stats:
+            return UsageInStream.ALWAYS
+        return UsageInStream.AT_END if options.include_usage else UsageInStream.NEVER
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def check(self) -> None:
+        """Raises ApiError for fields that contradict each other."""
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise bad_request(f"best_of={self.best_of} must equal n={self.num_choices}", "best_of")
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
+        if self.stream_options is not None:
+            self.stream_options.check()
+
+    def sampling(self, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+        """The engine's parameters.  Raises ApiError naming the field that is out of range."""
+        given: dict[str, Any] = {
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+        }
+        try:
+            params = SamplingParams(
+                **{name: value for name, value in given.items() if value is not None},
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                stop=self.stop_strings,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+            )
+        except ValueError as error:
+            raise bad_request(str(error), str(error).split("=", 1)[0]) from error
+        return replace(params, temperature=0.0) if params.temperature < GREEDY_BELOW else params
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: Text | list[Text] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    def to_sampling(self) -> SamplingParams:
+        return self.sampling(logprobs=self.logprobs, max_tokens=self.max_tokens)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt.  Raises ApiError if there is none, an empty one, or too many."""
+        if isinstance(self.prompt, str):
+            prompts: list[Any] = [self.prompt]
+        elif self.prompt and isinstance(self.prompt[0], int):
+            prompts = [self.prompt]
+        else:
+            prompts = list(self.prompt)
+        if not prompts or not all(prompts):
+            raise bad_request("the prompt is empty; give at least one token or character", "prompt")
+        if len(prompts) * self.num_choices > MAX_CHOICES:
+            given = f"{len(prompts)} prompts with n={self.num_choices}"
+            raise bad_request(f"{given} make more than {MAX_CHOICES} choices; send several requests", "n")
+        return prompts
+
+
+class TextPart(Message):
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Message):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        return drop_neutral(data, frozenset(), NEUTRAL_IN_MESSAGE)
+
+    def for_template(self) -> dict[str, str]:
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        entry = {"role": self.role, "content": content or ""}
+        return entry if self.name is None else {**entry, "name": self.name}
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def to_sampling(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None, max_tokens=limit)
+
+
+class LoadAdapterRequest(Message):
+    """POST /v1/load_lora_adapter.  lora_path None: where the registry has it."""
+
+    lora_name: Text
+    lora_path: Text | None = None
+    load_inplace: bool = False
+
+
+class RegisterAdapterRequest(Message):
+    """POST /v1/registry/adapters."""
+
+    lora_name: Text
+    lora_path: Text
+    owner: Text = ""
+    link: bool = False
+
+
+class CapacityRequest(Message):
+    """POST /v1/lora_server/capacity."""
+
+    capacity: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
+class UnloadAdapterRequest(Message):
+    """POST /v1/unload_lora_adapter.  lora_int_id: another server's internal number, not needed here."""
+
+    lora_name: Text
+    lora_int_id: int | None = None

@@ -1,0 +1,190 @@
+"""Which requests start at once when a cache has fewer slots than there are adapters: a simulation.
+
+Requests arrive as a Poisson process of rate `global_batch` and each is in service for an exponential time of
+mean 1, so that `global_batch` of them are in service on average.  An adapter holds a slot while at least one
+of its requests is in service.  A request starts at once if its adapter holds a slot or a slot is free, else
+it waits; when a slot frees, waiting requests are scanned first come first served and each that can does so.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_lora.workload.popularity.probabilities import Probabilities, checked_capacity, checked_global_batch, checked_probabilities
+
+NUM_BATCHES = 20
+DRAWS_AT_ONCE = 1 << 16
+
+
+class SlotQueue:
+    """Adapters in slots, requests in service, and the requests that wait for a slot.
+
+    While a request waits no slot is free, so slots free one at a time; the scan then starts the requests of
+    one adapter, the one whose first waiting request came first.  Hence a queue of adapters is enough.
+    """
+
+    def __init__(self, num_adapters: int, capacity: int) -> None:
+        self.in_service: list[int] = []
+        """Adapter of each request in service, in no order."""
+        self.num_active = 0
+        """Adapters that hold a slot."""
+        self.num_waiting = 0
+        """Requests that wait."""
+        self.queue: deque[int] = deque()
+        """Adapters that wait for a slot, first come first."""
+        self._free = capacity
+        self._running = [0] * num_adapters
+        self._waiting = [0] * num_adapters
+
+    def arrive(self, adapter: int) -> bool:
+        """A request comes; True if it starts at once."""
+        if self._running[adapter]:
+            self._running[adapter] += 1
+        elif self._free:
+            self._free -= 1
+            self.num_active += 1
+            self._running[adapter] = 1
+        else:
+            if not self._waiting[adapter]:
+                self.queue.append(adapter)
+            self._waiting[adapter] += 1
+            self.num_waiting += 1
+            return False
+        self.in_service.append(adapter)
+        return True
+
+    def finish(self, index: int) -> None:
+        """The request `in_service[index]` ends; if its adapter's slot frees, waiting requests start."""
+        adapter = self.in_service[index]
+        last = self.in_service.pop()
+        if index < len(self.in_service):
+            self.in_service[index] = last
+        self._running[adapter] -= 1
+        if self._running[adapter]:
+            return
+        if not self.queue:
+            self._free += 1
+            self.num_active -= 1
+            return
+        adapter = self.queue.popleft()
+        count = self._waiting[adapter]
+        self._waiting[adapter] = 0
+        self._running[adapter] = count
+        self.num_waiting -= count
+        self.in_service.extend([adapter] * count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionResult:
+    """What the counted arrivals met; means are over time, times in mean service times."""
+
+    num_arrivals: int
+    immediate_admissibility_rate: float
+    """Share of the requests that start at once."""
+    standard_error: float
+    """Of that share, from 20 batches of successive arrivals."""
+    mean_active: float
+    """Adapters that hold a slot."""
+    mean_waiting_adapters: float
+    mean_waiting: float
+    """Requests that wait."""
+    mean_in_service: float
+    mean_wait: float
+    """Wait of a request, those that start at once included: mean_waiting / global_batch (Little's law)."""
+
+
+def simulate_admission(
+    popularity: Probabilities,
+    global_batch: float,
+    capacity: int,
+    *,
+    num_arrivals: int,
+    seed: int,
+    warm_up: float = 50.0,
+) -> AdmissionResult:
+    """Run the process from empty, let `warm_up` mean service times pass, then count `num_arrivals` arrivals.
+
+    All times are exponential, so the next event is an arrival with probability
+    global_batch / (global_batch + requests in service) and else the end of any request in service: no clock
+    is needed, and means over time weight each state with its mean duration.
+
+    popularity: [N] probability of each adapter, sum 1.  Raises ValueError for bad input: see
+    `moe_lora.workload.popularity.probabilities`; num_arrivals is at least 20, warm_up at least 0.
+    """
+    probabilities = checked_probabilities(popularity)
+    batch, slots = (
+        checked_global_batch(global_batch),
+        SlotQueue(len(probabilities), checked_capacity(capacity)),
+    )
+    if num_arrivals < NUM_BATCHES:
+        raise ValueError(
+            f"num_arrivals={num_arrivals} is too few; choose {NUM_BATCHES} or more (100000 usual)"
+        )
+    if not (math.isfinite(warm_up) and warm_up >= 0):
+        raise ValueError(f"warm_up={warm_up} is not allowed; choose a number of mean service times >= 0")
+    draws = _draws(probabilities, np.random.default_rng(seed))
+    _run(slots, draws, batch, math.ceil(warm_up * batch))
+    sizes = np.diff(np.linspace(0, num_arrivals, NUM_BATCHES + 1).astype(int)).tolist()
+    tallies = [_run(slots, draws, batch, size) for size in sizes]
+    shares = [tally.num_started / size for tally, size in zip(tallies, sizes, strict=True)]
+    total = _Tally(*(sum(column) for column in zip(*tallies, strict=True)))
+    return AdmissionResult(
+        num_arrivals=num_arrivals,
+        immediate_admissibility_rate=total.num_started / num_arrivals,
+        standard_error=statistics.stdev(shares) / math.sqrt(NUM_BATCHES),
+        mean_active=total.active / total.duration,
+        mean_waiting_adapters=total.waiting_adapters / total.duration,
+        mean_waiting=total.waiting / total.duration,
+        mean_in_service=total.in_service / total.duration,
+        mean_wait=total.waiting / total.duration / batch,
+    )
+
+
+class _Tally(NamedTuple):
+    """Requests that started at once, and integrals over time."""
+
+    num_started: int
+    duration: float
+    active: float
+    waiting_adapters: float
+    waiting: float
+    in_service: float
+
+
+def _run(
+    slots: SlotQueue, draws: Iterator[tuple[float, int]], global_batch: float, num_arrivals: int
+) -> _Tally:
+    """Let events happen until so many requests came."""
+    num_started = 0
+    duration = active = waiting_adapters = waiting = in_service = 0.0
+    while num_arrivals:
+        rate = global_batch + len(slots.in_service)
+        time = 1.0 / rate
+        duration += time
+        active += slots.num_active * time
+        waiting_adapters += len(slots.queue) * time
+        waiting += slots.num_waiting * time
+        in_service += len(slots.in_service) * time
+        uniform, adapter = next(draws)
+        point = uniform * rate
+        if point < global_batch:
+            num_arrivals -= 1
+            num_started += slots.arrive(adapter)
+        else:
+            slots.finish(min(int(point - global_batch), len(slots.in_service) - 1))
+    return _Tally(num_started, duration, active, waiting_adapters, waiting, in_service)
+
+
+def _draws(probabilities: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[float, int]]:
+    """For each event a uniform number, which chooses the event, and the adapter if a request comes."""
+    while True:
+        uniforms = rng.random(DRAWS_AT_ONCE).tolist()
+        adapters = rng.choice(len(probabilities), size=DRAWS_AT_ONCE, p=probabilities).tolist()
+        yield from zip(uniforms, adapters, strict=True)

@@ -1,0 +1,141 @@
+"""What a simulated system is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from moe_lora.config.settings import Settings, setting
+from moe_lora.core.errors import ConfigError
+from moe_lora.config.step_profile import StageTime, StepProfile
+from moe_lora.policies.routing import LeastOutstanding, Router
+from moe_lora.policies.step_model import StepModel
+
+AdapterBytes: TypeAlias = float | Mapping[str, float]
+"""Bytes of every adapter, or of each by name."""
+
+
+def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
+    """Bytes of the adapter.  Raises ConfigError for one that is not among those named."""
+    if not isinstance(adapter_bytes, Mapping):
+        return adapter_bytes
+    if name not in adapter_bytes:
+        raise ConfigError(
+            f"adapter_bytes has no {name!r}, which a request asks for; name it, or give one number"
+        )
+    return adapter_bytes[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig(Settings):
+    """An LLM instance.
+
+    profile: of one of its num_layers equal layers; or steps: times of whole steps by the ranks in them, where
+    a step with prompts takes as long as a prefill and a decode step one after the other.  max_num_seqs:
+    requests that run at once.  kv_tokens: room for prompts and whole answers of these; None: enough.
+    prefill: time of a step's prompt tokens, at most max_num_batched_tokens with the decode rows; None,
+    without `steps`: prompts are computed elsewhere, and a request's first step here is a decode step
+    (InfiniLoRA section 2.1).  shortest_first: see `policies.admission`.
+    """
+
+    profile: StepProfile | None = None
+    num_layers: int = setting(1, least=1)
+    steps: StepModel | None = None
+    max_num_seqs: int = setting(256, least=1)
+    kv_tokens: float | None = setting(None, least=1)
+    prefill: StageTime | None = None
+    max_num_batched_tokens: int = setting(2048, least=1)
+    shortest_first: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.profile is None) == (self.steps is None):
+            raise ConfigError("an instance needs a profile of its layers, or a model of its steps; give one")
+        if self.steps is not None and (self.prefill is not None or self.num_layers != 1):
+            raise ConfigError(
+                "steps has the time of prompts and of all layers; leave prefill and num_layers out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(Settings):
+    """Every instance has `capacity` adapter slots of its own and loads at load_bytes_per_s (inf: at once).
+
+    fetch_bytes_per_s: at which an adapter that a placement has put elsewhere so far comes from another host's
+    memory, before it is loaded.  starvation_s: a request that has waited for a slot for longer stops younger
+    ones.
+    """
+
+    capacity: int = setting(least=1)
+    load_bytes_per_s: float = math.inf
+    fetch_bytes_per_s: float = math.inf
+    starvation_s: float = setting(5.0, least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("load_bytes_per_s", "fetch_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} brings nothing; choose more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraServerConfig(LocalConfig):
+    """One LoRA Server for all instances, of `capacity` slots.
+
+    load_bytes_per_s: of all its GPUs together.  num_stages: groups of GPUs that work on different layers
+    (y of EPx-PPy).  layer_wise: see `adapters.LoadLink`.  control_s: from asking for a lease to hearing of
+    it; a step begins without those that wait for that.  prefetched: adapters that are resident before the
+    first request, the last of them given up first; at most `capacity`.
+    """
+
+    num_stages: int = setting(1, least=1)
+    layer_wise: bool = True
+    control_s: float = setting(0.001, least=0)
+    prefetched: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.prefetched) > self.capacity:
+            raise ConfigError(
+                f"prefetched={len(self.prefetched)} adapters exceed capacity={self.capacity}; name fewer"
+            )
+
+
+Planner: TypeAlias = Callable[[Mapping[str, float], float], Mapping[str, Iterable[tuple[int, float]]]]
+"""(tokens of each adapter in the interval that has ended, its seconds) -> {adapter: [(instance, phi), ...]};
+first asked before any request, about no tokens in no time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig(Settings):
+    """planner: makes that of a run, which is asked every interval_s while requests come."""
+
+    planner: Callable[[], Planner]
+    interval_s: float = setting(30.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemConfig(Settings):
+    """Equal instances and where their adapters are.
+
+    adapters: slots of each instance, or a LoRA Server.  lora_ranks: of the adapters, which steps go by; one
+    that is not named counts as base model.  router: makes the router of a run.  placement: made
+    anew while requests come, for a router that is a `PhiRouting`; None: every host has all adapters.
+    """
+
+    num_instances: int = setting(least=1)
+    instance: InstanceConfig
+    adapters: LocalConfig | LoraServerConfig
+    adapter_bytes: AdapterBytes = 0.0
+    lora_ranks: Mapping[str, int] = field(default_factory=dict)
+    router: Callable[[], Router] = LeastOutstanding
+    placement: PlacementConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.instance.steps is not None and isinstance(self.adapters, LoraServerConfig):
+            raise ConfigError("steps has the deltas in it; with a LoRA Server give a profile of the layers")
+        if self.placement is not None and isinstance(self.adapters, LoraServerConfig):
+            raise ConfigError("a LoRA Server has all adapters; leave the placement out")

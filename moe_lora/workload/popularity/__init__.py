@@ -1,0 +1,1 @@
+"""Which adapter each request asks for: shapes of popularity, by name, or from what a trace tells."""

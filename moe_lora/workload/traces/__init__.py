@@ -1,0 +1,1 @@
+"""Trace files of all known formats, read as streams of one kind of record."""

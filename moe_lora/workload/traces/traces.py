@@ -1,0 +1,116 @@
+"""Read a trace of any known format: `read_trace(path)`, or `iter_trace(path)` for one too big for memory."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TextIO
+
+from .records import RowReader, Trace, TraceRequest, open_text
+from .trace_chat import iter_lmsys, iter_sharegpt
+from .csv_formats import AZURE_COLUMNS, BURSTGPT_COLUMNS, iter_azure, iter_burstgpt, normalise
+from .trace_functions import COLUMNS_2019, COLUMNS_2021
+from .json_formats import iter_mooncake, iter_own, iter_vllm
+
+FORMATS: dict[str, Callable[[TextIO, RowReader], Iterator[TraceRequest]]] = {
+    "azure": iter_azure,
+    "burstgpt": iter_burstgpt,
+    "mooncake": iter_mooncake,
+    "sharegpt": iter_sharegpt,
+    "lmsys": iter_lmsys,
+    "vllm": iter_vllm,
+    "own": iter_own,
+}
+_HEAD_CHARS = 1 << 16
+
+
+def _json_format(line: str, head: str) -> str | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None  # an array over many lines, or one line longer than the part looked at
+    keys = set(row) if isinstance(row, dict) else set()
+    if {"timestamp", "input_length"} <= keys:
+        return "mooncake"
+    if "arrival_s" in keys:
+        return "own"
+    if "prompt" in keys:
+        return "vllm"
+    if '"conversation"' in head and '"model"' in head and '"role"' in head:
+        return "lmsys"
+    return "sharegpt" if '"conversation' in head else None
+
+
+def detect_format(path: str | Path) -> str:
+    """The format's name, from the first line. Raises ValueError if it fits none."""
+    with open_text(path, "trace") as lines:
+        head = lines.read(_HEAD_CHARS)
+    text = head.lstrip()
+    if not text:
+        raise ValueError(f"{path}: the trace is empty")
+    line = text.splitlines()[0]
+    found, columns = None, set[str]()
+    if text[0] in "[{":
+        found = _json_format(line, head)
+    else:
+        columns = {normalise(column) for column in line.split(",")}
+        for name, needed in (("azure", AZURE_COLUMNS), ("burstgpt", BURSTGPT_COLUMNS)):
+            if {normalise(column) for column in needed} <= columns:
+                found = name
+    if any({column.lower() for column in needed} <= columns for needed in (COLUMNS_2019, COLUMNS_2021)):
+        raise ValueError(
+            f"{path}: an Azure Functions trace has arrivals and adapters but no lengths; give it with "
+            "--functions or as --popularity functions:FILE, and a trace that has lengths with --trace"
+        )
+    if found is None:
+        names = ", ".join(FORMATS)
+        raise ValueError(
+            f"{path}, line 1: unknown trace format ({line[:80]!r}); give --format, one of {names}"
+        )
+    return found
+
+
+def iter_requests(reader: RowReader, format: str | None = None) -> Iterator[TraceRequest]:
+    """As `iter_trace`, on a reader of the caller's, which can be asked afterwards what was found."""
+    path, name = reader.path, format or detect_format(reader.path)
+    if name not in FORMATS:
+        raise ValueError(f"--format {name} is unknown; choose one of {', '.join(FORMATS)}")
+    with open_text(path, "trace") as lines:
+        first_s = last_s = None
+        for request in FORMATS[name](lines, reader):
+            first_s = request.arrival_s if first_s is None else first_s
+            if last_s is not None and request.arrival_s < last_s:
+                problem = f"goes back in time by {last_s - request.arrival_s:.6g} s"
+                raise reader.error("timestamp", problem, "times that never decrease; sort the file by time")
+            last_s = request.arrival_s
+            yield request if first_s == 0.0 else replace(request, arrival_s=request.arrival_s - first_s)
+    if last_s is None:
+        left_out = ", ".join(f"{count} rows: {reason}" for reason, count in reader.dropped.items())
+        raise ValueError(f"{path}: no request in the trace ({left_out or 'no rows after the header'})")
+
+
+def iter_trace(
+    path: str | Path, format: str | None = None, dropped: Counter[str] | None = None
+) -> Iterator[TraceRequest]:
+    """Requests of the trace in file order, read as a stream; arrival_s counts from the first request.
+
+    format: a key of FORMATS; None detects it.  dropped: counts, by reason, the rows left out.
+    Raises ValueError naming file, line and column for a bad value, for times that go backwards, and if there
+    is no request.
+    """
+    return iter_requests(RowReader(str(path), dropped=Counter() if dropped is None else dropped), format)
+
+
+def read_trace(path: str | Path, format: str | None = None, limit: int | None = None) -> Trace:
+    """The whole trace (or its first `limit` requests).
+
+    Raises ValueError as `iter_trace` does.
+    """
+    name = format or detect_format(path)
+    reader = RowReader(str(path))
+    requests = tuple(islice(iter_requests(reader, name), limit))
+    return Trace(str(path), name, requests, dict(reader.dropped), reader.has_arrival_times)

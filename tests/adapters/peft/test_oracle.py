@@ -1,0 +1,145 @@
+"""Packed adapters against the weights that peft merges, for every family and form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_lora.adapters import read_adapter
+from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
+from tests.families import ALL_TARGETS, FAMILIES, MOE_FAMILIES, PER_EXPERT_FAMILIES, load_model, make_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def assert_packs_as_peft_merges(family, model_dir, adapter, shape):
+    packed = read_adapter(adapter, shape, torch.float32)
+    assert_same_deltas(packed_deltas(packed, shape), peft_deltas(family, model_dir, adapter))
+    return packed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", [ALL_TARGETS, ("qkv", "o"), ("gate_up",), ("down",)], ids="-".join)
+def test_every_subset_of_sites_packs_as_peft_merges(family, targets, checkpoint, shape_of, tmp_path):
+    adapter = make_adapter(family, checkpoint(family), tmp_path / "a", lora_rank=5, targets=targets, seed=3)
+    packed = assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
+    shape = shape_of(family)
+    assert packed.targets == tuple(m for s in shape.sites if s.name in targets for m in s.modules)
+    assert packed.max_lora_rank == 5
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_router_and_experts_pack_as_peft_merges(family, checkpoint, shape_of, tmp_path):
+    targets = ("router", *ALL_TARGETS)
+    adapter = make_adapter(family, checkpoint(family), tmp_path / "a", lora_rank=3, targets=targets)
+    packed = assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
+    assert "router" in packed.targets
+
+
+@pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
+@pytest.mark.parametrize("targets", [ALL_TARGETS, ("router", *ALL_TARGETS)], ids=["experts", "router"])
+def test_per_expert_form_packs_as_peft_merges(family, targets, checkpoint, shape_of, tmp_path):
+    adapter = make_adapter(
+        family, checkpoint(family), tmp_path / "a", lora_rank=4, targets=targets, form="per_expert"
+    )
+    assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_patterns_and_rslora_pack_as_peft_merges(family, use_rslora, checkpoint, shape_of, tmp_path):
+    first_layer = r"0\..*" if family != "dbrx" else r"blocks\.0\..*"
+    expert = {"dbrx": "mlp.w2", "llama": "down_proj"}.get(family, "experts.down_proj")
+    adapter = make_adapter(
+        family,
+        checkpoint(family),
+        tmp_path / "a",
+        lora_rank=4,
+        lora_alpha=7,
+        rank_pattern={first_layer: 2, expert: 6},
+        alpha_pattern={expert: 5, "o_proj": 1},
+        use_rslora=use_rslora,
+    )
+    packed = assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))
+    assert packed.max_lora_rank == 6
+
+
+def test_one_expert_parameter_form_is_told_by_its_target_when_keys_are_the_same(
+    checkpoint, shape_of, tmp_path
+):
+    gate_up = make_adapter("mixtral", checkpoint("mixtral"), tmp_path / "g", targets=("gate_up",))
+    down = make_adapter("mixtral", checkpoint("mixtral"), tmp_path / "d", targets=("down",))
+    shape = shape_of("mixtral")
+    assert read_adapter(gate_up, shape, torch.float32).targets == ("gate", "up")
+    assert read_adapter(down, shape, torch.float32).targets == ("down",)
+
+
+@pytest.mark.parametrize("form", ["list", "regex", "layers", "all-linear", "exclude"])
+def test_ways_to_name_targets_pack_as_peft_merges(form, checkpoint, shape_of, tmp_path):
+    config = {
+        "list": {"target_modules": ["self_attn.q_proj", "model.layers.1.mlp.up_proj"]},
+        "regex": {"target_modules": r".*layers\.1\..*(k_proj|down_proj)"},
+        "layers": {
+            "target_modules": ["v_proj", "up_proj"],
+            "layers_to_transform": [1],
+            "layers_pattern": "layers",
+        },
+        "all-linear": {"target_modules": "all-linear"},
+        "exclude": {"target_modules": ["q_proj", "o_proj"], "exclude_modules": r".*layers\.0.*o_proj"},
+    }[form]
+    adapter = make_adapter("llama", checkpoint("llama"), tmp_path / "a", **config)
+    assert_packs_as_peft_merges("llama", checkpoint("llama"), adapter, shape_of("llama"))
+
+
+def test_all_linear_by_hand_covers_attention_and_optionally_experts(checkpoint, shape_of, tmp_path):
+    shape = shape_of("qwen3_moe")
+    attention = make_adapter(
+        "qwen3_moe",
+        checkpoint("qwen3_moe"),
+        tmp_path / "a",
+        targets=("qkv", "o"),
+        form="per_expert",
+        target_modules="all-linear",
+    )
+    assert read_adapter(attention, shape, torch.float32).targets == ("q", "k", "v", "o")
+    whole = make_adapter(
+        "qwen3_moe",
+        checkpoint("qwen3_moe"),
+        tmp_path / "b",
+        targets=("router", *ALL_TARGETS),
+        form="per_expert",
+        target_modules="all-linear",
+    )
+    assert "router" in read_adapter(whole, shape, torch.float32).targets
+
+
+@pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
+def test_per_expert_adapter_that_peft_loaded_and_saved_again_is_the_same_adapter(
+    family, checkpoint, shape_of, tmp_path
+):
+    """peft fuses gate and up at doubled rank, with rank_pattern and alpha_pattern to match."""
+    from peft import PeftModel
+
+    adapter = make_adapter(
+        family,
+        checkpoint(family),
+        tmp_path / "old",
+        targets=("router", *ALL_TARGETS),
+        form="per_expert",
+    )
+    PeftModel.from_pretrained(load_model(checkpoint(family)), str(adapter)).save_pretrained(
+        str(tmp_path / "new")
+    )
+    shape = shape_of(family)
+    old = read_adapter(adapter, shape, torch.float32)
+    new = read_adapter(tmp_path / "new", shape, torch.float32)
+    assert (old.max_lora_rank, new.max_lora_rank) == (4, 8)
+    assert_same_deltas(packed_deltas(new, shape), packed_deltas(old, shape))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_all_linear_of_a_moe_family_packs_as_peft_merges(family, checkpoint, shape_of, tmp_path):
+    adapter = make_adapter(
+        family, checkpoint(family), tmp_path / "a", target_modules="all-linear", target_parameters=None
+    )
+    assert_packs_as_peft_merges(family, checkpoint(family), adapter, shape_of(family))

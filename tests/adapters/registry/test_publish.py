@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_lora.adapters import read_adapter
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.api import Registry, register_adapter
+from moe_lora.core.errors import AdapterError
+from tests.families import make_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint, tmp_path_factory) -> Path:
+    return make_adapter("mixtral", checkpoint("mixtral"), tmp_path_factory.mktemp("trained") / "x")
+
+
+@pytest.fixture
+def registry(tmp_path):
+    with Registry(tmp_path / "registry", create=True) as opened:
+        yield opened
+
+
+def test_tensors_of_a_training_loop_are_stored_as_an_adapter_that_computes_the_same(
+    registry, trained, checkpoint, shape_of
+):
+    tensors, config = load_file(trained / WEIGHTS_FILE), json.loads((trained / CONFIG_FILE).read_text())
+    model = checkpoint("mixtral")
+    added = register_adapter(registry, "x", tensors, config, model_dir=model, owner="loop")
+    assert (added.version, added.owner) == (1, "loop")
+    shape = shape_of("mixtral")
+    stored = read_adapter(added.path, shape, torch.float32)
+    assert stored.content_hash == read_adapter(trained, shape, torch.float32).content_hash
+    assert register_adapter(registry, "x", tensors, config, model_dir=model).version == 1
+    tensors[next(iter(tensors))] += 1
+    assert register_adapter(registry, "x", tensors, config, model_dir=model).version == 2
+
+
+def test_an_adapter_of_other_sizes_is_refused(registry, trained, checkpoint):
+    with pytest.raises(AdapterError, match=str(trained)):
+        register_adapter(registry, "x", trained, model_dir=checkpoint("dbrx"))
+    assert registry.adapters() == []
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "options", "error"),
+    [
+        ({}, None, {}, "config is missing"),
+        ({}, {}, {"link": True}, "link"),
+        ({"a": 5}, {}, {}, "a: expected a tensor, found int"),
+        ({}, {"r": 1j}, {}, "can't be saved"),
+        ({}, {"r": 1}, {}, "peft_type"),
+    ],
+)
+def test_tensors_that_are_no_adapter_are_refused(registry, checkpoint, source, config, options, error):
+    with pytest.raises(ValueError, match=error):
+        register_adapter(registry, "x", source, config, model_dir=checkpoint("mixtral"), **options)
+    assert registry.adapters() == []

@@ -1,0 +1,143 @@
+"""A controller and front ends in one event loop, over real connections; engines that count stand behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from tempfile import TemporaryDirectory
+
+from moe_lora.config import ProvisionConfig, RoutingConfig
+from moe_lora.core.address import Address
+from moe_lora.core.clock import VirtualClock
+from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.dist.cluster.controller.directed_roster import DirectedRoster
+from moe_lora.dist.cluster.entry import Recovery
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.controller.book import StateBook
+from moe_lora.dist.cluster.controller.front_end_listener import desk
+from moe_lora.dist.cluster.controller.directed import DirectedFleet, DirectedProvision, DirectedRouting
+from moe_lora.dist.cluster.controller.cluster_controller import Decisions, Director
+from moe_lora.dist.cluster.controller.controller_link import ControllerLink
+from moe_lora.dist.cluster.controller.capacity_controller import Controller
+from moe_lora.dist.cluster.controller.routes import make_routes
+from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
+from tests.dist.cluster.fleet_parts import CountingEngine
+
+START = (("a", "places/a"), ("b", "places/b"))
+NAMES = ("one", "two")
+
+
+def engines(num_engines: int = 2) -> list[CountingEngine]:
+    return [CountingEngine(adapters=dict(START)) for _ in range(num_engines)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not within 20 s")
+
+
+class ControllerSide:
+    """A controller's process, but for its own door.  clock: of demand and placement."""
+
+    def __init__(
+        self,
+        fleet_engines: list[CountingEngine],
+        placement: str | None = None,
+        registry: ServedRegistry | None = None,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.roster = Roster(fleet_engines, START)
+        self.routes = make_routes(RoutingConfig(placement=placement, placement_interval_s=3600.0), 8, "sgmv")
+        self.fleet = FleetClient(
+            self.roster, self.routes.router, self.clock, meter=self.routes.meter, ranks=self.routes.ranks
+        )
+        self.placement = self.routes.placement(self.fleet)
+        self.provision = Controller(ProvisionConfig(), self.fleet, None, self.clock)
+        self.book = StateBook(self.roster, self.routes, self.placement)
+        self.director = Director(
+            Decisions(
+                fleet=self.fleet,
+                meter=self.routes.meter,
+                placement=self.placement,
+                provision=self.provision,
+                registry=registry,
+            ),
+            self.book,
+            Recovery(self.roster, None),
+            NAMES,
+        )
+
+    async def start(self, address: Address) -> None:
+        """Listen there."""
+        self._stack = AsyncExitStack()
+        await self._stack.enter_async_context(desk("controller.address", address, None, self.director))
+        self.task = asyncio.create_task(self.director.run())
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self._stack.aclose()
+
+
+class FrontEndSide:
+    """A front end's process, but for HTTP and its door."""
+
+    def __init__(
+        self, name: str, address: Address, fleet_engines: list[CountingEngine], placement: str | None = None
+    ):
+        self.link = ControllerLink(address, None, name)
+        self.roster = DirectedRoster(fleet_engines, START)
+        self.routes = make_routes(RoutingConfig(placement=placement), 8, "sgmv")
+        self.fleet = DirectedFleet(self.roster, self.routes, self.link, VirtualClock())
+        self.provision = DirectedProvision(ProvisionConfig(), False, self.link)
+        self.routing = DirectedRouting(self.roster, self.routes, self.provision)
+        self.link.follower = self.routing
+        self.task = asyncio.create_task(self.link.run())
+
+    async def ask(self, request_id: str, adapter: str | None = None, max_tokens: int = 4) -> list[int]:
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=(0, 1),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            adapter=adapter,
+        )
+        return [token async for output in self.fleet.generate(request) for token in output.token_ids]
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+class Cluster:
+    """One controller and two front ends over two engines."""
+
+    def __init__(self, placement: str | None = None, registry: ServedRegistry | None = None) -> None:
+        self.placement = placement
+        self.registry = registry
+        self.engines = engines()
+
+    async def __aenter__(self) -> Cluster:
+        self._folder = TemporaryDirectory(prefix="moe_lora-")
+        self.address = Address(path=f"{self._folder.name}/controller")
+        self.controller = ControllerSide(self.engines, self.placement, self.registry)
+        await self.controller.start(self.address)
+        self.front_ends = [FrontEndSide(name, self.address, self.engines, self.placement) for name in NAMES]
+        await until(lambda: all(one.link.state is not None for one in self.front_ends))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for one in self.front_ends:
+            await one.stop()
+        await self.controller.stop()
+        self._folder.cleanup()
+
+    async def restart_controller(self) -> None:
+        """Another process, that knows what the file says."""
+        self.controller = ControllerSide(self.engines, self.placement)
+        await self.controller.start(self.address)
+        await until(lambda: all(one.link.up for one in self.front_ends))

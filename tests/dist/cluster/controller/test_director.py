@@ -1,0 +1,271 @@
+"""The controller and its front ends: what one changes, all have; what the controller knew comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from moe_lora.adapters.registry.registry import Registry
+from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, ControllerAwayError
+from moe_lora.core.request import RequestTiming
+from moe_lora.dist.cluster.served import Served, ServedAdapter
+from moe_lora.dist.cluster.controller import cluster_controller as director
+from moe_lora.dist.cluster.controller import controller_link as link
+from moe_lora.dist.cluster.controller.directed import DirectedRegistry
+from moe_lora.dist.cluster.controller.cluster_state import ClusterState
+from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
+from tests.adapters.peft_folders import BASE, peft_folder
+from .parts import Cluster, FrontEndSide, until
+
+TIMING = RequestTiming(queue_s=0.1, adapter_load_s=0.0, prefill_s=0.2, first_decode_s=0.1)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    """A controller begins as soon as its front ends are there."""
+    monkeypatch.setattr(director, "RECOVERY_S", 0.0)
+    monkeypatch.setattr(director, "SETTLE_S", 0.0)
+    monkeypatch.setattr(director, "POLL_S", 0.02)
+    monkeypatch.setattr(link, "REPORT_S", 0.02)
+
+
+def in_cluster(test: Callable[[Cluster], Awaitable[None]], placement: str | None = None) -> None:
+    async def run() -> None:
+        async with Cluster(placement) as cluster:
+            await test(cluster)
+
+    asyncio.run(run())
+
+
+def test_an_adapter_loaded_over_one_front_end_is_used_over_the_other_at_once():
+    async def test(cluster: Cluster) -> None:
+        one, two = cluster.front_ends
+        with pytest.raises(AdapterNotFoundError):
+            await two.ask("r", "new")
+        info = await one.fleet.load_adapter("new", "places/new")
+        assert (info.name, info.path) == ("new", "places/new")
+        assert await two.ask("r", "new") == [2, 3, 4, 5]
+        with pytest.raises(AdapterExistsError, match="already loaded"):
+            await two.fleet.load_adapter("new", "places/new")
+        await two.fleet.unload_adapter("new")
+        with pytest.raises(AdapterNotFoundError):
+            await one.ask("r", "new")
+
+    in_cluster(test)
+
+
+def test_a_pin_and_ranks_are_known_to_all():
+    async def test(cluster: Cluster) -> None:
+        one, two = cluster.front_ends
+        await one.fleet.pin_adapter("a", pinned=True)
+        assert two.roster.adapters["a"].pinned
+        assert two.routes.ranks == {"a": 1, "b": 1}
+
+    in_cluster(test)
+
+
+def test_while_the_controller_is_away_requests_go_on_and_changes_are_refused():
+    async def test(cluster: Cluster) -> None:
+        one, two = cluster.front_ends
+        await one.fleet.load_adapter("new", "places/new")
+        await cluster.controller.stop()
+        await until(lambda: not one.link.up and not two.link.up)
+        assert await one.ask("r", "new") == await two.ask("r", "new") == [2, 3, 4, 5]
+        for change in (
+            one.fleet.load_adapter("other", "places/other"),
+            two.fleet.unload_adapter("new"),
+            two.fleet.pin_adapter("new", pinned=True),
+        ):
+            with pytest.raises(ControllerAwayError, match="nothing can be changed without it"):
+                await change
+        assert {info.name for info in await two.fleet.list_adapters()} == {"a", "b", "new"}
+
+    in_cluster(test)
+
+
+def test_a_new_controller_goes_on_with_what_front_ends_know():
+    async def test(cluster: Cluster) -> None:
+        one, two = cluster.front_ends
+        for path in ("places/new", "places/newer"):
+            await one.fleet.load_adapter("new", path, replace=True)
+        await one.fleet.pin_adapter("new", pinned=True)
+        await two.fleet.unload_adapter("b")
+        before = one.link.state
+        assert before is not None
+        await cluster.controller.stop()
+        await until(lambda: not one.link.up and not two.link.up)
+        await cluster.restart_controller()
+        await until(lambda: one.link.state is not before and two.link.state is not before)
+        assert one.link.state is not None
+        assert one.link.state.number > before.number
+        assert one.link.state.served == before.served
+        assert cluster.controller.roster.served == before.served
+        assert await two.ask("r", "new") == [2, 3, 4, 5]
+        with pytest.raises(AdapterNotFoundError):
+            await one.ask("r", "b")
+        await two.fleet.load_adapter("new", "places/newest", replace=True)
+        assert one.roster.adapters["new"].version == before.served.versions["new"] + 1
+
+    in_cluster(test)
+
+
+def test_a_call_under_way_when_the_controller_ends_is_told_so():
+    async def test(cluster: Cluster) -> None:
+        [one, _] = cluster.front_ends
+        held = asyncio.Event()
+        load = cluster.engines[0].load_adapter
+
+        async def slow(*args: object, **settings: object) -> object:
+            held.set()
+            await asyncio.sleep(60)
+            return await load(*args, **settings)
+
+        cluster.engines[0].load_adapter = slow  # type: ignore[method-assign]
+        loading = asyncio.create_task(one.fleet.load_adapter("new", "places/new"))
+        await held.wait()
+        await cluster.controller.stop()
+        with pytest.raises(ControllerAwayError, match="not known whether"):
+            await loading
+
+    in_cluster(test)
+
+
+def test_a_table_reaches_all_front_ends_and_outlives_the_controller():
+    async def test(cluster: Cluster) -> None:
+        one, two = cluster.front_ends
+        await until(lambda: one.routing.version and two.routing.version)
+        table = one.routes.router.table
+        assert table == two.routes.router.table
+        assert {index for row in table.values() for index, _ in row} == {0, 1}
+        for number in range(6):
+            await one.ask(f"r{number}", "a")
+            await two.ask(f"s{number}", "a")
+        await until(lambda: sum(cluster.controller.routes.meter._tokens.values()) == 12 * 6)
+        placement = cluster.controller.placement
+        assert placement is not None
+        await placement.step()
+        await until(lambda: two.routing.version == placement.version)
+        assert len(two.routes.router.table["a"]) == 2
+        copies, version, table = placement.num_copies, placement.version, two.routes.router.table
+        await until(lambda: two.routing.num_copies == copies)
+        await cluster.controller.stop()
+        await cluster.restart_controller()
+        placement = cluster.controller.placement
+        await until(lambda: placement.version >= version)
+        assert cluster.controller.routes.router.table == table
+        for number in range(6):
+            await one.ask(f"t{number}", "a")
+            await two.ask(f"u{number}", "a")
+        await until(lambda: sum(cluster.controller.routes.meter._tokens.values()) == 12 * 6)
+        await placement.step()
+        assert (placement.version, placement.num_copies) == (version + 1, 0)
+        await until(lambda: one.routing.version == version + 1)
+
+    in_cluster(test, "loraserve")
+
+
+def test_a_front_end_that_takes_nothing_is_not_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr(director, "TAKEN_S", 0.1)
+
+    async def test(cluster: Cluster) -> None:
+        one, two = cluster.front_ends
+        two.link._take = lambda state: None  # type: ignore[method-assign]
+        await one.fleet.load_adapter("new", "places/new")
+        assert "front ends two do not take state" in caplog.text
+        assert await one.ask("r", "new") == [2, 3, 4, 5]
+
+    in_cluster(test)
+
+
+def test_the_load_on_adapters_is_seen_from_all_front_ends():
+    async def test(cluster: Cluster) -> None:
+        one, two = cluster.front_ends
+        window = cluster.controller.provision.window
+        visits = [front_end.provision.window.begin(name) for front_end in (one, two) for name in "ab"]
+        await until(lambda: window.demand().num_requests == 4)
+        for visit in visits[:3]:
+            visit.start()
+        visits[0].end(TIMING)
+        visits[3].refuse()
+        await until(lambda: window.demand().num_timed == 1)
+        await until(lambda: window.demand().num_requests == 3)
+        await two.stop()  # what it had under way ended with it
+        await until(lambda: len(cluster.controller.director._sessions) == 1)
+        cluster.controller.clock.advance(1.0)
+        window.demand()
+        assert window._num_started == 1
+
+    in_cluster(test)
+
+
+def test_a_connection_that_comes_back_changes_no_number(caplog):
+    async def test(cluster: Cluster) -> None:
+        [one, _] = cluster.front_ends
+        await cluster.front_ends[1].fleet.load_adapter("new", "places/new")
+        number = one.link.state.number
+        one.link._peer.abort("cut")
+        await until(lambda: one.link.num_joins == 2 and one.link.up)
+        await one.fleet.pin_adapter("new", pinned=True)
+        assert one.link.state.number == number + 1
+        assert "given up" not in caplog.text
+
+    in_cluster(test)
+
+
+def test_a_state_that_comes_too_late_is_given_up_but_counted_above(caplog):
+    async def test(cluster: Cluster) -> None:
+        late = FrontEndSide("late", cluster.address, cluster.engines)
+        await late.stop()
+        stranger = Served.of({"stranger": ServedAdapter("places/stranger", 3)})
+        late.link.receive(ClusterState(number=1000, served=stranger))
+        running = asyncio.create_task(late.link.run())
+        await until(lambda: late.link.state.number > 1000)
+        assert late.roster.adapters == cluster.controller.roster.adapters
+        await cluster.front_ends[0].fleet.load_adapter("new", "places/new")
+        assert await late.ask("r", "new") == [2, 3, 4, 5]
+        assert "given up: it came too late" in caplog.text
+        running.cancel()
+
+    in_cluster(test)
+
+
+def test_who_has_the_state_by_its_lower_number_gets_the_higher_one():
+    async def test(cluster: Cluster) -> None:
+        late = FrontEndSide("late", cluster.address, cluster.engines)
+        await late.stop()
+        late.link.receive(ClusterState(number=1000))
+        running = asyncio.create_task(late.link.run())
+        await until(lambda: late.link.state.number == 1001)
+        for one in cluster.front_ends:
+            await until(lambda one=one: one.link.state.number == 1001)
+        await until(lambda: {one.taken for one in cluster.controller.director._sessions} == {1001})
+        running.cancel()
+
+    in_cluster(test)
+
+
+def test_the_registry_is_where_the_controller_is(tmp_path):
+    async def test(registry: Registry) -> None:
+        async with Cluster(registry=ServedRegistry(registry, BASE)) as cluster:
+            remote = DirectedRegistry(cluster.front_ends[0].link)
+            source = str(peft_folder(tmp_path / "source", 1))
+            added = await remote.call("add", "new", source, base_hash=await remote.base(), owner="me")
+            assert added == await remote.resolve("new") == registry.get("new")
+            with pytest.raises(AdapterNotFoundError):
+                await remote.call("versions", "nobody")
+
+    with Registry(tmp_path / "registry", create=True) as registry:
+        asyncio.run(test(registry))
+
+
+def test_one_that_joins_later_gets_the_state():
+    async def test(cluster: Cluster) -> None:
+        await cluster.front_ends[0].fleet.load_adapter("new", "places/new")
+        late = FrontEndSide("late", cluster.address, cluster.engines)
+        await until(lambda: late.link.state is not None)
+        assert await late.ask("r", "new") == [2, 3, 4, 5]
+        await late.stop()
+
+    in_cluster(test)

@@ -1,0 +1,231 @@
+"""Engines that dial in: scripted loops behind real connections, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from moe_lora.core.address import Address, parse_address
+from moe_lora.core.clock import WallClock
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.thread import LoopThread
+from moe_lora.dist.cluster.instance_links import FrontEndLinks
+from moe_lora.dist.cluster.controller.directed_roster import DirectedRoster
+from moe_lora.dist.cluster.listener import Door
+from moe_lora.dist.cluster.entry import AsItIs, CatchUp
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.engine.client.heartbeat import Heartbeat, Pulse
+from moe_lora.engine.client.inbox import Inbox
+from moe_lora.engine.client.messages import Abort, Call, Generate, Hello, Outputs, Reply, Stop
+from moe_lora.dist.cluster.instances import Roster
+from moe_lora.policies.routing import RoundRobin
+
+from .fleet_parts import INFO
+
+ADVICE = "none has dialled in"
+HELD_TOKENS = 9
+T = TypeVar("T")
+
+
+class ScriptedLoop(threading.Thread):
+    """An engine loop that answers every request with its number, unless told to hold requests, or to hang.
+
+    A request of max_tokens HELD_TOKENS is held too.
+    """
+
+    def __init__(
+        self, emit: Callable, inbox: Inbox, number: int, adapters: dict[str, tuple[str, int]]
+    ) -> None:
+        super().__init__(daemon=True)
+        self.inbox = inbox
+        self.pulse = Pulse()
+        self.adapters = adapters
+        self.holds = threading.Event()
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.held: list[str] = []
+        self.refused: set[str] = set()
+        self.aborted: list[str] = []
+        self.calls: list[tuple] = []
+        self.num_steps = 0
+        self._emit = emit
+        self._number = number
+
+    def run(self) -> None:
+        while not isinstance(command := self.inbox.get()[0], Stop):
+            self.pulse.work()
+            self.may_go_on.wait()
+            if isinstance(command, Generate):
+                self._generate(command.request.request_id, command.request.sampling.max_tokens)
+            elif isinstance(command, Abort):
+                self.aborted.append(command.request_id)
+                self._emit(
+                    Outputs([TokenOutput(request_id=command.request_id, token_ids=(), finish_reason="abort")])
+                )
+            elif isinstance(command, Call):
+                self.calls.append((command.method, *command.args))
+                try:
+                    reply = Reply(command.call_id, getattr(self, command.method)(*command.args))
+                except AdapterError as error:
+                    reply = Reply(command.call_id, error=error)
+                self._emit(reply)
+            else:
+                command()
+            self.pulse.rest()
+
+    def _generate(self, request_id: str, max_tokens: int | None) -> None:
+        self.num_steps += 1
+        if self.holds.is_set() or max_tokens == HELD_TOKENS:
+            self.held.append(request_id)
+            self._emit(Outputs([TokenOutput(request_id=request_id, token_ids=(self._number,))]))
+            return
+        output = TokenOutput(request_id=request_id, token_ids=(self._number,), finish_reason="length")
+        self._emit(Outputs([output]))
+
+    def model_info(self):
+        return INFO
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_steps=self.num_steps)
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        return [self._info(name) for name in self.adapters]
+
+    def load_adapter(
+        self, name: str, path: str, replaces: bool, version: int, content_hash: str | None
+    ) -> AdapterInfo:
+        assert replaces
+        if path in self.refused:
+            raise AdapterError(f"{path} is gone")
+        self.adapters[name] = (path, version)
+        return self._info(name)
+
+    def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
+    def _info(self, name: str) -> AdapterInfo:
+        path, version = self.adapters[name]
+        return AdapterInfo(
+            name=name, version=version, lora_rank=1, nbytes=1, targets=(), path=path, residency="host"
+        )
+
+
+class Instance:
+    """An instance's process, as far as the front end can tell."""
+
+    def __init__(
+        self,
+        name: str,
+        *sockets: str,
+        number=0,
+        keys=None,
+        info=INFO,
+        adapters=None,
+        incarnation=None,
+        refused=(),
+    ):
+        self.incarnation = incarnation or secrets.token_hex(8)
+        doors = {f"door-{one}": parse_address("door", one) for one in sockets}
+        inbox = Inbox()
+        self._thread = LoopThread()
+
+        async def make() -> FrontEndLinks:
+            return FrontEndLinks(doors, keys, inbox, info.max_model_len)
+
+        self.dial = self._thread.run(make())
+        self.loop = ScriptedLoop(self.dial.emit, inbox, number, dict(adapters or {}))
+        self.loop.refused = set(refused)
+        hello = Hello(name, self.incarnation, info)
+        self.loop.start()
+        self._running = asyncio.run_coroutine_threadsafe(
+            self.dial.run(hello, self.loop.pulse), self._thread.loop
+        )
+
+    def stop(self) -> None:
+        self.loop.may_go_on.set()
+        self.dial.stop()
+        self._running.result(10)
+        self._thread.stop()
+        self.loop.join(10)
+        assert not self.loop.is_alive()
+
+
+class FrontEnd:
+    """A front end's roster, fleet and door in an event loop of their own.
+
+    make_entry: called there.
+    """
+
+    def __init__(
+        self,
+        socket: str | Address | None = None,
+        adapters=(),
+        heartbeat: Heartbeat | None = None,
+        make_entry=CatchUp,
+        keys: Keys | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="moe_lora-")
+        self.thread = LoopThread()
+        make_roster = DirectedRoster if make_entry is AsItIs else Roster
+        self.roster = make_roster((), adapters, ADVICE, heartbeat)
+        self.fleet = FleetClient(self.roster, RoundRobin(), WallClock())
+        self._closing = asyncio.Event()
+        self._closed = False
+        place: Future[Address] = Future()
+
+        async def stay() -> None:
+            self.entry = make_entry(self.roster)
+            own = Address(path=f"{self._folder.name}/engines")
+            address = (
+                own if socket is None else socket if isinstance(socket, Address) else Address(path=socket)
+            )
+            async with Door(self.roster, self.entry).open("engines_address", address, keys) as found:
+                place.set_result(found)
+                await self._closing.wait()
+                await self.fleet.close()
+
+        def tell(staying) -> None:
+            if not place.done():
+                place.set_exception(staying.exception())
+
+        self._staying = asyncio.run_coroutine_threadsafe(stay(), self.thread.loop)
+        self._staying.add_done_callback(tell)
+        self.socket = str(place.result(10))
+
+    def names(self) -> list[str]:
+        return sorted(instance.name for instance in self.roster.live)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine returns in the front end's event loop."""
+        return self.thread.run(work)
+
+    def ask(self, request_id: str, max_tokens: int = 4) -> tuple[int, ...]:
+        async def collect() -> tuple[int, ...]:
+            request = GenerateRequest(
+                request_id=request_id, prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=max_tokens)
+            )
+            return tuple([t async for output in self.fleet.generate(request) for t in output.token_ids])
+
+        return self.run(collect())
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.thread.loop.call_soon_threadsafe(self._closing.set)
+            self._staying.result(20)
+            self.thread.stop()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,13 @@
+"""An instance's process without a model: `python -m tests.dist.cluster.scripted_instance NAME NUMBER SOCKET...`."""
+
+from __future__ import annotations
+
+import sys
+
+from .door_parts import Instance
+
+if __name__ == "__main__":
+    name, number, *sockets = sys.argv[1:]
+    instance = Instance(name, *sockets, number=int(number), adapters={"start": ("places/start", 1)})
+    sys.stdin.read()  # until the test is over
+    instance.stop()

@@ -1,0 +1,342 @@
+"""Engines that dial in, one by one, and leave."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from moe_lora.core.address import Address
+from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.request import AdapterInfo
+from moe_lora.dist.net.keys import make_keys
+from moe_lora.dist.cluster.entry import AsItIs, CatchUp, Recovery
+from moe_lora.engine.client.messages import Dead
+from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.served import Holding, Served, ServedAdapter
+
+from .door_parts import ADVICE, FrontEnd, Instance, until
+from .fleet_parts import INFO
+
+
+@pytest.fixture(autouse=True)
+def all_messages(caplog):
+    """What the code logs is looked at, whatever level other tests left behind."""
+    caplog.set_level(logging.INFO, logger="moe_lora")
+
+
+@pytest.fixture
+def made():
+    """What a test made, stopped after it, the latest first."""
+    things: list = []
+    yield things
+    for thing in reversed(things):
+        thing.stop() if isinstance(thing, Instance) else thing.close()
+
+
+@pytest.fixture
+def front_end(made) -> FrontEnd:
+    made.append(FrontEnd(adapters=[("start", "places/start")]))
+    return made[0]
+
+
+@pytest.fixture
+def join(made, front_end):
+    def make(name: str, socket: str | None = None, **facts) -> Instance:
+        made.append(Instance(name, socket or front_end.socket, **facts))
+        return made[-1]
+
+    return make
+
+
+START = {"start": ("places/start", 1)}
+
+
+def test_nobody_there_is_an_error_that_says_so(front_end):
+    with pytest.raises(EngineDeadError, match=ADVICE):
+        front_end.ask("a")
+
+
+def test_instances_that_dial_in_share_the_requests(front_end, join):
+    for number, name in enumerate(("one", "two")):
+        join(name, number=number, adapters=START)
+    until(lambda: front_end.names() == ["one", "two"])
+    assert sorted(front_end.ask(str(n)) for n in range(4)) == [(0,), (0,), (1,), (1,)]
+    assert [one.num_restarts for one in front_end.roster.instances] == [0, 0]
+
+
+def test_requests_of_one_that_leaves_go_on_at_another(front_end, join):
+    leaving = join("one", number=1, adapters=START)
+    leaving.loop.holds.set()
+    until(lambda: front_end.names() == ["one"])
+    answers: list[tuple[int, ...]] = []
+    asking = threading.Thread(target=lambda: answers.append(front_end.ask("a")))
+    asking.start()
+    until(lambda: leaving.loop.held == ["a"])
+    join("two", number=2, adapters=START)
+    until(lambda: front_end.names() == ["one", "two"])
+    leaving.dial.stop()
+    asking.join(20)
+    assert answers == [(1, 2)]
+    assert front_end.names() == ["two"]
+
+
+def test_one_that_joins_gets_what_was_loaded_and_loses_what_is_not_served(front_end, join):
+    first = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    second = join("two", adapters={**START, "left": ("places/left", 1)})
+    until(lambda: front_end.names() == ["one", "two"])
+    assert second.loop.adapters == {**START, "later": ("places/later", 1)}
+    assert (
+        "load_adapter",
+        "start",
+        "places/start",
+        True,
+        1,
+        None,
+    ) not in first.loop.calls + second.loop.calls
+
+
+def served_as(front_end: FrontEnd, name: str, path: str) -> None:
+    """As if all instances had loaded it."""
+    info = AdapterInfo(name=name, version=1, lora_rank=1, nbytes=1, targets=(), path=path, residency="host")
+
+    async def serve() -> None:
+        front_end.roster.serve(info, path)
+
+    front_end.run(serve())
+
+
+def test_what_changes_while_one_catches_up_is_caught_up_too(front_end, join):
+    late = join("one")
+    late.loop.may_go_on.clear()
+    until(lambda: front_end.roster.instances and front_end.roster.instances[0].starting)
+    served_as(front_end, "more", "places/more")
+    late.loop.may_go_on.set()
+    until(lambda: front_end.names() == ["one"])
+    assert late.loop.adapters == {**START, "more": ("places/more", 1)}
+
+
+def test_nothing_comes_in_while_an_adapter_is_being_loaded(front_end, join):
+    loading = ExitStack()
+
+    async def begin() -> None:
+        loading.enter_context(front_end.roster.loading())
+
+    front_end.run(begin())
+    join("one", adapters=START)
+    until(lambda: front_end.roster.instances)
+    time.sleep(0.3)
+    assert front_end.names() == []
+    front_end.thread.loop.call_soon_threadsafe(loading.close)
+    until(lambda: front_end.names() == ["one"])
+
+
+def test_adapter_that_one_can_not_load_is_served_by_the_others(front_end, join):
+    join("one", number=1, adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    served_as(front_end, "later", "places/later")
+    two = join("two", number=2, adapters=START, refused={"places/later"})
+    until(lambda: front_end.names() == ["one", "two"])
+    assert [one.name for one in front_end.roster.candidates("later")] == ["one"]
+    assert len(front_end.roster.candidates("start")) == 2
+    assert "later" not in two.loop.adapters
+
+
+def test_instance_stays_as_it_is_when_the_front_end_is_another(front_end, join, made):
+    instance = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    front_end.close()
+    other = FrontEnd(front_end.socket, [("start", "places/start")])
+    made.insert(0, other)
+    until(lambda: other.names() == ["one"])
+    # A front end that starts serves what its file says.
+    assert instance.loop.adapters == START
+    assert instance.loop.is_alive()
+    assert other.ask("a") == (0,)
+
+
+def test_lost_front_end_ends_its_requests(front_end, join, made):
+    instance = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    instance.loop.holds.set()
+    errors: list[EngineDeadError] = []
+
+    def ask() -> None:
+        with pytest.raises(EngineDeadError) as caught:
+            front_end.ask("a")
+        errors.append(caught.value)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: instance.loop.held)
+    front_end.close()
+    asking.join(20)
+    assert len(errors) == 1
+    until(lambda: instance.loop.aborted == ["a"])
+    # The same id may come again, and what is said of the first is not taken for the second's.
+    instance.loop.holds.clear()
+    other = FrontEnd(front_end.socket, [("start", "places/start")])
+    made.insert(0, other)
+    until(lambda: other.names() == ["one"])
+    assert other.ask("a") == (0,)
+
+
+def test_connection_that_comes_back_is_no_restart_and_counts_nothing_twice(front_end, join):
+    instance = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    for n in range(3):
+        front_end.ask(str(n))
+    assert front_end.run(front_end.fleet.stats()).num_steps == 3
+    front_end.run(front_end.roster.instances[0].client.close())
+    entry = front_end.roster.instances[0]
+    before = entry.client
+    until(lambda: entry.live and entry.client is not before)
+    assert front_end.run(front_end.fleet.stats()).num_steps == 3
+    assert entry.num_restarts == 0
+    instance.stop()
+    until(lambda: not entry.live)
+    join("one", adapters=START)
+    until(lambda: entry.live)
+    front_end.ask("again")
+    assert front_end.run(front_end.fleet.stats()).num_steps == 4
+    assert entry.num_restarts == 1
+
+
+def test_second_of_a_name_waits_until_the_first_has_left(front_end, join, caplog):
+    first = join("one", number=1, adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    join("one", number=2, adapters=START)
+    until(lambda: "give each its own --name" in caplog.text)
+    assert front_end.ask("a") == (1,)
+    first.stop()
+    until(lambda: front_end.names() == ["one"] and front_end.roster.instances[0].num_restarts == 1)
+    assert front_end.ask("b") == (2,)
+
+
+def test_another_model_is_refused_with_the_difference(front_end, join, caplog):
+    join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    join("two", info=replace(INFO, max_model_len=4096))
+    until(lambda: "max_model_len is 4096 there and 64 at the other instances" in caplog.text)
+    assert front_end.names() == ["one"]
+
+
+def test_between_hosts_only_certificates_of_the_same_authority_let_in(tmp_path, made, caplog):
+    ours, others = make_keys(tmp_path / "ours"), make_keys(tmp_path / "others")
+    front_end = FrontEnd(Address("127.0.0.1"), [("start", "places/start")], keys=ours)
+    made.append(front_end)
+    made.append(Instance("stranger", front_end.socket, keys=others, adapters=START))
+    until(lambda: "are its certificates of the same authority?" in caplog.text)
+    assert front_end.roster.instances == []
+    made.append(Instance("one", front_end.socket, number=3, keys=ours, adapters=START))
+    until(lambda: front_end.names() == ["one"])
+    assert front_end.ask("a") == (3,)
+
+
+def test_stranger_who_says_nothing_holds_up_nobody(front_end, join):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(front_end.socket)
+        join("one", adapters=START)
+        until(lambda: front_end.names() == ["one"])
+
+
+def test_engine_that_fails_leaves_and_its_process_is_told(front_end, join):
+    instance = join("one", adapters=START)
+    until(lambda: front_end.names() == ["one"])
+    instance.dial.emit(Dead(EngineDeadError("it broke")))
+    until(lambda: front_end.names() == [])
+    assert instance.dial.failed
+    instance.stop()
+
+
+def test_taken_address_is_an_error_that_names_the_setting(front_end):
+    with pytest.raises(ConfigError, match=f"engines_address={front_end.socket}"):
+        FrontEnd(front_end.socket)
+
+
+def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
+    one, two = join("one", adapters=START), join("two", adapters=START)
+    until(lambda: front_end.names() == ["one", "two"])
+    for path in ("places/later", "places/latest"):
+        front_end.run(front_end.fleet.load_adapter("later", path, replace=True))
+    two.stop()
+    front_end.close()
+    recoveries: list[Recovery] = []
+
+    def recovering(roster: Roster) -> CatchUp:
+        recoveries.append(Recovery(roster, 60))
+        return CatchUp(roster, recoveries[0])
+
+    other = FrontEnd(
+        front_end.socket, [("start", "places/start"), ("new", "places/new")], make_entry=recovering
+    )
+    made.insert(0, other)
+    third = Instance("three", other.socket, adapters=START)  # it has only what it started with
+    made.append(third)
+    until(
+        lambda: (
+            [one.name for one in other.roster.instances if one.starting] and "later" in other.roster.adapters
+        )
+    )
+    assert other.names() == []
+    other.thread.loop.call_soon_threadsafe(recoveries[0].end)
+    until(lambda: other.names() == ["one", "three"])
+    served = {"start": ("places/start", 1), "new": ("places/new", 1), "later": ("places/latest", 2)}
+    assert one.loop.adapters == third.loop.adapters == served
+    assert one.loop.calls.count(("load_adapter", "later", "places/latest", True, 2, None)) == 1
+    assert other.run(other.fleet.load_adapter("later", "places/last", replace=True)).version == 3
+
+
+def test_what_is_found_after_the_recovery_is_not_served(front_end, join, made):
+    front_end.close()
+    other = FrontEnd(front_end.socket, (), make_entry=lambda roster: CatchUp(roster, Recovery(roster, 0)))
+    made.insert(0, other)
+    join("one")
+    until(lambda: other.names() == ["one"])
+    late = join("late", adapters=START)
+    until(lambda: other.names() == ["late", "one"])
+    assert late.loop.adapters == other.roster.adapters == {}
+
+
+@pytest.fixture
+def directed(front_end, made) -> FrontEnd:
+    """A front end whose adapters a controller looks after."""
+    front_end.close()
+    made.insert(0, FrontEnd(front_end.socket, [("start", "places/start")], make_entry=AsItIs))
+    return made[0]
+
+
+def test_directed_front_end_changes_nothing_of_an_instance(directed, join):
+    instance = join("one", adapters={"other": ("places/other", 3)})
+    until(lambda: directed.names() == ["one"])
+    # Nobody has said what is served, so that is what the file says and what is there.
+    assert directed.roster.adapters == {
+        "start": ServedAdapter("places/start", 1),
+        "other": ServedAdapter("places/other", 3),
+    }
+    assert {method for method, *_ in instance.loop.calls} == {"list_adapters"}
+    assert [one.name for one in directed.roster.candidates("other")] == ["one"]
+    with pytest.raises(EngineDeadError, match="'start' is unavailable"):
+        directed.roster.candidates("start")
+
+
+def test_directed_front_end_routes_by_what_its_controller_says(directed, join):
+    seen, unseen = join("seen", adapters=START), join("unseen", adapters=START)
+    until(lambda: directed.names() == ["seen", "unseen"])
+    served = Served.of({"start": ServedAdapter("places/start", 1), "new": ServedAdapter("places/new", 1)})
+    directed.roster.follow(served, {"seen": Holding(seen.incarnation)})
+    assert [one.name for one in directed.roster.candidates("new")] == ["seen"]
+    assert sorted(one.name for one in directed.roster.candidates("start")) == ["seen", "unseen"]
+    directed.roster.follow(served, {"unseen": Holding("an earlier process")})
+    assert [one.name for one in directed.roster.candidates("new")] == ["seen"]
+    directed.roster.follow(served, {"unseen": Holding(unseen.incarnation, frozenset({"start"}))})
+    assert sorted(one.name for one in directed.roster.candidates("new")) == ["seen", "unseen"]
+    assert [one.name for one in directed.roster.candidates("start")] == ["seen"]

@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec import structs
+
+from moe_lora.core.clock import VirtualClock
+from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, AdapterVersionError, CapacityError, EngineDeadError, EngineSilentError
+from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.policies.token_meter import TokenMeter
+from moe_lora.dist.cluster.failover import MAX_RESENDS
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.cluster.adapter_calls import unload_everywhere
+from moe_lora.dist.cluster.instances import Roster
+from moe_lora.policies.routing import LeastOutstanding, RoundRobin
+from .fleet_parts import CountingEngine
+
+
+def fleet_of(*engines: CountingEngine, router=None) -> FleetClient:
+    adapters = tuple(engines[0].adapters.items())
+    return FleetClient(Roster(engines, adapters), router or LeastOutstanding(), VirtualClock())
+
+
+def ask(name: str = "r", adapter: str | None = None, max_tokens: int = 8) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerateRequest(request_id=name, prompt_token_ids=(0, 1), sampling=sampling, adapter=adapter)
+
+
+async def tokens_of(fleet: FleetClient, request: GenerateRequest) -> list[int]:
+    return [token async for output in fleet.generate(request) for token in output.token_ids]
+
+
+def test_answer_goes_on_at_another_instance_without_gap_or_repetition():
+    dying, other = CountingEngine(dies_at=5), CountingEngine()
+    fleet = fleet_of(dying, other)
+    assert asyncio.run(tokens_of(fleet, ask())) == list(range(2, 10))
+    assert other.requests[0].prompt_token_ids == (0, 1, 2, 3, 4)
+    stats = asyncio.run(fleet.stats())
+    seen = [(one.live, one.num_resent, one.outstanding_tokens) for one in stats.instances]
+    assert seen == [(False, 1, 0), (True, 0, 0)]
+
+
+def test_answers_survive_one_instance_after_the_other():
+    engines = [CountingEngine(dies_at=place) for place in (3, 5, 7)]
+    assert asyncio.run(tokens_of(fleet_of(*engines, CountingEngine()), ask())) == list(range(2, 10))
+
+
+def test_every_one_of_many_requests_is_answered():
+    async def many() -> list[list[int]]:
+        fleet = fleet_of(CountingEngine(dies_at=6), CountingEngine(), router=RoundRobin())
+        return await asyncio.gather(*(tokens_of(fleet, ask(f"r{i}")) for i in range(20)))
+
+    assert asyncio.run(many()) == [list(range(2, 10))] * 20
+
+
+def test_last_instance_to_end_fails_its_requests_and_says_so():
+    fleet = fleet_of(CountingEngine(dies_at=5), CountingEngine(dies_at=6))
+    with pytest.raises(EngineDeadError, match=r"computed this request ended; no LLM instance is running"):
+        asyncio.run(tokens_of(fleet, ask()))
+    assert not asyncio.run(fleet.is_alive())
+    with pytest.raises(EngineDeadError, match=r"^no LLM instance is running: none has dialled in"):
+        asyncio.run(tokens_of(fleet, ask()))
+
+
+def test_request_that_ends_every_engine_is_given_up():
+    engines = [CountingEngine(dies_at=5) for _ in range(MAX_RESENDS + 2)]
+    fleet = fleet_of(*engines)
+    with pytest.raises(EngineDeadError, match="not tried again"):
+        asyncio.run(tokens_of(fleet, ask()))
+    assert asyncio.run(fleet.is_alive())
+
+
+@pytest.mark.parametrize(("change", "reason"), [("load", "replaced"), ("unload", "unloaded")])
+def test_answer_is_not_finished_on_another_version(change, reason):
+    async def run() -> None:
+        fleet = fleet_of(CountingEngine(adapters={"a": "p"}), CountingEngine(adapters={"a": "p"}))
+        stream = fleet.generate(ask(adapter="a"))
+        await anext(stream)
+        if change == "load":
+            await fleet.load_adapter("a", "q", replace=True)
+        else:
+            await fleet.unload_adapter("a")
+        fleet._roster.instances[0].client.alive = False
+        with pytest.raises(EngineDeadError, match=f"adapter 'a' was {reason} meanwhile"):
+            await anext(stream)
+
+    asyncio.run(run())
+
+
+class NumberedEngine(CountingEngine):
+    """One that has a version of its adapters."""
+
+    version = 1
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        if request.adapter_version not in (None, self.version):
+            raise AdapterVersionError(f"version {self.version} is served here")
+        async for output in super().generate(request):
+            yield structs.replace(output, adapter_version=self.version)
+
+
+@pytest.mark.parametrize("begun", [1, 2])
+def test_answer_is_not_finished_on_another_version_while_only_some_instances_have_it(begun):
+    """Version 1 is served, and version 2 is being loaded."""
+    one, other, third = (NumberedEngine(adapters={"a": "p"}) for _ in range(3))
+    one.version, other.version, third.version = begun, 3 - begun, begun
+    one.dies_at = 5
+    fleet = fleet_of(one, other, router=RoundRobin())
+    with pytest.raises(AdapterVersionError, match=f"version {3 - begun} is served here"):
+        asyncio.run(tokens_of(fleet, ask(adapter="a")))
+    assert len(fleet._roster.live) == 1
+    one.alive = True
+    fleet = fleet_of(one, third, router=RoundRobin())
+    assert asyncio.run(tokens_of(fleet, ask(adapter="a"))) == list(range(2, 10))
+
+
+def test_request_that_had_not_begun_takes_the_new_version():
+    async def run() -> list[int]:
+        dying = CountingEngine(adapters={"a": "p"}, dies_at=2)
+        fleet = fleet_of(dying, CountingEngine(adapters={"a": "p"}))
+        stream = asyncio.create_task(tokens_of(fleet, ask(adapter="a")))
+        await fleet.load_adapter("a", "q", replace=True)
+        return await stream
+
+    assert asyncio.run(run()) == list(range(2, 10))
+
+
+def test_shortest_queue_counts_what_answers_may_still_need():
+    async def run() -> tuple[list[int], list[int]]:
+        engines = CountingEngine(), CountingEngine()
+        fleet = fleet_of(*engines)
+        long, short = fleet.generate(ask("long", max_tokens=30)), fleet.generate(ask("short", max_tokens=2))
+        await anext(long)
+        await anext(short)
+        left = [one.outstanding_tokens for one in (await fleet.stats()).instances]
+        await tokens_of(fleet, ask("next"))
+        await long.aclose()
+        await short.aclose()
+        assert [one.outstanding_tokens for one in (await fleet.stats()).instances] == [0, 0]
+        return left, [len(engine.requests) for engine in engines]
+
+    assert asyncio.run(run()) == ([29, 1], [1, 2])
+
+
+def test_leaving_a_stream_leaves_its_engine():
+    async def run() -> set[str]:
+        engine = CountingEngine()
+        stream = fleet_of(engine).generate(ask())
+        await anext(stream)
+        await stream.aclose()
+        return engine.running
+
+    assert asyncio.run(run()) == set()
+
+
+def test_abort_reaches_the_instance_that_has_the_request_now():
+    async def run() -> str | None:
+        fleet = fleet_of(CountingEngine(dies_at=4), CountingEngine())
+        stream = fleet.generate(ask())
+        outputs = [await anext(stream) for _ in range(4)]
+        await fleet.abort("r")
+        outputs += [output async for output in stream]
+        return outputs[-1].finish_reason
+
+    assert asyncio.run(run()) == "abort"
+
+
+def test_aborted_request_whose_engine_ends_is_not_sent_again():
+    async def run() -> tuple[str | None, list]:
+        other = CountingEngine()
+        fleet = fleet_of(dying := CountingEngine(), other)
+        stream = fleet.generate(ask())
+        await anext(stream)
+        dying.alive = False
+        await fleet.abort("r")
+        return [output async for output in stream][-1].finish_reason, other.requests
+
+    assert asyncio.run(run()) == ("abort", [])
+
+
+def test_second_request_of_the_same_id_is_refused():
+    async def run() -> None:
+        fleet = fleet_of(CountingEngine(), CountingEngine())
+        stream = fleet.generate(ask())
+        await anext(stream)
+        with pytest.raises(ValueError, match="already running"):
+            await anext(fleet.generate(ask()))
+
+    asyncio.run(run())
+
+
+def test_adapters_are_loaded_and_unloaded_everywhere():
+    async def run() -> None:
+        engines = CountingEngine(), CountingEngine()
+        fleet = fleet_of(*engines)
+        await fleet.load_adapter("a", "p")
+        with pytest.raises(AdapterExistsError, match="already loaded"):
+            await fleet.load_adapter("a", "q")
+        assert [engine.adapters for engine in engines] == [{"a": "p"}] * 2
+        await fleet.load_adapter("a", "q", replace=True)
+        [info] = await fleet.list_adapters()
+        assert (info.name, info.version, info.path) == ("a", 2, "q")
+        assert [engine.versions for engine in engines] == [{"a": 2}] * 2
+        engines[1].refuse = frozenset({"r"})
+        with pytest.raises(AdapterError, match="the others took it back"):
+            await fleet.load_adapter("a", "r", replace=True)
+        assert [engine.versions for engine in engines] == [{"a": 2}] * 2
+        await fleet.unload_adapter("a")
+        assert [engine.adapters for engine in engines] == [{}, {}]
+        with pytest.raises(AdapterNotFoundError):
+            await fleet.unload_adapter("a")
+
+    asyncio.run(run())
+
+
+def test_adapters_are_pinned_everywhere_or_nowhere():
+    first, second = (CountingEngine(adapters={"a": "x", "b": "y"}) for _ in range(2))
+    second.refuse = frozenset({"b"})
+    fleet = fleet_of(first, second)
+    asyncio.run(fleet.pin_adapter("a", pinned=True))
+    assert first.calls == second.calls == [("pin", "a")]
+    with pytest.raises(CapacityError, match="'b' can't be pinned"):
+        asyncio.run(fleet.pin_adapter("b", pinned=True))
+    assert first.calls[1:] == [("pin", "b"), ("unpin", "b")]
+    served = fleet._roster.adapters
+    assert (served["a"].pinned, served["b"].pinned) == (True, False)
+    with pytest.raises(AdapterNotFoundError, match="'c' is not loaded"):
+        asyncio.run(fleet.pin_adapter("c", pinned=True))
+
+
+def test_load_that_one_instance_refuses_is_taken_back_by_the_others():
+    async def run() -> None:
+        picky = CountingEngine(adapters={"old": "p"}, refuse=frozenset({"bad"}))
+        easy = CountingEngine(adapters={"old": "p"})
+        fleet = fleet_of(easy, picky)
+        for name, in_place in (("new", False), ("old", True)):
+            with pytest.raises(AdapterError, match=r"instance 1 refused.*took it back: bad can't be read"):
+                await fleet.load_adapter(name, "bad", replace=in_place)
+        assert easy.adapters == picky.adapters == {"old": "p"}
+
+    asyncio.run(run())
+
+
+def test_instance_that_cannot_take_a_load_back_gets_no_requests_for_the_adapter():
+    async def run() -> list[int]:
+        stuck = CountingEngine(adapters={"a": "p"}, refuse=frozenset({"p"}))
+        picky = CountingEngine(adapters={"a": "p"}, refuse=frozenset({"bad"}))
+        fleet = fleet_of(stuck, picky)
+        with pytest.raises(AdapterError):
+            await fleet.load_adapter("a", "bad", replace=True)
+        for _ in range(2):
+            await tokens_of(fleet, ask(adapter="a"))
+        return [len(stuck.requests), len(picky.requests)]
+
+    assert asyncio.run(run()) == [0, 2]
+
+
+def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
+    async def run() -> None:
+        roster = Roster([CountingEngine(), CountingEngine()], [("a", "p")])
+        fleet = FleetClient(roster, LeastOutstanding(), VirtualClock())
+        for instance in roster.instances:
+            instance.missing.add("a")
+        with pytest.raises(EngineDeadError, match="'a' is unavailable"):
+            await tokens_of(fleet, ask(adapter="a"))
+        await fleet.load_adapter("a", "q", replace=True)
+        assert await tokens_of(fleet, ask(adapter="a")) == list(range(2, 10))
+        for instance in roster.instances:
+            instance.missing.add("a")
+        await fleet.unload_adapter("a")
+        with pytest.raises(AdapterNotFoundError):
+            await tokens_of(fleet, ask(adapter="a"))
+
+    asyncio.run(run())
+
+
+def test_what_every_instance_refuses_is_refused_as_one_engine_would():
+    engines = [CountingEngine(refuse=frozenset({"bad"})) for _ in range(2)]
+    with pytest.raises(AdapterError, match=r"^bad can't be read$"):
+        asyncio.run(fleet_of(*engines).load_adapter("a", "bad"))
+    assert [engine.calls for engine in engines] == [[("load", "a", "bad")], []]
+
+
+def test_instance_that_ends_while_loading_is_left_out():
+    async def run() -> None:
+        dying, other = CountingEngine(), CountingEngine()
+        fleet = fleet_of(dying, other)
+        load = asyncio.create_task(fleet.load_adapter("a", "p"))
+        await asyncio.sleep(0)
+        dying.alive = False
+        await load
+        assert [one.live for one in (await fleet.stats()).instances] == [False, True]
+        assert await tokens_of(fleet, ask(adapter="a")) == list(range(2, 10))
+
+    asyncio.run(run())
+
+
+def test_loads_of_one_name_at_once_leave_all_instances_alike():
+    async def run() -> None:
+        engines = CountingEngine(), CountingEngine()
+        fleet = fleet_of(*engines)
+        await asyncio.gather(*(fleet.load_adapter("a", path, replace=True) for path in "pqr"))
+        assert engines[0].adapters == engines[1].adapters == {"a": "r"}
+
+    asyncio.run(run())
+
+
+def test_numbers_of_an_ended_instance_stay_in_the_sums():
+    async def run() -> None:
+        now = EngineStats(num_running=2, kv_usage=0.5, generation_tokens=7, running_adapters=("b", "a"))
+        first = CountingEngine(stats_now=now)
+        fleet = fleet_of(first, CountingEngine(stats_now=EngineStats(num_running=1, generation_tokens=1)))
+        both = await fleet.stats()
+        assert (both.num_running, both.kv_usage, both.generation_tokens) == (3, 0.25, 8)
+        assert both.running_adapters == ("a", "b")
+        first.alive = False
+        left = await fleet.stats()
+        assert (left.num_running, left.kv_usage, left.generation_tokens) == (1, 0.0, 8)
+        assert [one.num_running for one in left.instances] == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_closing_ends_all_and_refuses_what_comes_later():
+    async def run() -> None:
+        engines = CountingEngine(), CountingEngine()
+        fleet = fleet_of(*engines)
+        await fleet.close()
+        assert [engine.closed for engine in engines] == [True, True]
+        with pytest.raises(EngineDeadError):
+            await tokens_of(fleet, ask())
+
+    asyncio.run(run())
+
+
+def test_books_tell_what_waits_and_runs_and_end_empty_whoever_ends():
+    async def run() -> None:
+        engines = [CountingEngine(dies_at=6, adapters={"a": "p"}), CountingEngine(adapters={"a": "p"})]
+        meter = TokenMeter()
+        roster = Roster(engines, [("a", "p")])
+        fleet = FleetClient(roster, LeastOutstanding(), VirtualClock(), meter=meter)
+        first, second = (one.load for one in roster.instances)
+        stream = fleet.generate(ask(adapter="a"))
+        await anext(stream)
+        assert (first.num_running, dict(first.running), first.num_waiting) == (1, {"a": 1}, 0)
+        assert [token async for output in stream for token in output.token_ids] == list(range(3, 10))
+        assert (first.num_requests, second.num_requests) == (0, 0)
+        assert first.has("a")
+        assert second.has("a")
+        # Two prompt tokens and four of the answer, then six as a prompt and the other four.
+        assert meter.take() == {"a": 6 + 10}
+        with pytest.raises(AdapterNotFoundError):
+            await tokens_of(fleet, ask("s", adapter="b"))
+        assert (second.num_requests, second.waiting_tokens, meter.take()) == (0, 0, {})
+
+    asyncio.run(run())
+
+
+def test_one_that_comes_in_as_an_adapter_is_unloaded_frees_it_too(monkeypatch):
+    here, late = (CountingEngine(adapters={"a": "places/a"}) for _ in range(2))
+    roster = Roster([here], [("a", "places/a")])
+    forget = roster.forget
+
+    def forget_after_it_came(name: str) -> None:
+        joining = roster.join(roster.enter("late", late), late, roster.adapters, set())
+        with pytest.raises(StopIteration) as done:  # at once, since nothing is being loaded
+            joining.send(None)
+        assert done.value.value
+        forget(name)
+
+    monkeypatch.setattr(roster, "forget", forget_after_it_came)
+    asyncio.run(unload_everywhere(roster, "a"))
+    assert here.adapters == late.adapters == {}
+
+
+def test_one_that_was_silent_and_is_back_before_others_have_answered_stays(monkeypatch):
+    async def silent() -> list:
+        raise EngineSilentError("it did not get on")
+
+    back, other = CountingEngine(), CountingEngine(adapters={"a": "places/a"})
+    monkeypatch.setattr(back, "list_adapters", silent)
+    fleet = fleet_of(back, other)
+    assert [info.name for info in asyncio.run(fleet.list_adapters())] == ["a"]
+    assert len(fleet._roster.live) == 2

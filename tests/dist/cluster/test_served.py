@@ -1,0 +1,61 @@
+"""Accounts of what is served, joined after those who kept them have ended."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_lora.dist.cluster.served import Served, ServedAdapter
+
+versions = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4))
+
+
+@st.composite
+def accounts(draw) -> Served:
+    """A version's path is the same in all accounts, as it is in a cluster."""
+    known = draw(versions)
+    gone = draw(st.sets(st.sampled_from("abcd")))
+    adapters = {
+        name: ServedAdapter(f"{name}{version}", version, draw(st.booleans()))
+        for name, version in known.items()
+        if name not in gone
+    }
+    return Served(adapters, known)
+
+
+@given(accounts(), accounts(), accounts())
+def test_the_order_in_which_accounts_are_joined_changes_nothing(one, two, three):
+    assert one.joined(two) == two.joined(one)
+    assert one.joined(two).joined(three) == one.joined(two.joined(three))
+    assert one.joined(one) == one
+
+
+@given(accounts(), accounts())
+def test_versions_never_fall(one, two):
+    joined = one.joined(two)
+    for name in {**one.versions, **two.versions}:
+        assert joined.versions[name] == max(one.versions.get(name, 0), two.versions.get(name, 0))
+        if name in joined.adapters:
+            assert joined.adapters[name].version == joined.versions[name]
+
+
+def test_what_was_replaced_or_unloaded_does_not_come_back():
+    file = Served.of({"a": ServedAdapter("a1", 1), "b": ServedAdapter("b1", 1), "c": ServedAdapter("c1", 1)})
+    later = Served({"a": ServedAdapter("a2", 2)}, {"a": 2, "b": 1})
+    assert file.joined(later) == Served(
+        {"a": ServedAdapter("a2", 2), "c": ServedAdapter("c1", 1)}, {"a": 2, "b": 1, "c": 1}
+    )
+
+
+def test_of_equal_versions_the_first_account_counts():
+    here, there = (
+        Served.of({"a": ServedAdapter("here", 1)}),
+        Served.of({"a": ServedAdapter("there", 1, True)}),
+    )
+    assert here.joined(there) == here
+
+
+def test_lacking_is_what_is_not_there_or_another_version():
+    served = Served.of({"a": ServedAdapter("p", 1), "b": ServedAdapter("p", 2), "c": ServedAdapter("p", 1)})
+    have = {"a": ServedAdapter("p", 1, pinned=True), "b": ServedAdapter("p", 1), "d": ServedAdapter("p", 1)}
+    assert served.lacking(have) == {"b", "c"}

@@ -1,0 +1,171 @@
+"""Instances whose processes are stopped: out of routing, then taken for dead, and back when they wake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_lora.assemble import engine_processes
+from moe_lora.config import EngineConfig
+from moe_lora.core.request import FleetStats, GenerateRequest, SamplingParams
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.engine.client.heartbeat import Heartbeat
+from tests.dist.cluster_jobs import children
+
+from .door_parts import HELD_TOKENS, FrontEnd, until
+
+ROOT = Path(__file__).parents[3]
+START = [("start", "places/start")]
+
+
+class Process:
+    """A scripted instance in a process of its own."""
+
+    def __init__(self, name: str, number: int, socket: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.dist.cluster.scripted_instance", name, str(number), socket],
+            stdin=subprocess.PIPE,
+            cwd=ROOT,
+        )
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.process.kill()  # also one that is stopped
+        self.process.communicate()
+
+
+@pytest.fixture
+def made():
+    things: list = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
+
+
+@pytest.fixture
+def pair(made) -> Callable[[Heartbeat], tuple[FrontEnd, Process, Process]]:
+    def make(heartbeat: Heartbeat) -> tuple[FrontEnd, Process, Process]:
+        made.append(front_end := FrontEnd(adapters=START, heartbeat=heartbeat))
+        made.extend(Process(name, number, front_end.socket) for name, number in (("one", 1), ("two", 2)))
+        until(lambda: sorted(front_end.names()) == ["one", "two"])
+        assert {front_end.ask(str(n)) for n in range(2)} == {(1,), (2,)}
+        return front_end, made[1], made[2]
+
+    return make
+
+
+def ask_aside(front_end: FrontEnd, request_id: str, answers: list) -> threading.Thread:
+    thread = threading.Thread(target=lambda: answers.append(front_end.ask(request_id, HELD_TOKENS)))
+    thread.start()
+    return thread
+
+
+def tokens_out(front_end: FrontEnd, name: str) -> int:
+    return next(one.asked_tokens for one in front_end.roster.instances if one.name == name)
+
+
+def test_stopped_instance_is_drained_and_comes_back_with_its_request(pair):
+    front_end, first, _ = pair(Heartbeat(timeout_s=1.0, dead_s=120.0))
+    answers: list = []
+    asking = [ask_aside(front_end, request_id, answers) for request_id in "ab"]
+    until(lambda: tokens_out(front_end, "one") == tokens_out(front_end, "two") == HELD_TOKENS - 1)
+    first.pause()
+    until(lambda: front_end.names() == ["two"])
+    assert {front_end.ask(f"new {n}") for n in range(3)} == {(2,)}
+    front_end.run(front_end.fleet.load_adapter("later", "places/later", replace=True))
+    assert answers == []
+    first.go_on()
+    until(lambda: sorted(front_end.names()) == ["one", "two"])
+    assert all(thread.is_alive() for thread in asking)
+    for request_id in "ab":
+        front_end.run(front_end.fleet.abort(request_id))
+    for thread in asking:
+        thread.join(20)
+    # Its own tokens, once, and from nobody else.
+    assert sorted(answers) == [(1,), (2,)]
+    assert [one.num_resent for one in front_end.roster.instances] == [0, 0]
+    assert [one.num_restarts for one in front_end.roster.instances] == [0, 0]
+
+
+def test_request_of_one_that_stays_stopped_goes_on_elsewhere_and_is_not_answered_twice(pair):
+    front_end, first, _ = pair(Heartbeat(timeout_s=1.0, dead_s=2.5))
+    answers: list = []
+    asking = [ask_aside(front_end, request_id, answers) for request_id in "ab"]
+    until(lambda: tokens_out(front_end, "one") == tokens_out(front_end, "two") == HELD_TOKENS - 1)
+    first.pause()
+    # What is left of it is short enough not to be held.
+    until(lambda: answers)
+    assert answers == [(1, 2)]
+    assert front_end.names() == ["two"]
+    first.go_on()
+    until(lambda: sorted(front_end.names()) == ["one", "two"])
+    for request_id in "ab":
+        front_end.run(front_end.fleet.abort(request_id))
+    for thread in asking:
+        thread.join(20)
+    assert sorted(answers) == [(1, 2), (2,)]
+    assert sum(one.num_resent for one in front_end.roster.instances) == 1
+    assert {front_end.ask(str(n)) for n in range(4)} == {(1,), (2,)}
+
+
+CONFIG = EngineConfig(
+    model_dir=str(ROOT / "demo" / "model"), dtype="float32", eager=True, num_threads=1, num_instances=2
+)
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[EngineClient, list[int]]]:
+    """Two engines behind a client, and the ids of their processes."""
+    before = set(children(os.getpid()))
+    with engine_processes(CONFIG, "round_robin", heartbeat=Heartbeat(timeout_s=2.0, dead_s=3.5)) as client:
+        yield client, sorted({*children(os.getpid())} - before)
+
+
+def test_stopped_engine_process_is_killed_and_started_again(engines):
+    client, pids = engines
+
+    async def ask(request_id: str) -> list[int]:
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=(1, 40, 41, 42),
+            sampling=SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True),
+        )
+        return [token async for output in client.generate(request) for token in output.token_ids]
+
+    async def ups() -> list[bool]:
+        stats = await client.stats()
+        assert isinstance(stats, FleetStats)
+        return [one.live for one in stats.instances]
+
+    async def run() -> None:
+        undisturbed = await ask("first")
+        victim = pids[0]
+        requests = [asyncio.create_task(ask(str(n))) for n in range(4)]
+        await asyncio.sleep(0)
+        os.kill(victim, signal.SIGSTOP)
+        assert await asyncio.gather(*requests) == [undisturbed] * 4
+        deadline = time.monotonic() + 120
+        while await ups() != [True, True]:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert victim not in set(children(os.getpid()))
+        stats = await client.stats()
+        assert isinstance(stats, FleetStats)
+        assert sum(one.num_restarts for one in stats.instances) == 1
+        assert await asyncio.gather(ask("x"), ask("y")) == [undisturbed] * 2
+
+    asyncio.run(run())

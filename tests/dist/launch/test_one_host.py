@@ -1,0 +1,209 @@
+"""Roles as processes of one host: kept running, ended together, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+
+import pytest
+
+from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
+from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.dist.launch.host_roles import HostRoles, RestartPolicy, Role
+from moe_lora.dist.net.thread import LoopThread, entered
+from moe_lora.dist.launch.one_host import cluster_file, on_sockets, roles_of
+
+from tests.dist.cluster_jobs import alive, until
+
+QUICK = RestartPolicy(first_pause_s=0.01, longest_pause_s=0.02)
+SLEEPING = Role(name="sleeper", kind="one", words=("-c", "import time; time.sleep(600)"))
+FAILING = Role(name="failing", kind="other", words=("-c", "raise SystemExit(3)"))
+TELLING = """
+import sys, time
+from moe_lora.core.errors import ConfigError
+from moe_lora.dist.launch.host_roles import say_started
+status = int(sys.argv[sys.argv.index("--status-fd") + 1])
+if sys.argv[1] == "unfit":
+    say_started(status, ConfigError("it can't be"))
+    sys.exit(1)
+say_started(status)
+time.sleep(600)
+"""
+FIT, UNFIT = (Role(name=name, kind="telling", words=("-c", TELLING, name)) for name in ("fit", "unfit"))
+UNFIT = replace(UNFIT, kind="unfit")
+
+
+@pytest.fixture
+def cluster(tmp_path) -> ClusterConfig:
+    return ClusterConfig(
+        engine=EngineConfig(
+            model_dir=str(tmp_path / "base"),
+            adapters=(("a", str(tmp_path / "a")),),
+            num_instances=2,
+            decode_buckets=(1, 2),
+            eager=True,
+        ),
+        served_model_name="served",
+        front_end=FrontEndConfig(port=8123, placement="loraserve", operating_points=str(tmp_path / "points")),
+        provision=ProvisionConfig(target_iar=0.9),
+        registry=RegistryConfig(folder=str(tmp_path / "registry"), adapters=("r",)),
+    )
+
+
+def test_the_file_says_what_the_settings_say(cluster, tmp_path):
+    everything = on_sockets(cluster, 2, None, str(tmp_path))
+    (tmp_path / "cluster.yaml").write_text(cluster_text(everything))
+    assert read_cluster(tmp_path / "cluster.yaml") == everything
+    with cluster_file(everything) as descriptor:
+        assert read_cluster(f"/dev/fd/{descriptor}") == everything
+        assert os.fstat(descriptor).st_mode & 0o077 == 0
+
+
+def test_relative_paths_are_those_of_the_folder_where_it_was_started(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    relative = ClusterConfig(
+        engine=EngineConfig(model_dir="base", adapters=(("a", "a"),)),
+        served_model_name="s",
+        certificates="certificates",
+    )
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "cluster.yaml").write_text(cluster_text(relative))
+    engine = read_cluster(tmp_path / "elsewhere" / "cluster.yaml").engine
+    assert engine.model_dir == str(tmp_path / "base")
+    assert engine.adapters == (("a", str(tmp_path / "a")),)
+
+
+def test_each_role_has_a_socket_of_its_own_in_the_folder(cluster, tmp_path):
+    once = on_sockets(cluster, 2, None, str(tmp_path))
+    assert sorted(once.doors()) == ["controller", "front-end-0", "front-end-1"]
+    assert len({*once.doors().values(), once.controller.address}) == 4
+    assert all(address.path.startswith(str(tmp_path)) for address in once.doors().values())
+    names = [role.name for role in roles_of(once, 5, 6)]
+    assert names == ["controller", "front-end-0", "front-end-1", "instance-0", "instance-1"]
+
+
+@contextmanager
+def keeping(*roles: Role, policy: RestartPolicy = QUICK) -> Iterator[tuple[HostRoles, LoopThread]]:
+    """The roles kept running in an event loop of their own."""
+
+    @asynccontextmanager
+    async def kept() -> AsyncIterator[HostRoles]:
+        found = HostRoles(roles, policy=policy)
+        yield found
+        await found.stop()
+
+    with entered(kept) as (found, thread):
+        yield found, thread
+
+
+def pids(caplog, name: str) -> list[int]:
+    return [int(pid) for pid in re.findall(rf"{name} started \(process (\d+)\)", caplog.text)]
+
+
+def test_what_ends_is_started_again_for_ever(caplog):
+    caplog.set_level("INFO", logger="moe_lora")
+    with keeping(SLEEPING, FAILING) as (kept, _):
+        until(lambda: len(pids(caplog, "failing")) > 12, lambda: caplog.text)
+        assert len(pids(caplog, "sleeper")) == 1
+        assert not kept.failed.done()
+    assert "ended with exit code 3" in caplog.text
+
+
+def test_one_that_is_killed_again_and_again_is_there_again(caplog):
+    caplog.set_level("INFO", logger="moe_lora")
+    with keeping(SLEEPING) as (kept, thread):
+        for count in range(1, 11):
+            until(lambda count=count: len(pids(caplog, "sleeper")) == count, lambda: caplog.text)
+            thread.loop.call_soon_threadsafe(kept.kill, "sleeper")
+        until(lambda: len(pids(caplog, "sleeper")) == 11, lambda: caplog.text)
+        assert alive(pids(caplog, "sleeper")[-1])
+
+
+def test_setting_that_keeps_a_role_from_its_part_ends_it(caplog):
+    with keeping(SLEEPING, UNFIT) as (kept, _):
+        until(kept.failed.done, lambda: caplog.text)
+        assert isinstance(kept.failed.result(), ConfigError)
+    assert "unfit is not started again, since a setting is the cause: it can't be" in caplog.text
+
+
+def test_while_others_of_its_kind_stand_in_nothing_has_failed(caplog):
+    with keeping(SLEEPING, replace(UNFIT, kind="one")) as (kept, _):
+        until(lambda: "unfit is not started again" in caplog.text, lambda: caplog.text)
+        assert not kept.failed.done()
+
+
+def test_what_keeps_one_from_starting_is_raised_where_all_are_awaited():
+    with keeping(FIT, UNFIT) as (kept, thread), pytest.raises(ConfigError, match="it can't be"):
+        thread.run(kept.ready(), 60)
+    with keeping(FIT) as (kept, thread):
+        thread.run(kept.ready(), 60)
+    with keeping(FAILING) as (kept, thread), pytest.raises(EngineDeadError, match="exit code 3 while"):
+        thread.run(kept.ready(), 60)
+
+
+def test_death_after_a_long_life_begins_the_count_anew(caplog):
+    caplog.set_level("INFO", logger="moe_lora")
+    patient = RestartPolicy(quick_s=0.0, first_pause_s=600.0)  # no life is too short
+    with keeping(FAILING, policy=patient):
+        until(lambda: len(pids(caplog, "failing")) > 3, lambda: caplog.text)
+
+
+def test_lack_of_handles_for_a_while_costs_no_role(caplog, monkeypatch):
+    caplog.set_level("INFO", logger="moe_lora")
+    problems = [OSError(24, "Too many open files")] * 8
+    start = asyncio.create_subprocess_exec
+
+    async def start_if_there_are_handles(*args, **keywords):
+        if problems:
+            raise problems.pop()
+        return await start(*args, **keywords)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_if_there_are_handles)
+    with keeping(SLEEPING):
+        until(lambda: pids(caplog, "sleeper"), lambda: caplog.text)
+
+
+def test_stopping_ends_what_runs(caplog):
+    caplog.set_level("INFO", logger="moe_lora")
+    with keeping(SLEEPING) as (kept, _):
+        until(lambda: pids(caplog, "sleeper"), lambda: caplog.text)
+    assert not alive(pids(caplog, "sleeper")[0])
+    assert not kept.failed.done()
+
+
+def test_pauses_grow_up_to_a_bound():
+    policy = RestartPolicy()
+    pauses = [policy.pause_s(num_deaths) for num_deaths in range(1, 9)]
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0]
+
+
+CHILD = """
+import os, time
+from moe_lora.dist.launch.roles import end_with
+end_with(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+PARENT = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+time.sleep(600)
+"""
+
+
+def test_a_child_ends_with_its_parent_however_that_ends():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert alive(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    until(lambda: not alive(child), lambda: "the child outlives its parent")

@@ -1,0 +1,77 @@
+"""Roles that can't start say why, in one line that names the setting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_lora.config.cluster import read_cluster
+from moe_lora.core.errors import ConfigError
+from moe_lora.dist.net.keys import make_keys
+from moe_lora.dist.launch.roles import Place, serve_instance, serve_lora_server
+
+ROOT = Path(__file__).parents[3]
+SERVER = "lora_server: {layout: EP2-PP1, address: '127.0.0.1:1', store_dir: store}\n"
+FRONT_END = "front_end: {engines_address: '127.0.0.1:1'}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_text(text: str) -> Path:
+        if not (tmp_path / "certificates").exists():
+            make_keys(tmp_path / "certificates")
+        (tmp_path / "cluster.yaml").write_text(f"model_dir: base\ncertificates: certificates\n{text}")
+        return tmp_path / "cluster.yaml"
+
+    return write_text
+
+
+def test_lora_server_needs_as_many_processes_as_its_layout_has_ranks(write):
+    cluster = read_cluster(write(SERVER))
+    with pytest.raises(ConfigError, match=r"EP2-PP1 has 2 ranks, but this job has 1 .* --nproc-per-node 2"):
+        serve_lora_server(cluster, Place())
+
+
+def test_lora_server_without_its_section(write):
+    with pytest.raises(ConfigError, match="no lora_server section"):
+        serve_lora_server(read_cluster(write("")), Place())
+
+
+def test_instance_needs_one_process_or_one_for_each_of_its_ranks(write):
+    cluster = read_cluster(write(f"engine: {{expert_parallel: 4}}\n{FRONT_END}"))
+    with pytest.raises(ConfigError, match=r"has 2 processes, but engine\.expert_parallel=4"):
+        serve_instance(cluster, Place(0, 2), "instance-1")
+
+
+def test_instance_must_know_where_to_dial(write):
+    with pytest.raises(ConfigError, match="engines_address is needed"):
+        serve_instance(read_cluster(write("")), Place(), "instance-1")
+
+
+def test_place_is_what_torchrun_says(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert Place.here() == Place(0, 1, under_torchrun=False)
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "3"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    assert Place.here() == Place(2, 3, under_torchrun=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "reason"),
+    [
+        (["--role", "lora-server"], 1, "Error: lora_server.layout=EP2-PP1 has 2 ranks"),
+        (["--role", "instance"], 1, "Error: front_end.engines_address is needed"),
+        (["--role", "lora-server", "--name", "x"], 2, "--name is an instance's"),
+        ([], 2, "--config and --role are needed"),
+    ],
+)
+def test_command_ends_with_one_line(write, options, code, reason):
+    command = [sys.executable, "-m", "moe_lora.dist.launch.run_role", "--config", str(write(SERVER)), *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == code
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr

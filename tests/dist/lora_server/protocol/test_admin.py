@@ -1,0 +1,162 @@
+"""Resizing a running LoRA Server over its control connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_lora.core.errors import CapacityError, LoraServerError
+from moe_lora.dist.lora_server.protocol.admin import LoraServerAdmin
+from moe_lora.dist.lora_server.protocol.control import dial
+from moe_lora.dist.lora_server.client.lease_client import LeaseClient
+from moe_lora.dist.lora_server.protocol.control_messages import AdminHello
+
+from tests.dist.lora_server.cluster import Cluster, random_adapter, until
+from tests.dist.lora_server.shapes import model_shape
+from tests.dist.lora_server.server.test_leader import granted, join
+
+SHAPE = model_shape(num_experts=4, num_layers=2)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Room for two of the adapters "a" to "e", and memory for more."""
+    with Cluster(SHAPE, "EP2-PP1", capacity=2) as made:
+        made.put(*(random_adapter(name, SHAPE) for name in "abcde"))
+        yield made
+
+
+def admin(cluster: Cluster, **settings) -> LoraServerAdmin:
+    return LoraServerAdmin(cluster.config.address, None, **settings)
+
+
+def all_loaded(cluster: Cluster, leases: LeaseClient, adapters: str) -> None:
+    for number in range(cluster.num_ranks):
+        shelf = cluster.rank(number).loop.shelf
+        for adapter_id in adapters:
+            lease = leases.lease(adapter_id)
+            until(
+                lambda shelf=shelf, lease=lease: (
+                    lease.slot < len(shelf.generation)
+                    and bool((shelf.loaded[lease.slot] == lease.generation).all())
+                ),
+                f"{adapter_id} is loaded on rank {number}",
+            )
+
+
+def test_state_counts_what_is_there(cluster):
+    leases = join(cluster, "one")
+    for adapter_id in "abc":
+        leases.acquire(adapter_id)
+    granted(leases, "b")
+    until(lambda: admin(cluster).state().num_waiting == 1)
+    state = admin(cluster).state()
+    assert (state.capacity, state.num_resident, state.num_leases, state.num_loads) == (2, 2, 2, 2)
+    assert state.max_capacity >= 5
+
+
+def test_growing_serves_those_who_wait_on_all_ranks(cluster):
+    leases = join(cluster, "one")
+    for adapter_id in "abcd":
+        leases.acquire(adapter_id)
+    granted(leases, "b")
+    assert leases.lease("c") is None
+    assert admin(cluster).resize(4).capacity == 4
+    granted(leases, "c")
+    granted(leases, "d")
+    all_loaded(cluster, leases, "abcd")
+
+
+def test_shrinking_lets_running_leases_end_and_gives_none_meanwhile(cluster):
+    leases, other = join(cluster, "one"), join(cluster, "other")
+    leases.acquire("a")
+    leases.acquire("b")
+    granted(leases, "a")
+    granted(leases, "b")
+    state = admin(cluster).resize(1)
+    assert (state.capacity, state.num_resident, state.num_leases) == (1, 2, 2)
+    other.acquire("c")
+    leases.release("a")
+    until(lambda: admin(cluster).state().num_resident == 1)
+    assert other.lease("c") is None
+    assert leases.lease("b") is not None
+    leases.release("b")
+    granted(other, "c")
+
+
+def test_rank_that_comes_back_after_growing_has_the_slots(cluster):
+    leases = join(cluster, "one")
+    admin(cluster).resize(5)
+    cluster.stop(1)
+    cluster.start(1)
+    for adapter_id in "abcde":
+        leases.acquire(adapter_id)
+        granted(leases, adapter_id)
+    all_loaded(cluster, leases, "abcde")
+
+
+def test_new_leader_starts_with_its_configured_capacity_and_keeps_the_other_rank(cluster):
+    leases = join(cluster, "one")
+    admin(cluster).resize(5)
+    rank = cluster.rank(1)
+    cluster.stop(0)
+    until(lambda: not leases.connected)
+    cluster.start(0)
+    until(lambda: leases.connected)
+    assert admin(cluster).state().capacity == 2
+    leases.acquire("a")
+    granted(leases, "a")
+    all_loaded(cluster, leases, "a")
+    assert cluster.rank(1) is rank
+    assert len(rank.loop.shelf.generation) == 5
+
+
+def test_capacity_beyond_the_ranks_memory_is_refused_with_what_fits(cluster):
+    join(cluster, "one")
+    limit = admin(cluster).state().max_capacity
+    with pytest.raises(CapacityError, match=rf"capacity={limit + 1} .* {limit} .* lora_server.memory_gb"):
+        admin(cluster).resize(limit + 1)
+    assert admin(cluster).state().capacity == 2
+    assert admin(cluster).resize(limit).capacity == limit
+
+
+def test_growing_is_refused_while_it_is_unknown_how_large_adapters_are(cluster):
+    with pytest.raises(CapacityError, match="no adapter is registered"):
+        admin(cluster).resize(3)
+    assert admin(cluster).state().max_capacity is None
+
+
+@pytest.mark.parametrize("capacity", [0, -3])
+def test_capacity_below_one_is_refused(cluster, capacity):
+    with pytest.raises(CapacityError, match="choose 1 or more"):
+        admin(cluster).resize(capacity)
+
+
+def test_server_that_is_gone_says_so(cluster):
+    cluster.stop(0)
+    with pytest.raises(LoraServerError, match="no LoRA Server answers"):
+        admin(cluster, timeout_s=0.2).state()
+
+
+def test_admin_of_another_version_is_refused(cluster):
+    hello = AdminHello(name="old", protocol=0)
+    with pytest.raises(LoraServerError, match="refused old: protocol 0"):
+        dial(cluster.config.address, None, hello, 5.0)
+
+
+def test_shelf_keeps_what_it_holds_when_it_grows(cluster):
+    leases = join(cluster, "one")
+    leases.acquire("a")
+    granted(leases, "a")
+    all_loaded(cluster, leases, "a")
+    shelf = cluster.rank(1).loop.shelf
+    slot = leases.lease("a").slot
+    before = [getattr(shelf.slots, name)[slot].clone() for name in ("a_offset", "b_offset", "lora_rank")]
+    admin(cluster).resize(5)
+    until(lambda: len(shelf.generation) == 5)
+    after = [getattr(shelf.slots, name)[slot] for name in ("a_offset", "b_offset", "lora_rank")]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert (shelf.loaded[slot] == leases.lease("a").generation).all()
+    assert not shelf.slots.lora_rank[2:].any()

@@ -1,0 +1,244 @@
+"""The leader and the instances' lease clients over real connections."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from moe_lora.core.errors import CapacityError, LoraServerError
+from moe_lora.dist.lora_server.protocol.control import dial
+from moe_lora.dist.lora_server.client.lease_client import LeaseClient
+from moe_lora.dist.lora_server.protocol.control_messages import Acquire, Granted, LeasesHello, Order, Register, Registered, Release, StatsAsked
+from moe_lora.dist.lora_server.server.orders import Orders
+
+from tests.dist.lora_server.cluster import Cluster, hear_until_the_end, random_adapter, until
+from tests.dist.lora_server.shapes import model_shape
+
+SHAPE = model_shape(num_experts=4, num_layers=2)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Room for two of the adapters "a" to "e"; a silent instance is given up after a second."""
+    with Cluster(SHAPE, "EP2-PP1", capacity=2, lease_timeout_s=1.0) as made:
+        made.put(*(random_adapter(name, SHAPE) for name in "abcde"))
+        yield made
+
+
+def join(cluster: Cluster, instance: str, adapters: str = "abcde", **settings) -> LeaseClient:
+    leases = cluster.leases(cluster.client(instance, **settings))
+    for adapter_id in adapters:
+        leases.register(adapter_id)
+    return leases
+
+
+def granted(leases: LeaseClient, adapter_id: str) -> None:
+    until(lambda: leases.lease(adapter_id), f"{adapter_id} is granted")
+
+
+def settled(leases: LeaseClient) -> dict[str, int]:
+    """The leader's counters once it has heard all that was said before."""
+    stats = leases.stats(20.0)
+    assert stats is not None
+    return stats
+
+
+def test_leases_are_granted_first_come_first_served_over_all_instances(cluster):
+    one, other = join(cluster, "one"), join(cluster, "other")
+    one.acquire("a")
+    one.acquire("b")
+    granted(one, "a")
+    granted(one, "b")
+    other.acquire("c")
+    settled(other)
+    one.acquire("d")
+    assert settled(one)["num_waiting"] == 2
+    one.release("a")
+    granted(other, "c")
+    assert one.lease("d") is None
+    one.release("b")
+    granted(one, "d")
+    assert other.lease("c").generation >> 20 == one.lease("d").generation >> 20, "one leader's"
+
+
+def test_waiting_ends_with_release(cluster):
+    one, other = join(cluster, "one"), join(cluster, "other")
+    for adapter_id in "abc":
+        one.acquire(adapter_id)
+    other.acquire("d")
+    one.release("c")
+    one.release("a")
+    granted(other, "d")
+    assert settled(one)["num_waiting"] == 0
+    assert one.lease("c") is None
+
+
+def test_grant_of_an_acquire_given_up_since_is_not_taken_for_the_next_one(cluster):
+    one, other = join(cluster, "one"), join(cluster, "other")
+    other.acquire("a")
+    other.acquire("b")
+    granted(other, "b")
+    one.acquire("c")
+    one._hear(one._connection, Granted("c", number=0, slot=0, generation=1))
+    assert one.lease("c") is None
+    other.release("a")
+    granted(one, "c")
+
+
+def test_lease_is_granted_though_the_leaders_own_rank_can_not_load(monkeypatch):
+    def fail(orders: Orders, order: Order) -> None:
+        raise OSError(f"no {type(order).__name__} today")
+
+    monkeypatch.setattr(Orders, "carry_out", fail)
+    with Cluster(SHAPE, "EP1-PP1", capacity=2) as made:
+        made.put(random_adapter("a", SHAPE))
+        one = join(made, "one", "a")
+        one.acquire("a")
+        granted(one, "a")
+
+
+def test_instance_that_is_gone_frees_its_leases(cluster):
+    one, other = join(cluster, "one"), join(cluster, "other")
+    one.acquire("a")
+    one.acquire("b")
+    granted(one, "b")
+    other.acquire("c")
+    one.stop()
+    granted(other, "c")
+
+
+def test_instance_that_came_back_is_heard_on_its_newest_connection_only(cluster):
+    hello = LeasesHello(name="one", instance="one", agreed=cluster.client("one")._agreed)
+    old, new = (dial(cluster.config.address, None, hello, 5.0)[0] for _ in range(2))
+    new.send(Register("a"))
+    new.send(Acquire("a", 1))
+    assert [type(new.receive(20.0)) for _ in range(2)] == [Registered, Granted]
+    with contextlib.suppress(OSError):  # it is being closed
+        old.send(Release("a"))
+    with pytest.raises((EOFError, OSError)):
+        hear_until_the_end(old)
+    new.send(StatsAsked(1))
+    assert new.receive(20.0).stats.num_leases == 1
+    old.close()
+    new.close()
+
+
+def test_adapter_unregistered_by_one_instance_is_still_served_to_another(cluster):
+    one, other = join(cluster, "one", "a"), join(cluster, "other", "a")
+    one.unregister("a")
+    settled(one)
+    other.acquire("a")
+    granted(other, "a")
+    other.unregister("a")
+    assert settled(other)["num_resident"] == 1, "served to the end"
+    other.release("a")
+    assert settled(other)["num_resident"] == 0
+
+
+def test_new_leader_is_told_what_was_registered_and_wanted(cluster):
+    changes = threading.Semaphore(0)
+    leases = cluster.leases(cluster.client("one"), changes.release)
+    for adapter_id in "abc":
+        leases.register(adapter_id)
+        leases.acquire(adapter_id)
+    granted(leases, "b")
+    before = leases.lease("a")
+    while changes.acquire(blocking=False):
+        pass
+    cluster.stop(0)
+    until(lambda: not leases.connected)
+    assert leases.lease("a") is None
+    assert changes.acquire(timeout=20.0), "also told to those that only wait"
+    assert not leases.acquire("c"), "nothing can come now"
+    cluster.start(0)
+    granted(leases, "a")
+    granted(leases, "b")
+    assert leases.lease("a").generation > before.generation
+    leases.release("a")
+    granted(leases, "c")
+    until(lambda: cluster.rank(1).loop.shelf.loaded.min() > before.generation, "the other rank loads too")
+
+
+def test_rank_that_comes_back_is_told_what_is_resident(cluster):
+    leases = join(cluster, "one", "ab")
+    leases.acquire("a")
+    leases.acquire("b")
+    granted(leases, "a")
+    granted(leases, "b")
+    cluster.stop(1)
+    rank = cluster.start(1)
+    wanted = {leases.lease(name).slot: leases.lease(name).generation for name in "ab"}
+    until(lambda: all((rank.loop.shelf.loaded[slot] == wanted[slot]).all() for slot in wanted))
+
+
+def test_content_goes_to_a_leader_and_from_it_to_ranks_of_other_hosts(tmp_path):
+    """Three stores: the leader's, the other rank's and the client's."""
+    with Cluster(SHAPE, "EP2-PP1", store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        cluster.stop(1)
+        shared = cluster.config
+        cluster.config = cluster.config.__class__(**{**vars(shared), "store_dir": str(tmp_path / "rank")})
+        rank = cluster.start(1)
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        client.store.put(random_adapter("a", SHAPE))
+        leases = cluster.leases(client)
+        leases.register("a")
+        leases.acquire("a")
+        granted(leases, "a")
+        lease = leases.lease("a")
+        until(lambda: (rank.loop.shelf.loaded[lease.slot] == lease.generation).all())
+        files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("leader", "rank")]
+        assert files[0] == files[1] == [client.store.path("a").name]
+        cluster.stop(0)
+        for path in (tmp_path / "leader").iterdir():
+            path.unlink()
+        until(lambda: not leases.connected)
+        cluster.config = shared
+        cluster.start(0)
+        granted(leases, "a")  # asked for before the content had come again
+
+
+def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():
+    with Cluster(SHAPE, "EP2-PP1", memory_gb=0.0005) as cluster:
+        cluster.put(random_adapter("small", SHAPE), random_adapter("huge", SHAPE, 500))
+        leases = join(cluster, "one", "")
+        with pytest.raises(CapacityError, match=r"'huge' needs \d+ pages on LoRA Server rank 0, .* or more"):
+            leases.register("huge")
+        leases.register("small")
+        leases.acquire("small")
+        granted(leases, "small")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"layout": "EP1-PP1"}, "layout"), ({"sites": "experts"}, "sites")],
+)
+def test_client_with_other_settings_is_refused_by_their_name(cluster, changes, field):
+    with pytest.raises(LoraServerError, match=field):
+        cluster.client("one", **changes)
+
+
+@pytest.mark.parametrize("layout", ["EP1-PP1", "EP2-PP1"])
+def test_content_that_the_store_has_lost_is_fetched_from_an_instance(layout):
+    with Cluster(SHAPE, layout, capacity=2) as made:
+        made.put(*(random_adapter(name, SHAPE) for name in "ab"))
+        client = made.client("one")
+        in_use = [client.store.get(name, name) for name in "ab"]
+        one = made.leases(client)
+        for name in "ab":
+            one.register(name)
+        shutil.rmtree(made.config.store_dir)
+        for name in "ab":
+            one.acquire(name)
+            granted(one, name)
+            lease = one.lease(name)
+            for number in range(made.num_ranks):
+                shelf = made.rank(number).loop.shelf
+                until(
+                    lambda shelf=shelf, lease=lease: (shelf.loaded[lease.slot] == lease.generation).all(),
+                    f"{name} is loaded",
+                )
+        assert all(packed.content_hash in client.store for packed in in_use)

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.errors import ConfigError
+from moe_lora.dist.lora_server.server.kept import shard_pages
+from moe_lora.dist.lora_server.protocol.control_messages import Block, Content, EvictOrder, LoadOrder, Need
+from moe_lora.dist.lora_server.server.orders import Orders
+from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+from moe_lora.dist.lora_server.server.server_store import Shelf, _allocate
+from moe_lora.dist.net.codec import Message
+
+from tests.dist.lora_server.cluster import CPU, random_adapter, until
+from tests.dist.lora_server.shapes import model_shape
+
+SHAPE = model_shape()
+PARTITION = Partition(SHAPE, Layout.parse("EP2-PP1"), 1)
+PAGE_BYTES, PAGES_PER_LAYER, CAPACITY = 256, 64, 3
+LAST = SHAPE.num_layers - 1
+
+
+class Gate:
+    """Lets the loader get on layer by layer: it may finish as many as it was let."""
+
+    def __init__(self) -> None:
+        self._passes = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        if threading.current_thread().name == "adapter-loads":
+            assert self._passes.acquire(timeout=20.0)
+
+    def let(self, num_layers: int = 1) -> None:
+        self._passes.release(num_layers)
+
+
+FIRST = 1000
+
+
+def make_shelf(on_progress=lambda: None, load_bytes_per_s: float | None = None) -> Shelf:
+    return Shelf(
+        SHAPE,
+        PARTITION,
+        0,
+        capacity=CAPACITY,
+        num_pages=CAPACITY * PAGES_PER_LAYER * SHAPE.num_layers,
+        page_bytes=PAGE_BYTES,
+        device=CPU,
+        on_progress=on_progress,
+        load_bytes_per_s=load_bytes_per_s,
+    )
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def shelf(gate) -> Iterator[Shelf]:
+    made = make_shelf(gate)
+    yield made
+    gate.let(1000)
+    made.stop()
+
+
+def runs(place: int) -> dict[int, tuple[int, int]]:
+    first = place * SHAPE.num_layers
+    return {n: ((first + n) * PAGES_PER_LAYER, PAGES_PER_LAYER) for n in range(SHAPE.num_layers)}
+
+
+def ready(shelf: Shelf, slot: int, generation: int) -> list[bool]:
+    """Of each layer."""
+    pair = np.array([slot], dtype=np.int32), np.array([generation])
+    return [shelf.is_ready(*pair, layer) for layer in range(SHAPE.num_layers)]
+
+
+def stale(shelf: Shelf, slot: int, generation: int) -> bool:
+    return shelf.is_stale(np.array([slot], dtype=np.int32), np.array([generation]))
+
+
+def test_shards_of_the_adapters_here_fit_the_runs():
+    pages = shard_pages(random_adapter("a", SHAPE), PARTITION, PAGE_BYTES)
+    assert max(pages[0].values()) <= PAGES_PER_LAYER
+
+
+def test_first_layers_are_ready_before_the_last_are_there(shelf, gate):
+    shelf.load(1, 5, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(shelf, 1, 5) == [True, False, False, False])
+    gate.let(2)
+    until(lambda: ready(shelf, 1, 5) == [True, True, True, False])
+    assert not stale(shelf, 1, 5)
+    gate.let(1)
+    until(lambda: all(ready(shelf, 1, 5)))
+
+
+def test_newcomer_gets_layers_between_those_of_another(shelf, gate):
+    shelf.load(0, 1, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(shelf, 0, 1)[0])
+    shelf.load(1, 1, random_adapter("b", SHAPE), runs(1))
+    gate.let(2)
+    until(lambda: ready(shelf, 1, 1)[0])
+    assert not ready(shelf, 0, 1)[LAST]
+
+
+def test_layers_that_an_adapter_has_nothing_of_are_there_at_once(shelf):
+    some = {layer: run for layer, run in runs(0).items() if layer == LAST}
+    shelf.load(0, 1, random_adapter("a", SHAPE), some)
+    assert ready(shelf, 0, 1)[:LAST] == [True] * LAST
+
+
+def test_load_under_way_goes_on_when_slots_are_added(shelf, gate):
+    shelf.start_over(FIRST)
+    shelf.load(0, FIRST + 1, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(shelf, 0, FIRST + 1)[0])
+    shelf.grow(CAPACITY + 2)
+    gate.let(100)
+    until(lambda: all(ready(shelf, 0, FIRST + 1)))
+    added = CAPACITY + 1
+    assert not stale(shelf, added, FIRST + 1)
+    assert stale(shelf, added, FIRST - 1), "an earlier leader's"
+    assert not any(ready(shelf, added, FIRST + 1))
+    shelf.load(added, FIRST + 1, random_adapter("b", SHAPE), runs(1))
+    until(lambda: all(ready(shelf, added, FIRST + 1)))
+    shelf.grow(1)
+    assert len(shelf.generation) == CAPACITY + 2, "slots are never taken back"
+
+
+def test_evicted_while_loading_is_stale_and_never_ready(shelf, gate):
+    shelf.load(0, 1, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(shelf, 0, 1)[0])
+    shelf.evict(0, 1)
+    assert stale(shelf, 0, 1)
+    shelf.load(0, 2, random_adapter("b", SHAPE), runs(1))
+    gate.let(100)
+    until(lambda: all(ready(shelf, 0, 2)))
+    assert not ready(shelf, 0, 1)[LAST]
+    assert not stale(shelf, 0, 2)
+
+
+def test_late_load_and_late_eviction_of_old_content_change_nothing(shelf, gate):
+    gate.let(100)
+    shelf.evict(0, 4)
+    shelf.load(0, 5, random_adapter("b", SHAPE), runs(0))
+    until(lambda: all(ready(shelf, 0, 5)))
+    shelf.load(0, 4, random_adapter("a", SHAPE), runs(0))
+    shelf.evict(0, 4)
+    assert all(ready(shelf, 0, 5))
+    assert not stale(shelf, 0, 5)
+    assert shelf.slots.lora_rank[0].any()
+
+
+@pytest.mark.parametrize("first_generation", [100, 1], ids=["later", "clock set back"])
+def test_after_starting_over_nothing_of_before_is_ready(shelf, gate, first_generation):
+    gate.let(100)
+    shelf.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    until(lambda: all(ready(shelf, 0, 5)))
+    shelf.start_over(first_generation)
+    assert not any(ready(shelf, 0, 5))
+    assert stale(shelf, 0, 5) == (first_generation > 5)
+    shelf.load(0, first_generation + 1, random_adapter("b", SHAPE), runs(0))
+    until(lambda: all(ready(shelf, 0, first_generation + 1)))
+
+
+def test_layer_written_before_starting_over_does_not_count_for_the_same_load_sent_again(monkeypatch):
+    gate, pauses, sleep = Gate(), threading.Semaphore(0), time.sleep
+
+    def pause(duration_s: float) -> None:
+        if threading.current_thread().name != "adapter-loads":
+            sleep(duration_s)
+            return
+        pauses.release()
+        gate()
+
+    monkeypatch.setattr(time, "sleep", pause)
+    shelf = make_shelf(load_bytes_per_s=1e9)
+    shelf.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    assert pauses.acquire(timeout=20.0), "the first layer is written, and waits for the rate limit"
+    shelf.start_over(1)
+    shelf.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    gate.let(1)
+    assert pauses.acquire(timeout=20.0), "the old load's step is over, the new one's first layer is written"
+    assert not any(ready(shelf, 0, 5))
+    gate.let(1000)
+    until(lambda: all(ready(shelf, 0, 5)))
+    shelf.stop()
+
+
+def test_layer_that_can_not_be_loaded_makes_its_adapter_stale_and_the_next_one_loads(shelf, gate):
+    gate.let(100)
+    too_small = {layer: (first, 1) for layer, (first, _) in runs(0).items()}
+    shelf.load(0, 1, random_adapter("a", SHAPE), too_small)
+    until(lambda: stale(shelf, 0, 1))
+    shelf.load(0, 2, random_adapter("a", SHAPE), runs(0))
+    until(lambda: all(ready(shelf, 0, 2)))
+
+
+class Connection:
+    """A leader's, that hands out what it is given to say."""
+
+    def __init__(self, store: HostStore, packed: PackedAdapter) -> None:
+        self.sent: list[Message] = []
+        self.file = store.path(packed.content_hash).read_bytes()
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout_s: float) -> Message:
+        return Block(self.file)
+
+
+@pytest.fixture
+def content(tmp_path) -> tuple[Orders, Shelf, Connection, Iterator]:
+    leaders, ours = HostStore(tmp_path / "leader"), HostStore(tmp_path / "rank")
+    packed = random_adapter("a", SHAPE)
+    leaders.put(packed)
+    shelf = make_shelf()
+    yield Orders(shelf, ours), shelf, Connection(leaders, packed)
+    shelf.stop()
+
+
+def load_order(generation: int) -> LoadOrder:
+    return LoadOrder("a", 0, generation, runs(0))
+
+
+CONTENT = Content("a", 1)
+
+
+def test_content_that_is_not_here_is_asked_for_and_then_loaded(content):
+    orders, shelf, connection = content
+    orders.hear(connection, load_order(1))
+    assert connection.sent == [Need("a")]
+    assert not any(ready(shelf, 0, 1))
+    orders.hear(connection, CONTENT)
+    until(lambda: all(ready(shelf, 0, 1)))
+
+
+def test_content_that_comes_after_the_eviction_is_not_brought_back(content):
+    orders, shelf, connection = content
+    orders.hear(connection, load_order(1))
+    orders.hear(connection, EvictOrder(0, 1))
+    orders.hear(connection, CONTENT)
+    orders.hear(connection, load_order(2))
+    until(lambda: all(ready(shelf, 0, 2)))
+    assert stale(shelf, 0, 1)
+
+
+def test_damaged_content_is_refused_at_once(content):
+    orders, shelf, connection = content
+    connection.file = b"no safetensors"
+    orders.hear(connection, load_order(1))
+    orders.hear(connection, CONTENT)
+    assert stale(shelf, 0, 1)
+
+
+def test_memory_that_is_not_there_is_refused_with_what_to_lower():
+    with pytest.raises(ConfigError, match=r"no memory on cpu for .* GB .* lower lora_server\.memory_gb"):
+        _allocate(2**60, CPU)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+import torch
+
+from moe_lora.engine.adapters.mover import Mover
+
+CPU = torch.device("cpu")
+
+
+def test_copies_are_done_in_turn_on_another_thread_and_told():
+    told = threading.Semaphore(0)
+    mover = Mover(CPU, told.release)
+    seen: list[tuple[int, bool]] = []
+    here = threading.current_thread()
+    for number in range(5):
+        mover.submit(
+            number, 8, lambda number=number: seen.append((number, threading.current_thread() is here))
+        )
+    for _ in range(5):
+        assert told.acquire(timeout=20.0)
+    assert mover.finished() == [(number, None) for number in range(5)]
+    assert mover.finished() == []
+    assert seen == [(number, False) for number in range(5)]
+    mover.close()
+    assert not mover.is_alive()
+
+
+def test_submitting_and_asking_wait_for_no_copy():
+    told, may_end = threading.Semaphore(0), threading.Event()
+    mover = Mover(CPU, told.release)
+    mover.submit(1, 8, may_end.wait)
+    mover.submit(2, 8, lambda: None)
+    assert mover.finished() == []
+    may_end.set()
+    assert told.acquire(timeout=20.0)
+    assert told.acquire(timeout=20.0)
+    assert mover.finished() == [(1, None), (2, None)]
+    mover.close()
+
+
+def test_failure_is_told_where_the_copies_are_asked_for_and_ends_no_other():
+    told = threading.Semaphore(0)
+    mover = Mover(CPU, told.release)
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    mover.submit(1, 8, fail)
+    mover.submit(2, 8, lambda: None)
+    for _ in range(2):
+        assert told.acquire(timeout=20.0)
+    (first, error), second = mover.finished()
+    assert (first, str(error), second) == (1, "the disk is gone", (2, None))
+    mover.close()
+
+
+def test_closing_ends_a_copy_that_is_slowed_down():
+    mover = Mover(CPU, lambda: None, bytes_per_s=1.0)
+    mover.submit(1, 1_000_000, lambda: None)
+    mover.close()
+    assert not mover.is_alive()
+
+
+def test_nothing_of_the_last_copy_is_held_while_there_is_no_other():
+    source = torch.zeros(4)
+    alive = weakref.ref(source)
+    done = threading.Event()
+    mover = Mover(CPU, done.set)
+    mover.submit(1, 4, source.clone)
+    del source
+    assert done.wait(60)
+    deadline = time.monotonic() + 60
+    while alive() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    mover.close()

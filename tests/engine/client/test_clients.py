@@ -1,0 +1,240 @@
+"""The same contract for an engine in this process and for one in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_lora.assemble import instance_processes
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, AdapterVersionError, ConfigError, EngineDeadError
+from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.engine.build import build_engine
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.engine.inprocess import InProcessClient
+from tests.dist.cluster_jobs import children, until
+
+DEMO = Path(__file__).parents[3] / "demo"
+CONFIG = EngineConfig(
+    model_dir=str(DEMO / "model"),
+    adapters=(("upper", str(DEMO / "adapters" / "upper")),),
+    eager=True,
+    max_num_seqs=8,
+    num_threads=1,
+)
+
+
+@pytest.fixture(scope="module", params=["in_process", "process"])
+def client(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
+    if request.param == "process":
+        with instance_processes(CONFIG) as [client]:
+            yield client
+        return
+    owner = InProcessClient(build_engine(CONFIG))
+    yield owner
+    owner.shut_down()
+
+
+def ask(request_id: str, adapter: str | None = None, max_tokens: int = 6) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(
+        request_id=request_id, prompt_token_ids=(1, 40, 41, 42), adapter=adapter, sampling=sampling
+    )
+
+
+async def collect(client: EngineClient, request: GenerateRequest) -> tuple[list[int], TokenOutput]:
+    tokens: list[int] = []
+    async for output in client.generate(request):
+        tokens += output.token_ids
+    return tokens, output
+
+
+def test_streams_end_with_a_reason_and_timing(client):
+    tokens, last = asyncio.run(collect(client, ask("one")))
+    assert len(tokens) == 6
+    assert last.finish_reason == "length"
+    assert last.timing.decode_ttft_s >= 0
+
+
+def test_concurrent_requests_get_the_tokens_they_get_alone(client):
+    async def both() -> list[tuple[list[int], TokenOutput]]:
+        return await asyncio.gather(
+            *(collect(client, ask(f"mixed-{i}", "upper" if i % 2 else None)) for i in range(6))
+        )
+
+    mixed = [tokens for tokens, _ in asyncio.run(both())]
+    alone = [asyncio.run(collect(client, ask("alone", adapter)))[0] for adapter in (None, "upper")]
+    assert mixed == alone * 3
+
+
+def test_leaving_a_stream_aborts_its_request(client):
+    async def leave() -> int:
+        async for _ in client.generate(ask("left", max_tokens=200)):
+            break
+        while (stats := await client.stats()).num_running:
+            await asyncio.sleep(0.01)
+        return stats.num_running + stats.num_waiting
+
+    assert asyncio.run(leave()) == 0
+
+
+def test_abort_ends_the_stream(client):
+    async def abort() -> TokenOutput:
+        stream = client.generate(ask("aborted", max_tokens=200))
+        outputs = [await anext(stream)]
+        await client.abort("aborted")
+        outputs += [output async for output in stream]
+        return outputs[-1]
+
+    assert asyncio.run(abort()).finish_reason == "abort"
+
+
+def test_adapters_come_and_go_while_requests_run(client):
+    async def cycle() -> tuple[list[int], list[str]]:
+        info = await client.load_adapter("guest", str(DEMO / "adapters" / "upper"))
+        assert (info.name, info.version) == ("guest", 1)
+        stream = asyncio.create_task(collect(client, ask("guest", "guest", max_tokens=30)))
+        await asyncio.sleep(0.05)
+        await client.unload_adapter("guest")
+        tokens, last = await stream
+        assert last.finish_reason == "length"
+        with pytest.raises(AdapterNotFoundError, match="'guest' is not loaded"):
+            await collect(client, ask("late", "guest"))
+        return tokens, [adapter.name for adapter in await client.list_adapters()]
+
+    tokens, names = asyncio.run(cycle())
+    assert tokens == asyncio.run(collect(client, ask("same", "upper", max_tokens=30)))[0]
+    assert names == ["upper"]
+
+
+def test_answer_goes_on_only_with_the_version_that_began_it(client):
+    async def go_on() -> None:
+        path = str(DEMO / "adapters" / "upper")
+        await client.load_adapter("guest", path, version=2)
+        _, last = await collect(client, ask("begun", "guest"))
+        assert last.adapter_version == 2
+        rest = replace(ask("rest", "guest"), adapter_version=2)
+        assert len((await collect(client, rest))[0]) == 6
+        await client.load_adapter("guest", path, replace=True, version=3)
+        with pytest.raises(AdapterVersionError, match=r"begun with version 2 .* version 3 is served here"):
+            await collect(client, rest)
+        await client.unload_adapter("guest")
+
+    asyncio.run(go_on())
+
+
+def test_caller_that_gives_up_on_an_answer_leaves_the_engine_alive(client):
+    async def give_up() -> list[str]:
+        call = asyncio.create_task(client.load_adapter("late", str(DEMO / "adapters" / "upper")))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        while "late" not in (names := [adapter.name for adapter in await client.list_adapters()]):
+            await asyncio.sleep(0.01)
+        await client.unload_adapter("late")
+        return names
+
+    assert sorted(asyncio.run(give_up())) == ["late", "upper"]
+
+
+def test_request_of_a_wrong_type_is_refused_and_the_engine_goes_on(client):
+    with pytest.raises(TypeError):
+        asyncio.run(collect(client, GenerateRequest(request_id="t", prompt_token_ids=("a",))))
+    assert asyncio.run(client.is_alive())
+
+
+def test_event_loop_closed_under_a_stream_leaves_the_engine_alive(client):
+    loop = asyncio.new_event_loop()
+    stream = client.generate(ask("orphan", max_tokens=60))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+
+    async def until_idle() -> None:
+        while (await client.stats()).num_running:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(until_idle())
+    assert asyncio.run(client.is_alive())
+
+
+def test_closed_engine_fails_what_waits_for_it_and_every_later_call():
+    client = InProcessClient(build_engine(CONFIG))
+    outputs: list[TokenOutput | Exception] = []
+    client.submit(ask("dropped", max_tokens=200), outputs.append)
+    client.shut_down()
+    assert isinstance(outputs[-1], EngineDeadError)
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        client.call("stats")
+
+
+def test_unload_waits_for_requests_of_replaced_versions_too(client):
+    async def replace_and_unload() -> TokenOutput:
+        upper = str(DEMO / "adapters" / "upper")
+        await client.load_adapter("replaced", upper)
+        stream = client.generate(ask("old-version", "replaced", max_tokens=150))
+        outputs = [await anext(stream)]
+        await client.load_adapter("replaced", upper, replace=True)
+        unload = asyncio.create_task(client.unload_adapter("replaced"))
+        outputs += [output async for output in stream if not unload.done()]
+        await unload
+        return outputs[-1]
+
+    assert asyncio.run(replace_and_unload()).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (GenerateRequest(request_id="e", prompt_token_ids=()), "prompt is empty"),
+        (GenerateRequest(request_id="l", prompt_token_ids=(1,) * 256), "raise max_model_len"),
+        (GenerateRequest(request_id="v", prompt_token_ids=(1, 128)), "token id 128, outside"),
+    ],
+)
+def test_request_that_cannot_run_is_refused(client, request_, message):
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(collect(client, request_))
+
+
+def test_bad_adapter_calls_say_what_is_wrong(client, tmp_path):
+    async def load(name: str, path: Path) -> None:
+        await client.load_adapter(name, str(path))
+
+    with pytest.raises(AdapterExistsError, match="already loaded"):
+        asyncio.run(load("upper", DEMO / "adapters" / "upper"))
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        asyncio.run(load("empty", tmp_path))
+    with pytest.raises(AdapterNotFoundError, match="'nobody' is not loaded"):
+        asyncio.run(client.unload_adapter("nobody"))
+
+
+def test_engine_that_cannot_start_says_why(tmp_path):
+    before = set(children(os.getpid()))
+    config = EngineConfig(model_dir=str(tmp_path), num_instances=2, num_threads=1)
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"), instance_processes(config):
+        pass
+    assert set(children(os.getpid())) == before
+
+
+def test_killed_engine_fails_its_requests_and_is_started_again():
+    before = set(children(os.getpid()))
+    with instance_processes(CONFIG) as [client]:
+        [pid] = {*children(os.getpid())} - before
+
+        async def kill() -> None:
+            async for _ in client.generate(ask("victim", max_tokens=200)):
+                os.kill(pid, signal.SIGKILL)
+
+        with pytest.raises(EngineDeadError, match="has ended"):
+            asyncio.run(kill())
+        with pytest.raises(EngineDeadError, match="has ended"):
+            asyncio.run(collect(client, ask("late")))
+        assert not asyncio.run(client.is_alive())
+        asyncio.run(client.abort("victim"))  # of no use, and no error
+        until(lambda: {*children(os.getpid())} - before - {pid}, lambda: "it is not started again")

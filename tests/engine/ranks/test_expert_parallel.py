@@ -1,0 +1,240 @@
+"""Engines of several processes answer as one process does, and end together."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from moe_lora import LLM, SamplingParams
+from moe_lora.assemble import engine_processes
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
+from moe_lora.engine.ranks.followers import HOST_STORE
+from moe_lora.engine.ranks import exchange
+from tests.dist.cluster_jobs import children
+from tests.families import MOE_FAMILIES
+from tests.models.conftest import served  # noqa: F401  (the fixture)
+
+from tests.engine.test_oracle import smallest_kv_gb
+
+MODEL = Path(__file__).parents[3] / "demo" / "model"
+SLOW = pytest.mark.slow
+NUM_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+TIGHT = {"max_loras": 2, "max_num_batched_tokens": 9, "max_num_seqs": 8, "max_model_len": 128}
+"""Prompts come in chunks and adapters take turns; with the least KV, sequences are preempted too."""
+
+
+def settings(model, **changes) -> dict:
+    adapters = {path.name: str(path) for path in model.adapters}
+    return {"adapters": adapters, "dtype": "float32", "eager": True, "num_threads": 1, **changes}
+
+
+def traffic(model) -> tuple[list[list[int]], list[str | None]]:
+    """Prompts of 1 to 45 tokens for the base model and each adapter, mixed."""
+    rng = random.Random(5)
+    names = [None, *(path.name for path in model.adapters)] * 2
+    return [[rng.randrange(3, 96) for _ in range(rng.randint(1, 45))] for _ in names], names
+
+
+def answers(llm: LLM, model) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in llm.generate(*traffic(model), GREEDY)]
+
+
+def followers_of(pid: int) -> list[int]:
+    """Follower processes that this process started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (entry / "cmdline").read_text()
+            except (OSError, IndexError):
+                continue
+            if parent == pid and "moe_lora.engine.ranks.follower" in command:
+                found.append(int(entry.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie (nobody waits for a killed parent's children here)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def comes_true(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
+    end_s = time.monotonic() + within_s
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [*((family, 2) for family in MOE_FAMILIES), pytest.param("mixtral", 4, marks=SLOW)]
+)
+def test_tokens_are_those_of_one_process(family, size, served):  # noqa: F811
+    model = served(family)
+    tight = {**TIGHT, "kv_cache_gb": smallest_kv_gb(model)}
+    with LLM(model.model_dir, **settings(model)) as llm:
+        expected = answers(llm, model)
+    with LLM(model.model_dir, **settings(model, expert_parallel=size, **tight)) as llm:
+        assert answers(llm, model) == expected
+        stats = llm.stats()
+        assert stats.adapter_evictions > 0
+        assert stats.num_preemptions > 0
+        if family == "mixtral":
+            assert_new_version_reaches_all_ranks(llm, model)
+    assert comes_true(lambda: not followers_of(os.getpid()))
+
+
+def assert_new_version_reaches_all_ranks(llm: LLM, model) -> None:
+    """A name published anew answers as the adapter it now is, and an unloaded one leaves no file."""
+    prompt, (first, *_, last) = [5, 6, 7], (path.name for path in model.adapters)
+    before = llm.generate(prompt, [last], GREEDY)[0].token_ids
+    assert before != llm.generate(prompt, [first], GREEDY)[0].token_ids
+    llm.publish_adapter(first, str(model.adapters[-1]))
+    assert llm.generate(prompt, [first], GREEDY)[0].token_ids == before
+    for path in model.adapters:
+        llm.unload_adapter(path.name)
+    store = llm.client.core._followers.directory / HOST_STORE
+    assert not list(store.iterdir())
+    store.rmdir()
+    with pytest.raises(CapacityError, match="let TMPDIR name another place"):
+        llm.publish_adapter("late", str(model.adapters[0]))
+    assert llm.generate(prompt, None, GREEDY)[0].finish_reason == "length"
+
+
+COMPILED = [
+    pytest.param(family, buckets, marks=() if (family, buckets) == ("mixtral", (4,)) else SLOW)
+    for family in MOE_FAMILIES
+    for buckets in (None, (4,))
+]
+
+
+@pytest.mark.parametrize(("family", "buckets"), COMPILED)
+def test_compiled_ranks_give_the_tokens_of_one_eager_process(family, buckets, served):  # noqa: F811
+    model = served(family)
+    with LLM(model.model_dir, **settings(model)) as llm:
+        expected = answers(llm, model)
+    compiled = settings(model, eager=False, expert_parallel=2, decode_buckets=buckets)
+    with LLM(model.model_dir, **compiled) as llm:
+        assert answers(llm, model) == expected
+
+
+@contextmanager
+def two_ranks(**changes) -> Iterator[LLM]:
+    with LLM(str(MODEL), eager=True, num_threads=1, expert_parallel=2, **changes) as llm:
+        yield llm
+
+
+def test_follower_killed_between_requests_ends_its_engine_and_no_other():
+    with two_ranks() as llm:
+        directory = llm.client.core._followers.directory
+        [follower] = followers_of(os.getpid())
+        with two_ranks() as other:
+            os.kill(follower, signal.SIGKILL)
+            assert comes_true(lambda: not directory.exists())
+            with pytest.raises(EngineDeadError, match="rank 1 of this instance was killed by SIGKILL"):
+                llm.generate("ab=")
+            assert other.generate("ab=", sampling=GREEDY)[0].finish_reason == "length"
+
+
+def test_follower_killed_in_a_step_fails_the_requests():
+    with two_ranks() as llm:
+        [follower] = followers_of(os.getpid())
+        os.kill(follower, signal.SIGSTOP)
+        killer = subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {follower}"])
+        with pytest.raises(EngineDeadError, match="restart the instance"):
+            llm.generate("ab=", sampling=SamplingParams(max_tokens=20))
+        killer.wait()
+
+
+@pytest.mark.parametrize("adapter", [None, "upper"])
+def test_follower_that_hangs_ends_the_engine(adapter, monkeypatch):
+    """In a step, or while an adapter is brought in."""
+    monkeypatch.setattr(exchange, "TIMEOUT_S", 2.0)
+    with two_ranks(adapters={"upper": str(MODEL.parent / "adapters" / "upper")}) as llm:
+        [follower] = followers_of(os.getpid())
+        os.kill(follower, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="does not answer"):
+            llm.generate("ab=", adapter, SamplingParams(max_tokens=4))
+        assert comes_true(lambda: not is_running(follower))
+
+
+def test_followers_end_with_a_killed_rank_0():
+    config = EngineConfig(model_dir=str(MODEL), eager=True, num_threads=2, expert_parallel=2)
+    before = set(children(os.getpid()))
+    with engine_processes(config):
+        [pid] = {*children(os.getpid())} - before
+        followers = followers_of(pid)
+        assert len(followers) == 1
+        os.kill(pid, signal.SIGKILL)
+        assert comes_true(lambda: not any(map(is_running, followers)))
+
+
+def test_failure_while_starting_leaves_no_follower(tmp_path):
+    with pytest.raises(ConfigError, match="kv_cache_gb"), two_ranks(kv_cache_gb=1e-9):
+        pass
+    assert comes_true(lambda: not followers_of(os.getpid()))
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"), [(0, "expert_parallel=0 must be 1 or more"), (3, "does not divide num_experts=")]
+)
+def test_number_of_processes_that_cannot_be_is_refused(size, problem):
+    with pytest.raises(ConfigError, match=problem):
+        LLM(str(MODEL), expert_parallel=size)
+
+
+def test_dense_model_has_no_experts_to_share(served):  # noqa: F811
+    with pytest.raises(ConfigError, match="needs a Mixture-of-Experts model"):
+        LLM(served("llama").model_dir, expert_parallel=2)
+
+
+TORCHRUN_PROGRAM = f"""
+import os
+
+from moe_lora.config import EngineConfig
+from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.engine import torchrun
+from moe_lora.engine.build import build_engine
+
+if os.environ["RANK"] == "0":
+    config = EngineConfig(model_dir={str(MODEL)!r}, eager=True, num_threads=1, expert_parallel=2)
+    core = build_engine(config, torchrun.gather_followers(config))
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    core.add_request(GenerateRequest(request_id="r", prompt_token_ids=(5, 6, 7), sampling=sampling))
+    print("tokens", [core.step()[0].token_ids[0] for _ in range(3)], flush=True)
+    core.close()
+else:
+    torchrun.follow_rank_0()
+"""
+
+
+def test_ranks_started_by_torchrun_answer_alike(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(TORCHRUN_PROGRAM)
+    launched = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert launched.returncode == 0, launched.stderr
+    with LLM(str(MODEL), eager=True, num_threads=1) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        [expected] = llm.generate([[5, 6, 7]], sampling=sampling)
+    assert f"tokens {list(expected.token_ids)}" in launched.stdout

@@ -1,0 +1,122 @@
+"""What arena_mb, host_arena_mb and the older bounds come to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moe_lora.config import CACHE_POLICIES, EmulationConfig, EngineConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+from moe_lora.engine import arena_size as sizing
+from moe_lora.engine.build_cache import caching_policy
+from moe_lora.engine.ranks.rank import allocate
+from moe_lora.engine.arena_size import ArenaSize, arena_size
+from moe_lora.kernels.operands import KvLayout
+from moe_lora.policies.caching_policies import CACHING_POLICIES
+from tests.families import tiny_config
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPE = ModelShape.from_hf_config(tiny_config("mixtral").to_dict())
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32)
+FREE = 1 << 30
+SITES = [site.name for site in SHAPE.sites]
+
+
+def size_of(adapter_pages=(9,), device=CPU, sites=SITES, **settings) -> ArenaSize:
+    config = EngineConfig(model_dir="", max_model_len=160, **settings)
+    return arena_size(config, SHAPE, LAYOUT, adapter_pages, device, FREE, sites)
+
+
+def test_one_arena_of_the_given_size_without_a_split():
+    size = size_of(arena_mb=1.0)
+    assert (size.num_pages, size.max_kv_pages) == (1_000_000 // LAYOUT.page_bytes, size.num_pages)
+    assert (size.request_pages, size.adapter_pages) == (10, 9)
+
+
+def test_kv_cache_gb_bounds_kv_within_the_arena():
+    size = size_of(arena_mb=1.0, kv_cache_gb=0.0005)
+    assert size.max_kv_pages == 500_000 // LAYOUT.page_bytes
+    assert size_of(arena_mb=1.0, kv_cache_gb=1.0).max_kv_pages == size.num_pages
+
+
+def test_without_arena_mb_both_bounds_make_up_the_arena():
+    size = size_of(kv_cache_gb=0.001, lora_memory_gb=0.002)
+    page = LAYOUT.page_bytes
+    assert size.num_pages == 1_000_000 // page + 2_000_000 // page
+    assert size.max_kv_pages == 1_000_000 // page
+    assert size_of().max_kv_pages == size_of().num_pages
+    assert size_of(sites=[]).num_pages < size_of().num_pages
+
+
+def test_smallest_arena_is_named_and_works():
+    with pytest.raises(ConfigError, match=r"arena_mb=0.001 is too small for one request of") as refusal:
+        size_of(arena_mb=0.001)
+    least = float(str(refusal.value).split("at least ")[1])
+    assert size_of(arena_mb=least).num_pages == 10 + 9
+    with pytest.raises(ConfigError, match="at least"):
+        size_of(arena_mb=least - LAYOUT.page_bytes / 1e6)
+
+
+def test_host_arena_is_by_default_where_it_is_other_memory(monkeypatch):
+    assert size_of(arena_mb=1.0).num_host_pages == 0
+    assert size_of(arena_mb=1.0, host_arena_mb=2.0).num_host_pages == 2_000_000 // LAYOUT.page_bytes
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 4_000_000)
+    on_cuda = size_of(arena_mb=3.0, device=CUDA)
+    assert on_cuda.num_host_pages == 1_000_000 // LAYOUT.page_bytes
+    assert size_of(arena_mb=0.5, device=CUDA).num_host_pages == 500_000 // LAYOUT.page_bytes
+    assert size_of(arena_mb=3.0, host_arena_mb=0, device=CUDA).num_host_pages == 0
+
+
+def test_host_arena_of_less_than_a_page_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"host_arena_mb=0\.0001 is less than one page; give at least"
+    ) as no:
+        size_of(arena_mb=1.0, host_arena_mb=1e-4)
+    least = float(str(no.value).split("at least ")[1].split(",")[0])
+    assert size_of(arena_mb=1.0, host_arena_mb=least).num_host_pages == 1
+
+
+def test_memory_that_cannot_be_had_is_blamed_on_settings_that_were_given():
+    with pytest.raises(ConfigError, match="lower arena_mb=1e") as refusal:
+        allocate(EngineConfig(model_dir="", arena_mb=1e12), 10**18, SHAPE, CPU)
+    assert "None" not in str(refusal.value)
+    assert "kv_cache_gb" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"arena_mb": 0}, "arena_mb=0 must be positive"),
+        ({"host_arena_mb": -1}, "host_arena_mb=-1 must be 0"),
+        ({"host_arena_mb": math.inf}, "host_arena_mb=inf must be 0"),
+        ({"arena_mb": math.inf}, "arena_mb=inf must be positive and finite"),
+        ({"kv_cache_gb": math.inf}, "kv_cache_gb=inf must be positive and finite"),
+        ({"swap_interval_s": math.inf}, "swap_interval_s=inf must be positive and finite"),
+        ({"swap_interval_s": 1e12}, "swap_interval_s=1000000000000.0 is too large; choose at most"),
+        ({"cache_policy": "mru"}, "cache_policy='mru' is not known; choose one of"),
+        ({"swap_in_below": 0.99}, "swap_in_below=0.99 and swap_out_above=0.95"),
+        ({"swap_interval_s": 0}, "swap_interval_s=0 must be positive"),
+        ({"arena_mb": 9, "lora_memory_gb": 1}, "leave one of them out"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, problem):
+    with pytest.raises(ConfigError, match=problem):
+        EngineConfig(model_dir="", **settings)
+
+
+def test_names_of_policies_are_those_there_are():
+    assert sorted(CACHE_POLICIES) == sorted(CACHING_POLICIES)
+
+
+def test_policies_take_the_settings_that_concern_them():
+    size = size_of(arena_mb=1.0)
+    config = EngineConfig(model_dir="", swap_time_unit_s=7.0, emulation=EmulationConfig(load_gb_per_s=3.0))
+    policy = caching_policy(config, size, LAYOUT.page_bytes)
+    assert (policy.time_unit_s, policy.costs.transfer_bytes_per_s) == (7.0, 3e9)
+    static = EngineConfig(model_dir="", cache_policy="static")
+    tight = size_of(arena_mb=20 * LAYOUT.page_bytes / 1e6)
+    share = caching_policy(static, tight, LAYOUT.page_bytes).traits.adapter_share
+    assert int(share * tight.num_pages) == 9

@@ -1,0 +1,49 @@
+"""The kernel tests here run twice: in Triton's interpreter, in a process of their own, and on a CUDA device.
+
+`test_in_interpreter` starts the first run; outside of it, tests that use `device` are marked `gpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from moe_lora.kernels.triton import configs
+from moe_lora.kernels.triton.launch import interpreted
+
+SMALL = {
+    "wgmma_shrink": {"block_t": 16, "block_k": 32, "split_k": 2},
+    "wgmma_expand": {"block_t": 16, "blocks_per_item": 2},
+    "vector_shrink": {"block_r": 16, "block_k": 32, "split_k": 2},
+    "vector_expand": {"block_r": 16, "block_c": 64},
+    "fused_delta": {"block_t": 16, "block_r": 16, "block_k": 32, "block_c": 64, "column_parts": 2},
+}
+"""Blocks that make several steps of a small problem."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()) and not interpreted():
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if interpreted():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def small_blocks() -> Iterator[None]:
+    with ExitStack() as stack:
+        for kernel, blocks in SMALL.items():
+            config = {name: values[0] for name, values in configs.SPACES[kernel].items()} | blocks
+            stack.enter_context(configs.override(kernel, config))
+        yield

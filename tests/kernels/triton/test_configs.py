@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+from moe_lora.kernels.triton import configs
+from moe_lora.kernels.triton.choose import choose, forced
+
+from tests.kernels.kernel_cases import QKV
+
+TABLE = configs.load_table(configs.FALLBACK)
+
+
+@pytest.mark.parametrize("path", sorted(configs.CONFIG_DIR.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_tables_serve_every_kernel_dtype_and_phase(path):
+    table = configs.load_table(path.stem)
+    for phase in configs.PHASES:
+        for dtype in ("bf16", "fp16", "fp32"):
+            for choice in choose(QKV, dtype, table):
+                for half in ("shrink", "expand"):
+                    assert table.config(f"{choice.algorithm}_{half}", dtype, phase, 96, 146)
+        assert table.config("fused_delta", "bf16", phase, 96, 146)
+
+
+def test_space_is_made_of_configs_that_tables_take():
+    for kernel in configs.KERNEL_NAMES:
+        space = configs.config_space(kernel)
+        assert len({tuple(config.items()) for config in space}) == len(space) > 1
+        for config in space:
+            configs.check_config(kernel, config)
+
+
+def test_first_entry_that_fits_counts_and_an_override_comes_before(tmp_path):
+    config = configs.config_space("vector_shrink")[0]
+    special = configs.Entry(
+        kernel="vector_shrink", config=config, dtype="bf16", in_features=96, out_features=146, state="tuned"
+    )
+    table = replace(TABLE, entries=(special, *TABLE.entries))
+    assert table.config("vector_shrink", "bf16", "decode", 96, 146) == config
+    general = TABLE.config("vector_shrink", "bf16", "decode", 96, 146)
+    assert table.config("vector_shrink", "bf16", "decode", 96, 147) == general != config
+    other = configs.config_space("vector_shrink")[-1]
+    with configs.override("vector_shrink", other):
+        assert table.config("vector_shrink", "bf16", "decode", 96, 146) == other
+    assert table.config("vector_shrink", "bf16", "decode", 96, 146) == config
+
+
+def test_saved_table_is_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(configs, "CONFIG_DIR", tmp_path)
+    saved = replace(TABLE, gpu="NVIDIA Test/1")
+    assert configs.save_table(saved).name == "NVIDIA_Test_1.json"
+    assert configs.load_table("NVIDIA Test/1") == saved
+
+
+PLACE = {"kernel": "wgmma_shrink", "dtype": "bf16", "in_features": 96}
+
+
+@pytest.mark.parametrize("other", [{"block_k": 64}, {"split_k": 8}])
+@pytest.mark.parametrize(
+    "places",
+    [
+        ({"phase": "decode"}, {"phase": "prefill"}),
+        ({"phase": "decode"}, {}),
+        ({"phase": "decode", "out_features": 146}, {"phase": None, "in_features": None}),
+        ({"phase": "prefill", "dtype": None, "in_features": None},),
+    ],
+)
+def test_phases_that_would_add_in_different_orders_are_refused(tmp_path, monkeypatch, places, other):
+    config = TABLE.config("wgmma_shrink", "bf16", "decode", 96, 146)
+    rows = tuple(
+        configs.Entry(**{**PLACE, **place}, config={**config, **(other if i == 0 else {})})
+        for i, place in enumerate(places)
+    )
+    with pytest.raises(ValueError, match="different orders in decode and in prefill"):
+        replace(TABLE, entries=(*rows, *TABLE.entries))
+    monkeypatch.setattr(configs, "CONFIG_DIR", tmp_path)
+    data = {"gpu": "bad", "note": "", "choices": [], "entries": [asdict(row) for row in rows + TABLE.entries]}
+    (tmp_path / "bad.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="different orders in decode and in prefill"):
+        configs.load_table("bad")
+
+
+def test_phases_may_differ_in_tiles_and_stages():
+    config = TABLE.config("wgmma_shrink", "bf16", "decode", 96, 146)
+    own = {**config, "block_t": 32, "num_stages": 3, "programs_per_sm": 2}
+    table = replace(TABLE, entries=(configs.Entry(**PLACE, phase="decode", config=own), *TABLE.entries))
+    assert table.config("wgmma_shrink", "bf16", "decode", 96, 146) == own
+    assert table.config("wgmma_shrink", "bf16", "prefill", 96, 146)["block_t"] == 64
+
+
+def test_choice_by_phase_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(configs, "CONFIG_DIR", tmp_path)
+    choice = {"algorithm": "vector", "phase": "decode"}
+    data = {"gpu": "bad", "note": "", "choices": [choice], "entries": []}
+    (tmp_path / "by_phase.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="'phase'"):
+        configs.load_table("by_phase")
+
+
+def test_unknown_gpu_gets_the_fallback():
+    assert configs.load_table("Some GPU of 2031").entries == TABLE.entries
+
+
+def test_wrong_configs_are_refused():
+    config = configs.config_space("vector_shrink")[0]
+    for kernel, bad in [
+        ("gemm", config),
+        ("vector_shrink", {}),
+        ("vector_shrink", {**config, "block_r": 0}),
+        ("vector_shrink", {**config, "tile": 3}),
+    ]:
+        with pytest.raises(ValueError):
+            configs.check_config(kernel, bad)
+    with pytest.raises(ValueError):
+        configs.config_space("gemm")
+    with pytest.raises(ValueError):
+        configs.Entry(kernel="vector_shrink", config=config, state="guessed")
+    with pytest.raises(ValueError):
+        configs.Entry(kernel="vector_shrink", config=config, phase="warmup")
+    with pytest.raises(ValueError):
+        forced("simt")
+
+
+def test_choices_must_cover_every_rank_once():
+    small = configs.Choice(algorithm="vector", max_rank=16)
+    for second in (
+        configs.Choice(algorithm="wgmma", min_rank=16),
+        configs.Choice(algorithm="wgmma", min_rank=18),
+    ):
+        with pytest.raises(ValueError, match="cover"):
+            choose(QKV, "bf16", replace(TABLE, choices=(small, second)))
+    both = (small, configs.Choice(algorithm="wgmma", min_rank=17))
+    assert choose(QKV, "bf16", replace(TABLE, choices=both)) == both
+
+
+def test_package_imports_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from moe_lora.kernels.gpu import lora, launch, configs, aot\n"
+        "try: launch.kernels('wgmma_expand')\n"
+        "except ImportError as error: assert 'pip install triton' in str(error), error\n"
+        "else: raise SystemExit(1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

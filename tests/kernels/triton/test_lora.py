@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_lora.kernels.triton import configs
+from moe_lora.kernels.triton import launch
+from moe_lora.kernels.triton import triton_lora as lora
+from moe_lora.kernels.triton import steps
+from moe_lora.kernels.triton.segments import build_segments, unsorted_rows
+from moe_lora.kernels.operands import LoraOperands
+
+from .gpu_cases import DOWN, GATE_UP, ODD, QKV, SITES, assert_delta, make_batch
+
+OWN = [
+    ("wgmma", torch.bfloat16),
+    ("wgmma", torch.float16),
+    ("vector", torch.bfloat16),
+    ("vector", torch.float32),
+]
+KINDS = ["distinct", "uniform", "zipf", "identical"]
+# Every popularity with one dtype of each algorithm, the other dtypes with one popularity.
+GRID = [(*own, kind) for own in (OWN[0], OWN[3]) for kind in KINDS] + [(*own, "zipf") for own in OWN[1:3]]
+
+
+@pytest.fixture(autouse=True)
+def _blocks(small_blocks):
+    pass
+
+
+@pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
+@pytest.mark.parametrize(("algorithm", "dtype", "kind"), GRID, ids=str)
+def test_delta_agrees_with_fp64(device, algorithm, dtype, site, kind):
+    batch = make_batch(site, dtype, kind, device)
+    out = batch.output()
+    lora.lora_delta(batch.operands(), out, decode=True, algorithm=algorithm)
+    assert_delta(out, batch)
+
+
+@pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
+def test_fused_delta_agrees_with_fp64(device, site):
+    batch = make_batch(site, torch.bfloat16, "uniform", device, lora_ranks=[8, 1, 16, 0, 3])
+    out = batch.output()
+    lora.lora_delta(batch.operands(), out, decode=True, algorithm="fused")
+    assert_delta(out, batch)
+
+
+@pytest.mark.parametrize("kernel", ["bgmv", "mbgmv"])
+@pytest.mark.parametrize("site", [ODD, DOWN], ids=lambda site: site.name)
+def test_baselines_agree_with_fp64(device, kernel, site):
+    batch = make_batch(site, torch.bfloat16, "uniform", device)
+    out = batch.output()
+    lora.lora_delta(batch.operands(), out, kernel=kernel, decode=True)
+    assert_delta(out, batch)
+
+
+def test_bgmv_pads_to_the_largest_rank_of_the_batch_not_of_the_slots(device, monkeypatch):
+    """Slots hold rank 70; the batch has no more than 8 at the site."""
+    batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device)
+    batch.token_slots = torch.tensor([0, 1, -1, 4, 0], dtype=torch.int32, device=device)
+    padded = []
+    shrink = steps.vector_shrink
+    monkeypatch.setattr(
+        steps, "vector_shrink", lambda p, *rest: (padded.append(p.padded_rank), shrink(p, *rest))[1]
+    )
+    outs = [batch.output(), batch.output()]
+    lora.lora_delta(batch.operands(), outs[0], kernel="bgmv", decode=True)
+    lora.lora_delta(batch.operands(), outs[1], kernel="bgmv", decode=True, batch_rank=8)
+    assert padded == [8, 8]
+    assert torch.equal(*outs)
+    assert_delta(outs[0], batch)
+
+
+@pytest.mark.parametrize("algorithm", ["wgmma", "vector"])
+@pytest.mark.parametrize("site", [ODD, GATE_UP], ids=lambda site: site.name)
+def test_expand_adds_the_rounded_delta(device, algorithm, site):
+    batch = make_batch(site, torch.bfloat16, "uniform", device)
+    delta, width = batch.output(), sum(site.out_features)
+    lora.lora_delta(batch.operands(), delta, decode=False, algorithm=algorithm)
+    y = torch.randn(batch.num_rows, width + 3, generator=torch.Generator().manual_seed(1)).to(delta)
+    expected = y.clone()
+    expected[:, :width] += delta
+    segments = build_segments(batch.token_slots, batch.ids, batch.slots.num_slots, site.num_experts)
+    shrunk = lora.lora_shrink(batch.operands(), decode=False, algorithm=algorithm, segments=segments)
+    lora.lora_expand(shrunk, y)
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("algorithm", ["wgmma", "vector"])
+def test_modules_that_share_a_get_the_same_delta_as_with_copies(device, algorithm):
+    batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device, share_a=True)
+    out = batch.output()
+    lora.lora_delta(batch.operands(), out, decode=True, algorithm=algorithm)
+    assert_delta(out, batch)
+
+
+def test_rows_without_adapter_get_zeros_and_leave_y_alone(device):
+    batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device)
+    batch.token_slots = torch.full_like(batch.token_slots, -1)
+    for algorithm in ("wgmma", "vector"):
+        out, y = batch.output(), batch.output(1.5)
+        lora.lora_delta(batch.operands(), out, decode=True, algorithm=algorithm)
+        assert torch.equal(out, torch.zeros_like(out))
+        lora.lora_expand(lora.lora_shrink(batch.operands(), decode=True, algorithm=algorithm), y)
+        assert torch.equal(y, torch.full_like(y, 1.5))
+
+
+def test_empty_batch_and_empty_slots(device):
+    batch = make_batch(QKV, torch.bfloat16, "uniform", device)
+    none = batch.tokens([])
+    lora.lora_delta(none.operands(), none.output(), decode=True)
+    empty = make_batch(QKV, torch.bfloat16, "uniform", device, lora_ranks=[0, 0])
+    out = empty.output()
+    lora.lora_delta(empty.operands(), out, decode=True)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize(("algorithm", "dtype"), OWN, ids=str)
+@pytest.mark.parametrize("site", [QKV, DOWN], ids=lambda site: site.name)
+def test_delta_of_a_row_is_bit_identical_in_any_batch(device, algorithm, dtype, site):
+    batch = make_batch(site, dtype, "zipf", device, tokens=3)
+    together = batch.output()
+    lora.lora_delta(batch.operands(), together, decode=True, algorithm=algorithm)
+    per_token = batch.num_rows // 3
+    for pick in ([0], [2, 0, 2, 1, 0]):
+        other = batch.tokens(pick)
+        out = other.output()
+        lora.lora_delta(other.operands(), out, decode=True, algorithm=algorithm)
+        for place, token in enumerate(pick):
+            mine = out[place * per_token : (place + 1) * per_token]
+            assert torch.equal(mine, together[token * per_token : (token + 1) * per_token])
+
+
+def test_strided_x_gives_the_bits_of_contiguous_x(device):
+    batch = make_batch(QKV, torch.bfloat16, "uniform", device, tokens=3)
+    outs = [batch.output(), batch.output()]
+    lora.lora_delta(batch.operands(), outs[0], decode=True, algorithm="wgmma")
+    batch.x = torch.cat([batch.x, batch.x[:, :5]], 1)[:, :64]
+    lora.lora_delta(batch.operands(), outs[1], decode=True, algorithm="wgmma")
+    assert torch.equal(*outs)
+
+
+def test_operands_that_do_not_fit_are_refused(device):
+    batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device)
+    x, ids, _, _, token_slots, _, arena = batch.operands()
+    wrong = [
+        {"x": x[:, :40]},
+        {"x": x.double()},
+        {"x": x.t().contiguous().t()},
+        {"x": x[:4]},
+        {"ids": None},
+        {"ids": ids.long()},
+        {"ids": ids[:4]},
+        {"token_slots": token_slots.long()},
+        {"token_slots": token_slots[:4]},
+        {"layer": 2},
+        {"arena": arena[:64]},
+        {"arena": arena.view(torch.int8)},
+        {"kernel": "gemm"},
+        {"algorithm": "simt"},
+        {"algorithm": "fused"},
+        {"max_lora_rank": 69},
+        {"kernel": "bgmv", "algorithm": "vector"},
+        {"segments": unsorted_rows(token_slots, ids, 5, 3)},
+        {"kernel": "mbgmv", "segments": build_segments(token_slots, ids, 5, 3)},
+        {"site": replace(GATE_UP, entry_base=3)},
+        {"site": replace(GATE_UP, entry_base=-1)},
+    ]
+    shrunk = lora.lora_shrink(batch.operands(), decode=True)
+    for change in wrong:
+        operands = {name: change.pop(name) for name in LoraOperands._fields if name in change}
+        with pytest.raises(ValueError):
+            lora.lora_shrink(batch.operands()._replace(**operands), decode=True, **change)
+    y = batch.output()
+    for bad in (y[:, :63], y[:3], y.float(), y.t().contiguous().t()):
+        with pytest.raises(ValueError):
+            lora.lora_expand(shrunk, bad)
+
+
+def test_tables_are_looked_at_again_after_a_slot_was_written(device):
+    batch = make_batch(ODD, torch.bfloat16, "identical", device)
+    slots, nbytes = batch.slots, batch.arena.numel()
+    index = (0, 1, ODD.entry(0))
+    assert slots.checked_rank(ODD, 2, nbytes) == 70
+    slots.lora_rank[index] = 90
+    with pytest.raises(ValueError, match="does not fit"):
+        slots.checked_rank(ODD, 2, nbytes // 4)
+    slots.lora_rank[2].zero_()
+    slots.lora_rank[index] = 8
+    assert slots.checked_rank(ODD, 2, nbytes) == 8
+    for offset in (-64, 8, nbytes):
+        slots.b_offset[index] = offset
+        with pytest.raises(ValueError, match="b_offset"):
+            slots.checked_rank(ODD, 2, nbytes)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
+def test_classes_of_ranks_are_served_by_their_own_algorithms(device, monkeypatch, whole):
+    small = configs.Choice(algorithm="fused" if whole else "vector", max_rank=8, whole=whole)
+    choices = (small, configs.Choice(algorithm="wgmma", min_rank=9, whole=whole))
+    table = configs.load_table(configs.FALLBACK)
+    table = replace(table, choices=choices + table.choices if whole else choices)
+    monkeypatch.setattr(launch, "table_of", lambda device: table)
+    batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device, lora_ranks=[8, 1, 70, 16])
+    out = batch.output(0.0)
+    if whole:
+        lora.lora_delta(batch.operands(), out, decode=True, allow_fused=True)
+        fused, out = out, batch.output(0.0)
+        monkeypatch.setattr(steps, "fused", None)
+        lora.lora_delta(batch.operands(), out, decode=True, allow_fused=False)
+        assert_delta(fused, batch)
+    else:
+        shrunk = lora.lora_shrink(batch.operands(), decode=True, max_lora_rank=128)
+        assert [choice.algorithm for choice, _ in shrunk.parts] == ["vector", "wgmma"]
+        lora.lora_expand(shrunk, out)
+    assert_delta(out, batch)

@@ -1,0 +1,112 @@
+"""The emulated device's clock: which stages add up, and which overlap.  Sleeps are recorded, not slept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moe_lora.config.step_profile import StageTime, StepProfile
+from moe_lora.lora import paced
+from moe_lora.lora.backend import AddTo
+from moe_lora.lora.paced import PacedBackend
+from moe_lora.lora.row_routing import RowRouting, local_routing
+from moe_lora.kernels.operands import StepTables
+from tests.dist.lora_server.shapes import model_shape
+
+SHAPE = model_shape()
+GATE_UP, DOWN = (i for i, site in enumerate(SHAPE.sites) if site.num_experts)
+PROFILE = StepProfile(
+    attention=StageTime(fixed_s=1.0),
+    experts=StageTime(fixed_s=30.0),
+    lora=StageTime(fixed_s=6.0),
+    transfer=StageTime(fixed_s=3.0),
+)
+
+
+class Clock:
+    """Stands in for the time module: sleeping moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Answering:
+    """A backend whose answers are there `delay_s` after they are waited for."""
+
+    def __init__(self, clock: Clock, delay_s: float) -> None:
+        self.clock, self.delay_s = clock, delay_s
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None: ...
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
+        return self.add_to
+
+    def add_to(self, y: torch.Tensor) -> None:
+        self.clock.now_s += self.delay_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(paced, "time", clock)
+    return clock
+
+
+def layer_s(
+    clock: Clock,
+    profile: StepProfile,
+    *,
+    remote: bool,
+    delay_s: float = 0.0,
+    query_len: int = 1,
+    lora: bool = True,
+) -> float:
+    backend = PacedBackend(Answering(clock, delay_s), SHAPE, profile, remote=remote)
+    start_s = clock.now_s
+    backend.begin_step(
+        StepTables(
+            query_start=torch.tensor([0, query_len], dtype=torch.int32),
+            seq_lens=torch.tensor([8], dtype=torch.int32),
+            block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        ),
+        local_routing(SHAPE, np.full(query_len, 0 if lora else -1, dtype=np.int32)),
+    )
+    for site in range(len(SHAPE.sites)):
+        backend.begin(0, site, torch.zeros(1), None)(torch.zeros(1))
+    # Dense sites wait for the answering backend too, which is not the device's time.
+    return clock.now_s - start_s - delay_s * (len(SHAPE.sites) - 2)
+
+
+def test_local_deltas_come_after_the_base_gemm(clock: Clock) -> None:
+    assert layer_s(clock, PROFILE, remote=False) == pytest.approx(1 + 30 + 6)
+
+
+def test_rows_without_adapters_take_no_lora_time(clock: Clock) -> None:
+    assert layer_s(clock, PROFILE, remote=False, lora=False) == pytest.approx(1 + 30)
+
+
+def test_prefill_rows_are_another_devices(clock: Clock) -> None:
+    assert layer_s(clock, PROFILE, remote=False, query_len=4) == 0.0
+
+
+def test_remote_deltas_hide_behind_the_base_gemm(clock: Clock) -> None:
+    assert layer_s(clock, PROFILE, remote=True) == pytest.approx(1 + 30)
+
+
+def test_without_overlap_the_remote_call_adds_up(clock: Clock) -> None:
+    profile = StepProfile(**{**vars(PROFILE), "overlap": False})
+    assert layer_s(clock, profile, remote=True) == pytest.approx(1 + 30 + 3)
+
+
+def test_late_answer_holds_the_layer_up(clock: Clock) -> None:
+    profile = StepProfile(**{**vars(PROFILE), "attention": StageTime()})
+    # Three dense sites wait before the first expert site: their 40 s each use up its base time.
+    late_s = layer_s(clock, profile, remote=True, delay_s=40.0)
+    assert late_s == pytest.approx(2 * 40 + 3)

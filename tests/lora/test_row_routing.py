@@ -1,0 +1,85 @@
+"""The table that says where each row's deltas are computed, and steps whose rows go different ways."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_lora.lora.backend import RoutedBackend
+from moe_lora.lora.row_routing import RowRouting, Source, no_terms
+from moe_lora.kernels.operands import StepTables
+
+GROUPS = ((0, 1), (0, 1))
+
+
+def route(*terms: tuple[Source, int] | None) -> RowRouting:
+    """Rows: base, the one route, base.  terms: source and slot at each group."""
+    table = no_terms(1, len(terms))
+    for group, term in enumerate(terms):
+        if term is not None:
+            table[0, group, 0] = (term[0], 0, term[1], 0)
+    return RowRouting(groups=GROUPS, row_route=np.array([-1, 0, -1], dtype=np.int32), terms=table)
+
+
+def test_row_has_a_source_at_each_group_of_sites():
+    routing = route((Source.LOCAL, 3), (Source.LEASED, 5))
+    assert routing.sources == [{Source.LOCAL}, {Source.LEASED}]
+    assert routing.terms_from(Source.LOCAL, 0)["slot"].tolist() == [-1, 3, -1]
+    assert routing.terms_from(Source.LEASED, 1)["slot"].tolist() == [-1, 5, -1]
+
+
+def test_terms_of_other_sources_are_left_out():
+    routing = route((Source.LOCAL, 3), None)
+    assert routing.terms_from(Source.LEASED, 0)["slot"].tolist() == [-1, -1, -1]
+    assert routing.terms_from(Source.LEASED, 0)["adapter"].tolist() == [-1, -1, -1]
+    assert routing.sources[1] == set()
+
+
+def test_step_of_the_base_model_has_no_deltas():
+    rows = np.full(4, -1, dtype=np.int32)
+    routing = RowRouting(groups=GROUPS, row_route=rows, terms=no_terms(0, 2))
+    assert not routing.has_deltas
+    assert routing.sources == [set(), set()]
+    assert route((Source.LOCAL, 0), None).has_deltas
+
+
+class Noting:
+    """A backend that adds its number to the first element of y."""
+
+    def __init__(self, number: float) -> None:
+        self.number, self.num_steps = number, 0
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        self.num_steps += 1
+
+    def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None):
+        return lambda y: y[0].add_(self.number)
+
+
+def test_site_is_begun_at_the_backends_of_its_rows_only():
+    local, leased = Noting(1.0), Noting(10.0)
+    backend = RoutedBackend({Source.LEASED: leased, Source.LOCAL: local})
+
+    def added(routing: RowRouting, site: int) -> float:
+        backend.begin_step(SimpleNamespace(), routing)
+        add_to, y = backend.begin(0, site, torch.zeros(3), None), torch.zeros(3)
+        if add_to is not None:
+            add_to(y)
+        return float(y[0])
+
+    both = route((Source.LOCAL, 0), (Source.LEASED, 0))
+    assert (added(both, 0), added(both, 1)) == (1.0, 10.0)
+    assert (added(route(None, None), 0), added(route((Source.LOCAL, 0), None), 1)) == (0.0, 0.0)
+    assert (local.num_steps, leased.num_steps) == (3, 2), "a backend without rows is not told of the step"
+
+
+def test_terms_that_no_backend_computes_are_refused():
+    backend = RoutedBackend({Source.LOCAL: Noting(1.0)})
+    subtracted = route((Source.LOCAL, 0), None)
+    subtracted.terms["source"] *= -1
+    for routing, error in ((route((Source.LEASED, 0), None), KeyError), (subtracted, ValueError)):
+        with pytest.raises(error):
+            backend.begin_step(SimpleNamespace(), routing)

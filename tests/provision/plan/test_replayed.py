@@ -1,0 +1,159 @@
+"""Clusters replayed in the simulator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.provision.plan.memory import AdapterMix
+from moe_lora.provision.plan.plan import cluster_of, make_plan
+from moe_lora.provision.plan.verify import Load, Replay, _under_way, planned_load, replays, step_profile, system_of
+from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.workload.traces.traces import read_trace
+from .plans import inputs, zipf
+
+FEW = 3000
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"arrival_s": i * 0.05, "prompt_tokens": 300, "output_tokens": 20} for i in range(400)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def rates(load: Load) -> dict[str, float]:
+    return {kind: len(planned) / planned[-1].arrival_s for kind, planned in load.requests.items()}
+
+
+def test_cluster_is_simulated_as_it_is_written() -> None:
+    given = inputs(rate_per_s=60.0)
+    plan, cluster = make_plan(given), cluster_of(given)
+    layout = Layout.parse(plan.layout)
+    config = system_of(given, cluster, layout, plan.instances, [str(i) for i in range(512)])
+    assert config.num_instances == plan.instances
+    assert config.instance.max_num_seqs == plan.max_num_seqs
+    assert config.adapters.capacity == plan.slots
+    assert config.adapters.num_stages == layout.pp
+    assert config.adapters.prefetched == [str(i) for i in range(plan.slots)]
+
+
+def test_links_are_those_of_the_fullest_rank() -> None:
+    given = inputs()
+    config = system_of(given, cluster_of(given), Layout(ep=1, pp=3), 1, [])
+    # 11 of 32 layers over one link of 50 GB/s.
+    whole = given.mix.adapter_bytes(given.shape)
+    assert config.adapter_bytes == whole
+    assert config.adapters.load_bytes_per_s == pytest.approx(5e10 * 32 / 11)
+
+
+def test_steps_are_those_that_the_plan_predicts() -> None:
+    cluster = cluster_of(inputs())
+    profile, layout = step_profile(cluster, Layout(ep=2), 300), Layout(ep=2)
+    for rows in (1, 100, 300):
+        served = profile.transfer.seconds(rows) + profile.lora.seconds(rows)
+        layer_s = profile.attention.seconds(rows) + max(profile.experts.seconds(rows), served)
+        assert 32 * layer_s == pytest.approx(cluster.tpot_s(layout.ep, rows))
+
+
+def test_requests_come_at_the_planned_rate_and_a_short_trace_is_repeated(trace: Path) -> None:
+    given = inputs(output_tokens=20.0, rate_per_s=60.0)
+    load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
+    assert rates(load) == pytest.approx({"scaled": 60.0, "poisson": 60.0}, rel=0.05)
+    assert {len(requests) for requests in load.requests.values()} == {FEW}
+
+
+def test_plan_for_the_peak_is_checked_by_the_traces_own_arrivals_too(trace: Path) -> None:
+    given = inputs(output_tokens=20.0, rate_per_s=60.0, trace_rate_per_s=20.0)
+    load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
+    assert rates(load) == pytest.approx({"trace": 20.0, "scaled": 60.0, "poisson": 60.0}, rel=0.05)
+
+
+def test_other_seeds_draw_other_arrivals_and_adapters(trace: Path) -> None:
+    given = inputs(rate_per_s=60.0)
+    one, other = (
+        planned_load(given, 60.0, read_trace(trace), num_requests=FEW, seed=seed).requests for seed in (0, 1)
+    )
+    assert [r.arrival_s for r in one["scaled"]] == [r.arrival_s for r in other["scaled"]]
+    assert [r.adapter for r in one["scaled"]] != [r.adapter for r in other["scaled"]]
+    assert [r.arrival_s for r in one["poisson"]] != [r.arrival_s for r in other["poisson"]]
+
+
+def test_adapters_are_drawn_unless_the_plan_is_for_the_traces(tmp_path: Path) -> None:
+    path = tmp_path / "named.jsonl"
+    row = {"arrival_s": 0.0, "prompt_tokens": 3, "output_tokens": 2, "adapter": "named"}
+    path.write_text("\n".join(json.dumps(row | {"arrival_s": float(i)}) for i in range(50)))
+    for traces, names in ((True, {"named"}), (False, {"0", "1"})):
+        given = inputs(probabilities=np.array([0.5, 0.5]), adapters_are_traces=traces)
+        load = planned_load(given, 1.0, read_trace(path), num_requests=50)
+        assert set(load.popular) == names
+        for requests in load.requests.values():
+            assert {request.adapter for request in requests} == names
+
+
+def test_a_moments_requests_are_those_that_run_long() -> None:
+    # Half of the requests have 10 tokens, half 90: of those under way nine of ten are long, half done.
+    requests = [PlannedRequest(i, float(i), "a", 5, 90 if i % 2 else 10) for i in range(1000)]
+    begun = _under_way(requests, 2000)
+    assert len(begun) == 2000
+    assert {request.arrival_s for request in begun} == {0.0}
+    assert len({request.index for request in [*requests, *begun]}) == 3000
+    assert np.mean([request.output_tokens for request in begun]) == pytest.approx(41, rel=0.05)
+
+
+def test_given_global_batch_runs_at_once(trace: Path) -> None:
+    given = inputs(output_tokens=20.0, global_batch=50.0, context_tokens=320.0, probabilities=zipf(8))
+    plan, cluster = make_plan(given), cluster_of(given)
+    load = planned_load(given, 50 / (20 * plan.tpot_s), read_trace(trace), num_requests=FEW)
+    for found in replays(given, cluster, Layout.parse(plan.layout), plan.instances, load):
+        assert found.mean_tpot_s == pytest.approx(plan.tpot_s, rel=0.1)
+
+
+def overloaded(trace: Path) -> tuple[list[Replay], list[Replay]]:
+    given = inputs(output_tokens=20.0, rate_per_s=60.0, probabilities=zipf(400, 0.5))
+    cluster = cluster_of(given)
+    load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
+    whole, part = (replays(given, cluster, Layout(), 1, load, to_the_end=end) for end in (True, False))
+    return whole, part
+
+
+def test_replay_that_can_no_longer_hold_is_given_up(trace: Path) -> None:
+    whole, part = overloaded(trace)
+    assert not any(one.stopped for one in whole)
+    (only,) = part  # the others would not be looked at
+    assert only.stopped
+    assert only.num_requests < whole[0].num_requests
+
+
+def test_shares_of_waiting_requests_sum_to_one(trace: Path) -> None:
+    whole, _ = overloaded(trace)
+    for one in whole:
+        waited = one.admitted_at_once, one.waited_for_adapter, one.waited_for_room
+        assert sum(share or 0.0 for share in waited) == pytest.approx(1.0)
+
+
+def test_bursts_wait_where_their_poisson_twin_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "bursts.jsonl"
+    names = np.random.default_rng(0).integers(40, size=2000).tolist()
+    rows = [
+        {"arrival_s": i // 120 * 6.0, "prompt_tokens": 300, "output_tokens": 20, "adapter": f"a{name}"}
+        for i, name in enumerate(names)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    given = inputs(
+        output_tokens=20.0,
+        rate_per_s=20.0,
+        context_tokens=320.0,
+        probabilities=np.full(40, 1 / 40),
+        trace_rate_per_s=20.0,
+        adapters_are_traces=True,
+        mix=AdapterMix(ranks=((256, 1.0),)),  # 26 of the 40 fit
+    )
+    load = planned_load(given, 20.0, read_trace(path), num_requests=2000)
+    found = {one.arrivals: one for one in replays(given, cluster_of(given), Layout(ep=2), 1, load)}
+    assert (found["trace"].admitted_at_once or 0.0) < (found["poisson"].admitted_at_once or 0.0) - 0.1
