@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .adapters_registry import adapter_folders, add, check_registry, list_registry, registry_option, remove, show
+from .adapters_registry import (
+    adapter_folders,
+    add,
+    check_registry,
+    list_registry,
+    registry_option,
+    remove,
+    show,
+)
 from .errors import user_errors
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from moe_lora.core.teardown import quiet_teardown
+from moe_lora.core.host import quiet_teardown
 
 from .main import main
 

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from moe_lora.report.environment import environment
+from moe_lora.report.results import environment
 
 
 @click.command()

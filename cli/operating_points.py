@@ -74,9 +74,13 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
 
 def found_points(model_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Search every rank; the file's content."""
-    from moe_lora.provision.performance.operating_points import PointLoad, SloGoal, find_operating_point
-    from moe_lora.provision.performance.operating_points_file import points_content
-    from moe_lora.report.environment import environment
+    from moe_lora.provision.performance.operating_points import (
+        PointLoad,
+        SloGoal,
+        find_operating_point,
+        points_content,
+    )
+    from moe_lora.report.results import environment
 
     slo = SloGoal(ttft_s=options["slo_ttft_s"], tpot_s=options["slo_tpot_s"])
     names = ("prompt_tokens", "output_tokens", "num_adapters", "num_requests")
@@ -110,8 +114,7 @@ def _runs(
         yield _simulation(rank, load, slo, options)
         return
 
-    from moe_lora.profiling.open_loop import OverloadError, serve_open_loop
-    from moe_lora.profiling.step_times import engine_with_adapters
+    from moe_lora.profiling.step_times import OverloadError, engine_with_adapters, serve_open_loop
     from moe_lora.provision.performance.operating_points import judge, overload
 
     click.echo(f"rank {rank}: building an engine and loading {load.num_adapters} adapters", err=True)
@@ -139,8 +142,8 @@ def _runs(
 def _simulation(
     rank: int, load: PointLoad, slo: SloGoal, options: dict[str, Any]
 ) -> Callable[[float, int], Trial]:
-    from moe_lora.provision.performance.performance_file import read_step_model
-    from moe_lora.provision.performance.simulated_points import simulated_run
+    from moe_lora.provision.performance.operating_points import simulated_run
+    from moe_lora.provision.performance.performance_models import read_step_model
 
     model = read_step_model(options["performance_file"], kernel=options["lora_kernel"])
 

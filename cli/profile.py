@@ -98,7 +98,7 @@ def _memory_bytes(clock: LayerClock) -> int:
         import torch
 
         return torch.cuda.get_device_properties(clock.device).total_memory
-    from moe_lora.report.environment import environment
+    from moe_lora.report.results import environment
 
     found = environment()["memory_bytes"]
     if found is None:

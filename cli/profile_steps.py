@@ -107,12 +107,16 @@ def profile_steps(model_dir: str, out: str, force: bool, **options: Any) -> None
 
 def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run the batches on an engine per kernel; the file's content."""
-    from moe_lora.profiling.step_times import StepClock
     from moe_lora.policies.step_model import FORMS
-    from moe_lora.provision.performance.performance_batches import adapter_names, batches_to_time, measure
-    from moe_lora.provision.performance.performance_file import file_content
-    from moe_lora.provision.performance.performance_models import fit_model
-    from moe_lora.report.environment import environment
+    from moe_lora.profiling.step_times import StepClock
+    from moe_lora.provision.performance.performance_models import (
+        adapter_names,
+        batches_to_time,
+        file_content,
+        fit_model,
+        measure,
+    )
+    from moe_lora.report.results import environment
 
     batches = batches_to_time(
         options["ranks"],
@@ -188,7 +192,7 @@ def summary_lines(content: dict[str, Any]) -> list[str]:
 
 
 def _engine_config(model_dir: str, kernel: str, options: dict[str, Any]) -> EngineConfig:
-    from moe_lora.provision.performance.performance_batches import MAX_PROMPT_TOKENS
+    from moe_lora.provision.performance.performance_models import MAX_PROMPT_TOKENS
 
     largest = max(options["batches"])
     return EngineConfig(

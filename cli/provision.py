@@ -108,8 +108,8 @@ def provision(**options: Any) -> None:
     if options["out"] is not None and not missed:
         _write_yaml(options, plan, model_dir_of(options["model"]))
     if options["report"] is not None:
-        from moe_lora.provision.admission.curve import iar_curves
-        from moe_lora.report.plan_page import write_plan_report
+        from moe_lora.provision.admission.admitted import iar_curves
+        from moe_lora.report.html import write_plan_report
 
         write_plan_report(
             options["report"], content, lines, iar_curves(inputs, plan.global_batch, 2 * plan.slots)
@@ -122,7 +122,7 @@ def provision(**options: Any) -> None:
 
 
 def _write_yaml(options: dict[str, Any], plan: Any, model_dir: str | None) -> None:
-    from moe_lora.provision.plan.cluster_yaml import PLACEHOLDER_DIR, plan_yaml
+    from moe_lora.provision.plan.plan_text import PLACEHOLDER_DIR, plan_yaml
     from moe_lora.report.results import write_text
 
     write_text(options["out"], plan_yaml(plan, model_dir))

@@ -13,10 +13,9 @@ import numpy as np
 from moe_lora.config.plan import PlanGoals
 from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
-from moe_lora.provision.plan.known_models import KnownModel, known_model
 from moe_lora.core.shape import ModelShape
 from moe_lora.provision.plan.inputs import PlanInputs
-from moe_lora.provision.plan.memory import AdapterMix
+from moe_lora.provision.plan.memory import AdapterMix, KnownModel, known_model
 from moe_lora.provision.profile_file import read_profile
 from moe_lora.workload import Popularity, TraceStatistics, parse_popularity, trace_statistics
 from moe_lora.workload.popularity.named import USUAL_ZIPF

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moe_lora.provision.plan.inputs import PlanInputs
     from moe_lora.provision.plan.plan import Plan
-    from moe_lora.provision.plan.verify import Replay
-    from moe_lora.provision.plan.verdicts import Verdict
+    from moe_lora.provision.plan.verify import Replay, Verdict
 
 SEED = 1
 """Of arrivals and adapters; plans are chosen by others (`checked.SEEDS`)."""
@@ -30,8 +29,7 @@ def verified(
     """Replays and verdicts as JSON, as lines, and in a line what was missed; "" if nothing."""
     from moe_lora.provision.plan.checked import place_of, planned_rate
     from moe_lora.provision.plan.plan import cluster_of
-    from moe_lora.provision.plan.verify import read_load, replays
-    from moe_lora.provision.plan.verdicts import OTHER_DRAWS, holds, verdicts
+    from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, read_load, replays, verdicts
 
     place = place_of(plan)
     load = read_load(inputs, planned_rate(inputs, plan), trace, format, seed=SEED)
@@ -69,7 +67,7 @@ def _replay_lines(found: Sequence[Replay]) -> list[str]:
 
 def _verdict_lines(judged: Sequence[Verdict]) -> list[str]:
     """A line a target, and one for each kind of arrivals that missed it."""
-    from moe_lora.provision.plan.verdicts import missed_text
+    from moe_lora.provision.plan.verify import missed_text
 
     lines = []
     for target, group in groupby(judged, lambda verdict: verdict.target):
@@ -90,7 +88,7 @@ def _outcome(num_missed: int, num_judged: int) -> str:
 
 
 def _missed(judged: Sequence[Verdict]) -> str:
-    from moe_lora.provision.plan.verdicts import missed_text
+    from moe_lora.provision.plan.verify import missed_text
 
     said = [missed_text(one) for one in judged if one.held is False]
     return f"This plan does not hold its own check: {'; '.join(said)}"

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from moe_lora.report.load_client import ServedModels
-from moe_lora.workload import AdapterChoice, Trace, map_adapters, parse_popularity, read_counts, read_invocations, with_invocations
+from moe_lora.workload import (
+    AdapterChoice,
+    Trace,
+    map_adapters,
+    parse_popularity,
+    read_counts,
+    read_invocations,
+    with_invocations,
+)
 
 _MOST_NAMES_SHOWN = 20
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import click
 
-from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config import (
+    EngineConfig,
+    FrontEndConfig,
+    LoraServerConfig,
+    PoolConfig,
+    ProvisionConfig,
+    RegistryConfig,
+)
 
 from .errors import user_errors
 from .setting_options import section_options

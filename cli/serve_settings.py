@@ -105,8 +105,8 @@ def fit_to_serve(config: EngineConfig, *, skip_bad: bool) -> EngineConfig:
     skip_bad: leave out those that can't be served, with a line in the log for each; their values are looked
     at too then.  Raises ConfigError that names all of them otherwise, or for a base model that can't be read.
     """
-    from moe_lora.adapters.registry.base_model import model_shape
     from moe_lora.adapters.peft.file_check import bad_adapters
+    from moe_lora.adapters.registry.base_model import model_shape
 
     if not config.adapters:
         return config

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from moe_lora.adapters.registry.publish import register_adapter
 from moe_lora.adapters.registry.registry import Registry
-from .config import EngineConfig
 from moe_lora.core.request import SamplingParams
-from moe_lora.engine.answer import Completion
-from moe_lora.engine.llm import LLM, AsyncLLM
+from moe_lora.engine.llm import LLM, AsyncLLM, Completion
+
+from .config import EngineConfig
 
 __all__ = [
     "LLM",

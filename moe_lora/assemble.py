@@ -12,19 +12,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
-from .config import EngineConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, ConfigError
-from moe_lora.policies.token_meter import TokenMeter
 from moe_lora.engine.client.client import CallableEngine, EngineClient
-from moe_lora.policies.routing import Router
+from moe_lora.policies.routing import Router, TokenMeter
+
+from .config import EngineConfig, LoraServerConfig
 
 if TYPE_CHECKING:
+    from moe_lora.dist.cluster.controller.placement_controller import Routes
+    from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
+    from moe_lora.dist.cluster.instances import Roster
     from moe_lora.dist.cluster.routing_client import FleetClient
     from moe_lora.engine.client.heartbeat import Heartbeat
-    from moe_lora.dist.cluster.instances import Roster
-    from moe_lora.dist.cluster.controller.routes import Routes
-    from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 
 
 def serve(cluster: ClusterConfig) -> None:
@@ -33,12 +33,12 @@ def serve(cluster: ClusterConfig) -> None:
     cluster.engine.num_threads counts for each instance.  Of the cluster's addresses only that of HTTP counts.
     Raises ConfigError, RegistryError or AdapterError for what can be known at start.
     """
+    from moe_lora.dist.cluster.controller.capacity_controller import make_controller
+    from moe_lora.dist.cluster.controller.cluster_controller import Decisions
+    from moe_lora.dist.cluster.controller.served_registry import opened_registry
     from moe_lora.engine.client.heartbeat import Heartbeat
     from moe_lora.engine.text.text import load_tokenizer
-    from moe_lora.dist.cluster.controller.cluster_controller import Decisions
     from moe_lora.serve.cluster_roles import only_front_end
-    from moe_lora.dist.cluster.controller.capacity_controller import make_controller
-    from moe_lora.dist.cluster.controller.served_registry import opened_registry
     from moe_lora.serve.server import bind, serve_forever
 
     routes, config, name = _checked_routes(cluster), cluster.engine, cluster.served_model_name
@@ -86,10 +86,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
     """
     from moe_lora.core.host import run_folder
-    from moe_lora.dist.launch.host_roles import run_roles
-    from moe_lora.dist.launch.one_host import cluster_file, on_sockets, roles_of
+    from moe_lora.dist.launch.host_roles import cluster_file, on_sockets, roles_of, run_roles, thread_share
     from moe_lora.engine.client.process import usable_cores
-    from moe_lora.dist.launch.shares import thread_share
     from moe_lora.serve.server import bind
 
     # What can't work is said here, once, and not by each process.
@@ -118,10 +116,11 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
     name: of one of several.  listen_fd: a bound socket that the process inherits; None: it makes one.
     Raises ConfigError for what can be known at start.
     """
-    from .config import ONE_FRONT_END
     from moe_lora.engine.text.text import load_tokenizer
     from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
     from moe_lora.serve.server import bind
+
+    from .config import ONE_FRONT_END
 
     name = name or ONE_FRONT_END
     front_end = cluster.front_end_named(name)
@@ -137,8 +136,8 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
 
 def _checked_routes(cluster: ClusterConfig) -> Routes:
     """What routes the requests to instances of this host.  Raises ConfigError."""
-    from moe_lora.dist.launch.shares import check_pool
-    from moe_lora.dist.cluster.controller.routes import make_routes
+    from moe_lora.dist.cluster.controller.placement_controller import make_routes
+    from moe_lora.dist.launch.host_roles import check_pool
 
     routes = make_routes(cluster.front_end, cluster.engine.max_num_seqs, cluster.engine.lora_kernel)
     if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
@@ -166,15 +165,19 @@ async def local_instances(
     from moe_lora.core.address import Address
     from moe_lora.core.clock import WallClock
     from moe_lora.core.host import run_folder
-    from moe_lora.dist.launch.host_roles import HostRoles, Role
-    from moe_lora.dist.launch.ranks import StartInstance, start_file
-    from moe_lora.dist.cluster.listener import Door
-    from moe_lora.dist.cluster.entry import CatchUp, Recovery
-    from moe_lora.dist.cluster.routing_client import FleetClient
-    from moe_lora.dist.cluster.pool.directory import PoolDirectory
-    from moe_lora.engine.client.process import usable_cores, worker_environment
     from moe_lora.dist.cluster.instances import Roster
-    from moe_lora.dist.launch.shares import instance_config, thread_share
+    from moe_lora.dist.cluster.listener import CatchUp, Door, Recovery
+    from moe_lora.dist.cluster.pool.directory import PoolDirectory
+    from moe_lora.dist.cluster.routing_client import FleetClient
+    from moe_lora.dist.launch.host_roles import (
+        HostRoles,
+        Role,
+        StartInstance,
+        instance_config,
+        start_file,
+        thread_share,
+    )
+    from moe_lora.engine.client.process import usable_cores, worker_environment
     from moe_lora.policies.routers import make_router
 
     count = config.num_instances
@@ -247,7 +250,7 @@ def engine_processes(
 ) -> Iterator[EngineClient]:
     """`local_instances` for callers of any thread and event loop."""
     from moe_lora.dist.net.thread import entered
-    from moe_lora.engine.client.threaded import ThreadedClient
+    from moe_lora.engine.client.loop_client import ThreadedClient
 
     with entered(lambda: local_instances(config, routing, heartbeat=heartbeat)) as (client, thread):
         yield ThreadedClient(client, thread)
@@ -257,7 +260,7 @@ def engine_processes(
 def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
     """The engines of `local_instances`, each by itself, for callers of any thread and event loop."""
     from moe_lora.dist.net.thread import entered
-    from moe_lora.engine.client.threaded import ThreadedClient
+    from moe_lora.engine.client.loop_client import ThreadedClient
 
     with entered(lambda: local_instances(config)) as (fleet, thread):
         yield [ThreadedClient(one.client, thread) for one in fleet.instances]
@@ -285,11 +288,10 @@ async def local_lora_server(
         return
 
     from moe_lora.core.hf_config import read_config
-    from moe_lora.core.shape import ModelShape
     from moe_lora.core.host import run_folder
-    from moe_lora.dist.launch.host_roles import HostRoles, Role
+    from moe_lora.core.shape import ModelShape
+    from moe_lora.dist.launch.host_roles import THREADS_PER_RANK, HostRoles, Role, StartRank, start_file
     from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-    from moe_lora.dist.launch.ranks import THREADS_PER_RANK, StartRank, start_file
     from moe_lora.engine.client.process import worker_environment
 
     with ExitStack() as stack:
@@ -325,5 +327,12 @@ async def local_lora_server(
 
 
 def local_worker(start_file: int) -> tuple[str, ...]:
-    """Words of the command of a process that does what the file (of `dist.launch.ranks`) says, and ends with us."""
-    return ("-m", "moe_lora.dist.launch.run_role", "--start-fd", str(start_file), "--parent", str(os.getpid()))
+    """Words of the command of a process that does what the file (of `dist.launch.host_roles`) says, and ends with us."""
+    return (
+        "-m",
+        "moe_lora.dist.launch.run_role",
+        "--start-fd",
+        str(start_file),
+        "--parent",
+        str(os.getpid()),
+    )

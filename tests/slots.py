@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.lora.slots import part_bytes, point_slot
 from moe_lora.kernels.operands import SlotTable
+from moe_lora.lora.local import part_bytes, point_slot
 
 
 def write_slot(

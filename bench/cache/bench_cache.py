@@ -12,14 +12,23 @@ from tempfile import TemporaryDirectory
 
 import click
 
+from bench.harness.records import environment
 from moe_lora.report.results import append_result, read_results
 from moe_lora.workload.traces.traces import read_trace
 
-from .cache_plan import APPLICATIONS, LARGE_POPULARITIES, OURS, POLICIES, Application, MooncakeChats, config_of, popularity_of
+from .cache_plan import (
+    APPLICATIONS,
+    LARGE_POPULARITIES,
+    OURS,
+    POLICIES,
+    Application,
+    MooncakeChats,
+    config_of,
+    popularity_of,
+)
 from .cache_plot import write_plot
 from .cache_report import cell_table, comparison, measured_comparison, measured_table
 from .cache_simulated import Cell, run_cell
-from bench.harness.records import environment
 
 FIRST_RATES = {"chatbots": 4.0, "translations": 100.0, "agents": 8.0, "chatbots (Mooncake)": 3.0}
 

@@ -29,12 +29,11 @@ from typing import Any
 import networkx
 import numpy as np
 
+from bench.harness.records import environment
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import CacheCosts
 from moe_lora.policies.caching_policies import CACHING_POLICIES, make_caching_policy
-
-from bench.harness.records import environment
 
 BLOCK_SIZE = 16
 SYSTEM_BLOCKS, TURN_BLOCKS, TURNS, MAX_TURNS = 8, 3, 5, 8

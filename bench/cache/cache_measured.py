@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness.random_model import QUICK, TINY, ModelSize, write_adapters, write_model
 from moe_lora.api import LLM
 from moe_lora.config import EmulationConfig
 from moe_lora.core.request import EngineStats
@@ -20,7 +21,6 @@ from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogue
 from moe_lora.workload.popularity.popularity import zipf
 
 from .cache_answers import Answered, agreement, figures, replay
-from bench.harness.random_model import QUICK, TINY, ModelSize, write_adapters, write_model
 
 # Lengths and pauses of the simulated applications, divided by about 4 and 15: a turn takes as long here.
 SHAPES = {

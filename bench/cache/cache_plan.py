@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
-from moe_lora.policies.caching_policies import make_caching_policy
-from moe_lora.policies.fastlibra import FastLibra
-from moe_lora.policies.recency import static_partition
+from moe_lora.policies.caching_policies import FastLibra, make_caching_policy, static_partition
 from moe_lora.sim.cached_instance import CachedConfig
-from moe_lora.sim.transformer_time import TransformerTime
+from moe_lora.sim.step_time import TransformerTime
 from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues, mooncake_chats
-from moe_lora.workload.popularity.drift import Drifting
+from moe_lora.workload.popularity.named import Distinct, Drifting, gaussian
 from moe_lora.workload.popularity.popularity import AdapterChoice, uniform, zipf
 from moe_lora.workload.traces.records import Trace
-from moe_lora.workload.popularity.shapes import Distinct, gaussian
 
 # FastLibra, table 1: 256 TFLOPS FP16 and 64 GB of HBM a card, PCIe 4.0 x16, 256 GB of main memory.
 FLOPS_PER_S, HBM_BYTES, LINK_BYTES_PER_S = 256e12, 64e9, 32e9

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.report.plot_style import color, label, new_figure
+from moe_lora.report.plots import color, label, new_figure
 
 from .cache_plan import POLICIES
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .cache_plan import OURS
 from bench.lora_server.disagg_report import table
+
+from .cache_plan import OURS
 
 Record = dict[str, Any]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness.peak import highest_rate
 from moe_lora.sim.cached_instance import CachedConfig, simulate_cached
-from moe_lora.sim.cached_result import PARTS
+from moe_lora.sim.cached_requests import PARTS
 from moe_lora.workload.conversations import TurnRequest
 
 from .cache_plan import POLICIES, PolicyMaker, settings_of
-from bench.harness.peak import highest_rate
 
 REFERENCE = "fastlibra"
 TARGET_TTFT_MS = 500.0
@@ -84,7 +84,7 @@ def peak_rate(cell: Cell, make: PolicyMaker, guess: float) -> float:
 
 
 def simulated(cell: Cell, make: PolicyMaker, rate: float, max_waiting: int = 10**9) -> dict[str, Any]:
-    """One rate: its summary (`sim.cached_result`)."""
+    """One rate: its summary (`sim.cached_requests`)."""
     requests = cell.requests(rate)
     policy = make(cell.config.costs())
     result = simulate_cached(cell.config, policy, requests, max_waiting=max_waiting)

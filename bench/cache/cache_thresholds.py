@@ -13,12 +13,12 @@ from pathlib import Path
 
 import click
 
+from bench.harness.records import environment
 from moe_lora.report.results import append_result
 
 from .bench_cache import cells
 from .cache_plan import settings_of
 from .cache_simulated import simulated
-from bench.harness.records import environment
 
 RATES = {"agents": 9.0, "chatbots (Mooncake)": 6.0}
 TIME_UNITS_S = {"agents": "5", "chatbots (Mooncake)": "60"}

@@ -15,9 +15,8 @@ from typing import Any
 
 import click
 
-from moe_lora.report.results import append_result, check_targets, read_results
-
 from bench.harness.records import environment
+from moe_lora.report.results import append_result, check_targets, read_results
 
 LEAST_AGREEMENT = 0.99
 """Share of answers that must be equal.  In fp32 a tie of two logits may fall either way where the sizes of

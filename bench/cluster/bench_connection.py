@@ -25,16 +25,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bench.harness.interleave import interleave, ratio
 from moe_lora.core.address import Address
 from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.dist.cluster.listener import DialledClient
 from moe_lora.dist.net.connection import dial, listen
 from moe_lora.dist.net.peer import Peer
-from moe_lora.dist.cluster.listener import DialledClient
 from moe_lora.engine.client.messages import ENGINE_SIDE, FRONT_END_SIDE, Hello, Outputs, Request
 from moe_lora.report import append_result
-from moe_lora.report import environment
-
-from bench.harness.interleave import interleave, ratio
+from moe_lora.report import results as environment
 
 _INFO = ModelInfo(
     name="m",

@@ -22,21 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_lora.adapters.facts import AdapterFacts
-from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.peft.reader import read_adapter
-from moe_lora.adapters.window_layout import adapter_without_data, facts_of, is_intact
-from moe_lora.core.hf_config import read_config
-from moe_lora.core.shape import ModelShape
-from moe_lora.dist.transport import make_transport
-from moe_lora.engine.adapters.pool_store import PoolAdapters
-from moe_lora.engine.pool_calls import Sources
-from moe_lora.engine.adapters.pool_fetch import fetch_layers
-from moe_lora.report import append_result
-
 from bench.harness.interleave import interleave, ratio
 from bench.harness.random_model import FULL, TINY, ModelSize, write_adapter, write_config
 from bench.harness.records import environment
+from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.adapters.host_store import adapter_without_data, facts_of, is_intact
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.core.hf_config import read_config
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.transport import make_transport
+from moe_lora.engine.adapters.pool_fetch import fetch_layers
+from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.engine.loop import Sources
+from moe_lora.report import append_result
 
 KINDS = ("shm", "gloo")
 RANKS = (8, 64)

@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from bench.harness.interleave import interleave, ratio
+from bench.harness.records import environment
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.report import append_result
-
-from bench.harness.interleave import interleave, ratio
-from bench.harness.records import environment
 
 NUM_ADAPTERS = 40_000
 NUM_ROUNDS = 9

@@ -21,11 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.harness.records import environment
 from moe_lora.report.results import append_result
 from tests.dist.chaos import FAULTS, HOLDER_FAULTS, ChaosPlan, ChaosReport, run_chaos
 from tests.dist.chaos_model import ask_undisturbed, make_chaos_model
-
-from bench.harness.records import environment
 
 NO_POOL = "none"
 

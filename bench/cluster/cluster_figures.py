@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.report.latency import SloTargets
-from moe_lora.report.records import RequestRecord
-from moe_lora.report.summary import summarize
+from bench.lora_server.disagg_runs import cpu_s
+from moe_lora.report.latency import RequestRecord, SloTargets
+from moe_lora.report.run_file import summarize
 
 from .cluster_models import TPT_RATIO
 from .cluster_plan import TIMEOUT_S, Plan
 from .cluster_systems import Outcome
-from bench.lora_server.disagg_runs import cpu_s
 
 _NO_TPOT_LIMIT_S = 1e6
 

@@ -13,8 +13,8 @@ from moe_lora.assemble import instance_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
-from moe_lora.engine.client.client import EngineClient
 from moe_lora.dist.cluster.instances import Roster
+from moe_lora.engine.client.client import EngineClient
 
 from .cluster_models import Files
 from .cluster_plan import Plan

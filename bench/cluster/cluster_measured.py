@@ -17,7 +17,16 @@ from moe_lora.workload.replay_plan import PlannedRequest
 from .cluster_figures import Busy, figures, same_answers, tpt_ms
 from .cluster_fleet import Fleet, Unloaded, started, unloaded
 from .cluster_mixing import run_mixing
-from .cluster_models import TPT_RATIO, TTFT_RATIO, Files, MachineModel, machine_models, rate_of, routing_model, write_files
+from .cluster_models import (
+    TPT_RATIO,
+    TTFT_RATIO,
+    Files,
+    MachineModel,
+    machine_models,
+    rate_of,
+    routing_model,
+    write_files,
+)
 from .cluster_plan import NO_LORA, PADDED, Cell, Plan, System
 from .cluster_requests import demand_at_start, requests_of
 from .cluster_systems import Outcome, run_system

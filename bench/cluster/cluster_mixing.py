@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe_lora.config.plan import WorkloadOptions
-from moe_lora.report.records import RequestRecord
+from moe_lora.report.latency import RequestRecord
 from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 
 from .cluster_fleet import Fleet

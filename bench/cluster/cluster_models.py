@@ -7,19 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.harness.random_model import write_adapter, write_model
 from moe_lora.cli.profile_steps import measured_models
 from moe_lora.engine.client.process import usable_cores
 from moe_lora.policies.model_routing import CostModel
-from moe_lora.policies.step_model import StepModel
-from moe_lora.policies.step_work import Row
-from moe_lora.provision.performance.operating_points import PointLoad, SloGoal, find_operating_point
-from moe_lora.provision.performance.performance_file import read_step_model
-from moe_lora.provision.performance.simulated_points import simulated_run
+from moe_lora.policies.step_model import Row, StepModel
+from moe_lora.provision.performance.operating_points import (
+    PointLoad,
+    SloGoal,
+    find_operating_point,
+    simulated_run,
+)
+from moe_lora.provision.performance.performance_models import read_step_model
 from moe_lora.report.results import write_json
 
 from .cluster_plan import LORA_RANKS, PADDED, Plan
 from .cluster_requests import mean_lengths
-from bench.harness.random_model import write_adapter, write_model
 
 TTFT_RATIO = 20.0
 """SLO of P95 TTFT by an unloaded request's TTFT.  LoRAServe asks for 10 s (section III-A4) and shows unloaded

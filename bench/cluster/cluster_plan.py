@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from bench.harness.random_model import TINY, ModelSize
 from moe_lora.workload.popularity.named import parse_popularity
 from moe_lora.workload.popularity.popularity import AdapterChoice
-
-from bench.harness.random_model import TINY, ModelSize
 
 PADDED, TRUE_RANK = "bgmv", "sgmv"
 LORA_RANKS = (8, 16, 32, 64, 128)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_lora.report.plot_style import FAILED, color, label, log_ticks, new_figure, nothing
+from moe_lora.report.plots import FAILED, color, label, log_ticks, new_figure, nothing
 
 from .cluster_plan import PADDED, TRUE_RANK
 from .cluster_report import KERNEL_NAMES, PLACED_NAMES, Record, by_cell, of_section

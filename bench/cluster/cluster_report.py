@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .cluster_plan import PADDED, PLACED, SYSTEM_NAMES, TRUE_RANK
 from bench.lora_server.disagg_report import table
+
+from .cluster_plan import PADDED, PLACED, SYSTEM_NAMES, TRUE_RANK
 
 Record = dict[str, Any]
 CellKey = tuple[str, str, float]

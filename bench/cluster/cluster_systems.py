@@ -10,27 +10,25 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from bench.lora_server.disagg_client import EngineCompletions
 from moe_lora.config import RoutingConfig
 from moe_lora.config.plan import ReplayOptions
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import GenerateRequest, TokenOutput
-from moe_lora.policies.token_meter import TokenMeter
-from moe_lora.engine.client.client import EngineClient
-from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.dist.cluster.instances import Roster
-from moe_lora.policies.model_routing import CostModel
-from moe_lora.policies.phi_routing import PhiRouting
-from moe_lora.policies.routers import RoutingContext, make_router
-from moe_lora.policies.routing import Instance, RoutedView, Router
-from moe_lora.provision.placement.placement_quality import PlacementQuality
-from moe_lora.report.records import RequestRecord
-from moe_lora.report.replay import replay
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController
+from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.policies.model_routing import CostModel
+from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
+from moe_lora.policies.routing import Instance, RoutedView, Router, TokenMeter
+from moe_lora.provision.placement.placement_problem import PlacementQuality
+from moe_lora.report.latency import RequestRecord
+from moe_lora.report.replay import replay
 from moe_lora.workload.replay_plan import PlannedRequest
 
 from .cluster_fleet import Fleet, idle
 from .cluster_plan import TIMEOUT_S, System
-from bench.lora_server.disagg_client import EngineCompletions
 
 BASE_MODEL = "base"
 

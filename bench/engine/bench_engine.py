@@ -15,14 +15,14 @@ from typing import Any
 import click
 import torch
 
+from bench.harness.ceiling import ReadBandwidth
+from bench.harness.random_model import write_adapters, write_model
+from bench.harness.records import environment
 from moe_lora.report.results import append_result, read_results
 
-from bench.harness.ceiling import ReadBandwidth
 from .engine_cells import Contestants, Files
 from .engine_goals import goals, goals_table
 from .engine_plan import PLANS, Plan
-from bench.harness.random_model import write_adapters, write_model
-from bench.harness.records import environment
 
 
 def write_files(folder: Path, plan: Plan) -> Files:

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from bench.harness.ceiling import ReadBandwidth, StepBytes, step_bytes
+from bench.harness.interleave import Contestant, interleave, ratio
+from bench.harness.random_model import RANKS
 from moe_lora.core.hf_config import shape_fields
 from moe_lora.core.shape import ModelShape
 
 from .agreement import agreement
-from bench.harness.ceiling import ReadBandwidth, StepBytes, step_bytes
 from .engine_plan import PROMPT_TOKENS, Plan
 from .engine_runs import EngineRun, Prompts, start_engine
-from bench.harness.interleave import Contestant, interleave, ratio
 from .peers import Decoder, GroupedDecoder, fastest_experts, load_peft, load_transformers
-from bench.harness.random_model import RANKS
 
 Adapters = tuple[tuple[str, str], ...]
 

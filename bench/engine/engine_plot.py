@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from moe_lora.report.plot_style import GRAY, color, label, new_figure
+from moe_lora.report.plots import GRAY, color, label, new_figure
 
 Record = dict[str, Any]
 

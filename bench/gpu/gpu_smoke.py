@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 
+from bench.harness.records import environment
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 from moe_lora import LLM, SamplingParams
 from moe_lora.report import append_result
-
-from bench.harness.records import environment
 
 DEMO = Path(__file__).parents[2] / "demo"
 NUM_REQUESTS = 64

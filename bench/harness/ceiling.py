@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bench.engine.engine_runs import EngineRun
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.core import EngineCore
+from moe_lora.kernels.operands import SlotTable, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source
-from moe_lora.kernels.operands import SlotTable, StepTables
-
-from bench.engine.engine_runs import EngineRun
 
 _READ_BYTES = 256 << 20
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from moe_lora.report.environment import environment as this_environment
-from moe_lora.report.environment import git_state
+from moe_lora.report.results import environment as this_environment
+from moe_lora.report.results import git_state
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -15,7 +15,7 @@ ALLOW_DIRTY = "MOE_LORA_BENCH_ALLOW_DIRTY"
 
 
 def environment(out: str | Path | None) -> dict[str, Any]:
-    """`report.environment`, if a record of it may be written to `out` (None: nothing is written).
+    """`report.results`, if a record of it may be written to `out` (None: nothing is written).
 
     A record names a commit, so tracked files must be as committed; result files, which benches change
     themselves, don't count.  MOE_LORA_BENCH_ALLOW_DIRTY=1 lets a changed tree write outside of

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lora.report.environment import environment, git_state
-from moe_lora.report.results import append_result, read_results, write_text
+from moe_lora.report.results import append_result, environment, git_state, read_results, write_text
 
 from .house_trace import TRACE_METHOD, trace_requests
 

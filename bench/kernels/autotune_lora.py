@@ -21,7 +21,7 @@ import torch
 
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import KERNEL_NAMES, PHASES, Config, Table
-from moe_lora.report.environment import environment
+from moe_lora.report.results import environment
 
 from .lora_kernel_cases import Case
 from .lora_kernel_clock import COLD_BYTES, Passes
@@ -245,9 +245,7 @@ def main(
 
     tune(tuner, table, found, deadline, exhaustive)
     commit = environment()["git_commit"]
-    note = (
-        f"Entries marked tuned: bench/kernels/autotune_lora.py on {table.gpu}, commit {commit}. Others are defaults."
-    )
+    note = f"Entries marked tuned: bench/kernels/autotune_lora.py on {table.gpu}, commit {commit}. Others are defaults."
     configs.save_table(updated(table, list(shapes), found, {}, note))
     classes = crossovers(tuner, found, deadline, allow_fused)
     path = configs.save_table(updated(table, list(shapes), found, classes, note))

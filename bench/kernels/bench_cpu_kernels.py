@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.harness.records import environment
 from moe_lora.kernels.cpu import cpu
 
 from .cpu_kernel_cases import EIGHT_ADAPTERS, MIXED_RANKS, SITES, Case, expert_case, linear_case, lora_case
-from bench.harness.records import environment
 
 GEMM_ROWS = (1, 8, 16, 64, 2048)
 LORA_ROWS = (1, 8, 16, 32, 64, 2048)

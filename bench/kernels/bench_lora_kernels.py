@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import torch
 
+from bench.harness.records import environment
 from moe_lora.report.results import append_result, read_results
 
 from .lora_kernel_cases import Case, memory_bytes
@@ -24,7 +25,6 @@ from .lora_kernel_peers import Contestant, load_peer, torch_peers
 from .lora_kernel_plan import CaseSpec, Plan, plan
 from .lora_kernel_report import line, verdict_table, wrong
 from .lora_kernel_runs import CaseRun
-from bench.harness.records import environment
 
 DEFAULT_SCALE = {"cpu": 16, "cuda": 1}
 DEFAULT_BUDGET_S = {"cpu": 340.0, "cuda": 230.0}

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from moe_lora.core.shape import Site
-from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels import reference
+from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 
 HIDDEN, INNER, EXPERTS, TOP_K = 1024, 1792, 8, 2

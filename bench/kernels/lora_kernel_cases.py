@@ -16,7 +16,7 @@ import torch
 
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 from moe_lora.kernels import reference
-from moe_lora.kernels.cpu.huge_pages import advise_huge_pages
+from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 
 from .lora_kernel_plan import CaseSpec

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from moe_lora.report.plot_style import COLORS, GRAY, color, label, new_figure
+from moe_lora.report.plots import COLORS, GRAY, color, label, new_figure
 
 from .lora_kernel_plan import PHASES
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bench.harness.interleave import interleave, ratio
+
 from .lora_kernel_cases import Case
 from .lora_kernel_clock import Passes, Rates
 from .lora_kernel_peers import Contestant, NotApplicable, Phases

@@ -20,8 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from moe_lora.core.shape import MAX_LORA_RANK
-from moe_lora.kernels.triton.configs import PHASES, Choice, Config, Entry, Table, config_space
-from moe_lora.kernels.triton.spaces import ORDER_FIXING, order_of
+from moe_lora.kernels.triton.configs import (
+    ORDER_FIXING,
+    PHASES,
+    Choice,
+    Config,
+    Entry,
+    Table,
+    config_space,
+    order_of,
+)
 from moe_lora.report.results import read_json, write_json
 
 Pair = dict[str, Config]

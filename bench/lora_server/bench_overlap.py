@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 
+from bench.harness.interleave import interleave, ratio
+from bench.harness.random_model import FULL, QUICK, RANKS, TINY, ModelSize, write_adapter, write_model
+from bench.harness.records import environment
 from moe_lora.assemble import lora_server_processes
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
@@ -32,10 +35,6 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import Source
 from moe_lora.report import append_result
-
-from bench.harness.interleave import interleave, ratio
-from bench.harness.random_model import FULL, QUICK, RANKS, TINY, ModelSize, write_adapter, write_model
-from bench.harness.records import environment
 
 PROMPT_TOKENS = 33
 NUM_ADAPTERS = 8

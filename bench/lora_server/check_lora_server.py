@@ -24,13 +24,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bench.harness.records import environment
 from moe_lora.report.results import append_result
 from tests.dist.combinations import FACTORS, is_possible, title
 from tests.dist.covering import Row, all_rows
 from tests.dist.forked_cluster import Outcome, Tokens, local_tokens, served_tokens
 from tests.dist.served_models import ServedModel, make_served_model
-
-from bench.harness.records import environment
 
 Expected = Callable[[str, str], tuple[ServedModel, Tokens]]
 

@@ -19,12 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.provision.plan.known_models import known_model
+from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.core.shape import ModelShape
-from moe_lora.config.step_profile import StageTime, StepProfile
-from moe_lora.provision.plan.memory import AdapterMix
-from moe_lora.provision.profile_file import read_profile
+from moe_lora.provision.plan.memory import AdapterMix, known_model
 from moe_lora.provision.plan.stages import StageTimes
+from moe_lora.provision.profile_file import read_profile
 from moe_lora.report.results import read_json
 
 PROFILE = Path(__file__).parents[1] / "profiles" / "dbrx_hopper96.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lora.report.latency import SloTargets
-from moe_lora.report.plot_style import FAILED, color, label, new_figure
+from moe_lora.report.plots import FAILED, color, label, new_figure
 
 Record = dict[str, Any]
 

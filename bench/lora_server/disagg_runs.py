@@ -11,23 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.harness.random_model import TINY, write_adapter, write_model
 from moe_lora.assemble import engine_processes, lora_server_processes
 from moe_lora.config import EmulationConfig, EngineConfig, LoraServerConfig
 from moe_lora.config.plan import ReplayOptions, WorkloadOptions
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.routing import ByAdapter, balanced_assignment
-from moe_lora.report.latency import SloTargets
-from moe_lora.report.records import RequestRecord
+from moe_lora.report.latency import RequestRecord, SloTargets
 from moe_lora.report.replay import replay
-from moe_lora.report.summary import summarize
-from moe_lora.workload.replay_plan import PlannedRequest, make_plan
+from moe_lora.report.run_file import summarize
 from moe_lora.workload.popularity.popularity import Popularity, zipf
+from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .disagg_client import completions
 from .disagg_device import Device
 from .disagg_plan import Plan, Series, System
-from bench.harness.random_model import TINY, write_adapter, write_model
 
 ZIPF_S = 1.2
 PROMPT_SCALE = 256

@@ -22,16 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.dist.cluster.controller.demand_history import DemandHistory
-from moe_lora.provision.placement.placement_baselines import PLACEMENTS
-from .placement_exact import exact_worst_load
+from bench.harness.records import environment
+from moe_lora.dist.cluster.controller.placement_controller import DemandHistory
 from moe_lora.provision.placement.optimal import optimal_placement
-from moe_lora.provision.placement.placement_problem import Table
-from moe_lora.provision.placement.placement_quality import placement_quality
+from moe_lora.provision.placement.placement import PLACEMENTS
+from moe_lora.provision.placement.placement_problem import Table, placement_quality
 from moe_lora.report import append_result
 from moe_lora.workload import parse_popularity
 
-from bench.harness.records import environment
+from .placement_exact import exact_worst_load
 
 POPULARITIES = ("uniform", "shifting", "exponential", "power:3", "production")
 SIZES = ((25, 4), (100, 4), (200, 4), (300, 12))

@@ -14,17 +14,16 @@ from typing import Any
 
 import click
 
+from bench.harness.interleave import ratio
+from bench.harness.random_model import QUICK, TINY, ModelSize, write_model
+from bench.harness.records import environment
 from moe_lora.cli.operating_points import found_points
 from moe_lora.cli.profile_steps import measured_models, summary_lines
 from moe_lora.config import LORA_KERNELS, EngineConfig
 from moe_lora.core.errors import SloError
+from moe_lora.policies.step_model import Row
 from moe_lora.profiling.step_times import StepClock
-from moe_lora.policies.step_work import Row
 from moe_lora.report.results import append_result, write_json
-
-from bench.harness.interleave import ratio
-from bench.harness.random_model import QUICK, TINY, ModelSize, write_model
-from bench.harness.records import environment
 
 PARTS = ("models", "mixing", "points")
 PAPER_R2 = 0.96

@@ -25,16 +25,13 @@ from typing import Any
 import numpy as np
 
 from moe_lora.core.errors import SloError
-from moe_lora.provision.plan.known_models import KNOWN_MODELS, known_model
 from moe_lora.provision.plan.checked import Place, PlaceSearch, checked_plan, place_of, searched_loads
 from moe_lora.provision.plan.inputs import PlanInputs
-from moe_lora.provision.plan.memory import AdapterMix
+from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix, known_model
 from moe_lora.provision.plan.plan import Plan, cluster_of, make_plan
+from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, read_load, replays, verdicts
 from moe_lora.provision.profile_file import read_profile
-from moe_lora.provision.plan.verify import read_load, replays
-from moe_lora.provision.plan.verdicts import OTHER_DRAWS, holds, verdicts
-from moe_lora.report.environment import environment
-from moe_lora.report.results import append_result
+from moe_lora.report.results import append_result, environment
 from moe_lora.workload import trace_statistics, zipf
 
 TRACE = Path(__file__).parents[2] / "demo" / "trace.csv"

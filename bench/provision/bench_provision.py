@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.harness.records import environment
 from moe_lora.report.results import append_result
 
-from . import estimator_grid
-from . import provision_solver
-from bench.harness.records import environment
+from . import estimator_grid, provision_solver
 
 # What its records are, and how it runs.
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, provision_solver.Record], list[str]]]] = {

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.provision.plan.known_models import known_model
 from moe_lora.provision.plan.inputs import PlanInputs
-from moe_lora.provision.plan.memory import AdapterMix
+from moe_lora.provision.plan.memory import AdapterMix, known_model
 from moe_lora.provision.profile_file import read_profile
 
 OUTPUT_TOKENS = 250.0

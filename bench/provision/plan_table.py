@@ -15,13 +15,13 @@ from typing import Any
 import click
 import numpy as np
 
+from bench.harness.records import environment
 from moe_lora.core.errors import SloError
 from moe_lora.provision.admission.admitted import rates_at
 from moe_lora.provision.plan.plan import make_plan
 from moe_lora.report.results import append_result
 
 from .plan_cases import CASES, CONTEXT_TOKENS, OUTPUT_TOKENS, Case, case_inputs
-from bench.harness.records import environment
 
 QWEN_PAPER = {128: 0.830, 192: 0.922, 256: 1.0}
 QWEN_TRIED = (

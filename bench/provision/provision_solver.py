@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness.interleave import interleave, ratio
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate, min_capacity
 
 from . import provision_reference as reference
-from bench.harness.interleave import interleave, ratio
 
 Record = Callable[[dict[str, Any], dict[str, Any]], None]
 

@@ -14,17 +14,17 @@ from typing import Any
 import click
 import numpy as np
 
-from moe_lora.report.results import append_result, read_results
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
-from moe_lora.sim.system import simulate
-from moe_lora.workload.replay_plan import PlannedRequest
-from moe_lora.workload.popularity.popularity import zipf
-from moe_lora.workload.traces.traces import read_trace
-
+from bench.harness.records import environment
 from bench.lora_server.disagg_device import Device, read_device
 from bench.lora_server.disagg_report import table
 from bench.lora_server.disagg_runs import shortened
-from bench.harness.records import environment
+from moe_lora.report.results import append_result, read_results
+from moe_lora.sim.system import simulate
+from moe_lora.sim.system_config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
+from moe_lora.workload.popularity.popularity import zipf
+from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.workload.traces.traces import read_trace
+
 from .sim_validate import COMPARED, comparison, deviations
 
 RECORDED = Path(__file__).parents[1] / "results" / "disagg.jsonl"

@@ -10,19 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.config.step_profile import StageTime
-from moe_lora.policies.routing import ByAdapter, balanced_assignment
-from moe_lora.report.latency import RequestTiming, SloTargets
-from moe_lora.report.records import RequestRecord
-from moe_lora.report.summary import summarize
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
-from moe_lora.sim.requests import SimRequest
-from moe_lora.sim.system import simulate
-from moe_lora.workload.traces.records import Trace
-
 from bench.lora_server.disagg_device import Device
 from bench.lora_server.disagg_plan import Plan, System
 from bench.lora_server.disagg_runs import Files, planned, tokens_per_s
+from moe_lora.config.engine import StageTime
+from moe_lora.policies.routing import ByAdapter, balanced_assignment
+from moe_lora.report.latency import RequestRecord, RequestTiming, SloTargets
+from moe_lora.report.run_file import summarize
+from moe_lora.sim.running import SimRequest
+from moe_lora.sim.system import simulate
+from moe_lora.sim.system_config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
+from moe_lora.workload.traces.records import Trace
 
 MAX_NUM_SEQS = 512
 COMPARED = (

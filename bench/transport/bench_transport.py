@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 
-from moe_lora.dist.transport import RemoteWindow, Transport, Window, make_transport
-from moe_lora.dist.transport import shm_library
-from moe_lora.report.results import append_result
-
 from bench.harness.records import environment
+from moe_lora.dist.transport import RemoteWindow, Transport, Window, make_transport, shm_library
+from moe_lora.report.results import append_result
 
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 HEADLINE_BYTES = 4 << 20

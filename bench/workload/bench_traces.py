@@ -24,11 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from moe_lora.report import append_result
-from moe_lora.workload import iter_trace, trace_statistics
-
 from bench.harness.interleave import interleave, ratio
 from bench.harness.records import environment
+from moe_lora.report import append_result
+from moe_lora.workload import iter_trace, trace_statistics
 
 GOAL_LINES, GOAL_BYTES = 5_000_000, 1 << 30
 NUM_PAIRS = 7

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from demo.tasks import TASKS
+
 from .data import make_batch
 from .model import Weights, forward, initial_weights
 from .optimizer import MuonAdamW

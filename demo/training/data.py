@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
+
 from .vocabulary import BOS_ID, EOS_ID, TAGS, encode
 
 

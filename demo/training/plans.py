@@ -7,6 +7,7 @@ Together with the base they stay below 16 MB: a unit of rank costs 48 kB in the 
 from __future__ import annotations
 
 from demo.tasks import TASKS
+
 from .lora import AdapterPlan
 
 _HARDEST_STEPS = 800

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
+from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
+
 from .host_store import HostStore
 from .packed import PackedAdapter, content_hash
-from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
 
 logger = logging.getLogger(__name__)
 

@@ -3,17 +3,170 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.caching import NodeColumns
+from moe_lora.policies.caching import (
+    DEPTHS,
+    EDGES_S,
+    NOTHING_KNOWN,
+    NUM_BINS,
+    NUM_CLASSES,
+    NUM_LEVELS,
+    STARTS_S,
+    WIDTHS_S,
+    Floats,
+    NodeColumns,
+    bins_of,
+    classes_of,
+    rates_from,
+)
 
-from .flags import BACKED, CAN_BACK_UP, CAN_ENTER, DYING, READY
-from .ghosts import Ghosts
-from .node import Node
-from .reuse import ReuseAges
+from .node import BACKED, CAN_BACK_UP, CAN_ENTER, DYING, READY, TOKEN_BYTES, Node
+from .orders import Namespace
+
+# Counts after which time nodes are used again, for policies that want to know.
+
+
+REFRESH_S = 1.0
+"""Age above which the rates are computed anew."""
+MEMORY_S = 600.0
+"""Time constant with which old counts fade."""
+_SIZE, _STARTS_S = NUM_CLASSES * NUM_BINS, STARTS_S.tolist()
+_FIRST_S, _STEPS = float(EDGES_S[0]), 2 / math.log(2)
+
+
+class ReuseAges:
+    """A node's time between two visits is an interval; one that ends without a visit (nobody looks for it any
+    more) has its length only.  Nodes that are there, and `cache.columns` of dropped ones, count up to their
+    present age.
+    """
+
+    def __init__(self) -> None:
+        # Plain lists, since one number at a time is added: quicker than to arrays.
+        self._hits, self._ends, self._within_s = ([0.0] * _SIZE for _ in range(3))
+        self._computed_s = -math.inf
+        self.rates = NOTHING_KNOWN
+
+    def note(self, uses: float, depth: int, age_s: float, *, visited: bool) -> None:
+        """An interval of that length of a node of this class (`policies.caching.classes_of`) ended, with a
+        visit or without.
+        """
+        level = min(int(uses).bit_length() - 1, NUM_LEVELS - 1) if uses >= 1 else 0
+        age_bin = _bin(age_s)
+        place = (level + NUM_LEVELS * ((depth > 0) + bisect_left(DEPTHS, depth))) * NUM_BINS + age_bin
+        self._hits[place] += visited
+        self._ends[place] += 1
+        self._within_s[place] += age_s - _STARTS_S[age_bin]
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the rates are older than `REFRESH_S`."""
+        return now_s - self._computed_s >= REFRESH_S
+
+    def refresh(self, now_s: float, uses: Floats, depth: NDArray[np.int64], age_s: Floats) -> None:
+        """Compute the rates anew.  uses, depth, age_s [N]: of nodes and ghosts."""
+        kept = math.exp((self._computed_s - now_s) / MEMORY_S) if self._computed_s > -math.inf else 1.0
+        self._computed_s = now_s
+        hits, ends, within_s = (
+            kept * np.array(counts) for counts in (self._hits, self._ends, self._within_s)
+        )
+        self._hits, self._ends, self._within_s = hits.tolist(), ends.tolist(), within_s.tolist()
+        place = classes_of(uses, depth) * NUM_BINS + (bins := bins_of(age_s))
+        ends += np.bincount(place, minlength=_SIZE)
+        within_s += np.bincount(place, weights=age_s - STARTS_S[bins], minlength=_SIZE)
+        ends_CB = ends.reshape(NUM_CLASSES, NUM_BINS)
+        later_CB = np.cumsum(ends_CB[:, ::-1], axis=1)[:, ::-1] - ends_CB
+        time_CB = within_s.reshape(ends_CB.shape) + later_CB * WIDTHS_S
+        self.rates = rates_from(hits.reshape(ends_CB.shape), time_CB)
+
+
+def _bin(age_s: float) -> int:
+    """As `bins_of`, quicker for one; at an edge it may be the bin before."""
+    if age_s < _FIRST_S:
+        return 0
+    return min(NUM_BINS - 1, 1 + int(math.log(age_s / _FIRST_S) * _STEPS))
+
+
+# Nodes that were dropped: whether they are asked for again tells what keeping them would have brought.
+
+
+MAX_GHOSTS = 1 << 14
+"""Dropped nodes that are remembered, in 3 MB; of more the first dropped are forgotten."""
+
+
+class Ghosts:
+    """A ring of the nodes dropped last.  A node's interval goes on while it is a ghost: it ends with a visit
+    if what it held is computed again, without one if it is forgotten.
+
+    Without ghosts every interval ends when its node is dropped, and what comes back only after longer than
+    that looks as if it never did.  A ghost is known by its adapter, its place in the prompt and a hash of its
+    first block, whatever came before them: cheap, and an error would be in the counts only.
+    uses, depth, last_used_s [max_ghosts]: as `ReuseAges.refresh` takes them; no uses: a vacant place.
+    """
+
+    def __init__(self, ages: ReuseAges, block_size: int, max_ghosts: int = MAX_GHOSTS) -> None:
+        self.uses: Floats = np.zeros(max_ghosts)
+        self.depth: NDArray[np.int64] = np.zeros(max_ghosts, dtype=np.int64)
+        self.last_used_s: Floats = np.zeros(max_ghosts)
+        self._ages = ages
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._owner: NDArray[np.int64] = np.zeros(max_ghosts, dtype=np.int64)
+        self._num_bytes = [0] * max_ghosts
+        self._key = [0] * max_ghosts
+        self._place: dict[int, int] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def add(self, node: Node, uses: float, last_used_s: float, now_s: float) -> None:
+        """The node is dropped.  uses: more than 0."""
+        key, place = self._key_of(node, 0), self._next
+        self._next = (place + 1) % len(self._key)
+        if self.uses.item(place):
+            self._end(place, now_s, visited=False)
+        if key in self._place:
+            self._end(self._place[key], now_s, visited=False)
+        self.uses[place] = uses
+        self.depth[place] = node.first_token + node.num_tokens
+        self.last_used_s[place] = last_used_s
+        self._owner[place] = hash(node.namespace)
+        self._num_bytes[place] = len(node.tokens)
+        self._key[place] = key
+        self._place[key] = place
+
+    def recall(self, node: Node, now_s: float) -> float:
+        """A node was made, or is longer than at the last call: what was dropped where it stands now is used
+        again.  The uses of the last of these, 0 if there are none.
+        """
+        uses = 0.0
+        while self._place and node.recalled < len(node.tokens):
+            place = self._place.get(self._key_of(node, node.recalled))
+            if place is None:
+                break
+            uses = self.uses.item(place)
+            node.recalled += self._num_bytes[place]
+            self._end(place, now_s, visited=True)
+        return uses
+
+    def forget(self, namespace: Namespace, now_s: float) -> None:
+        """Nobody can ask for these again."""
+        for place in np.flatnonzero((self._owner == hash(namespace)) & (self.uses > 0)).tolist():
+            self._end(place, now_s, visited=False)
+
+    def _key_of(self, node: Node, start: int) -> int:
+        block = node.tokens[start : start + self._block_bytes]
+        return hash((node.namespace, node.first_token + start // TOKEN_BYTES, block))
+
+    def _end(self, place: int, now_s: float, *, visited: bool) -> None:
+        age_s = max(0.0, now_s - self.last_used_s.item(place))
+        self._ages.note(self.uses.item(place), self.depth.item(place), age_s, visited=visited)
+        self.uses[place] = 0
+        del self._place[self._key[place]]
+
 
 _COLUMNS = {
     "is_adapter": np.bool_,
@@ -155,7 +308,7 @@ class Columns:
             )
 
     def _uses(self, row: int) -> float:
-        """What tells the node's class (`policies.reuse.classes_of`); 0 if it was never used."""
+        """What tells the node's class (`policies.caching.classes_of`); 0 if it was never used."""
         visits: float = self.visits.item(row)
         if not visits:
             return 0.0

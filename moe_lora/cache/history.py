@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from .node import Node
-from .orders import Namespace
+from .node import TOKEN_BYTES, Node, encode
 from .node_mover import Residence
+from .orders import Namespace
+from .pages import PRIVATE, BlockTable
 from .room import Room
-from .tables import BlockTable
-from .tier import PRIVATE
-from .tokens import TOKEN_BYTES, encode
 
 
 class History:

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
 
-from .flags import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES
-from .node import Node
+from .node import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES, Node
 from .node_mover import Residence
 
 BATCH = 256

@@ -5,12 +5,220 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .clearing import Clearing
-from .flags import HAS_DEVICE_PAGES
-from .node import Node
+from .node import HAS_DEVICE_PAGES, Node
+from .pages import PRIVATE
 from .ranking import Kind, Ranking
-from .windows import blocked_rows, evict, idle_pages, row_costs
+
+# Room for a contiguous run where there are free pages enough, but not side by side.
+
+
+def blocked_rows(ranking: Ranking, *, moving: bool = True) -> NDArray[np.bool_]:
+    """[rows]: nodes that can't leave the device now: pinned ones, moving ones (unless told not to count
+    these), and all above them.
+    """
+    residence, tree = ranking.residence, ranking.residence.tree
+    blocked = np.zeros(len(ranking.columns), dtype=bool)
+    for start in (*residence.held, *(residence.moving.values() if moving else ())):
+        node: Node | None = start
+        while node is not None and not blocked[node.row]:
+            if node.is_adapter and node is not start and not tree.keeps_dependencies:
+                break
+            blocked[node.row] = True
+            node = node.parent
+    return blocked
+
+
+def idle_pages(ranking: Ranking, *, only_kv: bool = False) -> int:
+    """Device pages that evicting all that may leave would free, wherever they lie."""
+    columns = ranking.columns
+    rows = columns.where(HAS_DEVICE_PAGES)
+    rows = rows[~blocked_rows(ranking)[rows]]
+    if only_kv:
+        rows = rows[~columns.is_adapter[rows]]
+    return int(columns.pages[rows].sum())
+
+
+def row_costs(ranking: Ranking, now_s: float) -> NDArray[np.float64]:
+    """[rows]: value lost per page if the node leaves the device; an adapter takes its KV along where
+    dependencies are kept.
+    """
+    columns = ranking.columns
+    costs = np.zeros(len(columns))
+    rows = columns.where(HAS_DEVICE_PAGES)
+    values = ranking.values(rows, now_s)
+    pages = np.maximum(columns.pages[rows], 1)
+    if ranking.policy.traits.values_per_page:
+        values = values * pages
+    costs[rows] = values
+    if ranking.residence.tree.keeps_dependencies:
+        adapters = columns.is_adapter[rows]
+        below = np.bincount(
+            columns.adapter_row[rows[~adapters]], weights=values[~adapters], minlength=len(columns)
+        )
+        costs[rows[adapters]] += below[rows[adapters]]
+    costs[rows] /= pages
+    return costs
+
+
+def cheapest_window(ranking: Ranking, num_pages: int, now_s: float) -> int | None:
+    """First page of the run of `num_pages` device pages without blocked ones that costs least to clear."""
+    owner = ranking.residence.device.owner
+    if num_pages > len(owner):
+        return None
+    owned = owner >= 0
+    rows = np.where(owned, owner, 0)
+    stuck = (owner == PRIVATE) | (owned & blocked_rows(ranking)[rows])
+    costs = np.where(owned & ~stuck, row_costs(ranking, now_s)[rows], 0.0)
+    free_of_stuck = _window_sums(stuck.astype(np.float64), num_pages) == 0
+    if not free_of_stuck.any():
+        return None
+    return int(np.argmin(np.where(free_of_stuck, _window_sums(costs, num_pages), np.inf)))
+
+
+def clear_window(ranking: Ranking, first: int, num_pages: int) -> None:
+    """Evict at once what lies in these pages: of KV nodes the part from there on, and all below it."""
+    device, nodes = ranking.residence.device, ranking.columns.nodes
+    for page in range(first, first + num_pages):
+        row = int(device.owner[page])
+        if row >= 0:
+            node = nodes[row]
+            assert node is not None
+            evict(ranking, _part_from(ranking, node, page))
+
+
+def evict(ranking: Ranking, node: Node) -> None:
+    """Drop a node that is not blocked from the device, and what can't be there without it."""
+    residence, columns = ranking.residence, ranking.columns
+    below = residence.tree.bottom_up(node)
+    if node.is_adapter and not residence.tree.keeps_dependencies:
+        below = [node]
+    for lower in below:
+        if columns.nodes[lower.row] is lower and lower.device_pages is not None and lower.num_pages:
+            residence.drop(lower)
+
+
+def _part_from(ranking: Ranking, node: Node, page: int) -> Node:
+    assert node.device_pages is not None
+    if not node.is_adapter:
+        first = min(node.device_pages.index(page), node.num_pages - 1)
+        if first:
+            ranking.residence.split(node, first)
+    return node
+
+
+def _window_sums(values: NDArray[np.float64], length: int) -> NDArray[np.float64]:
+    """[P - length + 1]: sums of `length` neighbours."""
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    return sums[length:] - sums[:-length]
+
+
+# Host pages for what leaves the device.
+
+
+def take_host(ranking: Ranking, node: Node, now_s: float) -> list[int] | None:
+    """Host pages for a node, at the cost of nodes that the device has too, then of the least valued; None if
+    that is not enough.
+    """
+    host = ranking.residence.host
+    if node.num_pages > host.num_pages:
+        return None
+    while host.num_free < node.num_pages:
+        victim = ranking.victim(Kind.HOST, now_s)
+        if victim is None:
+            return None
+        ranking.residence.drop_host(victim)
+    return host.take(node.num_pages, node.row, is_adapter=node.is_adapter)
+
+
+# Clears a run of device pages for an adapter, saving to the host first what would be lost.
+
+
+class Clearing:
+    """Makes room for runs that no gap is long enough for.
+
+    saves: KV in the chosen window that the host has not is copied there first, once per attempt: until that
+    is done the answer is None, and the caller asks again.
+    """
+
+    def __init__(self, ranking: Ranking, *, saves: bool) -> None:
+        self._ranking = ranking
+        self._residence = ranking.residence
+        self._saves = saves
+        self._saving: dict[Node, tuple[int, list[Node]]] = {}
+
+    def take_runs(self, adapter: Node, now_s: float) -> list[int] | None:
+        """A run of device pages per layer: side by side if some window of them all can be cleared, else each
+        by itself; None if not (yet).
+        """
+        assert adapter.layer_pages is not None
+        device, num_pages = self._residence.device, adapter.num_pages
+        saving = self._saving.get(adapter)
+        if saving is not None and any(node.moving_out for node in saving[1]):
+            return None
+        if not self._can_clear(num_pages):
+            return None
+        if saving is not None and self._is_free_of_blocked(saving[0], num_pages):
+            first: int | None = saving[0]
+        else:
+            first = cheapest_window(self._ranking, num_pages, now_s)
+        if first is None:
+            return self._take_separate_runs(adapter, now_s)
+        if saving is None and self._saves and self._save(adapter, first, now_s):
+            return None
+        self._saving.pop(adapter, None)
+        clear_window(self._ranking, first, num_pages)
+        return device.take_runs(adapter.layer_pages, adapter.row)
+
+    def _can_clear(self, num_pages: int) -> bool:
+        """Whether that many pages are free or could be, wherever they lie."""
+        return self._residence.device.num_free + idle_pages(self._ranking) >= num_pages
+
+    def _is_free_of_blocked(self, first: int, num_pages: int) -> bool:
+        owner = self._residence.device.owner[first : first + num_pages]
+        return not ((owner == PRIVATE).any() or blocked_rows(self._ranking)[owner[owner >= 0]].any())
+
+    def _save(self, adapter: Node, first: int, now_s: float) -> bool:
+        """Order copies of what only the device has in the window, and below it; False if there are none."""
+        self._saving = {node: saving for node, saving in self._saving.items() if not node.gone}
+        tree, nodes = self._residence.tree, self._ranking.columns.nodes
+        owner = self._residence.device.owner[first : first + adapter.num_pages]
+        inside = [node for row in np.unique(owner[owner >= 0]).tolist() if (node := nodes[row])]
+        saved = []
+        for node in dict.fromkeys(lower for top in inside for lower in tree.bottom_up(top)):
+            if node.is_adapter or node.dying or node.device_pages is None or node.host_pages is not None:
+                continue
+            pages = take_host(self._ranking, node, now_s)
+            if pages is None:
+                break
+            self._residence.send_out(node, pages, leaves=False)
+            saved.append(node)
+        if saved:
+            self._saving[adapter] = first, saved
+        return bool(saved)
+
+    def _take_separate_runs(self, node: Node, now_s: float) -> list[int] | None:
+        """A run for each layer by itself, clearing a window for each that finds none.
+
+        They have no row for an owner until all are there, so that no window for a later one takes them.
+        """
+        assert node.layer_pages is not None
+        device = self._residence.device
+        pages: list[int] = []
+        for length in filter(None, node.layer_pages):
+            run = device.take_runs([length], PRIVATE)
+            if run is None:
+                first = cheapest_window(self._ranking, length, now_s)
+                if first is not None:
+                    clear_window(self._ranking, first, length)
+                    run = device.take_runs([length], PRIVATE)
+            if run is None:
+                device.give_back(pages, is_adapter=True)
+                return None
+            pages += run
+        device.hand_over(pages, node.row)
+        return pages
 
 
 @dataclass(frozen=True)

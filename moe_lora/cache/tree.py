@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 
 from .columns import Columns
-from .flags import ONLY_IDLE, flags_of
-from .node import Node
+from .node import ONLY_IDLE, TOKEN_BYTES, Node, encode_more, flags_of
 from .orders import Namespace
-from .tokens import TOKEN_BYTES, encode_more
 
 _ROOT = "root"
 

@@ -7,17 +7,36 @@ from collections.abc import Callable, Iterable, Sequence
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CachingPolicy
 
-from .counters import CacheCounters
 from .history import History
-from .orders import Namespace, Order, Readiness
-from .ranking import Ranking
+from .node import DYING, HAS_DEVICE_PAGES
 from .node_mover import Residence, first_pages
-from .room import Limits, Room
+from .orders import CacheCounters, Namespace, Order, Readiness
+from .pages import BlockTable, Tier
+from .ranking import Ranking
+from .room import Limits, Room, blocked_rows
 from .swapper import Swapper
-from .tables import BlockTable
-from .tier import Tier
 from .tree import DependencyTree
-from .usage import usage
+
+# Who has how many pages.
+
+
+def usage(ranking: Ranking) -> dict[str, int]:
+    """See `UnifiedCache.usage`."""
+    device, host, columns = ranking.residence.device, ranking.residence.host, ranking.columns
+    rows = columns.where(HAS_DEVICE_PAGES)
+    rows = rows[~columns.is_adapter[rows]]
+    pages, used = columns.pages[rows], blocked_rows(ranking, moving=False)[rows]
+    invalid = ~columns.has(columns.adapter_row[rows], HAS_DEVICE_PAGES) & ~columns.has(rows, DYING)
+    return {
+        "device_kv": device.num_kv,
+        "device_adapters": device.num_adapter,
+        "device_free": device.num_free,
+        "host_kv": host.num_kv,
+        "host_adapters": host.num_adapter,
+        "host_free": host.num_free,
+        "device_kv_used": device.num_kv - int(pages[~used].sum()),
+        "device_kv_invalid": int(pages[invalid].sum()),
+    }
 
 
 class UnifiedCache:

@@ -1,8 +1,30 @@
 """Settings of each role, stated once: type, default, range, option and meaning (see `settings`)."""
 
-from .engine import CACHE_POLICIES, DEVICES, DTYPES, LORA_KERNELS, QUEUES, EmulationConfig, EngineConfig, PoolConfig
-from .front_end import CONTROLLER, ONE_FRONT_END, PERFORMANCE_FORMS, PLACEMENTS, ROUTINGS, ControllerConfig, FrontEndConfig, FrontEndPlace, ProvisionConfig, RegistryConfig, RoutingConfig
-from .lora_server import TRANSPORTS, LoraServerConfig
+from .engine import (
+    CACHE_POLICIES,
+    DEVICES,
+    DTYPES,
+    LORA_KERNELS,
+    QUEUES,
+    TRANSPORTS,
+    EmulationConfig,
+    EngineConfig,
+    LoraServerConfig,
+    PoolConfig,
+)
+from .front_end import (
+    CONTROLLER,
+    ONE_FRONT_END,
+    PERFORMANCE_FORMS,
+    PLACEMENTS,
+    ROUTINGS,
+    ControllerConfig,
+    FrontEndConfig,
+    FrontEndPlace,
+    ProvisionConfig,
+    RegistryConfig,
+    RoutingConfig,
+)
 from .settings import MAX_COUNT
 
 __all__ = [

@@ -14,9 +14,16 @@ from moe_lora.core.address import Address, needs_keys, parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_problem
 
-from .engine import EngineConfig, PoolConfig
-from .front_end import CONTROLLER, ONE_FRONT_END, ControllerConfig, FrontEndConfig, FrontEndPlace, ProvisionConfig, RegistryConfig
-from .lora_server import LoraServerConfig
+from .engine import EngineConfig, LoraServerConfig, PoolConfig
+from .front_end import (
+    CONTROLLER,
+    ONE_FRONT_END,
+    ControllerConfig,
+    FrontEndConfig,
+    FrontEndPlace,
+    ProvisionConfig,
+    RegistryConfig,
+)
 from .settings import MISSING, check_names, mapping_of, read_section, settings_of, text_of
 
 SECTIONS: dict[str, Any] = {
@@ -132,7 +139,7 @@ class ClusterConfig:
 
     @property
     def folder_of_sockets(self) -> str | None:
-        """Where roles of one host have their sockets (`dist.launch.one_host`), None if they have none."""
+        """Where roles of one host have their sockets (`dist.launch.host_roles`), None if they have none."""
         address = "" if self.controller is None else self.controller.address
         return os.path.dirname(address) if address.startswith("/") else None
 

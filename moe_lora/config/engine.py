@@ -5,13 +5,114 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from moe_lora.core.errors import ConfigError
-from .step_profile import StepProfile
 
-from .lora_server import LoraServerConfig
 from .settings import Settings, setting
+
+# Settings of the LoRA Server.
+
+
+TRANSPORTS = ("shm", "gloo", "nixl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraServerConfig(Settings):
+    """The LoRA Server of a cluster, as its ranks and its clients know it. On one host address
+    and store_dir are chosen when it is started."""
+
+    SECTION: ClassVar[str] = "lora_server"
+    GROUP: ClassVar[str] = "LoRA Server"
+    OPENED_BY: ClassVar[str] = "layout"
+
+    layout: str = setting("EP1-PP1", option="--lora-server", metavar="LAYOUT", unset="none, in the instances")
+    """Compute deltas on a LoRA Server of this layout, EPx-PPy: x ranks share the experts of each of y stages
+    of layers.  Also EPx, PPy, and DPm (adapters spread over m ranks, for comparison).  x must divide the
+    number of experts; x·y processes must be started."""
+    capacity: int = setting(64, least=1, option="--lora-capacity")
+    """Adapters resident on the LoRA Server at once.  More adapters may be known than that."""
+    memory_gb: float | None = setting(
+        None,
+        above=0,
+        option="--lora-server-memory-gb",
+        unset="capacity times the largest adapter known at the start",
+    )
+    """Room for adapters on each of its ranks, in 10^9 bytes."""
+    address: str = ""
+    """host:port of its first rank, as every other host reaches it; on one host the path of a socket."""
+    certificates: str | None = setting(None, in_file=False)
+    """Folder of the cluster's certificates; None: all is on one host."""
+    store_dir: str = setting("", path="folder")
+    """Where packed adapters lie as files.  Roles on one host share it; hosts need not: missing files are sent
+    over."""
+    transport: str = setting("shm", choices=TRANSPORTS, option="--transport")
+    """How instances and LoRA Server exchange rows: shm (one host), gloo (two-sided, any hosts), nixl
+    (one-sided, any hosts; `pip install "moe-lora[nixl]"`).  nixl is not dependable yet when the network is
+    cut and comes back: a server rank was seen to end with a segmentation fault (no request was lost by
+    it)."""
+    sites: str = setting("auto", choices=("auto", "all", "experts"))
+    """Which LoRA sites the server computes: all; or experts, and instances compute attention and dense sites;
+    auto: experts where the model has any."""
+    max_rows: int = setting(512, least=1)
+    """Rows in one message between an instance and a server rank."""
+    depth: int = setting(4, least=1)
+    """Messages under way between an instance and a server rank."""
+    answer_timeout_s: float = setting(30.0, above=0)
+    """An answer that takes longer is computed by the instance."""
+    lease_timeout_s: float = setting(5.0, above=0)
+    """How long the leases of an instance that vanished are kept."""
+    load_gb_per_s: float | None = setting(None, above=0, option="--load-gb-per-s", unset="none")
+    """Bound on the rate at which its ranks load adapters, in 10^9 bytes per second."""
+    layer_wise: bool = True
+    """A layer of an adapter serves as soon as it is there; false: none before all are, for comparisons."""
+
+
+# How long the stages of a decode step take on another device, for an engine that emulates it.
+
+
+class Stage(Protocol):
+    """A part of a layer."""
+
+    def seconds(self, num_rows: float) -> float:
+        """For so many decode rows; 0 for none."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """seconds(T) = max(least_s, fixed_s + per_row_s T) for T decode rows; 0 for none."""
+
+    fixed_s: float = 0.0
+    per_row_s: float = 0.0
+    least_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("fixed_s", "per_row_s", "least_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"stage time {name}={getattr(self, name)} must be a number of seconds >= 0")
+
+    def seconds(self, num_rows: float) -> float:
+        return max(self.least_s, self.fixed_s + self.per_row_s * num_rows) if num_rows else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """Stage times of one layer of the served model, as the emulated device would need them.
+
+    attention: all of a layer but its experts.  experts: the base GEMMs of its experts.  lora: the deltas,
+    where they are computed: after the base GEMM on an instance without LoRA Server, else by the server, once
+    per instance.  transfer: inputs to the server and deltas back; unused without one.  overlap: the remote
+    call runs beside the base GEMM; False: the base GEMM begins when the deltas are there.  Prefill rows
+    take no time: they are another device's (prefill and decode apart, InfiniLoRA section 2.1).
+    """
+
+    attention: Stage = StageTime()
+    experts: Stage = StageTime()
+    lora: Stage = StageTime()
+    transfer: Stage = StageTime()
+    overlap: bool = True
+
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")

@@ -28,7 +28,7 @@ ROUTINGS = (
 )
 """Names of `policies.routers.ROUTERS`."""
 PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere")
-"""Names of `provision.placement.placement_baselines.PLACEMENTS`."""
+"""Names of `provision.placement.placement.PLACEMENTS`."""
 
 
 def _check_origins(place: str, origins: tuple[str, ...]) -> None:

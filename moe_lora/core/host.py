@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import fcntl
 import logging
 import os
+import resource
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -78,3 +82,53 @@ def _sweep(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+# One process at a time in a folder.
+
+
+@contextmanager
+def folder_locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of an existing folder: the folder's own, so that no lock file is left behind."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+# How many files and connections a process may have open.
+
+
+def allow_many_files() -> int:
+    """Raise this process's limit as far as the system lets it; the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def num_open_files() -> int:
+    """Files and connections that this process has open now."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+# The end of our own processes.
+
+
+def quiet_teardown() -> None:
+    """Drop what C++ libraries print on stderr after all Python code of this process is done.
+
+    Triton, which torch.compile imports, has nanobind list hundreds of "leaks" there, none of them one.  Call
+    it first: exit functions run in reverse order.
+    """
+    atexit.register(_close_stderr)
+
+
+def _close_stderr() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 2)
+        os.close(nothing)

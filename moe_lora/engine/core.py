@@ -11,22 +11,90 @@ import torch
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import pack_state_dict
+from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterVersionError, EngineDeadError
-from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenLogprobs, TokenOutput
+from moe_lora.core.request import (
+    AdapterInfo,
+    EngineStats,
+    GenerateRequest,
+    ModelInfo,
+    TokenLogprobs,
+    TokenOutput,
+)
 from moe_lora.core.shape import ModelShape
-from moe_lora.scheduling.plan import Scheduled
-from moe_lora.scheduling.scheduler import Scheduler
-
-from .cache_figures import CacheFigures
-from moe_lora.engine.ranks.followers import Followers
-from moe_lora.engine.adapters.pool_store import PoolAdapters
-from .request_check import check_request
 from moe_lora.engine.adapters.manager import Residency
+from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.engine.adapters.transfers import Transfers
+from moe_lora.engine.ranks.followers import Followers
+from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.views import Scheduled
+
 from .runner import ModelRunner
 from .sampler import sample
 from .sequence import Sequence
-from moe_lora.engine.adapters.transfers import Transfers
+
+# Requests that an engine can't run, whatever else it does.
+
+
+def check_request(request: GenerateRequest, info: ModelInfo) -> None:
+    """Raises ValueError for a prompt that is empty or too long, and for token ids that there are not."""
+    prompt = request.prompt_token_ids
+    limit = info.max_model_len
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token")
+    if len(prompt) >= limit:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {limit}; "
+            "shorten it or raise max_model_len"
+        )
+    for name, ids in (("prompt", prompt), ("stop_token_ids", request.sampling.stop_token_ids)):
+        bad = next((t for t in ids if not 0 <= t < info.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"{name} has token id {bad}, outside the vocabulary of {info.vocab_size}")
+
+
+# What the cache holds and has done, as `EngineStats` tells it.
+
+
+class CacheFigures:
+    """Pages of the cache as bytes.  max_kv_pages: what KV may take of the device."""
+
+    def __init__(self, cache: UnifiedCache, page_bytes: int, max_kv_pages: int) -> None:
+        self._cache = cache
+        self._page_bytes = page_bytes
+        self._max_kv_pages = max_kv_pages
+
+    def stats(self) -> dict[str, Any]:
+        """Fields of `EngineStats`."""
+        counters, pages = self._cache.counters, self._cache.usage()
+        return {
+            "kv_usage": pages["device_kv_used"] / self._max_kv_pages,
+            "adapter_loads": counters.adapter_loads,
+            "adapter_evictions": counters.adapter_evictions,
+            "kv_query_tokens": counters.kv_query_tokens,
+            "kv_device_hit_tokens": counters.kv_device_hit_tokens,
+            "kv_host_hit_tokens": counters.kv_host_hit_tokens,
+        } | {name: num_pages * self._page_bytes for name, num_pages in self._bytes(pages).items()}
+
+    def _bytes(self, pages: dict[str, int]) -> dict[str, int]:
+        counters = self._cache.counters
+        totals = {
+            f"{tier}_bytes": sum(pages[f"{tier}_{part}"] for part in ("kv", "adapters", "free"))
+            for tier in ("device", "host")
+        }
+        return totals | {
+            "adapter_load_bytes": counters.pages_loaded,
+            "swapped_in_bytes": counters.pages_in,
+            "swapped_out_bytes": counters.pages_out,
+            "kv_lost_bytes": counters.pages_dropped,
+            "device_kv_bytes": pages["device_kv"],
+            "device_kv_invalid_bytes": pages["device_kv_invalid"],
+            "device_adapter_bytes": pages["device_adapters"],
+            "host_kv_bytes": pages["host_kv"],
+            "host_adapter_bytes": pages["host_adapters"],
+        }
+
 
 logger = logging.getLogger(__name__)
 

@@ -5,24 +5,148 @@ Legend: T token rows, S sequences, B blocks of the longest sequence.
 
 from __future__ import annotations
 
+import io
+import itertools
 import logging
+import pickle
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from .context import ExecutionContext
+from moe_lora.engine.adapters.adapter_loader import AdapterVersion
+from moe_lora.engine.ranks.exchange import ExpertExchange
+from moe_lora.kernels import ops, reference
+from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels.operands import KvLayout, StepTables
+from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, no_terms
-from moe_lora.kernels.operands import StepTables
-from moe_lora.models.causal_lm import CausalLM, LayerForward
-from moe_lora.models.layers import DecoderLayer
-from moe_lora.scheduling.plan import Scheduled
+from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
+from moe_lora.scheduling.views import Scheduled
 
-from moe_lora.engine.adapters.adapter_version import AdapterVersion
 from .sequence import Sequence
-from .step_batch import StepBatch
+
+# One step's input, as the ranks of an instance pass it on.
+#
+# Legend: T token rows.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """Tensors on the host until `to`.
+
+    tokens, positions: [T] int64.  logit_rows: int64, rows whose logits are wanted.  num_live: rows from
+    there on are padding.  routing: where the rows' deltas are computed.  compiled: whether a graph runs the
+    layers.  any_rows: mark that graph as good for any number of rows.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    num_live: int
+    tables: StepTables
+    routing: RowRouting
+    compiled: bool
+    any_rows: bool
+
+    def to(self, device: torch.device) -> StepBatch:
+        if device.type == "cpu":
+            return self
+        return replace(
+            self,
+            tokens=self.tokens.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            logit_rows=self.logit_rows.to(device, non_blocking=True),
+            tables=self.tables.to(device),
+        )
+
+
+class _Pickler(pickle.Pickler):
+    """Host tensors travel as numpy arrays: torch's own way costs a storage object for each."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            return torch.from_numpy, (obj.numpy(),)
+        return NotImplemented
+
+
+def packed_message(message: Any) -> bytes:
+    """The message, host tensors anywhere in it included, as one buffer that `pickle.loads` reads."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
+    return buffer.getvalue()
+
+
+# What stands behind an engine's channels: the arena, the current step, and the LoRA backend.
+
+
+_NO_DELTA = 0
+
+
+class ExecutionContext:
+    """Answers the channel operations of one model instance (`kernels.ops.ChannelHandler`).
+
+    `channels[l]` is what layer l passes to its operations.  exchange: how this rank gets the outputs of
+    experts that other ranks hold; None where it holds all.
+    """
+
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        layout: KvLayout,
+        backend: LoraBackend,
+        exchange: ExpertExchange | None = None,
+    ) -> None:
+        self._arena = arena
+        self._layout = layout
+        self.backend = backend
+        self.exchange = exchange
+        self._step: StepTables | None = None
+        self._tickets = itertools.count(_NO_DELTA + 1)
+        self._begun: dict[int, AddTo] = {}
+        self.channels = ops.open_channels(self, layout.num_layers)
+
+    def begin_step(self, step: StepTables, routing: RowRouting) -> None:
+        """Make `step` the batch that the operations work on."""
+        assert not self._begun, "a ticket of the last step was never redeemed"
+        self._step = step
+        self.backend.begin_step(step, routing)
+
+    def lora_begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        """A ticket, int64 [1] on the CPU so that it passes through compiled code; redeemed exactly once."""
+        add_to = self.backend.begin(layer, site, x, ids)
+        if add_to is None:
+            return torch.tensor([_NO_DELTA])
+        ticket = next(self._tickets)
+        self._begun[ticket] = add_to
+        return torch.tensor([ticket])
+
+    def lora_add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None:
+        number = int(ticket.item())
+        if number != _NO_DELTA:
+            self._begun.pop(number)(y)
+
+    def paged_attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float,
+        window: int,
+    ) -> torch.Tensor:
+        assert self._step is not None, "begin_step comes first"
+        attend = cpu.paged_attention if q.is_cpu else reference.paged_attention
+        return attend(q, k, v, sinks, scale, window, layer, self._step, self._layout, self._arena)
+
+    def exchange_experts(self, y: torch.Tensor, ids: torch.Tensor) -> None:
+        assert self.exchange is not None, "a model that holds some of its experts needs an exchange"
+        self.exchange.fill(y, ids)
+
 
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_lora.cache.tables import BlockTable
+from moe_lora.cache.pages import BlockTable
 from moe_lora.core.request import FinishReason, GenerateRequest, RequestTiming
-from moe_lora.scheduling.waits import Waits
-
-from moe_lora.engine.adapters.adapter_version import AdapterVersion
+from moe_lora.engine.adapters.adapter_loader import AdapterVersion
+from moe_lora.scheduling.views import Waits
 
 
 @dataclass(eq=False)

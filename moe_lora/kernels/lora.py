@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Union
 
 import torch
 
-from .cpu import cpu
 from . import reference
+from .cpu import cpu
 from .operands import LoraOperands
 
 if TYPE_CHECKING:
-    from moe_lora.kernels.triton.triton_lora import Shrunk as GpuShrunk
     from moe_lora.kernels.triton.segments import Segments
+    from moe_lora.kernels.triton.triton_lora import Shrunk as GpuShrunk
 
 Shrunk = Union[cpu.Shrunk, "GpuShrunk", torch.Tensor]
 """What `lora_shrink` leaves for `lora_expand`; a tensor is the whole delta."""

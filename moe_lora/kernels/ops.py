@@ -14,14 +14,14 @@ from typing import Protocol
 
 import torch
 
-from .cpu import cpu
 from . import reference
+from .cpu import cpu
 
 TICKET_SIZE = 1
 
 
 class ChannelHandler(Protocol):
-    """What answers the operations of one engine (see `engine.context`)."""
+    """What answers the operations of one engine (see `engine.runner`)."""
 
     def lora_begin(
         self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
-from moe_lora.core.shape import ModelShape
+from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer
+from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.kernels.lora import SharedSegments, lora_expand, lora_shrink
 from moe_lora.kernels.operands import LoraOperands, SlotTable, StepTables
 
@@ -76,3 +78,42 @@ class LocalBackend:
             ]
             known = self._slot_site_ranks[slot] = (ranks, by_site)
         return known[1]
+
+
+# Placing a packed adapter into the arena and its offsets into the slot table.
+
+
+LayerPart = PackedLayer | LayerShard
+"""What of a layer lies in an arena: all of it, or some entries packed again without gaps."""
+
+
+def part_bytes(layer: PackedLayer, part: LayerPart) -> torch.Tensor:
+    """1-D uint8: the bytes of `part`, which is `layer` itself or cut from it; a copy if it was cut."""
+    data = layer.data
+    if isinstance(part, LayerShard):
+        data = layer.data.new_empty(part.num_elements)
+        part.copy(layer.data, data)
+    return data.view(torch.uint8)
+
+
+def point_slot(
+    slots: SlotTable,
+    slot: int,
+    packed: PackedAdapter,
+    layer_offsets_bytes: Sequence[int],
+    parts: Sequence[LayerPart] | None = None,
+) -> None:
+    """Make `slot` mean the adapter whose layers' bytes lie from these offsets on.
+
+    layer_offsets_bytes: multiples of 64.  parts: what of each layer lies there, None = all of it.  Other
+    slots may be read meanwhile.
+    """
+    slots.clear(slot)
+    parts = parts or packed.layers
+    for number, (layer, part, offset) in enumerate(
+        zip(packed.layers, parts, layer_offsets_bytes, strict=True)
+    ):
+        assert offset % MATRIX_ALIGN_BYTES == 0
+        slots.write_layer(slot, number, part.table, part.scale, layer.data.element_size(), offset)
+    ranks = torch.stack([part.table[:, 2] for part in parts])
+    slots.max_lora_ranks[slot] = tuple(ranks.amax(0).tolist())

@@ -11,11 +11,8 @@ import torch
 
 from moe_lora.core.shape import ModelShape
 
-from .loader import Checkpoint, Piece, WeightMap
-from .options import require, require_plain
-from .rope import rope_spec
-from .spec import ModelSpec
-from .weights import stem_weights
+from .loader import Checkpoint, Piece, WeightMap, stem_weights
+from .spec import ModelSpec, require, require_plain, rope_spec
 
 LAYER_NORM_EPS = 1e-5  # not in DBRX's config.json: torch's default
 

@@ -11,7 +11,7 @@ import torch
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import FAMILIES
-from moe_lora.kernels.cpu.huge_pages import advise_huge_pages
+from moe_lora.kernels.cpu.library import advise_huge_pages
 
 from .causal_lm import CausalLM
 from .loader import Checkpoint, WeightMap, fill

@@ -6,11 +6,8 @@ from typing import Any
 
 from moe_lora.core.shape import ModelShape
 
-from .loader import Checkpoint, WeightMap
-from .options import require_plain
-from .rope import rope_spec
-from .spec import ModelSpec
-from .weights import attention_weights, dense_mlp_weights, stem_weights
+from .loader import Checkpoint, WeightMap, attention_weights, dense_mlp_weights, stem_weights
+from .spec import ModelSpec, require_plain, rope_spec
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -67,3 +67,28 @@ def admissible(
             if keeps_from_others is None:
                 return
             starving = True
+
+
+# Which resident adapter leaves the device when another needs its place.
+
+
+class ResidentView(Protocol):
+    """A resident adapter as eviction sees it."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def last_used_s(self) -> float: ...
+
+
+Resident = TypeVar("Resident", bound=ResidentView)
+
+
+def least_recently_used(residents: Iterable[Resident]) -> Resident | None:
+    """The idle adapter unused for longest, those that queued requests wait for last; None if all run."""
+    idle = [view for view in residents if view.num_running == 0]
+    return min(idle, key=lambda view: (view.num_waiting > 0, view.last_used_s), default=None)

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from moe_lora.core.errors import ConfigError
 
-from .instance_load import InstanceLoad
-from .routing import Instance, InstanceView, RoutedView
-from .step_model import StepModel
-from .step_work import Row, StepWork
+from .routing import Instance, InstanceLoad, InstanceView, RoutedView
+from .step_model import Row, StepModel, StepWork
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,9 @@ they pull in httpx and matplotlib.
 
 from __future__ import annotations
 
-from .environment import environment
-from .latency import RequestTiming, SloTargets, avg_latency_ms
-from .records import RequestRecord
-from .results import append_result, read_results, write_json
-from .summary import summarize
+from .latency import RequestRecord, RequestTiming, SloTargets, avg_latency_ms
+from .results import append_result, environment, read_results, write_json
+from .run_file import summarize
 
 __all__ = [
     "RequestRecord",

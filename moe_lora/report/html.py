@@ -5,17 +5,108 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from . import plots
-from .page import PAGE
+from .plots import GRAY, color, label, new_figure
 from .results import write_text
 from .tables import rows, shown
+
+# The template of the HTML report. It refers to nothing outside itself.
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+ body { font: 15px/1.5 system-ui, sans-serif; color: #1c2530; background: #f4f6f8; margin: 0; }
+ main { max-width: 980px; margin: 0 auto; padding: 24px 20px 60px; }
+ h1 { font-size: 26px; margin: 0 0 4px; }
+ h2 { font-size: 18px; margin: 34px 0 10px; }
+ .sub { color: #5f6770; margin: 0 0 18px; }
+ dt { font-weight: 600; }
+ dd { margin: 0 0 6px; }
+ .cards { display: flex; flex-wrap: wrap; gap: 10px; margin: 8px 0 14px; }
+ .card { background: #fff; border: 1px solid #dfe3e8; border-radius: 8px; }
+ .card { padding: 10px 16px; min-width: 120px; }
+ .card b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
+ .card span { color: #5f6770; font-size: 13px; }
+ .run { border-left: 5px solid; padding-left: 12px; margin: 14px 0; }
+ .panel { background: #fff; border: 1px solid #dfe3e8; border-radius: 8px; padding: 14px; overflow-x: auto; }
+ .panel img { width: 100%; display: block; }
+ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+ th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid #edf0f3; white-space: pre; }
+ th:first-child, td:first-child { text-align: left; }
+ .errors { color: #b00020; }
+ pre { overflow-x: auto; font-size: 12.5px; background: #fff; border: 1px solid #dfe3e8; padding: 12px; }
+ summary { cursor: pointer; margin-top: 10px; }
+</style>
+</head>
+<body>
+<main>
+<h1>{{ title }}</h1>
+{% for note in notes %}
+<p>{{ note }}</p>
+{% endfor %}
+<dl>
+{% for run in runs %}
+<dt style="color: {{ colors[loop.index0] }}">{{ run.label }}</dt><dd>{{ abouts[loop.index0] }}</dd>
+{% endfor %}
+</dl>
+<p class="sub">{{ terms }}</p>
+{% for run in runs %}
+<section class="run" style="border-color: {{ colors[loop.index0] }}">
+<strong>{{ run.label }}</strong>
+<span class="sub">{{ run.kind }}, {{ run.date }}, {{ run.completed }} requests,
+{{ run.num_adapters }} adapters, {{ "%.0f"|format(run.duration) }} s
+{%- if run.stopped_early %}, stopped by the user{% endif %}</span>
+<div class="cards">
+{% for name, value in cards[loop.index0] if value != "–" %}
+<div class="card"><b>{{ value }}</b><span>{{ name }}</span></div>
+{% endfor %}
+</div>
+{% if run.error_counts %}
+<ul class="errors">
+{% for message, count in run.error_counts.items() %}
+<li>{{ count }} failed: {{ message }}</li>
+{% endfor %}
+</ul>
+{% endif %}
+</section>
+{% endfor %}
+{% for heading, image in figures %}
+<h2>{{ heading }}</h2>
+<div class="panel"><img alt="{{ heading }}" src="data:image/png;base64,{{ image }}"></div>
+{% endfor %}
+<h2>All numbers</h2>
+<div class="panel">
+<table>
+<tr><th></th>{% for run in runs %}<th>{{ run.label }}</th>{% endfor %}</tr>
+{% for heading, texts in rows %}
+<tr><td>{{ heading }}</td>{% for text in texts %}<td>{{ text }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+</div>
+<h2>How it was measured</h2>
+{% for run in runs %}
+<details><summary>{{ run.label }}: configuration and environment</summary>
+<pre>{{ details[loop.index0].config }}</pre>
+<pre>{{ details[loop.index0].env }}</pre>
+</details>
+{% endfor %}
+</main>
+</body>
+</html>
+"""
 
 _CARDS = (
     ("Output tokens / s", "output_throughput", "{:.0f}"),
@@ -105,3 +196,107 @@ def png(figure: Figure) -> str:
 
 def _details(run: dict[str, Any]) -> dict[str, str]:
     return {name: json.dumps(run.get(name, {}), indent=1, ensure_ascii=False) for name in ("config", "env")}
+
+
+# A provisioning plan as one HTML file, with its plots inside.
+
+
+Curves = Mapping[str, Sequence[tuple[int, float]]]
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{{ title }}</title>
+<style>
+ body { font: 15px/1.5 system-ui, sans-serif; color: #1c2530; background: #f4f6f8; margin: 0; }
+ main { max-width: 980px; margin: 0 auto; padding: 24px 20px 60px; }
+ h2 { font-size: 18px; margin: 34px 0 10px; }
+ img { width: 100%; background: #fff; border: 1px solid #dfe3e8; border-radius: 8px; }
+ pre { white-space: pre-wrap; font-size: 13px; background: #fff; border: 1px solid #dfe3e8; padding: 12px; }
+</style>
+</head>
+<body>
+<main>
+<h1>{{ title }}</h1>
+<pre>{{ text }}</pre>
+{% for heading, image in figures %}
+<h2>{{ heading }}</h2>
+<img alt="{{ heading }}" src="data:image/png;base64,{{ image }}">
+{% endfor %}
+<h2>Words</h2>
+<p>{{ words }}</p>
+<h2>The plan as JSON</h2>
+<pre>{{ content }}</pre>
+</main>
+</body>
+</html>
+"""
+
+
+_WORDS = (
+    "IAR (immediate admissibility rate): the share of requests that start at once, because their adapter is "
+    "resident or there is room for it. M*: the fewest resident adapters that bring it to the target. The "
+    "paper's model (InfiniLoRA, arXiv 2604.07173, section 4.2) takes adapters as independent of each other, "
+    "the corrected one lets requests wait. EPx-PPy: experts over x ranks, layers over y stages. What binds "
+    "is the constraint that needs most GPUs: adapters in memory, waits for adapters that are being loaded, "
+    "the first token's time, eq5 (a layer's LoRA "
+    "round within what attention leaves), eq6 (the slowest part of it for all instances in turn). TTFT: to "
+    "the first decoded token, without prefill; TPOT: between tokens. Times are predicted or simulated, not "
+    "measured."
+)
+
+
+def write_plan_report(
+    path: str | Path, plan: Mapping[str, Any], lines: Sequence[str], curves: Curves
+) -> None:
+    """Write the page; it opens without a network.
+
+    plan: `Plan.to_json()`.  lines: the plan in words.  curves: (capacity, IAR) points by estimator.
+    """
+    figures = (
+        ("Requests that start at once, by capacity", iar_figure(plan, curves)),
+        ("LoRA Server GPUs that each constraint needs", gpus_figure(plan)),
+    )
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(_PAGE).render(
+        title=f"Plan: {plan['inputs']['model']}",
+        text="\n".join(lines),
+        words=_WORDS,
+        figures=[(heading, png(figure)) for heading, figure in figures],
+        content=json.dumps(plan, indent=1),
+    )
+    write_text(path, page)
+
+
+def iar_figure(plan: Mapping[str, Any], curves: Curves) -> Figure:
+    """IAR over capacity by each estimator, with the target, M* and what the server holds."""
+    figure, axes = new_figure(3.9)
+    axis = axes[0, 0]
+    for index, (name, points) in enumerate(curves.items()):
+        capacities, rates = zip(*points, strict=True)
+        axis.plot(capacities, rates, color=color(index), linewidth=1.8, label=f"{name} model")
+    axis.axhline(plan["inputs"]["target_iar"], color=GRAY, linestyle=(0, (2, 2)), label="target")
+    axis.axvline(plan["capacity"], color=color(3), label=f"M* = {plan['capacity']}")
+    axis.axvline(plan["slots"], color=color(5), linestyle="--", label=f"server holds {plan['slots']}")
+    axis.set_ylim(0, 1.02)
+    axis.set_xlim(left=0)
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axis.legend(frameon=False, fontsize=9, loc="lower right")
+    label(axis, f"Global batch {plan['global_batch']:.0f}", "adapters resident at once", "admitted at once")
+    return figure
+
+
+def gpus_figure(plan: Mapping[str, Any]) -> Figure:
+    """A bar for each constraint; the highest one binds."""
+    figure, axes = new_figure(2.2)
+    axis = axes[0, 0]
+    names, gpus = zip(*plan["gpus_by_constraint"].items(), strict=True)
+    fills = [color(1) if name == plan["binding_constraint"] else GRAY for name in names]
+    axis.barh(range(len(names)), gpus, color=fills)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.grid(False, axis="y")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    label(axis, f"Chosen: {plan['lora_server_gpus']} as {plan['layout']}", "GPUs, each constraint alone", "")
+    return figure

@@ -97,3 +97,32 @@ class SloTargets:
 
     def _met(self, ttft_ms: float, tpot_ms: float | None) -> bool:
         return ttft_ms <= self.ttft_s * 1e3 and (tpot_ms is None or tpot_ms <= self.tpot_s * 1e3)
+
+
+# What became of one request of a run.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request and its fate: finished (`timing`), failed (`error`), or, with neither, interrupted.
+
+    adapter: None for the base model.  arrival_s: planned, sent_s: actual, both after the run's start.
+    input_tokens: as the server counted them where it says so.  exact: whether the text is the known answer.
+    queue_ms, adapter_load_ms, kv_load_ms: the server's own account, where it gives one.
+    """
+
+    adapter: str | None
+    arrival_s: float
+    sent_s: float
+    input_tokens: int
+    timing: RequestTiming | None = None
+    error: str | None = None
+    text: str = ""
+    exact: bool | None = None
+    queue_ms: float | None = None
+    adapter_load_ms: float | None = None
+    kv_load_ms: float | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        return self.timing is None and self.error is None

@@ -2,19 +2,160 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+from numpy.typing import NDArray
 
-from . import series
-from .plot_style import FAILED, GRAY, color, label, log_ticks, new_figure, nothing, run_legend
-from .summary import ATTAINED_SHARE
+from .run_file import ATTAINED_SHARE
+
+# What all figures of the report share: colours, axes, ticks and legends.
+
+
+# Okabe and Ito's colours, told apart also with colour-blind eyes.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GRAY, LIGHT, FAILED = "#5f6770", "#dfe3e8", "#b00020"
+_WIDTH_IN = 9.0
+
+
+def color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def new_figure(
+    height_in: float, num_rows: int = 1, num_columns: int = 1, **subplots: Any
+) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=150, layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, squeeze=False, **subplots)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color(GRAY)
+        axis.tick_params(colors=GRAY, labelsize=9)
+        axis.grid(True, color=LIGHT, linewidth=0.8)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def label(axis: Axes, title: str, x_label: str, y_label: str) -> None:
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axis.set_xlabel(x_label, fontsize=9.5)
+    axis.set_ylabel(y_label, fontsize=9.5)
+
+
+def ms_text(value: float, _: object = None) -> str:
+    """Milliseconds as a tick shows them; whole seconds from 1000 on."""
+    return f"{value:g}" if value < 1e3 else f"{value / 1e3:g} s"
+
+
+def nothing(axis: Axes) -> None:
+    axis.text(0.5, 0.5, "no values", transform=axis.transAxes, ha="center", va="center", color=GRAY)
+
+
+def log_ticks(axis: Axis, low: float, high: float) -> None:
+    """Ticks at 1, 2, 5 (over more than two decades: 1) times powers of ten; milliseconds."""
+    steps = (1,) if high / low > 200 else (1, 2, 5)
+    ticks = [step * 10.0**power for power in range(-3, 8) for step in steps]
+    axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(ms_text))
+
+
+def run_legend(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:
+    """Which colour is which run; nothing for a single one."""
+    if len(runs) > 1:
+        handles = [
+            Line2D([], [], color=color(i), linewidth=2, label=run["label"]) for i, run in enumerate(runs)
+        ]
+        figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=9.5)
+
+
+# From the arrays of a run file to the numbers that a plot shows.
+
+
+FloatArray = NDArray[np.float64]
+BASE_NAME = "(base)"
+
+
+def present(values: list[float | None]) -> FloatArray:
+    return np.asarray([value for value in values if value is not None], dtype=np.float64)
+
+
+def finished(run: dict[str, Any]) -> list[int]:
+    """Indices of the requests that have an end."""
+    return [index for index, e2el in enumerate(run["e2els"]) if e2el is not None]
+
+
+def tpots_s(run: dict[str, Any]) -> FloatArray:
+    """(E2E - TTFT) / (n - 1) of each finished request with more than one token."""
+    return present([tpot_s(run, index) for index in finished(run)])
+
+
+def tpot_s(run: dict[str, Any], index: int) -> float | None:
+    num_tokens = run["output_lens"][index]
+    return (run["e2els"][index] - run["ttfts"][index]) / (num_tokens - 1) if num_tokens > 1 else None
+
+
+def cdf(values: FloatArray, max_points: int = 600) -> tuple[FloatArray, FloatArray]:
+    """(sorted values, share of values at or below each), thinned to about max_points."""
+    ordered = np.sort(values)
+    shares = np.arange(1, len(ordered) + 1) / len(ordered)
+    if len(ordered) <= max_points:
+        return ordered, shares
+    keep = np.unique(np.linspace(0, len(ordered) - 1, max_points).astype(int))
+    return ordered[keep], shares[keep]
+
+
+def ends_s(run: dict[str, Any]) -> FloatArray:
+    """When each finished request ended, in seconds after the run's start."""
+    return present([run["start_times"][index] + run["e2els"][index] for index in finished(run)])
+
+
+def rate_per_s(times_s: FloatArray, edges_s: FloatArray) -> FloatArray:
+    """Events per second in each bin."""
+    counts, _ = np.histogram(times_s, edges_s)
+    return counts / np.diff(edges_s)
+
+
+def token_times_s(run: dict[str, Any]) -> FloatArray:
+    """When each token chunk of the finished requests arrived."""
+    parts = [
+        run["start_times"][index] + run["ttfts"][index] + np.cumsum([0.0, *run["itls"][index]])
+        for index in finished(run)
+    ]
+    return np.concatenate(parts) if parts else np.empty(0)
+
+
+def in_flight(run: dict[str, Any], times_s: FloatArray) -> FloatArray:
+    """Finished requests under way at each time."""
+    starts = np.sort([run["start_times"][index] for index in finished(run)])
+    started = np.searchsorted(starts, times_s, "right")
+    ended = np.searchsorted(np.sort(ends_s(run)), times_s, "right")
+    return (started - ended).astype(np.float64)
+
+
+def attainment(run: dict[str, Any]) -> list[tuple[str, int, float]]:
+    """(adapter, requests, share within the SLO), most asked for first; failed requests miss it."""
+    ttft_s, tpot_limit_s = run["slo_ttft_s"], run["slo_tpot_s"]
+    outcomes: dict[str, list[bool]] = defaultdict(list)
+    for index, adapter in enumerate(run["adapters"]):
+        met = False
+        if run["e2els"][index] is not None:
+            tpot = tpot_s(run, index)
+            met = run["ttfts"][index] <= ttft_s and (tpot is None or tpot <= tpot_limit_s)
+        elif not run["errors"][index]:
+            continue  # interrupted by the user
+        outcomes[adapter or BASE_NAME].append(met)
+    found = [(adapter, len(mets), sum(mets) / len(mets)) for adapter, mets in outcomes.items()]
+    return sorted(found, key=lambda row: (-row[1], row[0]))
+
 
 MAX_BARS = 60
 SLO_LINE: dict[str, Any] = {"color": GRAY, "linestyle": (0, (2, 2)), "linewidth": 1.3}
@@ -22,15 +163,13 @@ SLO_LINE: dict[str, Any] = {"color": GRAY, "linestyle": (0, (2, 2)), "linewidth"
 Run = dict[str, Any]
 
 
-def _cdf(
-    axis: Axes, runs: Sequence[Run], values_s: Callable[[Run], series.FloatArray], style: str = "-"
-) -> bool:
+def _cdf(axis: Axes, runs: Sequence[Run], values_s: Callable[[Run], FloatArray], style: str = "-") -> bool:
     drawn = False
     for index, run in enumerate(runs):
         values = values_s(run)
         if len(values) == 0:
             continue
-        ordered, shares = series.cdf(values * 1e3)
+        ordered, shares = cdf(values * 1e3)
         drawn = True
         axis.step(ordered, shares, where="post", color=color(index), linewidth=1.9, linestyle=style)
     return drawn
@@ -56,8 +195,8 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure:
     """CDFs of TTFT (dashed: decode TTFT, where the server reports it) and of TPOT, with the SLOs."""
     figure, axes = new_figure(3.9, num_columns=2)
     ttft, tpot = axes[0]
-    drawn = _cdf(ttft, runs, lambda run: series.present(run["ttfts"]))
-    has_decode = _cdf(ttft, runs, lambda run: series.present(run["decode_ttfts_ms"]) / 1e3, "--")
+    drawn = _cdf(ttft, runs, lambda run: present(run["ttfts"]))
+    has_decode = _cdf(ttft, runs, lambda run: present(run["decode_ttfts_ms"]) / 1e3, "--")
     label(ttft, "TTFT", "ms (log)", "requests at or below")
     _finish_cdf(ttft, runs[0]["slo_ttft_s"], drawn)
     handles = [Line2D([], [], **SLO_LINE, label=f"SLO {runs[0]['slo_ttft_s']:g} s")]
@@ -65,14 +204,14 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure:
         handles.insert(0, Line2D([], [], color=GRAY, label="as the client sees it"))
         handles.insert(1, Line2D([], [], color=GRAY, linestyle="--", label="decode TTFT"))
     figure.legend(handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
-    drawn = _cdf(tpot, runs, series.tpots_s)
+    drawn = _cdf(tpot, runs, tpots_s)
     label(tpot, "TPOT", "ms (log)", "requests at or below")
     _finish_cdf(tpot, runs[0]["slo_tpot_s"], drawn)
     run_legend(figure, runs)
     return figure
 
 
-def _edges(runs: Sequence[Run]) -> series.FloatArray:
+def _edges(runs: Sequence[Run]) -> FloatArray:
     end_s = max(float(run["duration"]) for run in runs)
     bin_s = next((size for size in (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300) if end_s / size <= 120), 1800)
     return np.arange(0, end_s + bin_s, bin_s)
@@ -84,9 +223,9 @@ def load_over_time(runs: Sequence[Run]) -> Figure:
     edges = _edges(runs)
     for index, run in enumerate(runs):
         axis = axes[index, 0]
-        arrivals = series.rate_per_s(np.asarray(run["arrival_times"]), edges)
+        arrivals = rate_per_s(np.asarray(run["arrival_times"]), edges)
         axis.stairs(arrivals, edges, fill=True, color="#b9c2cc", label="arrivals")
-        ends = series.rate_per_s(series.ends_s(run), edges)
+        ends = rate_per_s(ends_s(run), edges)
         axis.stairs(ends, edges, color=color(index), linewidth=1.6, label="completions")
         name = f": {run['label']}" if len(runs) > 1 else ""
         label(axis, f"Arrivals and completions{name}", "", "requests / s")
@@ -95,8 +234,8 @@ def load_over_time(runs: Sequence[Run]) -> Figure:
     flight, tokens = axes[-2, 0], axes[-1, 0]
     times = np.linspace(0, edges[-1], 800)
     for index, run in enumerate(runs):
-        flight.plot(times, series.in_flight(run, times), color=color(index), linewidth=1.4)
-        rates = series.rate_per_s(series.token_times_s(run), edges)
+        flight.plot(times, in_flight(run, times), color=color(index), linewidth=1.4)
+        rates = rate_per_s(token_times_s(run), edges)
         tokens.stairs(rates, edges, color=color(index), linewidth=1.6)
     label(flight, "Requests in flight", "", "requests")
     label(tokens, "Output", "seconds after the start", "tokens / s")
@@ -112,7 +251,7 @@ def latency_over_time(runs: Sequence[Run]) -> Figure:
     figure, axes = new_figure(4.6, num_rows=2, sharex=True)
     ttft, tpot = axes[:, 0]
     _latency_dots(ttft, runs, "TTFT", runs[0]["slo_ttft_s"], lambda run, index: run["ttfts"][index])
-    _latency_dots(tpot, runs, "TPOT", runs[0]["slo_tpot_s"], series.tpot_s)
+    _latency_dots(tpot, runs, "TPOT", runs[0]["slo_tpot_s"], tpot_s)
     for run in runs:
         failed = [time for time, error in zip(run["arrival_times"], run["errors"], strict=True) if error]
         foot = [0.03] * len(failed)
@@ -127,7 +266,7 @@ def _latency_dots(
 ) -> None:
     low_ms, high_ms = slo_s * 400, slo_s * 2500  # the SLO stays in sight
     for index, run in enumerate(runs):
-        found = [(run["arrival_times"][place], value_s(run, place)) for place in series.finished(run)]
+        found = [(run["arrival_times"][place], value_s(run, place)) for place in finished(run)]
         dots = [
             (time, value * 1e3) for time, value in found if value
         ]  # no TPOT, or 0: no place on a log scale
@@ -147,7 +286,7 @@ def attainment_bars(runs: Sequence[Run]) -> Figure:
     figure, axes = new_figure(2.9 * len(runs), num_rows=len(runs))
     for index, run in enumerate(runs):
         axis = axes[index, 0]
-        found = series.attainment(run)
+        found = attainment(run)
         bars = found[:MAX_BARS]
         shares = [share for _, _, share in bars]
         strength = [1.0 if share > ATTAINED_SHARE else 0.4 for share in shares]

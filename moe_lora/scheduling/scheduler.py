@@ -8,13 +8,12 @@ from itertools import chain, islice
 from typing import Any, Generic
 
 from moe_lora.cache.orders import Readiness
-from moe_lora.cache.tables import BlockTable
+from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.policies.admission import admissible, shortest_first
 
-from .plan import Scheduled, Sequence
-from .views import Adapters
+from .views import Adapters, Scheduled, Sequence
 
 LOOK_AHEAD = 16
 """Queued requests that the cache is told of."""

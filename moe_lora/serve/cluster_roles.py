@@ -13,25 +13,28 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.net.keys import keys_of
-from moe_lora.dist.cluster.controller.directed_roster import DirectedRoster
-from moe_lora.dist.cluster.listener import Door
-from moe_lora.dist.cluster.entry import RECOVERY_S, AsItIs, CatchUp, Recovery
-from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.engine.client.heartbeat import Heartbeat
-from moe_lora.dist.cluster.pool.directory import PoolDirectory
-from moe_lora.dist.cluster.instances import Roster
 from moe_lora.dist.cluster.controller.capacity_controller import make_controller
-from .frontend import Frontend
-from moe_lora.dist.cluster.controller.routes import Routes, make_routes
-from moe_lora.dist.cluster.controller.served_registry import opened_registry
-from .server import serve_forever
-
-from moe_lora.dist.cluster.controller.book import StateBook
-from moe_lora.dist.cluster.controller.directed import DirectedFleet, DirectedProvision, DirectedRegistry, DirectedRouting
-from moe_lora.dist.cluster.controller.cluster_controller import Decisions, Director
+from moe_lora.dist.cluster.controller.cluster_controller import Decisions, Director, run_controller
+from moe_lora.dist.cluster.controller.cluster_state import StateBook
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.cluster.controller.server import run_controller
+from moe_lora.dist.cluster.controller.directed import (
+    DirectedFleet,
+    DirectedProvision,
+    DirectedRegistry,
+    DirectedRoster,
+    DirectedRouting,
+)
+from moe_lora.dist.cluster.controller.placement_controller import Routes, make_routes
+from moe_lora.dist.cluster.controller.served_registry import opened_registry
+from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.listener import RECOVERY_S, AsItIs, CatchUp, Door, Recovery
+from moe_lora.dist.cluster.pool.directory import PoolDirectory
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.net.keys import keys_of
+from moe_lora.engine.client.heartbeat import Heartbeat
+
+from .frontend import Frontend
+from .server import serve_forever
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer

@@ -4,23 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from moe_lora.core.request import ModelInfo, SamplingParams
-from moe_lora.engine.client.client import EngineClient
-
-from .ending import Ending
-from .http_errors import bad_request
-from moe_lora.serve.metrics.metrics import Metrics
-from moe_lora.serve.metrics.request_watch import RequestWatch
 from moe_lora.dist.cluster.controller.controller_views import PlacementView, ProvisionView, RegistryView
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.serve.metrics.metrics import Metrics, RequestWatch
+
+from .http_errors import ApiError, bad_request
 
 if TYPE_CHECKING:
+    from moe_lora.dist.cluster.controller.controller_link import ControllerLink
     from moe_lora.engine.text.text import Tokenizer
 
-    from moe_lora.dist.cluster.controller.controller_link import ControllerLink
+
+# What ends a server's requests when it ends itself.
+
+
+CUT = "the server is shutting down and does not finish this request; send it again"
+
+
+class Ending:
+    """Ends requests under way, each with an error of its own, when the time to finish them is over."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self._running: set[asyncio.Task[object]] = set()
+
+    def cut(self) -> None:
+        """End what runs with a 503: as the answer, or where one has begun as its last event."""
+        self.over = True
+        for task in self._running:
+            task.cancel()
+
+    @contextmanager
+    def ends(self) -> Iterator[None]:
+        """While a request's task waits for its engine.  Raises ApiError when it is cut."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self.over:
+            raise ApiError(503, CUT)
+        self._running.add(task)
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            if not self.over:
+                raise
+            if hasattr(task, "uncancel"):
+                task.uncancel()
+            raise ApiError(503, CUT) from error
+        finally:
+            self._running.discard(task)
+
 
 LONG_TEXT_CHARS = 10_000
 """Texts from here on are tokenized in a thread, so that they don't hold up everyone's tokens."""

@@ -11,7 +11,18 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, AdapterVersionError, CapacityError, EngineDeadError, LoraServerError, MoeLoraError, RegistryError, StorageError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    AdapterVersionError,
+    CapacityError,
+    EngineDeadError,
+    LoraServerError,
+    MoeLoraError,
+    RegistryError,
+    StorageError,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -2,23 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moe_lora.cache.orders import Namespace
+from moe_lora.cache.orders import Copy, LoadAdapter, Namespace, Order, Readiness
 from moe_lora.cache.unified import UnifiedCache
+from moe_lora.core.clock import Clock
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
-from moe_lora.scheduling.plan import Scheduled
 from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.views import Scheduled
 from moe_lora.workload.conversations import TurnRequest
 
-from .cached_adapters import CachedAdapters
-from .cached_requests import CachedRequest
-from .cached_result import CachedResult
-from .copy_links import CopyLinks
+from .cached_requests import CachedRequest, CachedResult
 from .events import EventQueue
-from .transformer_time import TransformerTime
+from .step_time import TransformerTime
+
+# Adapters of a simulated instance, as its scheduler sees them.
+
+
+class CachedAdapters:
+    """`scheduling.views.Adapters` by name, in the cache alone: no versions, no leases.
+
+    num_pages: of each adapter.
+    """
+
+    waits_for_others = False
+
+    def __init__(self, cache: UnifiedCache, num_pages: Mapping[str, int], clock: Clock) -> None:
+        self._cache = cache
+        self._num_pages = num_pages
+        self._clock = clock
+        self._refused_pages = math.inf
+
+    def enqueue(self, adapter: str) -> None:
+        """Nobody asks how many wait."""
+
+    def dequeue(self, adapter: str) -> None:
+        """Nor here."""
+
+    def begin_round(self) -> None:
+        """Look for room anew."""
+        self._refused_pages = math.inf
+
+    def acquire(self, adapter: str, *, again: bool = False) -> Readiness:
+        """Pin it for one request, and have it brought if need be.  Within a round, what found no room for few
+        pages is not searched for more, as in the engine.
+        """
+        num_pages = self._num_pages[adapter]
+        if num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
+            return Readiness.NO_ROOM
+        found = self._cache.hold(adapter, self._clock.now_s(), again=again)
+        if found is Readiness.NO_ROOM:
+            self._refused_pages = num_pages
+        return found
+
+    def has_unused_lease(self, adapter: str) -> bool:
+        """Never."""
+        return False
+
+    def readiness(self, adapter: str) -> Readiness:
+        """Whether its pages are there."""
+        return self._cache.readiness(adapter)
+
+    def release(self, adapter: str) -> None:
+        """Undo one `acquire`."""
+        self._cache.let_go(adapter, self._clock.now_s())
+
+
+# The links between host and device, as a cache's orders use them.
+
+
+class CopyLinks:
+    """One link towards the device, one away from it; each carries out one order at a time.
+
+    Orders that a request waits for overtake those that were made ahead of need.  Adapters' files lie in main
+    memory, so that loading one takes as long as copying it from the host arena.
+
+    load_pages: pages of an adapter's order.  on_done: called with the copy id when its bytes are there.
+    """
+
+    def __init__(
+        self,
+        events: EventQueue,
+        bytes_per_s: float,
+        page_bytes: int,
+        load_pages: Callable[[Namespace], int],
+        on_done: Callable[[int], None],
+        *,
+        latency_s: float = 20e-6,
+    ) -> None:
+        self._events = events
+        self._page_s = page_bytes / bytes_per_s
+        self._latency_s = latency_s
+        self._load_pages = load_pages
+        self._on_done = on_done
+        self._urgent: tuple[deque[Order], deque[Order]] = (deque(), deque())
+        self._ahead: tuple[deque[Order], deque[Order]] = (deque(), deque())
+        self._busy = [False, False]
+        self.busy_s = [0.0, 0.0]
+
+    def submit(self, orders: list[Order], *, urgent: bool) -> None:
+        """Carry the orders out.  urgent: before those that are not."""
+        for order in orders:
+            (self._urgent if urgent else self._ahead)[_direction(order)].append(order)
+        for direction in (0, 1):
+            self._begin(direction)
+
+    def hurry(self, namespace: Namespace) -> None:
+        """A request waits for what is on its way of this adapter: let it overtake the rest."""
+        ahead = self._ahead[0]
+        needed = [order for order in ahead if order.namespace == namespace]
+        for order in needed:
+            ahead.remove(order)
+            self._urgent[0].append(order)
+
+    def _begin(self, direction: int) -> None:
+        queue = self._urgent[direction] or self._ahead[direction]
+        if self._busy[direction] or not queue:
+            return
+        order = queue.popleft()
+        pages = (
+            self._load_pages(order.namespace) if isinstance(order, LoadAdapter) else len(order.device_pages)
+        )
+        copy_s = self._latency_s + pages * self._page_s
+        self._busy[direction] = True
+        self.busy_s[direction] += copy_s
+        self._events.at(self._events.now_s() + copy_s, lambda: self._end(direction, order.copy_id))
+
+    def _end(self, direction: int, copy_id: int) -> None:
+        self._busy[direction] = False
+        self._on_done(copy_id)
+        self._begin(direction)
+
+
+def _direction(order: Order) -> int:
+    """0: towards the device, 1: away from it."""
+    return 0 if isinstance(order, LoadAdapter) or (isinstance(order, Copy) and order.to_device) else 1
+
 
 STUCK_S = 60.0
 """Time after which a request that nothing else is in the way of will never have room."""

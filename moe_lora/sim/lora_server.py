@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moe_lora.core.clock import Clock
-from moe_lora.dist.lora_server.server.lease_events import Grant, Load
 from moe_lora.dist.lora_server.server.leases import LeaseTable
+from moe_lora.dist.lora_server.server.residency import Grant, Load
 
 from .sources import LoadLink, SimAdapter
 from .system_config import AdapterBytes, LoraServerConfig, bytes_of

@@ -3,13 +3,79 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 
-from moe_lora.policies.step_model import StepModel
-from moe_lora.policies.step_work import Row, StepWork
+from moe_lora.policies.admission import shortest_first
+from moe_lora.policies.step_model import Row, StepModel, StepWork
+from moe_lora.workload.replay_plan import PlannedRequest
 
-from .requests import SimRequest
+# A request on its way through the simulated system.
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """What is asked for, and when what happened to it (seconds; NaN: not yet).
+
+    arrival_s: at the instance that serves it.  adapter, adapter_uid: None for the base model.
+    admitted_s: it has left the queue, and the load of its adapter is over where that holds up the step.
+    first_token_s, finish_s: first and last token.  decode_ttft_s: queue, adapter load and first decode step,
+    without prefill (InfiniLoRA section 2.3, footnote).  at_once: it started with the first step after its
+    arrival.  waited_for_adapter: it did not, as its adapter got no slot when it was first looked at; of the
+    others KV or the batch had no room.
+    num_steps_before: those that its instance had begun when it came.
+    """
+
+    index: int
+    arrival_s: float
+    adapter: str | None
+    adapter_uid: int | None
+    prompt_tokens: int
+    output_tokens: int
+    lora_rank: int = 0
+    instance: int = -1
+    num_steps_before: int = 0
+    at_once: bool = False
+    waited_for_adapter: bool = False
+    admitted_s: float = math.nan
+    first_token_s: float = math.nan
+    decode_ttft_s: float = math.nan
+    finish_s: float = math.nan
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it will generate; asked while it waits."""
+        return self.output_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer: what it takes of the KV budget."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def tpot_s(self) -> float:
+        """(finish - first token) / (output tokens - 1); NaN for a single token."""
+        if self.output_tokens < 2:
+            return math.nan
+        return (self.finish_s - self.first_token_s) / (self.output_tokens - 1)
+
+
+def from_plan(planned: PlannedRequest, adapter_uid: int | None, lora_rank: int = 0) -> SimRequest:
+    """The planned request before anything happens to it.  Raises ValueError for an answer of no token."""
+    if planned.output_tokens < 1:
+        raise ValueError(f"request {planned.index} has output_tokens={planned.output_tokens}; give 1 or more")
+    return SimRequest(
+        planned.index,
+        planned.arrival_s,
+        planned.adapter,
+        adapter_uid,
+        planned.prompt_tokens,
+        planned.output_tokens,
+        lora_rank,
+    )
 
 
 @dataclass(slots=True)
@@ -146,3 +212,63 @@ class RunningRequests:
         prompt.num_left -= num_tokens
         self.num_prompt_tokens += num_tokens
         self.prompts.append(Row(prompt.request.adapter, prompt.request.lora_rank, num_tokens))
+
+
+# The requests that wait for an instance, and which of them admission has to look at.
+
+
+class WaitingRequests:
+    """First come first served, or shortest first.
+
+    While nothing has fallen free since a whole scan, those that it turned away can't start, and only newer
+    ones are looked at, after the oldest, whose starvation would stop them: what a scan of all would decide.
+    """
+
+    def __init__(self, *, shortest_first: bool) -> None:
+        self._shortest_first = shortest_first
+        self._refused: dict[int, SimRequest] = {}
+        self._new: dict[int, SimRequest] = {}
+        self._freed = False
+        self._num_steps = 0
+
+    def __len__(self) -> int:
+        return len(self._refused) + len(self._new)
+
+    def add(self, request: SimRequest) -> None:
+        request.num_steps_before = self._num_steps
+        self._new[request.index] = request
+
+    def freed(self) -> None:
+        """Those turned away may find room now."""
+        self._freed = True
+
+    def next_step(self) -> None:
+        """A step begins, whether or not there is room for further requests."""
+        self._num_steps += 1
+
+    def candidates(self) -> Iterable[SimRequest]:
+        """What to scan now; followed by `scanned`."""
+        if self._shortest_first:
+            return shortest_first(chain(self._refused.values(), self._new.values()))
+        if self._freed:
+            return [*self._refused.values(), *self._new.values()]
+        if not self._new:
+            return ()
+        return [*islice(self._refused.values(), 1), *self._new.values()]
+
+    def scanned(
+        self, started: Iterable[SimRequest], turned_away: Collection[int | None], *, whole: bool
+    ) -> None:
+        """These of the candidates have started.  whole: none of the others wants anything but its adapter.
+
+        turned_away: uids of adapters that got no slot.
+        """
+        for request in started:
+            request.at_once = self._num_steps == request.num_steps_before + 1
+            if self._new.pop(request.index, None) is None:
+                del self._refused[request.index]
+        for request in self._new.values():
+            request.waited_for_adapter = whole or request.adapter_uid in turned_away
+        self._refused.update(self._new)
+        self._new.clear()
+        self._freed = not whole

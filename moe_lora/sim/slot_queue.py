@@ -17,7 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_lora.workload.popularity.probabilities import Probabilities, checked_capacity, checked_global_batch, checked_probabilities
+from moe_lora.workload.popularity.popularity import (
+    Probabilities,
+    checked_capacity,
+    checked_global_batch,
+    checked_probabilities,
+)
 
 NUM_BATCHES = 20
 DRAWS_AT_ONCE = 1 << 16
@@ -116,7 +121,7 @@ def simulate_admission(
     is needed, and means over time weight each state with its mean duration.
 
     popularity: [N] probability of each adapter, sum 1.  Raises ValueError for bad input: see
-    `moe_lora.workload.popularity.probabilities`; num_arrivals is at least 20, warm_up at least 0.
+    `moe_lora.workload.popularity.popularity`; num_arrivals is at least 20, warm_up at least 0.
     """
     probabilities = checked_probabilities(popularity)
     batch, slots = (

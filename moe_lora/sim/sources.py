@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+from moe_lora.core.clock import Clock
+from moe_lora.policies.admission import least_recently_used
+
+from .running import SimRequest
+from .system_config import AdapterBytes, LocalConfig, bytes_of
 
 
 @dataclass(slots=True, eq=False)
 class SimAdapter:
-    """An adapter as one instance knows it (`policies.eviction.ResidentView`).
+    """An adapter as one instance knows it (`policies.admission.ResidentView`).
 
     first_layer_s, last_layer_s: when these are, or were, loaded.  told_s: when the instance hears, or heard,
     that it may use it.
@@ -82,3 +89,118 @@ class LoadLink:
         if self._num_layers == 1:
             return self._free_s, self._free_s
         return min(self._free_s, now_s + (before + 1) * load_s / self._num_layers), self._free_s
+
+
+# A coupled instance: adapters in slots of its own, loaded by itself, idle ones evicted.
+
+
+class LocalAdapters:
+    """`AdapterSource` of `capacity` slots; a load holds up the step, as it does in vLLM's S-LoRA.
+
+    link: from the host's memory.  fetches: to it, from other hosts', one after the other.
+    """
+
+    loads_first = True
+
+    def __init__(self, config: LocalConfig, adapter_bytes: AdapterBytes, clock: Clock) -> None:
+        self.link = LoadLink(config.load_bytes_per_s, 1, layer_wise=False)
+        self.fetches = LoadLink(config.fetch_bytes_per_s, 1, layer_wise=False)
+        self.starvation_s = config.starvation_s
+        self._capacity = config.capacity
+        self._adapter_bytes = adapter_bytes
+        self._clock = clock
+        self._resident: dict[int, SimAdapter] = {}
+        self._on_host: set[str] | None = None
+
+    def begin_with(self, names: Iterable[str]) -> None:
+        """The host has these adapters and no others.  If this is never called, it has all."""
+        self._on_host = set(names)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """The placement has these here from now on: the host drops others; what it lacks comes when used."""
+        if self._on_host is not None:
+            self._on_host &= set(names)
+
+    def hold(self, adapter: SimAdapter) -> bool:
+        if adapter.uid in self._resident:
+            return True
+        if len(self._resident) >= self._capacity:
+            victim = least_recently_used(self._resident.values())
+            if victim is None:
+                return False
+            del self._resident[victim.uid]
+        self._resident[adapter.uid] = adapter
+        num_bytes = bytes_of(self._adapter_bytes, adapter.name)
+        there_s = self._clock.now_s()
+        if self._on_host is not None and adapter.name not in self._on_host:
+            self._on_host.add(adapter.name)
+            there_s = self.fetches.load(there_s, num_bytes)[1]
+        adapter.first_layer_s, adapter.last_layer_s = self.link.load(there_s, num_bytes)
+        return True
+
+    def let_go(self, adapter: SimAdapter) -> bool:
+        return True  # it stays, but may be evicted now
+
+    def work(self, layer_s: float, delta_s: float) -> float:
+        return 0.0
+
+
+# Which adapters an instance's requests hold or wait for.
+
+
+class SimResidency:
+    """Counts the requests of each adapter, and asks the source for adapters; as `engine.adapters.manager` does."""
+
+    def __init__(self, source: AdapterSource, clock: Clock) -> None:
+        self._source = source
+        self._clock = clock
+        self._adapters: dict[int, SimAdapter] = {}
+
+    def adapter(self, request: SimRequest) -> SimAdapter | None:
+        """The request's adapter; None for the base model."""
+        if request.adapter is None or request.adapter_uid is None:
+            return None
+        adapter = self._adapters.get(request.adapter_uid)
+        if adapter is None:
+            adapter = self._adapters[request.adapter_uid] = SimAdapter(request.adapter, request.adapter_uid)
+        return adapter
+
+    def wait(self, request: SimRequest) -> None:
+        """The request has joined the queue."""
+        adapter = self.adapter(request)
+        if adapter is not None:
+            adapter.num_waiting += 1
+
+    def acquire(self, request: SimRequest) -> bool:
+        """Have the adapter made ready and pin it for the request; False if there is no place now."""
+        adapter = self.adapter(request)
+        if adapter is None:
+            return True
+        if not self._source.hold(adapter):
+            return False
+        adapter.num_running += 1
+        adapter.num_waiting -= 1
+        adapter.last_used_s = self._clock.now_s()
+        return True
+
+    def give_back(self, request: SimRequest) -> None:
+        """The request, whose adapter was acquired, waits on after all."""
+        self.wait(request)
+        self.release(request)
+
+    def release(self, request: SimRequest) -> bool:
+        """The request has ended; whether another adapter may find room by that."""
+        adapter = self.adapter(request)
+        if adapter is None:
+            return False
+        adapter.num_running -= 1
+        adapter.last_used_s = self._clock.now_s()
+        return adapter.num_running == 0 and self._source.let_go(adapter)
+
+    def loaded_s(self, requests: Iterable[SimRequest]) -> tuple[float, float] | None:
+        """When first and last layer of all their adapters are there; None if they have none."""
+        adapters = [adapter for request in requests if (adapter := self.adapter(request)) is not None]
+        if not adapters:
+            return None
+        first_layer_s = max(adapter.first_layer_s for adapter in adapters)
+        return first_layer_s, max(adapter.last_layer_s for adapter in adapters)

@@ -3,22 +3,139 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.phi_routing import PhiRouting
+from moe_lora.policies.routers import PhiRouting
+from moe_lora.policies.routing import TokenMeter
 from moe_lora.workload.replay_plan import PlannedRequest
 
-from .sources import LoadLink
-from .system_config import LoraServerConfig, PlacementConfig, SystemConfig
 from .events import EventQueue
 from .instance import SimInstance
-from .local_adapters import LocalAdapters
 from .lora_server import SimLoraServer
-from .placement import SimPlacement
-from .requests import SimRequest, from_plan
-from .result import SimResult
+from .running import SimRequest, from_plan
+from .sources import LoadLink, LocalAdapters
 from .step_time import step_timer
+from .system_config import LoraServerConfig, PlacementConfig, SystemConfig
+
+# Placements made while requests come, as the front end's controller makes them, on the virtual clock.
+
+
+class SimPlacement:
+    """Asks a planner every interval, routes by its table, and tells hosts what to keep.
+
+    Tokens count when their request is done; placing takes no time.  An adapter that comes to an instance is
+    fetched when it is first used there.  goes_on: whether there is another interval.
+    held: adapters of each instance by each table.
+    """
+
+    def __init__(
+        self,
+        config: PlacementConfig,
+        router: PhiRouting,
+        sources: Sequence[LocalAdapters],
+        events: EventQueue,
+        goes_on: Callable[[], bool],
+    ) -> None:
+        self.held: list[list[int]] = []
+        self._planner = config.planner()
+        self._interval_s = config.interval_s
+        self._router = router
+        self._sources = sources
+        self._events = events
+        self._goes_on = goes_on
+        self._meter = TokenMeter()
+
+    def begin(self) -> None:
+        """The first table; hosts have what it says."""
+        for source, names in zip(self._sources, self._place(0.0), strict=True):
+            source.begin_with(names)
+        self._events.at(self._interval_s, self._step)
+
+    def count(self, request: SimRequest) -> None:
+        """The request is done."""
+        self._meter.add(request.adapter, request.num_tokens)
+
+    def _step(self) -> None:
+        if not self._goes_on():
+            return
+        for source, names in zip(self._sources, self._place(self._interval_s), strict=True):
+            source.keep(names)
+        self._events.at(self._events.now_s() + self._interval_s, self._step)
+
+    def _place(self, length_s: float) -> list[set[str]]:
+        table = {name: list(row) for name, row in self._planner(self._meter.take(), length_s).items()}
+        self._router.swap(table)
+        names: list[set[str]] = [set() for _ in self._sources]
+        for name, row in table.items():
+            for index, _ in row:
+                names[index].add(name)
+        self.held.append([len(here) for here in names])
+        return names
+
+
+# What came out of a simulation.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimResult:
+    """The requests with their stamps, and what it took.
+
+    requests: in the order in which they finished.  num_steps: of all instances.  num_loads: of adapters.
+    end_s: when the last one was done.  stopped: given up before all were done.  num_fetches: adapters that
+    came from another host.  held: adapters that each table of a placement gave each instance.
+    """
+
+    requests: Sequence[SimRequest]
+    num_events: int
+    num_steps: int
+    num_loads: int
+    end_s: float
+    stopped: bool = False
+    num_fetches: int = 0
+    held: Sequence[Sequence[int]] = ()
+    kind: str = "simulated"
+
+    def column(self, name: str, since_s: float = 0.0) -> NDArray[np.float64]:
+        """A number of every request that arrived at since_s or later, by its attribute's name."""
+        return np.array([getattr(r, name) for r in self.requests if r.arrival_s >= since_s], dtype=np.float64)
+
+    def summary(self, since_s: float = 0.0) -> dict[str, Any]:
+        """Of the requests that arrived at since_s or later; None where there is nothing to average.
+
+        admitted_at_once: share that started with the first step after their arrival.  waited_for_adapter,
+        waited_for_room: of the others, those that waited for an adapter's slot, and for KV or the batch; the
+        three sum to 1.  ttft: as `SimRequest.decode_ttft_s`.
+        """
+        at_once = self.column("at_once", since_s)
+        for_adapter = self.column("waited_for_adapter", since_s)
+        ttft_s = self.column("decode_ttft_s", since_s)
+        tpot_s = self.column("tpot_s", since_s)
+        return {
+            "kind": self.kind,
+            "num_requests": len(at_once),
+            "admitted_at_once": _mean(at_once),
+            "waited_for_adapter": _mean(for_adapter),
+            "waited_for_room": _mean(1 - at_once - for_adapter),
+            "mean_ttft_s": _mean(ttft_s),
+            "p50_ttft_s": percentile(ttft_s, 50),
+            "p95_ttft_s": percentile(ttft_s, 95),
+            "mean_tpot_s": _mean(tpot_s[~np.isnan(tpot_s)]),
+        }
+
+
+def percentile(values: NDArray[np.float64], percent: float) -> float | None:
+    """Linear between the two nearest values, as in `report.run_file`; None of no values."""
+    return float(np.percentile(values, percent)) if len(values) else None
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    return float(values.mean()) if len(values) else None
 
 
 def simulate(

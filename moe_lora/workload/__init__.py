@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from .arrivals import cut_duration, gamma_arrivals, original_arrivals
-from moe_lora.workload.popularity.functions import Invocations, functions_popularity, read_invocations, with_invocations
-from moe_lora.workload.popularity.mapping import map_adapters, map_identities, mapped_popularity
+from moe_lora.workload.popularity.functions import (
+    Invocations,
+    functions_popularity,
+    map_adapters,
+    map_identities,
+    mapped_popularity,
+    read_invocations,
+    with_invocations,
+)
 from moe_lora.workload.popularity.named import POPULARITY_NAMES, parse_popularity
-from .replay_plan import PlannedRequest, make_plan
-from moe_lora.workload.popularity.popularity import AdapterChoice, Popularity, from_weights, read_counts, uniform, zipf
+from moe_lora.workload.popularity.popularity import (
+    AdapterChoice,
+    Popularity,
+    from_weights,
+    read_counts,
+    uniform,
+    zipf,
+)
 from moe_lora.workload.traces.records import Trace, TraceRequest
-from .statistics import LengthStatistics, TraceStatistics, trace_statistics
 from moe_lora.workload.traces.traces import FORMATS, detect_format, iter_trace, read_trace
+
+from .arrivals import cut_duration, gamma_arrivals, original_arrivals
+from .replay_plan import PlannedRequest, make_plan
+from .statistics import LengthStatistics, TraceStatistics, trace_statistics
 
 __all__ = [
     "FORMATS",

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrivals import gamma_arrivals_until
 from moe_lora.workload.popularity.popularity import AdapterChoice
 from moe_lora.workload.traces.records import Trace
+
+from .arrivals import gamma_arrivals_until
 
 MOONCAKE_BLOCK = 512
 """Tokens that one of Mooncake's hash ids stands for."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_lora.workload.traces.records import RowReader, open_text
 from moe_lora.workload.traces.json_formats import estimate_tokens, json_lines
+from moe_lora.workload.traces.records import RowReader, open_text
 
 HASH_BLOCK_TOKENS = 512  # Mooncake: one hash id per 512-token block of the prompt
 

@@ -8,11 +8,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_lora.config.plan import WorkloadOptions
-
-from .arrivals import FloatArray, busiest_stretch, cut_duration, gamma_arrivals, gamma_arrivals_until, original_arrivals
 from moe_lora.workload.popularity.popularity import AdapterChoice
-from .prompts import PromptRow, choose_rows, cut_text
 from moe_lora.workload.traces.records import Trace, TraceRequest
+
+from .arrivals import (
+    FloatArray,
+    busiest_stretch,
+    cut_duration,
+    gamma_arrivals,
+    gamma_arrivals_until,
+    original_arrivals,
+)
+from .prompts import PromptRow, choose_rows, cut_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ import torch
 
 from moe_lora.adapters import read_adapter
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.shard import entries_of_experts, shard_adapter, shard_layer
+from moe_lora.adapters.packed import entries_of_experts, shard_adapter, shard_layer
 from moe_lora.core.errors import AdapterError
-from .dense import packed_deltas
 from tests.families import FAMILIES, make_adapter
+
+from .dense import packed_deltas
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

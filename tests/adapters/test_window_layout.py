@@ -10,9 +10,18 @@ import pytest
 import torch
 
 from moe_lora.adapters import read_adapter
+from moe_lora.adapters.host_store import (
+    adapter_in,
+    adapter_without_data,
+    facts_of,
+    has_data,
+    is_intact,
+    layout_of,
+    without_data,
+    write_adapter,
+)
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import adapter_layer_bytes
-from moe_lora.adapters.window_layout import adapter_in, adapter_without_data, facts_of, has_data, is_intact, layout_of, without_data, write_adapter
 from moe_lora.core.shape import ModelShape
 from tests.families import make_adapter, make_checkpoint
 

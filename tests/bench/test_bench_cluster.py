@@ -10,7 +10,17 @@ from click.testing import CliRunner
 
 from bench.cluster.bench_cluster import main
 from bench.cluster.cluster_claims import claims
-from bench.cluster.cluster_plan import FULL_PLAN, NO_LORA, PADDED, PLACED, QUICK_PLAN, ROUTED, TINY_PLAN, TRACES, TRUE_RANK
+from bench.cluster.cluster_plan import (
+    FULL_PLAN,
+    NO_LORA,
+    PADDED,
+    PLACED,
+    QUICK_PLAN,
+    ROUTED,
+    TINY_PLAN,
+    TRACES,
+    TRUE_RANK,
+)
 from bench.cluster.cluster_report import disturbed, highest_rates, least_agreement, markdown
 from bench.cluster.cluster_requests import demand_at_start, requests_of
 from moe_lora.report.results import read_results

@@ -10,7 +10,15 @@ from bench.placement.bench_placement import methods
 
 def test_small_run_judges_every_method(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "bench.placement.bench_placement", "--popularities", "shifting", "--sizes", "25x4"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.placement.bench_placement",
+        "--popularities",
+        "shifting",
+        "--sizes",
+        "25x4",
+    ]
     subprocess.run(
         [*command, "--num-exact", "2", "--cost-size", "200x4", "--out", str(out)], check=True, timeout=300
     )

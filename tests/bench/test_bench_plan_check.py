@@ -53,7 +53,15 @@ def test_both_kinds_of_error_are_counted() -> None:
 def test_run_goes_on_where_it_was_cut_short(tmp_path: Path) -> None:
     out = tmp_path / "plan_check.jsonl"
     for _ in range(2):
-        command = [sys.executable, "-m", "bench.provision.bench_plan_check", "--out", str(out), "--cells", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.provision.bench_plan_check",
+            "--out",
+            str(out),
+            "--cells",
+            "1",
+        ]
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     first, second = (json.loads(line) for line in out.read_text().splitlines())
     assert first["config"] != second["config"]

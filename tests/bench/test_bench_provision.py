@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 
 from bench.provision import provision_reference as reference
-from bench.provision.provision_solver import against_printed, exponents, goals, largest_error, popularity, solve_alone
+from bench.provision.provision_solver import (
+    against_printed,
+    exponents,
+    goals,
+    largest_error,
+    popularity,
+    solve_alone,
+)
 
 
 def test_three_references_agree() -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 
 def test_small_run_writes_a_record_for_everything_timed(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "bench.cluster.bench_registry", "--num-adapters", "200", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.cluster.bench_registry",
+        "--num-adapters",
+        "200",
+        "--out",
+        str(out),
+    ]
     subprocess.run(command, check=True, timeout=300)
     records = {one["config"]["what"]: one["result"] for one in map(json.loads, out.read_text().splitlines())}
     assert set(records) == {

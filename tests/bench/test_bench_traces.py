@@ -20,7 +20,15 @@ def test_generated_file_is_of_its_format_and_read_whole(tmp_path: Path, name: st
 
 def test_small_run_writes_a_record_for_each_way_of_reading(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "bench.workload.bench_traces", "--num-lines", "500", "--formats", "azure"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.workload.bench_traces",
+        "--num-lines",
+        "500",
+        "--formats",
+        "azure",
+    ]
     subprocess.run([*command, "--out", str(out)], check=True, timeout=300)
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["config"]["system"] for record in records] == ["iter_trace", "trace_statistics", "pairs"]

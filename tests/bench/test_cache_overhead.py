@@ -7,7 +7,15 @@ import sys
 
 def test_small_run_measures_what_it_says(tmp_path):
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "bench.cache.bench_cache_overhead", "--nodes", "500", "--requests", "100"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.cache.bench_cache_overhead",
+        "--nodes",
+        "500",
+        "--requests",
+        "100",
+    ]
     subprocess.run(
         [*command, "--policies", "fastlibra", "--out", str(out)], check=True, timeout=300, capture_output=True
     )

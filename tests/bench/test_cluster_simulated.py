@@ -6,12 +6,20 @@ import click
 import numpy as np
 import pytest
 
-from bench.cluster.simulated.cluster_sim_loraserve import PEAK_PRECISION, SLO_TTFT_S, SYSTEMS, contestants, holds, loraserve_systems, peak_rate
+from bench.cluster.simulated.cluster_sim_loraserve import (
+    PEAK_PRECISION,
+    SLO_TTFT_S,
+    SYSTEMS,
+    contestants,
+    holds,
+    loraserve_systems,
+    peak_rate,
+)
 from bench.cluster.simulated.cluster_sim_plan import Planner, step_models
 from bench.cluster.simulated.cluster_sim_report import summary_tables
 from bench.cluster.simulated.cluster_simulated import simulate
-from moe_lora.policies.step_work import Row
-from moe_lora.provision.placement.placement_baselines import PLACEMENTS
+from moe_lora.policies.step_model import Row
+from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.report.results import read_results
 from moe_lora.sim.system import simulate as run_system
 

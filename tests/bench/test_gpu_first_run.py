@@ -47,9 +47,9 @@ def test_calls_fit_the_functions_of_today() -> None:
     from bench.kernels.lora_kernel_plan import CaseSpec
     from moe_lora import EngineConfig
     from moe_lora.dist.transport import nvshmem
-    from moe_lora.kernels.triton.triton_lora import lora_delta, lora_expand, lora_shrink
-    from moe_lora.kernels.triton.segments import build_segments
     from moe_lora.kernels.operands import LoraOperands, SlotTable
+    from moe_lora.kernels.triton.segments import build_segments
+    from moe_lora.kernels.triton.triton_lora import lora_delta, lora_expand, lora_shrink
 
     inspect.signature(lora_shrink).bind(1, decode=True, segments=None, max_lora_rank=16)
     inspect.signature(lora_delta).bind(1, 2, decode=True, segments=None)

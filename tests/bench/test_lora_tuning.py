@@ -9,10 +9,19 @@ import pytest
 from click.testing import CliRunner
 
 from bench.kernels.autotune_lora import TUNING_GPU, main, targets
-from bench.kernels.lora_tuning import Found, Pair, Target, descend, enumerate_all, in_turn, neighbours, rank_classes, updated
-from moe_lora.kernels.triton.choose import choose
-from moe_lora.kernels.triton.configs import PHASES, Config, config_space, load_table
-from moe_lora.kernels.triton.spaces import order_of
+from bench.kernels.lora_tuning import (
+    Found,
+    Pair,
+    Target,
+    descend,
+    enumerate_all,
+    in_turn,
+    neighbours,
+    rank_classes,
+    updated,
+)
+from moe_lora.kernels.triton.configs import PHASES, Config, config_space, load_table, order_of
+from moe_lora.kernels.triton.triton_lora import choose
 
 TARGET = Target(kernel="vector_expand", dtype="bf16", in_features=4096, out_features=4096)
 WIDTHS = (4096, 4096)

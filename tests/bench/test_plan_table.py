@@ -8,7 +8,7 @@ import pytest
 
 from bench.provision.plan_cases import CASES
 from bench.provision.plan_table import planned, qwen_rates, row
-from moe_lora.provision.plan.known_models import KNOWN_MODELS
+from moe_lora.provision.plan.memory import KNOWN_MODELS
 from moe_lora.report.results import read_results
 
 ROOT = Path(__file__).parents[2]

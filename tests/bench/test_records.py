@@ -10,7 +10,7 @@ import pytest
 
 from bench.harness import records
 from bench.harness.records import ALLOW_DIRTY, environment
-from moe_lora.report.environment import environment as this_environment
+from moe_lora.report.results import environment as this_environment
 
 BENCH = Path(records.__file__).parent
 

@@ -8,10 +8,16 @@ from collections.abc import Iterable
 import networkx as nx
 import numpy as np
 
-from moe_lora.cache.flags import CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES
-from moe_lora.cache.node import Node
-from moe_lora.cache.tables import BlockTable
-from moe_lora.cache.tier import FREE, PRIVATE, Tier
+from moe_lora.cache.node import (
+    CAN_BACK_UP,
+    CAN_ENTER,
+    CAN_LEAVE,
+    CAN_LEAVE_HOST,
+    DYING,
+    HAS_DEVICE_PAGES,
+    Node,
+)
+from moe_lora.cache.pages import FREE, PRIVATE, BlockTable, Tier
 from moe_lora.cache.unified import UnifiedCache
 
 

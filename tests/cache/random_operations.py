@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 from moe_lora.cache.orders import Copy, LoadAdapter, Order, Readiness
-from moe_lora.cache.tables import BlockTable
+from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import CacheCosts
 from moe_lora.policies.caching_policies import make_caching_policy

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from moe_lora.cache.flags import DYING
-from moe_lora.cache.forgetting import SLICE
+from moe_lora.cache.node import DYING
+from moe_lora.cache.node_mover import SLICE
 from moe_lora.cache.orders import Copy, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import CacheCosts

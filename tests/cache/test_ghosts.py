@@ -7,14 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.cache.columns import Columns
-from moe_lora.cache.ghosts import Ghosts
-from moe_lora.cache.node import Node
-from moe_lora.cache.reuse import ReuseAges
-from moe_lora.cache.tokens import encode
+from moe_lora.cache.columns import Columns, Ghosts, ReuseAges
+from moe_lora.cache.node import Node, encode
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import Traits
-from moe_lora.policies.recency import Recency
+from moe_lora.policies.caching_policies import Recency
 
 from .test_unified_adapters import leave_history
 

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from moe_lora.cache.tables import BlockTable
+from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.policies.recency import lru
+from moe_lora.policies.caching_policies import lru
 
 from .consistency import check
 

@@ -18,7 +18,7 @@ from .random_operations import RandomCache
 def forgetting_takes_many_slices():
     """So few nodes as there are here would be forgotten at once otherwise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe_lora.cache.forgetting.SLICE", 1)
+        patch.setattr("moe_lora.cache.node_mover.SLICE", 1)
         yield
 
 

@@ -12,9 +12,9 @@ from moe_lora.cli.main import main
 from moe_lora.cli.profile_steps import good_models
 from moe_lora.config import RoutingConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.provision.performance.operating_points_file import read_operating_points
-from moe_lora.provision.performance.performance_file import read_step_model
-from moe_lora.dist.cluster.controller.routes import make_routes
+from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.provision.performance.operating_points import read_operating_points
+from moe_lora.provision.performance.performance_models import read_step_model
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")
 SMALL = ["--ranks", "4,16", "--threads", "1", "--eager"]

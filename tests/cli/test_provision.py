@@ -14,12 +14,11 @@ from click.testing import CliRunner, Result
 from moe_lora.cli import load_options
 from moe_lora.cli.main import main
 from moe_lora.config.cluster import read_cluster
+from moe_lora.provision.admission.iar import expected_active
 from moe_lora.provision.plan import verify as replayed
 from moe_lora.provision.plan.checked import SEEDS
-from moe_lora.provision.admission.iar import expected_active
 from moe_lora.workload import FORMATS, zipf
-from moe_lora.workload.popularity.rank_shapes import production_ranks, shifting_ranks
-from moe_lora.workload.popularity.shapes import long_tail
+from moe_lora.workload.popularity.named import long_tail, production_ranks, shifting_ranks
 
 ROOT = Path(__file__).parents[2]
 

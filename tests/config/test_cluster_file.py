@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.config import ControllerConfig, EngineConfig, FrontEndConfig, FrontEndPlace, LoraServerConfig, PoolConfig, ProvisionConfig, RegistryConfig
+from moe_lora.config import (
+    ControllerConfig,
+    EngineConfig,
+    FrontEndConfig,
+    FrontEndPlace,
+    LoraServerConfig,
+    PoolConfig,
+    ProvisionConfig,
+    RegistryConfig,
+)
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from moe_lora.config.engine import StageTime
 from moe_lora.core.errors import ConfigError
-from moe_lora.config.step_profile import StageTime
 
 
 def test_stage_takes_its_line_but_at_least_its_floor_and_nothing_without_rows():

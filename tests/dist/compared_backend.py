@@ -16,10 +16,10 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
+from moe_lora.kernels.operands import SlotTable, StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source
-from moe_lora.kernels.operands import SlotTable, StepTables
 from tests.slots import write_slot
 
 _BITS = {4: torch.int32, 2: torch.int16}

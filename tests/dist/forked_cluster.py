@@ -21,17 +21,16 @@ from unittest import mock
 
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest
-from moe_lora.dist.launch.host_roles import Started, say_started
+from moe_lora.dist.launch.host_roles import Started, StartRank, say_started
+from moe_lora.dist.launch.run_role import serve_started
 from moe_lora.dist.lora_server.client import attach
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.dist.net.codec import decoder_of
-from moe_lora.dist.launch.ranks import StartRank
-from moe_lora.dist.launch.run_role import serve_started
 from moe_lora.engine import build
+from moe_lora.engine.adapters.remote_loader import SharedPlacement
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.follower import follow
 from moe_lora.engine.ranks.followers import Followers, instance_directory
-from moe_lora.engine.adapters.remote_loader import SharedPlacement
 
 from .compared_backend import ComparedBackend, Tally, read_tally
 from .covering import Row

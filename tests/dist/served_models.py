@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from tests.families import ALL_TARGETS, MOE_FAMILIES, PER_EXPERT_FAMILIES, VOCAB_SIZE, make_adapter, make_checkpoint
+from tests.families import (
+    ALL_TARGETS,
+    MOE_FAMILIES,
+    PER_EXPERT_FAMILIES,
+    VOCAB_SIZE,
+    make_adapter,
+    make_checkpoint,
+)
 
 NUM_TOKENS, FEW_TOKENS = 32, 4
 CAPACITY = 3

@@ -10,7 +10,18 @@ import httpx
 import pytest
 import yaml
 
-from .cluster_jobs import ADAPTERS, DEMO, Cluster, Drive, Host, Job, free_port, local_answers, make_requests, until
+from .cluster_jobs import (
+    ADAPTERS,
+    DEMO,
+    Cluster,
+    Drive,
+    Host,
+    Job,
+    free_port,
+    local_answers,
+    make_requests,
+    until,
+)
 
 REQUESTS = make_requests(12)
 FRONT_ENDS = ("one", "two")

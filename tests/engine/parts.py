@@ -15,16 +15,14 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.engine.adapters.adapter_room import AdapterRoom
-from moe_lora.engine.adapters.adapter_version import AdapterVersion
-from moe_lora.engine.build_cache import caching_policy
+from moe_lora.engine.adapters.adapter_loader import AdapterVersion, KeptAdapters, ShardSizes
 from moe_lora.engine.adapters.copies import RankCopier
-from moe_lora.engine.adapters.kept_adapters import KeptAdapters, ShardSizes
-from moe_lora.engine.adapters.local_loader import LocalPlacement
+from moe_lora.engine.adapters.local_loader import AdapterRoom, LocalPlacement
 from moe_lora.engine.adapters.manager import Residency
-from moe_lora.engine.sequence import Sequence
-from moe_lora.engine.arena_size import ArenaSize
 from moe_lora.engine.adapters.transfers import Ranks, Transfers
+from moe_lora.engine.arena_size import ArenaSize
+from moe_lora.engine.build import caching_policy
+from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.scheduling.scheduler import Scheduler
 

@@ -11,9 +11,9 @@ from moe_lora.config import CACHE_POLICIES, EmulationConfig, EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine import arena_size as sizing
-from moe_lora.engine.build_cache import caching_policy
-from moe_lora.engine.ranks.rank import allocate
 from moe_lora.engine.arena_size import ArenaSize, arena_size
+from moe_lora.engine.build import caching_policy
+from moe_lora.engine.ranks.rank import allocate
 from moe_lora.kernels.operands import KvLayout
 from moe_lora.policies.caching_policies import CACHING_POLICIES
 from tests.families import tiny_config

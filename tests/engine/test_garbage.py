@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_lora.dist.launch.garbage import FULL_COLLECTION_EVERY, collect_rarely
+from moe_lora.dist.launch.roles import FULL_COLLECTION_EVERY, collect_rarely
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,10 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.build import build_engine
-from moe_lora.engine.core import EngineCore
 from moe_lora.engine.client.heartbeat import Pulse
-from moe_lora.engine.client.inbox import Inbox
+from moe_lora.engine.client.messages import Event, Generate, Inbox, Outputs, Stop
+from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
-from moe_lora.engine.client.messages import Event, Generate, Outputs, Stop
 
 CONFIG = EngineConfig(
     model_dir=str(Path(__file__).parents[2] / "demo" / "model"), eager=True, max_num_seqs=2, num_threads=1

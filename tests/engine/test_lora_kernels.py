@@ -9,7 +9,7 @@ import pytest
 
 from demo.tasks import prompt_for
 from moe_lora import LLM, SamplingParams
-from moe_lora.kernels.cpu import cpu_lora
+from moe_lora.kernels.cpu import cpu as cpu_lora
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAMES = [None, *list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:4]]

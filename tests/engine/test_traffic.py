@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moe_lora.cache.tables import BlockTable
+from moe_lora.cache.pages import BlockTable
 from moe_lora.config import CACHE_POLICIES
 from moe_lora.engine.core import NUM_TRIES
 from moe_lora.engine.sequence import Sequence

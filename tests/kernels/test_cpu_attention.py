@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels import reference
+from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels.operands import KvLayout
 
 from .kernel_cases import paged_case, random, strided

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels import reference
+from moe_lora.kernels.cpu import cpu
 
 from .kernel_cases import random, strided
 

@@ -3,11 +3,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels import reference
+from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels.operands import LoraOperands
 
-from .kernel_cases import DOWN, GATE_UP, LAYER, LORA_RANKS, QKV, SiteCase, lora_batch, packed_adapters, random, strided
+from .kernel_cases import (
+    DOWN,
+    GATE_UP,
+    LAYER,
+    LORA_RANKS,
+    QKV,
+    SiteCase,
+    lora_batch,
+    packed_adapters,
+    random,
+    strided,
+)
 
 KERNELS = ["sgmv", "bgmv", "mbgmv"]
 ROWS = [1, 2, 3, 5, 16, 17, 200]

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.config.step_profile import StageTime, StepProfile
+from moe_lora.config.engine import StageTime, StepProfile
+from moe_lora.kernels.operands import StepTables
 from moe_lora.lora import paced
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.paced import PacedBackend
 from moe_lora.lora.row_routing import RowRouting, local_routing
-from moe_lora.kernels.operands import StepTables
 from tests.dist.lora_server.shapes import model_shape
 
 SHAPE = model_shape()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import RowRouting, Source, no_terms
-from moe_lora.kernels.operands import StepTables
 
 GROUPS = ((0, 1), (0, 1))
 

@@ -7,8 +7,8 @@ import torch
 
 from moe_lora.adapters import read_adapter
 from moe_lora.core.shape import ModelShape
-from moe_lora.kernels.reference import arena_rows, lora_delta
 from moe_lora.kernels.operands import LoraOperands, SlotTable
+from moe_lora.kernels.reference import arena_rows, lora_delta
 from tests.families import make_adapter, make_checkpoint
 from tests.slots import write_slot
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from moe_lora.adapters import read_adapter
-from moe_lora.engine.context import ExecutionContext
+from moe_lora.engine.runner import ExecutionContext
+from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, local_routing
-from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
+from moe_lora.models.causal_lm import DecoderLayer
 from moe_lora.models.families import load_model
-from moe_lora.models.layers import DecoderLayer
 from tests.slots import write_slot
 
 BLOCK_SIZE = 4

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from moe_lora.models.layers import DecoderLayer
+from moe_lora.models.causal_lm import DecoderLayer
 from tests.families import FAMILIES
+
 from .generated_code import assert_sites_in_order, largest_allocation
 from .harness import Harness
 

@@ -12,18 +12,19 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from moe_lora.adapters import read_adapter
-from moe_lora.adapters.shard import entries_of_experts
+from moe_lora.adapters.packed import entries_of_experts
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.expert_parallel import experts_of_rank
+from moe_lora.core.shape import experts_of_rank
+from moe_lora.engine.adapters.adapter_loader import ShardSizes
 from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
-from moe_lora.engine.adapters.kept_adapters import ShardSizes
-from moe_lora.engine.context import ExecutionContext
 from moe_lora.engine.ranks.exchange import RowExchange, open_group
+from moe_lora.engine.runner import ExecutionContext
+from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import local_routing
-from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.models.families import load_model
 from tests.families import MOE_FAMILIES, NUM_EXPERTS, NUM_LAYERS
+
 from .generated_code import operations
 
 CPU = torch.device("cpu")

@@ -13,8 +13,9 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.models.causal_lm import CausalLM
 from moe_lora.models.families import family_of
 from tests.families import FAMILIES, make_checkpoint, tiny_config
-from .harness import Harness
 from tests.oracle import reference_logits
+
+from .harness import Harness
 
 LLAMA3 = {
     "rope_type": "llama3",

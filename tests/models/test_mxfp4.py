@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.models.families import load_model
+from moe_lora.models.gpt_oss import dequantise
 from moe_lora.models.loader import SINGLE_NAME
-from moe_lora.models.mxfp4 import dequantise
 from tests.families import make_checkpoint
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.families import FAMILIES, make_adapter, make_checkpoint
-from .harness import Harness
 from tests.oracle import greedy_reference, reference_logits
+
+from .harness import Harness
 
 NUM_TOKENS = 64
 MAX_LOGIT_DIFFERENCE = 1e-4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_lora.policies.instance_load import InstanceLoad
+from moe_lora.policies.routing import InstanceLoad
 
 
 @dataclass

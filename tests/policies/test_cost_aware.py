@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_lora.policies.caching import CacheCosts, CacheLoad
-from moe_lora.policies.cost_aware import CostAware
-from moe_lora.policies.reuse import NUM_BINS, NUM_CLASSES, ReuseRates
+from moe_lora.policies.caching import NUM_BINS, NUM_CLASSES, CacheCosts, CacheLoad, ReuseRates
+from moe_lora.policies.caching_policies import CostAware
 
 from .columns import columns
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_lora.policies.eviction import least_recently_used
+from moe_lora.policies.admission import least_recently_used
 
 
 @dataclass

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_lora.policies.reuse import NOTHING_KNOWN, NUM_BINS, NUM_CLASSES, STARTS_S, bins_of, classes_of, rates_from
+from moe_lora.policies.caching import (
+    NOTHING_KNOWN,
+    NUM_BINS,
+    NUM_CLASSES,
+    STARTS_S,
+    bins_of,
+    classes_of,
+    rates_from,
+)
 
 
 def counts() -> np.ndarray:

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from moe_lora.config import ROUTINGS
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.instance_load import InstanceLoad
 from moe_lora.policies.model_routing import CostModel, RankAware, ShortestPendingTime
-from moe_lora.policies.routers import ROUTERS, RoutingContext, make_router
-from moe_lora.policies.spread import AdapterAffinity, FirstFit, JoinShortestQueue, RandomChoice
+from moe_lora.policies.routers import (
+    ROUTERS,
+    AdapterAffinity,
+    FirstFit,
+    JoinShortestQueue,
+    RandomChoice,
+    RoutingContext,
+    make_router,
+)
+from moe_lora.policies.routing import InstanceLoad
 from moe_lora.policies.step_model import StepModel
 
 from .routing_parts import BASE, Instance, Request

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import StepModel, feature_names
-from moe_lora.policies.step_work import FEATURES, Row, StepWork, features
+from moe_lora.policies.step_model import FEATURES, Row, StepModel, StepWork, feature_names, features
 
 MIXED = [Row("a", 8), Row("b", 32), Row("a", 8), Row(None, 0)]
 
@@ -118,8 +117,8 @@ def test_bad_models_are_refused(changes: dict[str, object], words: str) -> None:
 
 def test_needs_no_torch() -> None:
     program = (
-        "import sys, moe_lora.policies.step_model, moe_lora.provision.performance.performance_batches\n"
-        "import moe_lora.provision.performance.simulated_points, moe_lora.provision.performance.performance_file\n"
+        "import sys, moe_lora.policies.step_model, moe_lora.provision.performance.performance_models\n"
+        "import moe_lora.provision.performance.operating_points, moe_lora.provision.performance.performance_models\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from moe_lora.policies.token_meter import TokenMeter
+from moe_lora.policies.routing import TokenMeter
 
 
 def test_tokens_are_counted_by_adapter_until_they_are_taken():

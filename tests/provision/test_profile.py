@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.provision.profile import Table
 from moe_lora.provision.profile_file import read_profile, shipped_profiles
-from moe_lora.provision.tables import Table
 
 SHIPPED = Path(__file__).parents[2] / "moe_lora" / "provision" / "profiles" / "hopper96.json"
 CONTENT: dict[str, Any] = json.loads(SHIPPED.read_text())

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from moe_lora.report import RequestRecord, RequestTiming, SloTargets
 from moe_lora.report.html import render, write_report
+from moe_lora.report.plots import attainment, cdf, in_flight, token_times_s
 from moe_lora.report.results import write_json
 from moe_lora.report.run_file import read_run, run_result, without_arrays
-from moe_lora.report.series import attainment, cdf, in_flight, token_times_s
 from moe_lora.report.tables import summary_table
 
 

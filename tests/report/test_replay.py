@@ -11,9 +11,21 @@ from dataclasses import replace
 import pytest
 
 from moe_lora.config.plan import ReplayOptions
-from moe_lora.report.load_client import CompletionClient, ServerError, StreamedCompletion, base_url, error_message
-from moe_lora.report.exchange import finished_record, request_body
-from moe_lora.report.replay import ReplayOutcome, ReplayState, replay, served_models
+from moe_lora.report.load_client import (
+    CompletionClient,
+    ServerError,
+    StreamedCompletion,
+    base_url,
+    error_message,
+)
+from moe_lora.report.replay import (
+    ReplayOutcome,
+    ReplayState,
+    finished_record,
+    replay,
+    request_body,
+    served_models,
+)
 from moe_lora.workload import PlannedRequest
 from tests.sse_server import Served, running_server
 

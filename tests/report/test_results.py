@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from moe_lora.report import append_result, read_results, write_json
-from moe_lora.report import environment
-from moe_lora.report.environment import git_state
-from moe_lora.report.results import check_targets, write_text
+from moe_lora.report import results as environment
+from moe_lora.report.results import check_targets, git_state, write_text
 
 
 def append(path: Path, number: int) -> None:

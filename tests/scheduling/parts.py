@@ -11,7 +11,7 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching_policies import make_caching_policy
 from moe_lora.scheduling.scheduler import Scheduler
-from moe_lora.sim.cached_adapters import CachedAdapters
+from moe_lora.sim.cached_instance import CachedAdapters
 from moe_lora.sim.cached_requests import CachedRequest
 from moe_lora.workload.conversations import TurnRequest
 

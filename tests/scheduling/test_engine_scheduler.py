@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from moe_lora.cache.tables import BlockTable
-
+from moe_lora.cache.pages import BlockTable
 from tests.engine.parts import Parts, packed
 
 

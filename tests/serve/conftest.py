@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_lora.serve.app import create_app
 from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.server import create_app
+from tests.small_tokenizers import characters, wrapped
+
 from .demo_server import DEMO, DemoServer, demo_server
 from .live_server import Served, ServerThread, Switch
 from .scripted_engine import EOS, ScriptedEngine
-from tests.small_tokenizers import characters, wrapped
 
 
 @pytest.fixture(scope="session")

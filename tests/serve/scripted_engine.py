@@ -6,8 +6,22 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, CapacityError, EngineDeadError
-from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, RequestTiming, TokenLogprobs, TokenOutput
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CapacityError,
+    EngineDeadError,
+)
+from moe_lora.core.request import (
+    AdapterInfo,
+    EngineStats,
+    GenerateRequest,
+    ModelInfo,
+    RequestTiming,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 TIMING = RequestTiming(
     queue_s=0.001, adapter_load_s=0.002, kv_load_s=0.005, prefill_s=0.003, first_decode_s=0.004

@@ -18,9 +18,10 @@ from moe_lora.cli.main import main
 from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
-from moe_lora.dist.lora_server.protocol.control_messages import ServerState
-from moe_lora.provision.demand import DemandWindow
 from moe_lora.dist.cluster.controller.capacity_controller import Controller
+from moe_lora.dist.lora_server.protocol.control_messages import ServerState
+from moe_lora.provision.online import DemandWindow
+
 from .conftest import app_of, as_served
 from .live_server import Served
 from .scripted_engine import TIMING, adapter_info

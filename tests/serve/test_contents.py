@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from demo.tasks import prompt_for
+
 from .demo_server import DEMO, DemoServer, demo_server
 from .test_instances import instance_values, until, until_both_up
 

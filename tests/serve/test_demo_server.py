@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
+
 from .demo_server import DEMO, demo_server
 
 ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())

@@ -15,6 +15,7 @@ import pytest
 
 from demo.tasks import prompt_for
 from tests.dist.cluster_jobs import alive, until
+
 from .demo_server import DEMO, DemoServer, demo_server
 
 OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")

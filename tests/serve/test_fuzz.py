@@ -13,8 +13,9 @@ from schemathesis.checks import not_a_server_error
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from tests.adapters.peft_folders import BASE
-from .conftest import app_of, scripted
 from tests.small_tokenizers import characters, wrapped
+
+from .conftest import app_of, scripted
 
 TOKENIZER = wrapped(characters())
 FOLDER = tempfile.TemporaryDirectory()

@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import TASKS, prompt_for
+
 from .demo_server import DEMO, DemoServer, demo_server
 
 ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())

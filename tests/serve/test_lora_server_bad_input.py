@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
+
 from .demo_server import DEMO
 
 

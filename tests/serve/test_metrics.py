@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.core.request import FleetStats, InstanceStats
+
 from .conftest import serving
 
 

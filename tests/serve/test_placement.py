@@ -10,13 +10,12 @@ import pytest
 from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
 from moe_lora.dist.cluster.instances import Roster
-from moe_lora.policies.phi_routing import PhiRouting
-from moe_lora.provision.performance.performance_file import FORMAT
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.policies.routers import PhiRouting
+from moe_lora.provision.performance.performance_models import FORMAT
 from moe_lora.serve.metrics.metrics import Metrics
-from moe_lora.dist.cluster.controller.placement_controller import PlacementController
-from moe_lora.dist.cluster.controller.routes import make_routes
 from tests.dist.cluster.fleet_parts import CountingEngine
 
 NAMES = tuple("abcd")

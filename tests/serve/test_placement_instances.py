@@ -9,6 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import prompt_for
+
 from .demo_server import DEMO, DemoServer, demo_server
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:6]

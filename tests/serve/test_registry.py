@@ -10,13 +10,14 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from moe_lora.adapters.registry.base_model import base_model_hash
 from moe_lora.adapters.peft.files import WEIGHTS_FILE
+from moe_lora.adapters.registry.base_model import base_model_hash
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.config import EngineConfig, RegistryConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError, RegistryError
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry, opened_registry
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder
+
 from .conftest import app_of, as_served
 from .demo_server import DEMO, demo_server
 

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, prompt_for, sample_text
+
 from .demo_server import DEMO, DemoServer, demo_server
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:12]

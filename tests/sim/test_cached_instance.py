@@ -10,8 +10,8 @@ import pytest
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching_policies import CACHING_POLICIES, make_caching_policy
 from moe_lora.sim.cached_instance import CachedConfig, simulate_cached
-from moe_lora.sim.cached_result import PARTS
-from moe_lora.sim.transformer_time import TransformerTime
+from moe_lora.sim.cached_requests import PARTS
+from moe_lora.sim.step_time import TransformerTime
 from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues
 from moe_lora.workload.popularity.popularity import zipf
 

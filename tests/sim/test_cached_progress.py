@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_lora.policies.caching_policies import CACHING_POLICIES, make_caching_policy
 from moe_lora.sim.cached_instance import CachedConfig, CachedInstance
-from moe_lora.sim.transformer_time import TransformerTime
+from moe_lora.sim.step_time import TransformerTime
 from moe_lora.workload.conversations import TurnRequest
 
 MAX_LEN, BLOCK_SIZE, LARGEST = 24, 4, 5

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.core.errors import CapacityError, ConfigError
-from moe_lora.config.step_profile import StageTime, StepProfile
 from moe_lora.policies.routing import ByAdapter, RoundRobin
 from moe_lora.sim.system import simulate
+
 from .systems import asked, coupled, flat_profile, served, server
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.step_model import StepModel
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SystemConfig
 from moe_lora.sim.system import simulate
+from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SystemConfig
+
 from .systems import asked, flat_profile, server
 
 

@@ -5,8 +5,9 @@ import pytest
 
 from moe_lora.sim.slot_queue import simulate_admission
 from moe_lora.sim.system import simulate
-from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.popularity.popularity import zipf
+from moe_lora.workload.replay_plan import PlannedRequest
+
 from .systems import asked, coupled, flat_profile, served, server
 
 TOKEN_S = 0.002

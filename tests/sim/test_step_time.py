@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
-from moe_lora.config.step_profile import StageTime, StepProfile
 from moe_lora.sim.step_time import StepTime, delayed_step_s
 
 ATTENTION, EXPERTS = StageTime(fixed_s=5.0, per_row_s=0.5), StageTime(least_s=12.0, per_row_s=1.0)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.config.step_profile import StageTime, StepProfile
+from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.sim.running import RunningRequests
 from moe_lora.sim.system import System, simulate
+
 from .systems import asked, coupled, served, server
 
 GOLDEN = Path(__file__).parent / "golden_stamps.json"

@@ -22,13 +22,12 @@ from prometheus_client.parser import text_string_to_metric_families
 import moe_lora
 from moe_lora import LLM, AsyncLLM, Completion, EngineConfig, SamplingParams
 from moe_lora.cli.main import main
-from moe_lora.config import FrontEndPlace
-from moe_lora.config import cluster
+from moe_lora.config import FrontEndPlace, cluster
 from moe_lora.config.cluster import read_cluster
 from moe_lora.config.settings import Settings, settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import AdapterResidency, EngineStats, FleetStats, InstanceStats
-from moe_lora.dist.lora_server.protocol.admin import ServerState
+from moe_lora.dist.lora_server.protocol.control import ServerState
 from moe_lora.serve.metrics.metrics import Metrics
 from tests.serve.conftest import app_of
 

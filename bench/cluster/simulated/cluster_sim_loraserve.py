@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness.peak import highest_rate
 from moe_lora.provision.performance.operating_points import PointLoad, SloGoal
-from moe_lora.provision.placement.placement_baselines import PLACEMENTS, random_placement
+from moe_lora.provision.placement.placement import PLACEMENTS, random_placement
 from moe_lora.provision.placement.placement_problem import Table
-from moe_lora.sim.system_config import SystemConfig
-from moe_lora.sim.requests import SimRequest
-from moe_lora.sim.result import SimResult, percentile
+from moe_lora.sim.running import SimRequest
+from moe_lora.sim.system import SimResult, percentile
 from moe_lora.sim.system import simulate as run_system
+from moe_lora.sim.system_config import SystemConfig
 from moe_lora.workload import parse_popularity
 
 from .cluster_sim_plan import Load, Systems, simulated_points, step_models
-from bench.harness.peak import highest_rate
 
 SLO_TTFT_S = 10.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128

@@ -17,17 +17,21 @@ from typing import cast
 
 import numpy as np
 
+from moe_lora.dist.cluster.controller.placement_controller import DemandHistory
 from moe_lora.policies.model_routing import CostModel
-from moe_lora.policies.phi_routing import PhiRouting
-from moe_lora.policies.routers import RoutingContext, make_router
+from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
 from moe_lora.policies.step_model import StepModel
-from moe_lora.dist.cluster.controller.demand_history import DemandHistory
-from moe_lora.provision.performance.operating_points import PointLoad, SloGoal, Trial, find_operating_point
+from moe_lora.provision.performance.operating_points import (
+    PointLoad,
+    SloGoal,
+    Trial,
+    find_operating_point,
+    simulated_run,
+)
 from moe_lora.provision.placement.placement_problem import Table
-from moe_lora.provision.performance.simulated_points import simulated_run
 from moe_lora.sim.system_config import InstanceConfig, LocalConfig, PlacementConfig, SystemConfig
-from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.popularity.popularity import AdapterChoice
+from moe_lora.workload.replay_plan import PlannedRequest
 
 HIDDEN, NUM_LAYERS, DTYPE_BYTES = 4096, 32, 2
 PREFILL_S, PREFILL_TOKEN_S, PREFILL_RANK_S = 28.7e-3, 60e-6, 1.19e-6

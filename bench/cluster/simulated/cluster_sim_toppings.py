@@ -12,12 +12,12 @@ import numpy as np
 
 from moe_lora.policies.routing import Instance, RoutedView, Router
 from moe_lora.provision.performance.operating_points import PointLoad, SloGoal
-from moe_lora.provision.placement.placement_baselines import PLACEMENTS
-from moe_lora.sim.system_config import SystemConfig
-from moe_lora.sim.result import SimResult
+from moe_lora.provision.placement.placement import PLACEMENTS
+from moe_lora.sim.system import SimResult
 from moe_lora.sim.system import simulate as run_system
-from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.sim.system_config import SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
+from moe_lora.workload.replay_plan import PlannedRequest
 
 from .cluster_sim_plan import Load, Systems, simulated_points, step_models
 

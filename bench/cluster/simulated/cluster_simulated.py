@@ -9,12 +9,12 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from bench.harness.records import environment
 from moe_lora.report.results import append_result
 
 from .cluster_sim_loraserve import loraserve_cells
 from .cluster_sim_report import summary_tables
 from .cluster_sim_toppings import toppings_cells
-from bench.harness.records import environment
 
 
 def simulate(out: Path | None, *, quick: bool, only: str | None) -> None:

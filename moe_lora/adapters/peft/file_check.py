@@ -9,13 +9,13 @@ from typing import BinaryIO
 
 import numpy as np
 
+from moe_lora.adapters.registry.base_model import check_base
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
-from moe_lora.adapters.registry.base_model import check_base
-from .match import match
-from .pairs import check_pair, is_swapped
+
 from .files import TensorEntry, not_readable, read_config, read_header, weights_file
-from .places import place_map
+from .match import match
+from .places import check_pair, is_swapped, place_map
 from .training_state import check_embeddings
 
 # Of tensors beyond what an adapter can have, so that a few strangers are refused by name.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lora.core.errors import AdapterError
+
 from .config import AdapterConfig
 
 CONFIG_FILE = "adapter_config.json"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
+
 from .config import AdapterConfig
-from .pairs import PairSource
-from .places import Place, PlaceMap, place_map
+from .places import PairSource, Place, PlaceMap, place_map
 
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<path>.+?)(?P<nested>(?:\.base_layer)*)\.lora_(?P<part>[AB])(?:\.[^.]+)?\.weight"

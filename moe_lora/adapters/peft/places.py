@@ -7,11 +7,18 @@ one `.base_layer` more; so the order of the places of a path is the order of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.errors import AdapterError
+from moe_lora.core.shape import ModelShape, Site
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_lora.adapters.packed import Pair
 
 Form = Literal["matrix", "fused", "rows"]
 
@@ -101,3 +108,155 @@ def _dbrx_layer() -> dict[str, tuple[Place, ...]]:
             Place(site="down", modules=(0,), parameter="w2", form="rows"),
         ),
     }
+
+
+# From a PEFT tensor pair to the matrices that multiply the input and make the output.
+#
+# Legend: E experts, R LoRA rank, I in_features, O out_features of the whole parameter, F expert width.
+#
+# PEFT flattens a 3-D parameter asymmetrically: A's rows are expert-major [E·R, I], B's columns
+# rank-major [O, R·E]. Versions that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and
+# B [I, R·E] instead ("swapped"); the same delta with the roles of A and B exchanged.  Unsloth grouped
+# B's columns by expert for a while (`expert_layout`).
+
+
+_FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
+
+
+class Shaped(Protocol):
+    """A tensor, or what a file's header says of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSource:
+    """Where one pair lies in the file, and what the config says of it.
+
+    grouped: the columns of a fused lora_B are grouped by expert (see `expert_layout`).
+    """
+
+    place: Place
+    key_a: str
+    key_b: str
+    lora_rank: int
+    scale: float
+    grouped: bool = False
+
+
+def make_pair(
+    source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, where: str, swapped: bool
+) -> Pair:
+    """Views [N, R, D] of the pair's tensors, no copy.  Raises AdapterError as `check_pair` does."""
+    from moe_lora.adapters.packed import Pair
+
+    check_pair(source, tensors, shape, where, swapped)
+    place, site = source.place, shape.site(source.place.site)
+    a, b = tensors[source.key_a], tensors[source.key_b]
+    experts = range(max(1, site.num_experts))
+    if place.expert is not None:
+        experts = range(place.expert, place.expert + 1)
+    shrink, expand = _views(source, a, b, site, swapped)
+    return Pair(
+        site=site,
+        modules=place.modules,
+        experts=experts,
+        shrink=shrink,
+        expands=_split(expand, place),
+        scale=source.scale,
+        source=source.key_a,
+    )
+
+
+def check_pair(
+    source: PairSource, tensors: Mapping[str, Shaped], shape: ModelShape, where: str, swapped: bool
+) -> None:
+    """Raises AdapterError naming `where` and the key for a wrong shape or a dtype that is not a float."""
+    keys = (source.key_a, source.key_b)
+    for key in keys:
+        if str(tensors[key].dtype) not in _FLOATS:
+            raise AdapterError(
+                f"{where}: {key}: dtype {tensors[key].dtype} is not supported; "
+                "save the adapter in float32, bfloat16 or float16"
+            )
+    for key, expected in zip(keys, expected_shapes(source, shape, swapped), strict=True):
+        _check_shape(where, key, tensors[key], expected, source)
+
+
+def expected_shapes(
+    source: PairSource, shape: ModelShape, swapped: bool
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes that lora_A and lora_B of this pair must have."""
+    place, site, rank = source.place, shape.site(source.place.site), source.lora_rank
+    inputs = site.in_features
+    outputs = sum(site.out_features[module] for module in place.modules)
+    if place.form == "fused":
+        first, last = (outputs, inputs) if swapped else (inputs, outputs)
+        return (rank * shape.num_experts, first), (last, rank * shape.num_experts)
+    if place.form == "rows":
+        rows = shape.num_experts * shape.intermediate_size
+        return (rank, shape.hidden_size), (rows, rank)
+    return (rank, inputs), (outputs, rank)
+
+
+def is_swapped(sources: list[PairSource], tensors: Mapping[str, Shaped], shape: ModelShape) -> bool:
+    """True if the fused pairs fit only the layout with A and B exchanged.
+
+    One file has one layout; a parameter with equal input and output width fits both, so the others
+    decide, and the present layout if none does.
+    """
+    fused = [source for source in sources if source.place.form == "fused"]
+    fits = {
+        swapped: all(
+            (tensors[source.key_a].shape, tensors[source.key_b].shape)
+            == expected_shapes(source, shape, swapped)
+            for source in fused
+        )
+        for swapped in (False, True)
+    }
+    return bool(fused) and fits[True] and not fits[False]
+
+
+def _check_shape(where: str, key: str, tensor: Shaped, expected: tuple[int, int], source: PairSource) -> None:
+    found = tuple(tensor.shape)
+    if found != expected:
+        raise AdapterError(
+            f"{where}: {key}: expected shape {list(expected)} (lora_rank {source.lora_rank} by the config), "
+            f"found {list(found)}; the adapter was trained for another base model, or r or rank_pattern "
+            "in adapter_config.json is not that of these tensors"
+        )
+
+
+def _views(
+    source: PairSource, a: torch.Tensor, b: torch.Tensor, site: Site, swapped: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(shrink [N, R, I], expand [N, R, O]) as views of A and B."""
+    rank = source.lora_rank
+    if source.place.form == "fused":
+        experts = site.num_experts
+        by_expert = a.view(experts, rank, a.shape[1])
+        if source.grouped:
+            transposed = b.view(b.shape[0], experts, rank).permute(1, 2, 0)
+        else:
+            transposed = b.view(b.shape[0], rank, experts).permute(2, 1, 0)
+        return (transposed, by_expert) if swapped else (by_expert, transposed)
+    if source.place.form == "rows":
+        shared = a.unsqueeze(0)
+        sliced = b.view(site.num_experts, -1, rank).transpose(1, 2)
+        # The down matrix is applied untransposed: its rows are inputs, so B shrinks and A expands.
+        return (sliced, shared) if site.name == "down" else (shared, sliced)
+    return a.unsqueeze(0), b.t().unsqueeze(0)
+
+
+def _split(expand: torch.Tensor, place: Place) -> tuple[torch.Tensor, ...]:
+    """One view per module: gate and up lie one after the other, or alternate (GPT-OSS)."""
+    if len(place.modules) == 1:
+        return (expand,)
+    if place.interleaved:
+        return expand[..., 0::2], expand[..., 1::2]
+    half = expand.shape[-1] // 2
+    return expand[..., :half], expand[..., half:]

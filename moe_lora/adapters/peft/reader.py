@@ -11,15 +11,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from moe_lora.adapters.packed import PackedAdapter, assemble, pack_layer, packed_bytes
+from moe_lora.adapters.registry.base_model import check_base
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
-from moe_lora.adapters.registry.base_model import check_base
+
 from .config import AdapterConfig
 from .file_check import check_header_size, check_num_tensors
-from .match import Match, match
-from moe_lora.adapters.packed import PackedAdapter, assemble, pack_layer, packed_bytes
-from .pairs import Shaped, check_pair, is_swapped, make_pair
 from .files import not_readable, read_config, read_files, read_header, weights_file
+from .match import Match, match
+from .places import Shaped, check_pair, is_swapped, make_pair
 from .training_state import check_embeddings, config_fields, lora_tensors
 
 logger = logging.getLogger(__name__)

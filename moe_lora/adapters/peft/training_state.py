@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
-from .pairs import Shaped
+
+from .places import Shaped
 
 _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\.weight")
 _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")

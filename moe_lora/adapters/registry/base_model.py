@@ -9,9 +9,9 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from moe_lora.adapters.peft.config import AdapterConfig
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.shape import ModelShape
-from moe_lora.adapters.peft.config import AdapterConfig
 
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lora.core.errors import RegistryError
-from moe_lora.core.folder_lock import folder_locked
+from moe_lora.core.host import folder_locked
 
 DATABASE_FILE = "registry.sqlite"
 SCHEMA_VERSION = 1

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_lora.core.errors import AdapterError
-from .base_model import base_model_hash, model_shape
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
 from moe_lora.adapters.peft.reader import read_adapter, tensors_of
-from .registered import RegisteredAdapter
-from .registry import Registry
 from moe_lora.adapters.peft.training_state import config_fields
+from moe_lora.core.errors import AdapterError
+
+from .base_model import base_model_hash, model_shape
+from .registry import RegisteredAdapter, Registry
 
 
 def register_adapter(

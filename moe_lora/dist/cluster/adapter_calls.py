@@ -8,12 +8,12 @@ from typing import Any
 
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError
 from moe_lora.core.request import AdapterInfo
-
-from moe_lora.engine.client.client import EngineClient
-from .fan_out import Answers, ask, load_alike
 from moe_lora.dist.cluster.pool.pool import FleetPool
-from .reports import merge_adapters
+from moe_lora.engine.client.client import EngineClient
+
+from .fan_out import Answers, ask, load_alike
 from .instances import Instance, Roster, ServedAdapter
+from .reports import merge_adapters
 
 logger = logging.getLogger(__name__)
 

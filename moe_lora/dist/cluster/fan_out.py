@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
 from moe_lora.core.request import AdapterInfo
-
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.pool_messages import PoolEntry
+from moe_lora.engine.client.messages import PoolEntry
+
 from .instances import Instance, Roster
 
 Answer = TypeVar("Answer")

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
-
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Hearing
 from moe_lora.engine.client.messages import Beat
+
 from .instances import Instance, Roster
 
 logger = logging.getLogger(__name__)

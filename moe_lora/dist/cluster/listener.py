@@ -5,26 +5,176 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, Protocol
 
 from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address
-from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.core.request import GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.core.errors import AdapterNotFoundError, ConfigError, EngineDeadError
+from moe_lora.core.request import AdapterInfo, GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.dist.cluster.controller.directed import DirectedRoster
+from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.net.connection import OPEN_S, listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
+from moe_lora.engine.client.client import CallableEngine
+from moe_lora.engine.client.heartbeat import Hearing
+from moe_lora.engine.client.messages import (
+    FRONT_END_SIDE,
+    PROTOCOL_VERSION,
+    Abort,
+    Beat,
+    Dead,
+    Hello,
+    Outputs,
+    Rejected,
+    Request,
+    Welcome,
+)
 
 from .health import Attendance
-from moe_lora.engine.client.client import CallableEngine
-from .entry import CatchUp, Entry
-from moe_lora.engine.client.heartbeat import Hearing
-from moe_lora.engine.client.messages import FRONT_END_SIDE, PROTOCOL_VERSION, Abort, Beat, Dead, Hello, Outputs, Rejected, Request, Welcome
-from .instances import Roster
+from .instances import Instance, Roster, Served, ServedAdapter
+
+# An engine that was away gets the adapters that the others serve.
+
 
 logger = logging.getLogger(__name__)
+
+
+async def catch_up(
+    client: CallableEngine,
+    served: dict[str, ServedAdapter],
+    have: dict[str, ServedAdapter],
+    missing: set[str],
+    pool: PoolDirectory | None = None,
+) -> None:
+    """Load, unload and pin until the engine has what is `served`; what fails is noted as missing.
+
+    pool: where adapters are held; None: the engine reads them all.
+    """
+    for name in [name for name in have if name not in served]:
+        if name not in missing:
+            await client.ask("unload_adapter", name)
+        missing.discard(name)
+        if pool is not None:
+            pool.forget(name, have[name].version)
+        del have[name]
+    for name, adapter in served.items():
+        before = have.get(name)
+        is_there = adapter.is_same(before)
+        if is_there and before is not None and before.pinned == adapter.pinned:
+            continue
+        is_loaded, content_hash = name in have and name not in missing, adapter.content_hash
+        try:
+            if not is_there:
+                if pool is None:
+                    words = (name, adapter.path, True, adapter.version, content_hash)
+                    info: AdapterInfo = await client.ask("load_adapter", *words)
+                    content_hash = info.content_hash or None
+                else:
+                    await pool.give(client, name, adapter.path, adapter.version, content_hash)
+                is_loaded = True
+            if adapter.pinned != (before is not None and before.pinned):
+                await client.ask("pin_adapter", name, adapter.pinned)
+            missing.discard(name)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.error("adapter %s is unavailable here: %s", name, error)
+            if is_loaded:
+                with suppress(AdapterNotFoundError):  # a pool that found no bytes took it away
+                    await client.ask("unload_adapter", name)
+            missing.add(name)
+        have[name] = replace(adapter, content_hash=content_hash)
+
+
+async def held_by(client: DialledClient, pool: PoolDirectory | None = None) -> dict[str, ServedAdapter]:
+    """What an engine has once it has done what it was told before.  Raises EngineDeadError.
+
+    pool: learns what the engine knows and holds.
+    """
+    await client.settled()
+    if pool is not None:
+        await pool.enter(client)
+    infos: list[AdapterInfo] = await client.ask("list_adapters")
+    return {
+        info.name: ServedAdapter(info.path or "", info.version, info.pinned, info.content_hash or None)
+        for info in infos
+    }
+
+
+# How an engine that dialled in comes into routing.
+
+
+RECOVERY_S = 2.0
+"""Engines that are there dial in at least once a second."""
+
+
+class Entry(Protocol):
+    async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        """Put the instance into routing.  Raises EngineDeadError if it ended, or the fleet was closed."""
+        ...
+
+
+class CatchUp:
+    """Gives an engine what it lacks first, takes from it what is not served, and pins.
+
+    recovery: takes over what engines serve already, while it lasts.
+    """
+
+    def __init__(self, roster: Roster, recovery: Recovery | None = None) -> None:
+        self._roster = roster
+        self._recovery = recovery
+
+    async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        pool = self._roster.pool
+        have, missing = await held_by(client, pool), set[str]()
+        if self._recovery is not None and not self._recovery.over:
+            self._recovery.report(have)
+            await self._roster.at_rest()
+            have = await held_by(client, pool)  # engines that start together are given adapters meanwhile
+        while not await self._roster.join(instance, client, have, missing, incarnation):
+            await catch_up(client, self._roster.adapters, have, missing, pool)
+
+
+class AsItIs:
+    """Takes an engine as it is: a controller looks after what it has."""
+
+    def __init__(self, roster: DirectedRoster) -> None:
+        self._roster = roster
+
+    async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        self._roster.join_as_it_is(instance, client, await held_by(client), incarnation)
+
+
+class Recovery:
+    """The first seconds of a process that looks after instances: it takes over what it finds.
+
+    Until it is over nobody comes into routing; by then the engines that outlived the process before this one
+    have dialled in and said what they serve, and so what was loaded over HTTP is served on.  limit_s: None:
+    until `end` is called.
+    """
+
+    def __init__(self, roster: Roster, limit_s: float | None = RECOVERY_S) -> None:
+        self._roster = roster
+        self._holding = ExitStack()
+        self._holding.enter_context(roster.loading())
+        self.over = False
+        if limit_s is not None:
+            asyncio.get_running_loop().call_later(limit_s, self.end)
+
+    def report(self, have: dict[str, ServedAdapter]) -> None:
+        """An engine has these; once it is over that changes nothing."""
+        if not self.over:
+            self._roster.recover(Served.of(have))
+
+    def end(self) -> None:
+        """Let them in.  May be called again."""
+        self.over = True
+        self._holding.close()
+
 
 _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids")
 

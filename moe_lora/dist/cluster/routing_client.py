@@ -11,17 +11,23 @@ from weakref import WeakValueDictionary
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import EngineDeadError
-from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, InstanceStats, ModelInfo, TokenOutput
-from moe_lora.policies.token_meter import TokenMeter
-from moe_lora.policies.routing import Router
-
+from moe_lora.core.request import (
+    AdapterInfo,
+    EngineStats,
+    GenerateRequest,
+    InstanceStats,
+    ModelInfo,
+    TokenOutput,
+)
+from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.engine.client.client import EngineClient
+from moe_lora.policies.routing import Router, TokenMeter
+
+from .adapter_calls import load_everywhere, pin_everywhere, unload_everywhere
 from .failover import MAX_RESENDS, Course, token_work
 from .fan_out import ask_live
-from .adapter_calls import load_everywhere, pin_everywhere, unload_everywhere
-from moe_lora.dist.cluster.pool.pool import FleetPool
-from .reports import merge_adapters, merge_stats
 from .instances import Instance, Roster, ServedAdapter
+from .reports import merge_adapters, merge_stats
 
 
 @dataclass(eq=False)

@@ -9,8 +9,12 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from tempfile import TemporaryFile
 
+from moe_lora.config import ControllerConfig, EngineConfig, FrontEndPlace, LoraServerConfig
+from moe_lora.config.cluster import ClusterConfig, cluster_text
+from moe_lora.core.address import Address
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
 from moe_lora.dist.net.codec import Message, decoder_of, encode
@@ -245,3 +249,156 @@ async def run_roles(roles: Sequence[Role], drain_s: float = 0.0) -> bool:
     finally:
         await kept.stop()
     return not kept.failed.done()
+
+
+# A whole cluster on this host: its file, and its roles as processes (`host_roles` keeps them running).
+
+
+@contextmanager
+def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
+    """A descriptor of the cluster's file.
+
+    The file has no name: nothing stays of it however the processes end that have it open.
+    """
+    with TemporaryFile() as file:
+        file.write(cluster_text(cluster).encode())
+        file.flush()
+        yield file.fileno()
+
+
+def on_sockets(
+    cluster: ClusterConfig, num_front_ends: int, server: LoraServerConfig | None, folder: str
+) -> ClusterConfig:
+    """The same cluster with all its addresses sockets in a folder that only this user enters.
+
+    server: the LoRA Server that runs here, None if there is none.
+    """
+    return replace(
+        cluster,
+        lora_server=server,
+        front_end=replace(cluster.front_end, engines_address=None),
+        front_ends={
+            f"front-end-{number}": FrontEndPlace(engines_address=f"{folder}/front-end-{number}")
+            for number in range(num_front_ends)
+        },
+        controller=ControllerConfig(address=f"{folder}/controller", engines_address=f"{folder}/engines"),
+    )
+
+
+def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:
+    """The controller, front ends that share the listening socket `http`, and instances, in this order.
+
+    file: descriptor of the cluster's file.
+    """
+    config = ("--config", f"/dev/fd/{file}", "--parent", str(os.getpid()))
+    serve = ("-m", "moe_lora.cli.main", "serve", *config)
+    return [
+        Role(name="controller", kind="controller", words=(*serve, "--role", "controller"), fds=(file,)),
+        *(
+            Role(
+                name=name,
+                kind=FRONT_END,
+                words=(*serve, "--role", "front-end", "--name", name, "--listen-fd", str(http)),
+                fds=(file, http),
+            )
+            for name in cluster.front_ends
+        ),
+        *(
+            Role(
+                name=f"instance-{number}",
+                kind="instance",
+                words=(
+                    *("-m", "moe_lora.dist.launch.run_role", *config),
+                    *("--role", "instance", "--name", f"instance-{number}"),
+                ),
+                fds=(file,),
+            )
+            for number in range(cluster.engine.num_instances)
+        ),
+    ]
+
+
+# What each of several instances on one machine gets of it.
+
+
+def thread_share(num_threads: int | None, num_instances: int, num_cores: int) -> int:
+    """CPU threads of each instance: as asked for, else an equal share of the cores, at least one.
+
+    Processes with more threads than cores wait for each other's at every parallel step.  Raises ConfigError
+    if more were asked for.
+    """
+    share = max(1, num_cores // num_instances)
+    if num_threads is not None and num_threads > share:
+        raise ConfigError(
+            f"num_threads={num_threads} for each of {num_instances} instances makes "
+            f"{num_threads * num_instances} threads, but there are {num_cores} cores; choose at most {share} "
+            "threads, or fewer instances"
+        )
+    return num_threads or share
+
+
+def check_pool(config: EngineConfig) -> None:
+    """Raises ConfigError for an adapter pool that `config.num_instances` on this machine can't keep."""
+    pool = config.pool
+    if pool is None:
+        return
+    if config.num_instances < 2:
+        raise ConfigError(
+            "an adapter pool is over several instances; give --instances 2 or more, or leave it out"
+        )
+    if pool.replicas > config.num_instances:
+        raise ConfigError(
+            f"pool.replicas={pool.replicas} is more than the {config.num_instances} instances; choose fewer"
+        )
+
+
+def instance_config(config: EngineConfig, index: int, adapters: tuple[tuple[str, str], ...]) -> EngineConfig:
+    """The settings of one of `config.num_instances` instances.
+
+    Seeds differ, or unseeded requests would get the same answers from each.
+    """
+    return replace(config, adapters=adapters, seed=config.seed + index, instance=f"instance-{index}")
+
+
+# What processes of one host are started with, in a file without a name that they inherit.
+
+
+THREADS_PER_RANK = 1
+
+
+class StartInstance(Message, frozen=True):
+    """An instance, which dials in at the socket of the only front end of its host.  directory: of the socket,
+    deleted if the front end is killed.
+    """
+
+    config: EngineConfig
+    address: Address
+    directory: str
+
+
+class StartRank(Message, frozen=True):
+    """A rank of the LoRA Server.  config: of the instances; it names the server.  directory: of the server,
+    deleted with it.
+    """
+
+    config: EngineConfig
+    server_rank: int
+    directory: str | None = None
+
+
+_DECODE_RANK = decoder_of([StartInstance, StartRank])
+
+
+@contextmanager
+def start_file(start: StartInstance | StartRank) -> Iterator[int]:
+    """A descriptor from which `read_start` reads it, any number of times."""
+    with TemporaryFile() as file:
+        file.write(encode(start))
+        file.flush()
+        yield file.fileno()
+
+
+def read_start(descriptor: int) -> StartInstance | StartRank:
+    found = _DECODE_RANK(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    assert isinstance(found, StartInstance | StartRank)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import os
 import secrets
@@ -13,16 +14,22 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
 
 from moe_lora.config import ONE_FRONT_END, EngineConfig
 from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.hf_config import read_config
 from moe_lora.core.host import state_folder
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.lora_server.server.server_rank import RankConfig, ServerRank
 from moe_lora.dist.net.keys import Keys, keys_of
+from moe_lora.engine.ranks.rank import DTYPES, resolved
 
-from .host_roles import say_started
-from .ranks import THREADS_PER_RANK, StartInstance, StartRank
+from .host_roles import THREADS_PER_RANK, StartInstance, StartRank, say_started
 
 _PARENT_S = 0.5
 
@@ -58,9 +65,8 @@ def serve_role(path: str, role: str, name: str, status: int | None = None) -> in
 
 def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
     """One rank of the LoRA Server: the process's rank in its torchrun job."""
-    from moe_lora.engine.client.process import worker_environment
-
     from moe_lora.dist.lora_server.protocol.partition import Layout
+    from moe_lora.engine.client.process import worker_environment
 
     config = cluster.instance()
     if config.lora_server is None:
@@ -72,7 +78,6 @@ def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
             f"processes; start it with torchrun --nproc-per-node {layout.num_ranks}, or change the layout"
         )
     os.environ.update(worker_environment(THREADS_PER_RANK))
-    from .build import build_rank
 
     rank = build_rank(StartRank(config, place.dist_rank))
     stop_on_signals(rank.stop, place)
@@ -84,7 +89,8 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str, status: int 
     """One LLM instance, which dials every front end; its first rank is the engine, others follow it."""
     from moe_lora.dist.lora_server.protocol.reach import own_host
     from moe_lora.engine.client.process import usable_cores, worker_environment
-    from .shares import thread_share
+
+    from .host_roles import thread_share
 
     config = cluster.instance(name)
     doors, keys = cluster.doors(), keys_of(cluster)
@@ -103,7 +109,7 @@ def serve_instance(cluster: ClusterConfig, place: Place, name: str, status: int 
     config = replace(config, num_threads=threads, seed=seed, contents_dir=contents, leave_out_bad=True)
     os.environ.update(worker_environment(config.threads_per_process))
     if place.dist_rank:
-        from moe_lora.engine.ranks.torchrun import follow_rank_0
+        from moe_lora.engine.ranks.follower import follow_rank_0
 
         # The first rank decides when its followers end; they notice when it is gone.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -129,7 +135,6 @@ def serve_local_instance(start: StartInstance, status: int | None, starts: int) 
 
 def serve_local_rank(start: StartRank, status: int | None) -> int:
     """A rank of the LoRA Server on the host of all its instances; the exit code."""
-    from .build import build_rank
 
     rank = build_rank(start)
     stop_on_signals(rank.stop, Place())
@@ -146,13 +151,11 @@ def serve_engine(
     status: int | None,
 ) -> int:
     """Build an engine and serve those at the doors until told to stop; the exit code."""
-    from moe_lora.engine.build import build_engine
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
-    from .garbage import collect_rarely
-    from moe_lora.engine.client.inbox import Inbox
+    from moe_lora.engine.build import build_engine
+    from moe_lora.engine.client.messages import Hello, Inbox
     from moe_lora.engine.loop import EngineLoop
-    from moe_lora.engine.client.messages import Hello
-    from moe_lora.engine.ranks.torchrun import gather_followers
+    from moe_lora.engine.ranks.follower import gather_followers
 
     followers = gather_followers(config) if place.num_ranks > 1 else None
     core = build_engine(config, followers)
@@ -202,3 +205,49 @@ def _stop_with_parent(parent: int, stop: Callable[[], None]) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_S)
     stop()
+
+
+# From a start message to a LoRA Server rank.
+
+
+def build_rank(start: StartRank) -> ServerRank:
+    """The `ServerRank` that a start message describes."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    hf_config = read_config(Path(start.config.model_dir))
+    config = resolved(start.config, hf_config)
+    assert config.lora_server is not None
+    profile = config.emulation.step_profile
+    return ServerRank(
+        RankConfig(
+            server=config.lora_server,
+            shape=ModelShape.from_hf_config(hf_config),
+            dtype=DTYPES[config.dtype],
+            device=torch.device(config.device),
+            server_rank=start.server_rank,
+            expert_parallel=config.expert_parallel,
+            starvation_s=config.starvation_s,
+            lora_kernel=config.lora_kernel,
+            adapters=config.adapters,
+            lora_time=None if profile is None else profile.lora,
+        )
+    )
+
+
+# Keeps Python's garbage collector out of the way of steps.
+
+
+FULL_COLLECTION_EVERY = 1000
+"""Collections of the middle generation between two of everything; Python's own default is 10."""
+
+
+def collect_rarely() -> None:
+    """What is there now (modules, the model) is never looked at again, and all that comes later seldom.
+
+    A full collection stops the engine's thread for as long as it takes to look at every object: 0.3 s at
+    100 000 cached nodes.  It frees cycles only, and the engine makes next to none: all else goes at once
+    when nobody refers to it.  For the engine's own process, since the collector is the whole process's.
+    """
+    gc.collect()
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, FULL_COLLECTION_EVERY)

@@ -14,10 +14,9 @@ import logging
 import sys
 
 from moe_lora.core.errors import MoeLoraError
-from moe_lora.core.teardown import quiet_teardown
+from moe_lora.core.host import quiet_teardown
 
-from .host_roles import failure_told
-from .ranks import StartInstance, StartRank, read_start
+from .host_roles import StartInstance, StartRank, failure_told, read_start
 
 
 def serve_started(start: StartInstance | StartRank, status: int | None, starts: int) -> int:

@@ -19,8 +19,7 @@ from websockets.asyncio.server import ServerConnection, serve, unix_serve
 from websockets.exceptions import WebSocketException
 
 from moe_lora.core.address import Address, needs_keys
-from moe_lora.core.errors import ConfigError
-from moe_lora.core.problems import LastProblem
+from moe_lora.core.errors import ConfigError, LastProblem
 
 from .codec import MAX_FRAME_BYTES
 from .keys import Keys

@@ -28,10 +28,17 @@ import torch
 from moe_lora.core.errors import ConfigError, PeerGoneError, PeerUnreachableError
 
 from .contract import RemoteWindow, Store, Window
-from .descriptor import Descriptor, as_bytes, check_new_window, check_range, check_same_size, check_signal, check_tensor
-from .directory import Directory
-from .nixl_transfers import Transfers
-from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlWindow, Transfer
+from .descriptor import (
+    Descriptor,
+    Directory,
+    as_bytes,
+    check_new_window,
+    check_range,
+    check_same_size,
+    check_signal,
+    check_tensor,
+)
+from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlWindow, Transfer, Transfers
 from .shm_library import Waiter, lines, too_late
 
 _log = logging.getLogger(__name__)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import importlib.util
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_uint64, c_void_p
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from moe_lora.core.errors import SignalTimeoutError
 
-from .descriptor import LINE_BYTES, check_signal
+from .descriptor import LINE_BYTES, Descriptor, check_signal, check_sizes
 
 # A call into the library ends at least this often, so that Ctrl-C is seen and Python may run.
 _SLICE_S = 0.25
@@ -135,3 +137,55 @@ class Waiter:
                 return None
             found = free.moe_lora_shm_wait(addresses, at_least, count, bell, self._spin_ns, int(left_s * 1e9))
         return found
+
+
+# What windows in this process's own memory have in common, whatever the medium.
+
+
+class Owner(Protocol):
+    """The transport that a window belongs to."""
+
+    kind: str
+    name: str
+    generation: int
+
+
+OwnerT = TypeVar("OwnerT", bound=Owner)
+
+
+class LocalWindow(ABC, Generic[OwnerT]):
+    """A `contract.Window`; subclasses make `bytes` and `words`, and free them."""
+
+    bytes: torch.Tensor
+    words: SignalWords
+
+    def __init__(self, owner: OwnerT, label: str, num_bytes: int, num_signals: int) -> None:
+        check_sizes(label, num_bytes, num_signals)
+        self.label, self.num_bytes, self.num_signals = label, num_bytes, num_signals
+        self._owner = owner
+
+    @abstractmethod
+    def medium(self) -> dict[str, Any]:
+        """The facts of the medium by which peers find the window."""
+
+    def descriptor(self) -> builtins.bytes:
+        """As in the contract."""
+        return Descriptor(
+            kind=self._owner.kind,
+            peer=self._owner.name,
+            label=self.label,
+            generation=self._owner.generation,
+            num_bytes=self.num_bytes,
+            num_signals=self.num_signals,
+            medium=self.medium(),
+        ).encode()
+
+    def read_signal(self, signal: int) -> int:
+        """Present value."""
+        check_signal(self, signal)
+        return self.words.read(signal)
+
+    def set_signal(self, signal: int, value: int) -> None:
+        """Set the value here and wake this process's waiters."""
+        check_signal(self, signal, value)
+        self.words.set(signal, value)

@@ -12,14 +12,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.shard import shard_layer
+from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.core.shape import ModelShape
-from moe_lora.lora.slots import LayerPart, part_bytes, point_slot
 from moe_lora.kernels.operands import SlotTable
+from moe_lora.lora.local import LayerPart, part_bytes, point_slot
 
-from .pool_store import PoolAdapters
 from .pool_fetch import LayerReader, fetch_layers
+from .pool_store import PoolAdapters
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 from moe_lora.core.request import AdapterInfo
 
-from .adapter_version import AdapterVersion
-from .adapter_loader import Placement
+from .adapter_loader import AdapterVersion, Placement
 
 
 class Residency:

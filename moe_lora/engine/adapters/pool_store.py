@@ -9,16 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.adapters.host_store import (
+    adapter_in,
+    adapter_without_data,
+    facts_of,
+    has_data,
+    layout_of,
+    without_data,
+    write_adapter,
+)
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.window_layout import adapter_in, adapter_without_data, facts_of, has_data, layout_of, without_data, write_adapter
 from moe_lora.core.errors import AdapterError, CapacityError
-from moe_lora.core.open_files import allow_many_files
+from moe_lora.core.host import allow_many_files
 from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.transport.contract import Transport, Window
 
-from .kept_adapters import KeptAdapters
-from .pool_fetch import LayerReader
-from .pool_peers import PeerWindows, PoolCounters
+from .adapter_loader import KeptAdapters
+from .pool_fetch import LayerReader, PeerWindows, PoolCounters
 
 logger = logging.getLogger(__name__)
 

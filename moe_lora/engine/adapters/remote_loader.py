@@ -13,7 +13,7 @@ from moe_lora.core.errors import CapacityError
 from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 
-from .adapter_version import AdapterVersion
+from .adapter_loader import AdapterVersion
 from .local_loader import LocalPlacement
 
 logger = logging.getLogger(__name__)

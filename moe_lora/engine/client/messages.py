@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import queue
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec import DecodeError, Raw
 
 from moe_lora.adapters.facts import AdapterFacts
+from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
 from moe_lora.dist.net.codec import Decoder, Interface, Message, Protocol, encode
 
-from .pool_messages import PoolEntry
+# What instances of an adapter pool tell who keeps its directory.  Imports no torch.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolEntry:
+    """An adapter that an instance knows.
+
+    source: the descriptor of the window in which the instance holds it, for its peers; None: it does not.
+    """
+
+    info: AdapterInfo
+    facts: AdapterFacts
+    source: bytes | None
+
 
 PROTOCOL_VERSION = 4
 
@@ -165,3 +180,30 @@ class EngineMethods(typing.Protocol):
 ENGINE_METHODS = Interface(EngineMethods)
 ENGINE_SIDE = Protocol.of(Welcome, Request, Abort, answers=ENGINE_METHODS)
 FRONT_END_SIDE = Protocol.of(Hello, Outputs, Rejected, Dead, Beat, asks=ENGINE_METHODS)
+
+
+# What an engine loop is told, and when: a command may lie here for as long as a step takes.
+
+
+Entry = Command | Callable[[], None]
+
+
+class Inbox:
+    """A queue of commands, and of calls to be made by the loop's thread.
+
+    clock: of the engine; stamps entries as they are put, in the thread that brings them.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or WallClock()
+        self._entries: queue.SimpleQueue[tuple[Entry, float]] = queue.SimpleQueue()
+
+    def put(self, entry: Entry) -> None:
+        self._entries.put((entry, self.clock.now_s()))
+
+    def get(self, timeout_s: float | None = None) -> tuple[Entry, float]:
+        """The next entry and when it came, in seconds.  Raises queue.Empty if none comes in time."""
+        return self._entries.get(timeout=timeout_s)
+
+    def empty(self) -> bool:
+        return self._entries.empty()

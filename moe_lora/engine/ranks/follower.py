@@ -10,16 +10,22 @@ import shutil
 import signal
 import sys
 import threading
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .followers import HOST_STORE, Allocate, Done, Report, SetUp
-from moe_lora.engine.step_batch import StepBatch, packed_message
+import torch.distributed as dist
+
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.engine.runner import StepBatch, packed_message
+
+from .followers import HOST_STORE, Allocate, Done, Followers, Report, SetUp, instance_directory
 
 if TYPE_CHECKING:
-    from .rank import Rank
     from moe_lora.engine.runner import ModelRunner
+
+    from .rank import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +62,6 @@ def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner]:
 def _obey(connection: Connection, rank: Rank, runner: ModelRunner, store_dir: Path) -> NoReturn:
     """The follower's loop: steps and copies, one after the other in the order they come."""
     from moe_lora.adapters.host_store import HostStore
-
     from moe_lora.engine.adapters.copies import RankOrder
 
     store = HostStore(store_dir)
@@ -95,6 +100,50 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     follow(Connection(int(sys.argv[1])))
+
+
+# An instance whose processes torchrun started: `torchrun --nproc-per-node P …`, all on one host.
+#
+# Rank 0 builds its engine with `gather_followers`, the others run `follow_rank_0`.
+
+
+_DIRECTORY_KEY = "moe_lora/instance_directory"
+_SOCKET = "control"
+
+
+def gather_followers(config: EngineConfig) -> Followers:
+    """The other ranks of this torchrun job, for `build_engine`.
+
+    Raises ConfigError if the job has another size than the settings ask for.
+    """
+    store, _, size = _rendezvous()
+    if size != config.expert_parallel:
+        raise ConfigError(
+            f"torchrun started {size} processes for expert_parallel={config.expert_parallel}; "
+            f"use --nproc-per-node {config.expert_parallel}"
+        )
+    directory = instance_directory()
+    connections: dict[int, Connection] = {}
+    with Listener(str(directory / _SOCKET), "AF_UNIX") as listener:
+        store.set(_DIRECTORY_KEY, str(directory))
+        while len(connections) < size - 1:
+            connection = listener.accept()
+            connections[connection.recv()] = connection
+    return Followers([connections[dist_rank] for dist_rank in sorted(connections)], directory)
+
+
+def follow_rank_0() -> None:
+    """Compute what rank 0 of this torchrun job schedules, until it ends."""
+    store, dist_rank, _ = _rendezvous()
+    directory = store.get(_DIRECTORY_KEY).decode()
+    connection = Client(os.path.join(directory, _SOCKET), "AF_UNIX")
+    connection.send(dist_rank)
+    follow(connection)
+
+
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """The job's store, this rank and the number of ranks."""
+    return next(dist.rendezvous("env://"))
 
 
 if __name__ == "__main__":

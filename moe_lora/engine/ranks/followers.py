@@ -20,9 +20,8 @@ from typing import Any
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
-
 from moe_lora.engine.client.process import STOP_TIMEOUT_S, start_child
-from moe_lora.engine.step_batch import packed_message
+from moe_lora.engine.runner import packed_message
 
 RENDEZVOUS, HOST_STORE = "rendezvous", "adapters"
 """What lies in an instance's directory: the file its ranks find each other by, and packed adapters."""
@@ -160,7 +159,9 @@ def start_followers(config: EngineConfig) -> Followers:
     connections: list[Connection] = []
     processes: list[subprocess.Popen[bytes]] = []
     for _ in range(1, config.expert_parallel):
-        process, connection = start_child("moe_lora.engine.ranks.follower", num_threads=config.threads_per_process)
+        process, connection = start_child(
+            "moe_lora.engine.ranks.follower", num_threads=config.threads_per_process
+        )
         processes.append(process)
         connections.append(connection)
     return Followers(connections, instance_directory(), processes)

@@ -9,30 +9,26 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.shard import entries_of_experts
+from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.expert_parallel import experts_of_rank
 from moe_lora.core.hf_config import read_config
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.shape import ModelShape, experts_of_rank
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
+from moe_lora.engine.adapters.copies import RankCopier
+from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.engine.arena_size import free_bytes
+from moe_lora.engine.runner import ExecutionContext, ModelRunner, StepBatch
+from moe_lora.kernels.cpu.library import advise_huge_pages
+from moe_lora.kernels.operands import KvLayout, SlotTable
 from moe_lora.lora.backend import LoraBackend, RoutedBackend
-from moe_lora.engine.context import ExecutionContext
-from .exchange import ExpertExchange, choose_exchange, open_group
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.paced import PacedBackend
 from moe_lora.lora.row_routing import Source
-from moe_lora.kernels.cpu.huge_pages import advise_huge_pages
-from moe_lora.kernels.operands import KvLayout, SlotTable
 from moe_lora.models.families import load_model
 
-from moe_lora.engine.adapters.copies import RankCopier
+from .exchange import ExpertExchange, choose_exchange, open_group
 from .followers import RENDEZVOUS
-from moe_lora.engine.adapters.pool_store import PoolAdapters
-from moe_lora.engine.runner import ModelRunner
-from moe_lora.engine.arena_size import free_bytes
-from moe_lora.engine.step_batch import StepBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

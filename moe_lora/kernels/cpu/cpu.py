@@ -8,13 +8,162 @@ result does not depend on the other rows of the call, nor on the number of threa
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from . import cpu_errors
+from moe_lora.kernels.operands import KvLayout, LoraOperands, StepTables
+
+from . import library as cpu_errors
 from . import library as cpu_library
-from .library import check_rows, checked, dtype_code, kv_pages, lib, row_stride
-from .cpu_lora import Shrunk, lora_delta, lora_expand, lora_shrink
-from moe_lora.kernels.operands import KvLayout, StepTables
+from .library import check_rows, checked, dtype_code, kv_pages, lib, lora_site, lora_slots, row_stride
+
+if TYPE_CHECKING:
+    from moe_lora.core.shape import Site
+
+
+# LoRA shrink and expand on CPU; part of `cpu`.
+#
+# Legend: T token rows, H input width, N output width, K experts per token, R LoRA rank.
+#
+# Three ways to walk a batch, chosen by `kernel`; all give the same bits:
+#
+# - "sgmv", ours: the rows of one (adapter, expert) form a segment, whose matrices are read once, at true
+# rank.
+# Cost: the distinct matrices that the batch touches.
+# - "bgmv", Punica's gather per row (arXiv 2310.18547): no grouping, and every row reads and multiplies as
+# many
+# rows of A and B as the largest rank of the batch has; what lies after a smaller matrix (moved back where
+# the
+# arena would end) is multiplied too and its products discarded. A row whose adapter has nothing at the site
+# costs nothing. Cost: num_rows * max(R) (Toppings, equation 2).
+# - "mbgmv", S-LoRA's (arXiv 2311.03285): no grouping, each row at its true rank. Cost: sum(R) over the
+# rows.
+#
+# The two baselines are for measuring beside ours.
+
+
+KERNELS = {"sgmv": 0, "bgmv": 1, "mbgmv": 2}
+
+_threads = torch.get_num_threads
+_shrink, _expand, _release = lib.moe_lora_shrink, lib.moe_lora_expand, lib.moe_lora_release
+
+
+class Shrunk:
+    """x @ A.T of one site's rows and the plan it was made by; redeemed by one `lora_expand`."""
+
+    __slots__ = ("_address", "_keeps", "dtype", "num_rows", "site")
+
+    def __init__(self, address: int, site: Site, num_rows: int, dtype: torch.dtype, keeps: object) -> None:
+        self._address = address
+        self._keeps = keeps
+        self.site = site
+        self.num_rows = num_rows
+        self.dtype = dtype
+
+    def redeem(self) -> int:
+        """The library's address of it, once. Raises ValueError the second time."""
+        address, self._address = self._address, 0
+        if not address:
+            raise ValueError("this Shrunk was expanded before; call lora_shrink for another")
+        return address
+
+    def __del__(self, release=_release) -> None:  # the module's names may be gone by then
+        if self._address:
+            release(self._address)
+
+
+def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> Shrunk:
+    """h = x_row @ A.T in fp32, for each row that has an adapter and each module of the site.
+
+    x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  kernel: see the head
+    of this file.
+    Modules that share A (same a_offset) are computed once. Raises ValueError for operands that don't fit, or
+    a matrix that would lie outside the arena.  Source: Punica (arXiv 2310.18547), SGMV shrink.
+    """
+    x, ids, site, layer, token_slots, slots, arena = operands
+    code = dtype_code(x)
+    if ids is None:
+        tokens = rows = token_slots.numel()
+        top_k, ids_ptr = 1, None
+    else:
+        if ids.dim() != 2:
+            raise ValueError(f"ids must be [T, K], not of shape {tuple(ids.shape)}")
+        tokens, top_k = ids.shape
+        rows = tokens * top_k
+        ids_ptr = checked(ids, "ids", torch.int32, rows)
+    constants = lora_site(site)
+    tables = lora_slots(slots)
+    if (
+        x.dim() != 2
+        or x.shape[1] != constants.in_features
+        or (ids is None) != (constants.num_experts == 0)
+        or not 0 <= layer < tables.num_layers
+        or constants.last_entry > tables.num_entries
+        or kernel not in KERNELS
+    ):
+        raise ValueError(cpu_errors.shrink_error(operands, kernel))
+    x_rows = x.shape[0]
+    if x_rows != tokens:
+        check_rows(x, tokens, top_k)
+    arena_bytes = arena.numel()
+    address = _shrink(
+        KERNELS[kernel],
+        code,
+        _threads(),
+        x.data_ptr(),
+        row_stride(x),
+        x_rows,
+        ids_ptr,
+        tokens,
+        top_k,
+        constants,
+        layer,
+        checked(token_slots, "token_slots", torch.int32, tokens),
+        tables,
+        checked(arena, "arena", torch.uint8, arena_bytes),
+        arena_bytes,
+    )
+    if address < 0:
+        raise ValueError(cpu_errors.lora_error(address, operands))
+    return Shrunk(address, site, rows, x.dtype, arena)
+
+
+def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
+    """y[row, columns of module] += delta, delta = round(scale * h @ B), for each row that has an adapter.
+
+    The delta is a value of y's dtype, then added and rounded again, so that a delta computed elsewhere (into
+    zeros, see `lora_delta`) and added later gives the same bits.  y: [T, N] or [T*K, N] in the dtype of the
+    shrink's x, rows may be strided. Raises ValueError for a y that doesn't fit or a Shrunk that was redeemed.
+    """
+    _expand(_threads(), *_redeemed(shrunk, y, "y"))
+
+
+def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
+    """out = delta, zero where a row has no adapter: what `lora_expand` would add to y.
+
+    out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided. The rest is as in `lora_shrink`.
+    Nothing is written if ValueError is raised.
+    """
+    target = _redeemed(lora_shrink(operands, kernel=kernel), out, "out")
+    out.zero_()
+    _expand(_threads(), *target)
+
+
+def _redeemed(shrunk: Shrunk, y: torch.Tensor, name: str) -> tuple[int, int, int]:
+    """What the library's expand takes: the Shrunk, y's address and row stride."""
+    site = shrunk.site
+    if (
+        y.dim() != 2
+        or y.shape[0] != shrunk.num_rows
+        or y.shape[1] < site.columns[-1] + site.out_features[-1]
+        or y.dtype != shrunk.dtype
+        or not y.is_cpu
+    ):
+        raise ValueError(cpu_errors.target_error(y, name, site, shrunk.num_rows, shrunk.dtype))
+    stride = row_stride(y)
+    return shrunk.redeem(), y.data_ptr(), stride
+
 
 __all__ = [
     "LINEAR_MAX_ROWS",
@@ -28,7 +177,6 @@ __all__ = [
     "paged_attention",
 ]
 
-_threads = torch.get_num_threads
 isa = cpu_library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (16, 4096), "avx2": (16, 16)}

@@ -9,18 +9,124 @@ a table that breaks this is refused. Only tiles of tokens, stages and grids may 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import torch
 
 from moe_lora.core.shape import MAX_LORA_RANK
 
-from .spaces import KERNEL_NAMES, ORDER_FIXING, SPACES, Config, check_config, config_space, order_of
+# The meta-parameters of each kernel and the values of them worth trying.
+
+
+Config = dict[str, Any]
+
+SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "wgmma_shrink": {
+        "block_t": (16, 32, 64),
+        "block_k": (64, 128, 256),
+        "split_k": (1, 2, 4, 8),
+        "warp_specialize": (True, False),
+        "num_stages": (3, 4, 6),
+        "num_warps": (4,),
+        "programs_per_sm": (1, 2),
+    },
+    "wgmma_expand": {
+        "block_t": (16, 32, 64),
+        "blocks_per_item": (1, 2, 4, 8),
+        "warp_specialize": (True, False),
+        "num_stages": (2, 3, 4),
+        "num_warps": (4,),
+        "programs_per_sm": (1, 2, 4),
+    },
+    "vector_shrink": {
+        "block_r": (4, 8, 16),
+        "block_k": (256, 512, 1024),
+        "split_k": (1, 2, 4),
+        "num_stages": (1, 2, 4),
+        "num_warps": (4, 8),
+        "programs_per_sm": (2, 4, 8),
+    },
+    "vector_expand": {
+        "block_r": (16, 32),
+        "block_c": (64, 128, 256),
+        "num_stages": (1, 2, 4),
+        "num_warps": (4, 8),
+        "programs_per_sm": (2, 4, 8),
+    },
+    "fused_delta": {
+        "block_t": (16, 32),
+        "block_r": (16, 32, 64),
+        "block_k": (64, 128),
+        "block_c": (64, 128),
+        "column_parts": (1, 2, 4, 8),
+        "num_stages": (3, 4),
+        "num_warps": (4,),
+        "programs_per_sm": (2,),
+    },
+}
+"""Per kernel and meta-parameter the values worth trying. `block_t`: tokens of a tile (wgmma's N); `block_r`:
+rank rows; `block_k`: input columns a step; `split_k`: parts of the input width that are summed apart;
+`block_c`: output columns; `blocks_per_item`: blocks of 64 output columns that one work item covers;
+`column_parts`: work items that share the output columns, each of which recomputes h;
+`programs_per_sm`: programs of the persistent grid on each SM."""
+KERNEL_NAMES = tuple(SPACES)
+ORDER_FIXING: dict[str, tuple[str, ...]] = {
+    "wgmma_shrink": ("block_k", "split_k"),
+    "wgmma_expand": (),
+    "vector_shrink": ("block_r", "block_k", "split_k", "num_warps"),
+    "vector_expand": ("block_r", "block_c", "num_warps"),
+    "fused_delta": ("block_r", "block_k"),
+}
+"""Meta-parameters that change the order in which a row's products are added, so that they must not depend on
+the phase. Tensor cores add along the inner width whatever the tile of tokens; where threads add, the layout
+of the whole tile decides."""
+_MAX_SHARED_BYTES = 200 * 1024
+
+
+def check_config(kernel: str, config: Config) -> None:
+    """Raises ValueError if the kernel is unknown or a meta-parameter is missing, unknown or not a size."""
+    if kernel not in SPACES:
+        raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(KERNEL_NAMES)}")
+    if set(config) != set(SPACES[kernel]):
+        raise ValueError(f"{kernel} takes {sorted(SPACES[kernel])}, the config has {sorted(config)}")
+    for name, value in config.items():
+        if int(value) != value or (value < 1 and name != "warp_specialize"):
+            raise ValueError(f"{name}={value!r} of {kernel} must be a positive integer")
+
+
+def config_space(kernel: str) -> list[Config]:
+    """Every configuration of the kernel worth trying, those left out that can't fit in shared memory."""
+    if kernel not in SPACES:
+        raise ValueError(f"kernel={kernel!r} is unknown; choose one of {', '.join(KERNEL_NAMES)}")
+    names = list(SPACES[kernel])
+    every = [dict(zip(names, values, strict=True)) for values in itertools.product(*SPACES[kernel].values())]
+    return [config for config in every if _staged_bytes(kernel, config) <= _MAX_SHARED_BYTES]
+
+
+def order_of(kernel: str, config: Config) -> tuple[Any, ...]:
+    """The values of the configuration that fix the order of sums."""
+    return tuple(config[name] for name in ORDER_FIXING[kernel])
+
+
+def _staged_bytes(kernel: str, config: Config) -> int:
+    """Bytes that the stages of a two-byte dtype's operand tiles take per SM (0 where tiles are registers)."""
+    if kernel.startswith("vector"):
+        return 0
+    rows, depth = (64, 64) if kernel == "wgmma_expand" else (config.get("block_r", 64), config["block_k"])
+    tokens = config["block_t"] * (2 if kernel == "wgmma_expand" else 1)
+    return 2 * config["num_stages"] * (rows + tokens) * depth * config["programs_per_sm"]
+
 
 __all__ = [
     "CONFIG_DIR",
@@ -198,3 +304,69 @@ def override(kernel: str, config: Config) -> Iterator[None]:
         yield
     finally:
         _overrides.reset(token)
+
+
+# How kernels are launched: on a CUDA device, or on CPU tensors by Triton's interpreter
+# (TRITON_INTERPRET=1).
+#
+# A launch never waits for the device: grids are bounded by host numbers, and the work that a persistent
+# grid
+# shares out is counted in device memory. So launches can be captured into CUDA graphs.
+
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_INTERPRETED_SMS = 3
+
+
+def kernels(name: str) -> ModuleType:
+    """The module `name` of this package that holds Triton kernels. Raises ImportError without Triton."""
+    try:
+        return importlib.import_module(f"{__package__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError("LoRA kernels on a GPU need Triton; install it with: pip install triton") from error
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@lru_cache(maxsize=16)
+def _device_facts(device: torch.device) -> tuple[str, int]:
+    """Name and number of SMs."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.multi_processor_count
+
+
+def table_of(device: torch.device) -> Table:
+    """Configuration table of this device."""
+    return load_table(FALLBACK if device.type == "cpu" else _device_facts(device)[0])
+
+
+def num_programs(device: torch.device, config: Config, max_items: int) -> int:
+    """Programs of a persistent grid: what the device holds at once, or fewer if there is less work."""
+    sms = _INTERPRETED_SMS if device.type == "cpu" else _device_facts(device)[1]
+    return max(1, min(sms * config["programs_per_sm"], max_items))
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
+    """Launch `programs` programs of a Triton kernel on the device of its first operand, a tensor.
+
+    meta holds its constants and compile options.
+    """
+    import triton
+
+    if interpreted():
+        meta = {name: value for name, value in meta.items() if name not in ("num_warps", "num_stages")}
+        kernel[(programs,)](*operands, **meta)
+        return
+    with torch.cuda.device(operands[0].device):
+        # Descriptors made on the device need memory of their own; torch's allocator follows graph capture.
+        triton.set_allocator(_scratch)
+        kernel[(programs,)](*operands, **meta)

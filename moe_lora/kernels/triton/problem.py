@@ -13,7 +13,7 @@ import torch
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 
-from . import launch
+from . import configs as launch
 from . import segments
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 
 from moe_lora.kernels.operands import LoraOperands
 
-from . import launch
+from . import configs as launch
 
 SORT_MAX_ROWS = 4096
 """Above this many rows `torch.sort` replaces the counting sort; both are stable and give the same order."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import launch
+from . import configs as launch
 from .configs import Choice, Config
 from .problem import Problem
 

@@ -21,7 +21,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import NOT_SPECIALIZED, entry_of, first_with_same_a, matrix, module_of_block, num_blocks, put_delta, rank_of
+from .entries import (
+    NOT_SPECIALIZED,
+    entry_of,
+    first_with_same_a,
+    matrix,
+    module_of_block,
+    num_blocks,
+    put_delta,
+    rank_of,
+)
 
 _NUMBERS = (*NOT_SPECIALIZED, "x_stride", "y_stride")
 

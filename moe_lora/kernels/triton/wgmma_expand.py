@@ -8,7 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entries import NOT_SPECIALIZED, dot, entry_of, first_with_same_a, matrix, module_of_block, num_blocks, put_delta, rank_of
+from .entries import (
+    NOT_SPECIALIZED,
+    dot,
+    entry_of,
+    first_with_same_a,
+    matrix,
+    module_of_block,
+    num_blocks,
+    put_delta,
+    rank_of,
+)
 
 BLOCK_R = tl.constexpr(64)
 BLOCK_C = tl.constexpr(64)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lora.provision.plan.cluster_size import largest
+from moe_lora.provision.plan.inputs import PlanInputs
+
 from .corrected import corrected_admissibility_rate
-from .iar import immediate_admissibility_rate, min_capacity
+from .iar import expected_active, immediate_admissibility_rate, min_capacity
 
 Admitted = Callable[[NDArray[np.float64], float, int], float]
 
@@ -53,3 +57,106 @@ def smallest_capacity_of(
 def rates_at(probabilities: NDArray[np.float64], global_batch: float, capacity: int) -> dict[str, float]:
     """IAR by each estimator."""
     return {name: admitted(probabilities, global_batch, capacity) for name, admitted in ADMITTED.items()}
+
+
+# IAR over capacity, for plots.
+
+
+NUM_POINTS = 25
+
+
+def iar_curves(inputs: PlanInputs, global_batch: float, up_to: int) -> dict[str, list[tuple[int, float]]]:
+    """(capacity, IAR) points of each estimator at a global batch, from 1 to up_to (or all) adapters."""
+    batch = global_batch * inputs.adapter_share
+    most = min(up_to, int(np.count_nonzero(inputs.probabilities)))
+    capacities = sorted({round(place) for place in np.linspace(1, most, min(NUM_POINTS, most))})
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for capacity in capacities:
+        for name, rate in rates_at(inputs.probabilities, batch, capacity).items():
+            curves.setdefault(name, []).append((capacity, rate))
+    return curves
+
+
+# Capacities that hold for a load and for every smaller one.
+#
+# IAR is not monotone in the load: far above the expected number of active adapters the hot ones that fit
+# are
+# nearly all that is seen, and IAR rises again.  A plan has to hold at night as well, so both questions here
+# are
+# about all loads up to one: those of a geometric grid, and the load itself.
+
+
+GRID_RATIO = 1.25  # between loads that are tried; the same ones for every load
+
+
+class NeededCapacity:
+    """M*(LB): the smallest capacity that admits the target share at LB and at every smaller load.
+
+    estimator: whose IAR.  probabilities: [N].  adapter_share: of LB, the requests with an adapter.
+    """
+
+    def __init__(
+        self, estimator: str, probabilities: NDArray[np.float64], target: float, adapter_share: float = 1.0
+    ) -> None:
+        self._estimator, self._probabilities = estimator, probabilities
+        self._target, self._share = target, adapter_share
+        self._found: list[tuple[float, float, int]] = []  # load, the smaller or equal one that needs most, M*
+
+    def __call__(self, global_batch: float) -> int:
+        """Adapters.  Loads that keep no more than half the slots in use are taken to be admitted."""
+        for load, peak, needed in self._found:
+            if peak <= global_batch <= load:
+                return needed
+        peak, needed = self._up_to(global_batch)
+        self._found.append((global_batch, peak, needed))
+        return needed
+
+    def _up_to(self, global_batch: float) -> tuple[float, int]:
+        below = [(needed, peak) for load, peak, needed in self._found if load <= global_batch]
+        needed, peak = max(below, default=(0, 0.0))
+        if not needed or not self._admits(global_batch, needed):
+            needed, peak = self._alone(global_batch), global_batch
+        lower = GRID_RATIO ** (math.ceil(math.log(global_batch, GRID_RATIO)) - 1)
+        while expected_active(self._probabilities, lower * self._share) > needed / 2:
+            if not self._admits(lower, needed):
+                needed, peak = self._alone(lower), lower
+            lower /= GRID_RATIO
+        return peak, needed
+
+    def _admits(self, global_batch: float, capacity: int) -> bool:
+        admitted = ADMITTED[self._estimator]
+        return admitted(self._probabilities, global_batch * self._share, capacity) >= self._target
+
+    def _alone(self, global_batch: float) -> int:
+        batch = global_batch * self._share
+        return smallest_capacity_of(self._estimator, self._probabilities, batch, self._target)
+
+
+def largest_load(
+    probabilities: NDArray[np.float64], target_iar: float, slots: int, most: int, admitted: Admitted
+) -> int:
+    """The largest global batch, at most `most`, up to which `slots` adapters admit the target share.
+
+    0 if there is none.  The first failure is looked for, upwards over the grid from where half the slots are
+    in use.
+    """
+    if slots >= np.count_nonzero(probabilities):
+        return most
+
+    def holds(global_batch: float) -> bool:
+        return admitted(probabilities, float(global_batch), slots) >= target_iar
+
+    def half_used(global_batch: int) -> bool:
+        return expected_active(probabilities, float(global_batch)) <= slots / 2
+
+    held = largest(half_used, most)
+    if not holds(held):
+        return largest(holds, held) if holds(1) else 0
+    while held < most:
+        tried = GRID_RATIO ** (math.floor(math.log(held + 1, GRID_RATIO)) + 1)
+        if tried >= most:
+            return most if holds(most) else largest(holds, most - 1, held)
+        if not holds(tried):
+            return largest(holds, math.floor(tried), held)
+        held = max(held + 1, math.floor(tried))
+    return held

@@ -5,14 +5,333 @@ Source: InfiniLoRA section 4.2.1, equations 1 to 4 and algorithm 1.
 
 from __future__ import annotations
 
+import math
 import numbers
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import dawsn, gammainc, ive
 
-from moe_lora.workload.popularity.probabilities import Probabilities, checked_capacity, checked_global_batch, checked_probabilities
+from moe_lora.workload.popularity.popularity import (
+    Probabilities,
+    checked_capacity,
+    checked_global_batch,
+    checked_probabilities,
+)
 
-from .admissibility import AdmissibilityModel
-from .capacity_search import smallest_capacity
+# Sums of independent Bernoulli variables in many groups, from a few points of their characteristic
+# function.
+#
+# X_j = 1 with probability q_j, S = sum of X_j, S_i the same without adapter i; variance v = sum q_j (1 -
+# q_j).
+# On the unit circle |E z^S| <= exp(-v (1 - cos theta)): the larger the sum, the fewer points count, about
+# 25
+# whatever its size.
+
+
+OUTSIDE = 1e-13  # probability that may lie outside the window
+NEGLIGIBLE = 37.0  # points where the characteristic function is below exp(-37) are left out
+
+
+class Overflow(NamedTuple):
+    """What a sum that reaches the capacity costs."""
+
+    turned_away: float
+    full: float
+
+
+def overflow(q: np.ndarray, counts: np.ndarray, mass: np.ndarray, capacity: int) -> Overflow:
+    """turned_away = sum_i mass_i (1 - q_i) Pr[S_i >= capacity] and full = Pr[S >= capacity].
+
+    q: [G] probabilities in [0, 1] of the groups' members.  counts: [G] members (real numbers are fine).
+    mass: [G] total weight of a group's members in the first sum, whose weights sum to at most 1.
+    Both results come from the generating functions P(z) = prod_j (1 - q_j + q_j z)^counts_j and
+    P(z) sum_i mass_i (1 - q_i) / (1 - q_i + q_i z), read at the roots of unity of an odd order W.
+    Coefficients that are W apart fall together there, so the error is at most the probability outside a
+    window of W values, below 1e-13 by Bernstein's inequality, plus rounding (1e-12 at 10^6 adapters).
+    """
+    mean, variance = float(counts @ q), float(counts @ (q * (1 - q)))
+    log_inverse = math.log(2 / OUTSIDE)
+    reach = log_inverse / 3 + math.sqrt(log_inverse**2 / 9 + 2 * log_inverse * variance)
+    begin, end = math.floor(mean - reach) - 1, math.ceil(mean + reach) + 1
+    order = (end - begin) | 1  # odd: no point is -1, where a factor with q = 1/2 would be 0
+    end = begin + order
+    start = max(capacity, begin)
+    if start >= end:
+        return Overflow(0.0, 0.0)
+    missing = float(mass @ (1 - q))
+    theta = _angles(order, variance)
+    whole, without_one = _generating_functions(q, counts, mass, theta)
+    # The sum of exp(-i theta k) over start <= k < end.
+    middle, length = (start + end - 1) / 2, end - start
+    weights = np.exp(-1j * theta * middle) * (np.sin(theta * length / 2) / np.sin(theta / 2))
+    full = (length + 2 * float(np.sum((whole * weights).real))) / order
+    turned_away = (length * missing + 2 * float(np.sum((without_one * weights).real))) / order
+    return Overflow(min(max(turned_away, 0.0), missing), min(max(full, 0.0), 1.0))
+
+
+def _angles(order: int, variance: float) -> np.ndarray:
+    """The points 2 pi k / order in (0, pi) at which the characteristic function is not negligible."""
+    cosine = 1 - NEGLIGIBLE / max(variance - 0.25, 1e-9)  # one variable is left out: 1/4 less variance
+    last = math.pi if cosine <= -1 else math.acos(cosine)
+    count = min((order - 1) // 2, math.floor(last * order / (2 * math.pi)) + 1)
+    return 2 * math.pi / order * np.arange(1, count + 1)
+
+
+def _generating_functions(
+    q: np.ndarray, counts: np.ndarray, mass: np.ndarray, theta: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """P(z) and P(z) sum_i mass_i (1 - q_i) / (1 - q_i + q_i z) at z = exp(i theta)."""
+    versine = 2 * np.sin(theta / 2) ** 2  # 1 - cos(theta)
+    square = 1 - 2 * np.outer(versine, q * (1 - q))
+    real, imaginary = 1 - np.outer(versine, q), np.outer(np.sin(theta), q)
+    whole = np.exp(0.5 * (np.log(square) @ counts) + 1j * (np.arctan2(imaginary, real) @ counts))
+    missing = mass * (1 - q)
+    leave_one_out = (real / square) @ missing - 1j * ((imaginary / square) @ missing)
+    return whole, whole * leave_one_out
+
+
+def largest_probability(variance: float) -> float:
+    """Bound on max_k Pr[S = k]: exp(-v) I_0(v), the mean of exp(-v (1 - cos theta)) over the circle."""
+    return float(ive(0, max(variance, 0.0)))
+
+
+def largest_step(variance: float) -> float:
+    """Bound on max_k |Pr[S = k] - Pr[S = k - 1]|: the mean of |1 - z| exp(-v (1 - cos theta)).
+
+    With c = cos(theta / 2) the integral is Dawson's: (4 / pi) dawsn(x) / x, x = sqrt(2 v).
+    """
+    root = math.sqrt(2 * variance) if variance > 0 else 0.0
+    return 4 / math.pi * (float(dawsn(root)) / root if root > 1e-6 else 1.0)
+
+
+# Many adapters' request rates as few weighted rates, with the same sums of smooth functions.
+
+
+EXACT_UP_TO = 2048  # so many distinct rates are kept as they are
+NUM_NODES = 16  # Chebyshev points of a panel
+NODES = np.cos(np.pi * (np.arange(NUM_NODES) + 0.5) / NUM_NODES)
+COLD = 1e-13  # rates that sum to less than this count as 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RateGroups:
+    """sum_i f(lambda_i) ~ counts @ f(rates) and sum_i p_i f(lambda_i) ~ mass @ f(rates), for smooth f.
+
+    rates: [G] requests of one adapter in a global batch.  counts: [G], sums to the number of adapters.
+    mass: [G], sums to 1.  Counts are whole numbers where adapters share one rate, else real (some < 0).
+    """
+
+    rates: np.ndarray
+    counts: np.ndarray
+    mass: np.ndarray
+
+
+def group_rates(probabilities: np.ndarray, global_batch: float) -> RateGroups:
+    """Groups of equal rates; of more than 2048 distinct ones, those in a panel with many others are moved to
+    its 16 Chebyshev points, with the weights of the interpolating polynomial (the transposed interpolation).
+
+    probabilities: [N], > 0.  Panels are 1 long in 2 ln(rate) up to rate 1, and in 2 sqrt(rate) above, where
+    that is a Poisson's standard deviation: over such a length Poisson tails, and the logarithms of their
+    generating functions, are polynomials of degree 15 up to 1e-11 of their largest value (tested).
+    Rates below 1e-13 / N become 0, which moves any probability of the sum by less than 1e-13.
+    """
+    rates = probabilities * global_batch
+    cold = rates < COLD / len(rates)
+    values, counts = np.unique(rates[~cold], return_counts=True)
+    weights = counts.astype(float)
+    if len(values) > EXACT_UP_TO:
+        values, weights = _to_nodes(values, weights)
+    mass = values * weights / global_batch
+    if cold.any():
+        values = np.append(values, 0.0)
+        weights = np.append(weights, float(cold.sum()))
+        mass = np.append(mass, probabilities[cold].sum())
+    return RateGroups(rates=values, counts=weights, mass=mass)
+
+
+def _to_nodes(rates: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    place = np.where(rates <= 1, 2 * np.log(rates), 2 * np.sqrt(rates) - 2)
+    panel_of, panel = np.unique(np.floor(place), return_inverse=True)[:2]
+    crowded = np.bincount(panel) > NUM_NODES
+    moved = crowded[panel]
+    weights = _node_weights(2 * (place - panel_of[panel])[moved] - 1, panel[moved], counts[moved])
+    used = np.flatnonzero(crowded)
+    nodes = panel_of[used, None] + (NODES + 1) / 2
+    values = np.where(nodes <= 0, np.exp(np.minimum(nodes, 0) / 2), (nodes / 2 + 1) ** 2)
+    return (
+        np.concatenate([rates[~moved], values.ravel()]),
+        np.concatenate([counts[~moved], weights[used].ravel()]),
+    )
+
+
+def _node_weights(x: np.ndarray, panel: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """[panels, nodes]: sum over a panel's x of counts times the Lagrange polynomials of the nodes at x.
+
+    A Lagrange polynomial of Chebyshev points is (1 + 2 sum_k T_k(node) T_k(x)) / NUM_NODES.
+    """
+    degrees = np.arange(1, NUM_NODES)
+    moments = [np.bincount(panel, counts)]
+    before, now = np.ones_like(x), x
+    for _ in degrees:
+        moments.append(2 * np.bincount(panel, counts * now))
+        before, now = now, 2 * x * now - before
+    chebyshev = np.cos(np.outer(np.arange(NUM_NODES), np.arccos(NODES)))
+    return np.stack(moments, axis=1) @ chebyshev / NUM_NODES
+
+
+# The independence model of a cache: each adapter is resident when its load exceeds one common threshold.
+
+
+BELOW_ONE = math.nextafter(1.0, 0.0)
+RECENT = 64
+
+
+def poisson_tail(rates: np.ndarray, tau: float) -> np.ndarray:
+    """Pr[Poisson(rate) > tau] for real tau >= 0: the regularised lower gamma function P(tau + 1, rate)."""
+    return gammainc(tau + 1, rates)
+
+
+class AdmissibilityModel:
+    """Thresholds, residency and IAR at any capacity for one popularity and global batch.
+
+    num_used: adapters of popularity > 0.  expected_active: sum_i 1 - exp(-lambda_i), the most that are
+    resident at tau >= 0.
+    """
+
+    def __init__(self, probabilities: np.ndarray, global_batch: float) -> None:
+        used = probabilities[probabilities > 0]
+        self.num_used = len(used)
+        self.groups: RateGroups = group_rates(used, global_batch)
+        # A search comes back to a capacity and starts from the thresholds of its neighbours.
+        self._expected_resident = cache(self._sum_of_tails)
+        self.expected_active = self._expected_resident(0.0)
+        self._taus: dict[int, float] = {}
+        self._resident_above = lru_cache(RECENT)(partial(poisson_tail, self.groups.rates))
+        self.overflow = lru_cache(RECENT)(self._overflow)
+
+    def threshold(self, capacity: int) -> float:
+        """tau >= 0 at which `capacity` adapters are resident on average; 0 where fewer are active."""
+        if capacity >= self.expected_active:
+            return 0.0
+        if capacity not in self._taus:
+            self._taus[capacity] = self._solve(capacity)
+        return self._taus[capacity]
+
+    def resident(self, capacity: int) -> np.ndarray:
+        """q of each group, [G]. Source: InfiniLoRA equation 2."""
+        return self._resident_above(self.threshold(capacity))
+
+    def _overflow(self, capacity: int) -> Overflow:
+        """Share of requests turned away, 1 - IAR, and the probability that the places are all taken."""
+        return overflow(self.resident(capacity), self.groups.counts, self.groups.mass, capacity)
+
+    def rate(self, capacity: int) -> float:
+        """IAR: 1 exactly if and only if every adapter that is used at all has a place."""
+        if capacity >= self.num_used:
+            return 1.0
+        return min(1.0 - self.overflow(capacity).turned_away, BELOW_ONE)
+
+    def _sum_of_tails(self, tau: float) -> float:
+        return float(self.groups.counts @ poisson_tail(self.groups.rates, tau))
+
+    def _solve(self, capacity: int) -> float:
+        # tau falls when the capacity grows.
+        above = [tau for other, tau in self._taus.items() if other < capacity]
+        below = [tau for other, tau in self._taus.items() if other > capacity]
+        low, high = max(below, default=0.0), min(above, default=1.0)
+        while self._expected_resident(high) > capacity:
+            low, high = high, 2 * high
+        if low == high or self._expected_resident(low) <= capacity:
+            return low
+        return float(brentq(lambda tau: self._expected_resident(tau) - capacity, low, high, xtol=1e-13))
+
+
+# The smallest capacity whose IAR reaches a target, without trying each.
+#
+# Write turned_away(M) = 1 - IAR(M) = sum_i p_i (1 - q_i) T_i, T_i = Pr[S_i >= M], S_i the number of
+# resident
+# adapters other than i.
+#
+# From the expected number of active adapters A up, tau = 0 and only M grows, so IAR grows: steps that
+# double,
+# then bisection.
+#
+# Below A, sum_i q_i = M, and when M grows every q_i grows and the mean of S with it: T_i may grow too, and
+# IAR
+# fall.  Over all capacities in [a, b], b <= A, with q, q' the residencies at a and b, every S has variance
+# at
+# least v = sum q_i (1 - q'_i), and two bounds hold (h = `largest_probability`, d = `largest_step`):
+#
+# - The median of a sum of Bernoulli variables whose mean is whole is that mean (Jogdeo and Samuels 1968),
+# so
+# T_i >= 1/2 - q_i h(v - 1/4).
+# - From M to M + 1, Pr[S_i >= M + 1] rises by sum_j q_j-growth Pr[S_ij = M], and the growths sum to 1,
+# while
+# Pr[S_i = M] is lost: as Pr[S_ij = M] differs from it by at most 3/2 d(v - 1/2) on average, T_i falls by at
+# most (growth of q_i) h(v - 1/4) + 3/2 d(v - 1/2) per step.
+#
+# A stretch whose bound exceeds what may be turned away is skipped; others are halved, the lower half first.
+
+
+MARGIN = 1e-8  # of the bounds over the errors of the sums in them
+
+
+def smallest_capacity(model: AdmissibilityModel, target: float) -> int:
+    """The smallest capacity with model.rate(capacity) >= target; the number of used adapters always has."""
+    first_monotone = max(1, math.ceil(model.expected_active))
+    found = _leftmost(model, target, 1, min(first_monotone, model.num_used) - 1)
+    if found is not None:
+        return found
+    return _bisect(model, target, min(first_monotone, model.num_used))
+
+
+def _bisect(model: AdmissibilityModel, target: float, low: int) -> int:
+    """The smallest capacity from low up that reaches the target, where the rate grows with the capacity."""
+    high, step = low, 1
+    while high < model.num_used and model.rate(high) < target:  # the answer is mostly near
+        low, high, step = high + 1, min(high + step, model.num_used), 2 * step
+    while low < high:
+        middle = (low + high) // 2
+        if model.rate(middle) >= target:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _leftmost(model: AdmissibilityModel, target: float, low: int, high: int) -> int | None:
+    """The smallest capacity in [low, high], all below the expected active, that reaches the target."""
+    stretches = [(low, high)]
+    while stretches:
+        begin, end = stretches.pop()
+        if begin > end or least_turned_away(model, begin, end) > 1 - target + MARGIN:
+            continue
+        if begin == end:
+            if model.rate(begin) >= target:
+                return begin
+            continue
+        middle = (begin + end) // 2
+        stretches += [(middle + 1, end), (begin, middle)]
+    return None
+
+
+def least_turned_away(model: AdmissibilityModel, begin: int, end: int) -> float:
+    """A lower bound of 1 - IAR over all capacities from begin to end, which is below the expected active."""
+    counts, mass = model.groups.counts, model.groups.mass
+    q, q_end = model.resident(begin), model.resident(end)
+    variance = float(counts @ (q * (1 - q_end)))
+    peak = largest_probability(variance - 0.25)
+    missing = mass * (1 - q_end)
+    by_median = float(missing @ (0.5 - peak * q_end))
+    growth = q_end - q
+    fall = peak * growth + 1.5 * largest_step(variance - 0.5) * (end - begin)
+    now = model.overflow(begin)
+    by_step = now.turned_away - float(mass @ growth) * now.full - float(missing @ fall)
+    return max(by_median, by_step)
 
 
 def immediate_admissibility_rate(popularity: Probabilities, global_batch: float, capacity: int) -> float:

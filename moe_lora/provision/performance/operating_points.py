@@ -7,13 +7,18 @@ using an adapter of a specific rank under SLO constraints".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from moe_lora.core.errors import ConfigError, SloError
+from moe_lora.policies.step_model import StepModel
+from moe_lora.provision.profile_file import file_fields
+from moe_lora.sim.system import simulate
+from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SystemConfig
 from moe_lora.workload.replay_plan import PlannedRequest
 
 _GROWTH = 2.0
@@ -200,3 +205,88 @@ def _bracket(
         f"rank {lora_rank}: not even {rate:g} requests/s hold the SLO (P95 TTFT {last.p95_ttft_s:.3g} s, "
         f"mean TPOT {last.mean_tpot_s:.3g} s); raise --slo-ttft-s or --slo-tpot-s, or lower --start-per-s"
     )
+
+
+# Operating points in a JSON file: {rank: tokens/s}, and how they were found.
+
+
+FORMAT = "moe-lora operating points"
+KINDS = ("measured", "simulated")
+
+
+def points_content(
+    points: Sequence[OperatingPoint],
+    *,
+    kind: str,
+    slo: SloGoal,
+    load: PointLoad,
+    settings: Mapping[str, Any],
+    env: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The file's fields.  kind: "measured" on an engine, or "simulated".  Tokens: of prompts and answers."""
+    if kind not in KINDS:
+        raise ConfigError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "operating_points": {str(point.lora_rank): point.tokens_per_s for point in points},
+        "slo": asdict(slo),
+        "load": asdict(load),
+        "searches": [asdict(point) for point in points],
+        "settings": dict(settings),
+        "env": dict(env),
+    }
+
+
+def read_operating_points(path: str | Path) -> dict[int, float]:
+    """{rank: tokens/s} of a file of `moe-lora operating-points`, as `placement.place_adapters` takes it.
+
+    A file with nothing but {"rank": tokens/s} is taken too.  Raises ConfigError naming the file and what is
+    wrong with it.
+    """
+    with file_fields(path, "moe-lora operating-points MODEL_DIR --out FILE") as top:
+        if top.has("format") and top.text("format") != FORMAT:
+            raise ConfigError(f"format is not {FORMAT!r}; give a file of `moe-lora operating-points`")
+        section = top.section("operating_points") if top.has("format") else top
+        points = {_rank(key): section.number(key) for key, _ in section.items()}
+        if not points:
+            raise ConfigError("it has no rank; it needs tokens/s of one or more")
+    return dict(sorted(points.items()))
+
+
+def _rank(key: str) -> int:
+    if not key.isdecimal() or int(key) < 1:
+        raise ConfigError(f"{key!r} is no rank; ranks are whole numbers >= 1")
+    return int(key)
+
+
+# A run at one rate in the simulator, steps timed by a performance model; for operating points in seconds.
+
+
+def simulated_run(
+    model: StepModel,
+    lora_rank: int,
+    load: PointLoad,
+    slo: SloGoal,
+    rate_per_s: float,
+    seed: int,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> Trial:
+    """One instance, all adapters resident, a step of prompts and decode rows as long as both one by one.
+
+    That is more than the engine needs, which computes both in one step.
+    """
+    names = [str(index) for index in range(load.num_adapters)]
+    config = SystemConfig(
+        num_instances=1,
+        instance=InstanceConfig(
+            steps=model,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        ),
+        adapters=LocalConfig(capacity=load.num_adapters),
+        lora_ranks=dict.fromkeys(names, lora_rank),
+    )
+    return judge(rate_per_s, simulate(config, load.plan(rate_per_s, names, seed)).requests, slo)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
 Server: TypeAlias = Hashable
 Table: TypeAlias = dict[str, list[tuple[Server, float]]]
@@ -143,3 +144,178 @@ def _check_numbers(setting: str, values: Mapping[str, float], adapters: Mapping[
             raise ValueError(f"{setting} names {name!r}, which is not among the adapters; add its rank there")
         if not 0 <= value < math.inf:
             raise ValueError(f"{setting}[{name!r}]={value} must be a finite number >= 0")
+
+
+# Which server takes which part of a new placement, so that least is copied.
+
+
+_SHARE_WEIGHT = 1e-3
+"""Of two ways to copy equally little, the one that changes phi less."""
+
+
+def least_moves(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
+    """The same placement under the permutation of servers that keeps most bytes where they were.
+
+    An assignment problem over kept[i, j]: bytes of the adapters of part i that server j had.  Then adapters
+    equal in rank and demand, which the paper does not mention, change places among each other if that leaves
+    more of them where they were.  Source: LoRAServe, Algorithm 1, step 5.
+    """
+    if not before:
+        return shares
+    num_servers = len(problem.servers)
+    kept = np.zeros((num_servers, num_servers))
+    for adapter, row in shares.items():
+        had = before.get(adapter)
+        if had:
+            for part, share in row.items():
+                for server, phi in had.items():
+                    kept[part, server] += problem.nbytes[adapter] * (1 + _SHARE_WEIGHT * min(share, phi))
+    # Equal sums must be equal floats, or rounding would prefer one of two equal permutations to staying.
+    kept = np.round(kept / max(kept.max(), 1e-300), 9)
+    _, server_of = linear_sum_assignment(kept, maximize=True)
+    moved = {
+        adapter: {int(server_of[part]): share for part, share in row.items()}
+        for adapter, row in shares.items()
+    }
+    return _swap_equal(problem, moved, before)
+
+
+def _swap_equal(problem: PlacementProblem, shares: Shares, before: Shares) -> Shares:
+    """Of equal adapters, each takes a row on the servers that it had, its own first, if there is one."""
+    equal: dict[tuple[int, float], list[int]] = {}
+    for adapter in shares:
+        equal.setdefault((int(problem.ranks[adapter]), float(problem.demand[adapter])), []).append(adapter)
+    found: Shares = {}
+    for adapters in equal.values():
+        apart = [adapter for adapter in sorted(adapters) if shares[adapter].keys() != _had(before, adapter)]
+        found.update((adapter, shares[adapter]) for adapter in adapters)
+        rows: dict[frozenset[int], list[int]] = {}
+        for adapter in reversed(apart):
+            rows.setdefault(frozenset(shares[adapter]), []).append(adapter)
+        rest = []
+        for adapter in apart:
+            wanted = rows.get(frozenset(_had(before, adapter)))
+            if wanted:
+                found[adapter] = shares[wanted.pop()]
+            else:
+                rest.append(adapter)
+        left = sorted(adapter for row in rows.values() for adapter in row)
+        found.update((adapter, shares[row]) for adapter, row in zip(rest, left, strict=True))
+    return found
+
+
+def _had(before: Shares, adapter: int) -> KeysView[int]:
+    return before.get(adapter, {}).keys()
+
+
+def copied_bytes(problem: PlacementProblem, shares: Shares, before: Shares) -> float:
+    """Bytes of adapters on servers that did not have them; those that were nowhere before do not count."""
+    return sum(
+        float(problem.nbytes[adapter])
+        for adapter, row in shares.items()
+        if adapter in before
+        for server in row
+        if server not in before[adapter]
+    )
+
+
+def num_copies(shares: Shares, before: Shares) -> int:
+    """Adapters times servers that get them from another server."""
+    return sum(server not in before[a] for a, row in shares.items() if a in before for server in row)
+
+
+# What a placement is worth: loads, ranks mixed, adapters held, bytes copied.
+
+
+_NO_TOKENS = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementQuality:
+    """Of one table under one demand.  Loads are shares of a server's capacity.
+
+    target_utilisation: mean load, a lower bound on both worst loads.  worst_load: of a server, each adapter
+    at its own rank's operating point (kernels that compute true ranks).  worst_padded_load: of a server, all
+    its tokens at its highest rank's point (kernels that pad).  rank_mixing: padded over own load, of all
+    servers together; 1 = no rank is served beside a higher one.  most_held, mean_held: adapters per server.
+    copied_bytes, num_copies: what servers get that they did not have, of adapters that were anywhere.
+    """
+
+    target_utilisation: float
+    worst_load: float
+    worst_padded_load: float
+    rank_mixing: float
+    most_held: int
+    mean_held: float
+    copied_bytes: float
+    num_copies: int
+
+
+def placement_quality(
+    table: Mapping[str, Iterable[tuple[Server, float]]],
+    adapters: Mapping[str, int],
+    servers: Sequence[Server],
+    operating_points: Mapping[int, float],
+    demand: Mapping[str, float],
+    previous: Mapping[str, Iterable[tuple[Server, float]]] | None = None,
+    adapter_bytes: Mapping[str, float] | None = None,
+) -> PlacementQuality:
+    """Judge a table (arguments as of `place_adapters`).  Raises ValueError if it lacks an adapter."""
+    problem = placement_problem(adapters, servers, operating_points, demand, adapter_bytes)
+    shares = problem.shares(table)
+    lacking = next((name for number, name in enumerate(problem.names) if number not in shares), None)
+    if lacking is not None:
+        raise ValueError(f"the table has no server for {lacking!r}")
+    return quality_of(problem, shares, problem.shares(previous))
+
+
+def quality_of(problem: PlacementProblem, shares: Shares, before: Shares) -> PlacementQuality:
+    """The same, by numbers."""
+    own, padded = own_loads(problem, shares), padded_loads(problem, shares)
+    held = np.bincount([s for row in shares.values() for s in row], minlength=len(problem.servers))
+    return PlacementQuality(
+        target_utilisation=problem.target_utilisation,
+        worst_load=float(own.max()),
+        worst_padded_load=float(padded.max()),
+        rank_mixing=float(padded.sum() / own.sum()) if own.sum() > 0 else 1.0,
+        most_held=int(held.max()),
+        mean_held=float(held.mean()),
+        copied_bytes=copied_bytes(problem, shares, before),
+        num_copies=num_copies(shares, before),
+    )
+
+
+def own_loads(problem: PlacementProblem, shares: Shares) -> NDArray[np.float64]:
+    """[S] Each server's load, adapters at their own ranks."""
+    loads = np.zeros(len(problem.servers))
+    for adapter, row in shares.items():
+        for server, share in row.items():
+            loads[server] += problem.load[adapter] * share
+    return loads
+
+
+def tokens_by_rank(problem: PlacementProblem, shares: Shares) -> NDArray[np.float64]:
+    """[S, ranks that occur, rising] tokens/s of each server."""
+    place = {rank: index for index, rank in enumerate(problem.tokens_per_s)}
+    tokens = np.zeros((len(problem.servers), max(1, len(place))))
+    for adapter, row in shares.items():
+        column = place[int(problem.ranks[adapter])]
+        for server, share in row.items():
+            tokens[server, column] += problem.demand[adapter] * share
+    return tokens
+
+
+def padded_of(problem: PlacementProblem, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Load by tokens of each rank, [..., ranks] -> [...]: all at the highest rank that has any."""
+    if not problem.tokens_per_s:
+        return np.zeros(tokens.shape[:-1])
+    per_s = np.array(list(problem.tokens_per_s.values()))
+    total = tokens.sum(axis=-1)
+    some = tokens > _NO_TOKENS * np.maximum(total, 1e-300)[..., None]
+    highest = some.shape[-1] - 1 - np.argmax(some[..., ::-1], axis=-1)
+    return total / per_s[highest]
+
+
+def padded_loads(problem: PlacementProblem, shares: Shares) -> NDArray[np.float64]:
+    """[S] Each server's load, all its tokens at its highest rank's operating point."""
+    return padded_of(problem, tokens_by_rank(problem, shares))

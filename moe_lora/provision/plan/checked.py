@@ -15,15 +15,14 @@ from pathlib import Path
 
 from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.provision.admission.iar import expected_active
 
 from . import verify as replayed
-from .candidate import candidate
 from .cluster_size import Cluster
-from moe_lora.provision.admission.iar import expected_active
 from .inputs import PlanInputs
 from .plan import CHECK, Plan, cluster_of, make_plan, plan_of
-from .verify import Load, Replay, read_load, replays
-from .verdicts import holds, missed_text, verdicts
+from .sizing import candidate
+from .verify import Load, Replay, holds, missed_text, read_load, replays, verdicts
 
 TRIED_AT_ONCE = 4
 """Clusters of equally many GPUs that are replayed before more GPUs are."""

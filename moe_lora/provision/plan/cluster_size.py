@@ -20,10 +20,9 @@ from functools import cached_property
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-
-from .loading import STEPS_TO_FIRST_TOKEN, AdapterLoads, LoadQueue
-from .memory import AdapterMix, kv_requests, server_slots
 from moe_lora.provision.profile import Gpu
+
+from .memory import STEPS_TO_FIRST_TOKEN, AdapterLoads, AdapterMix, LoadQueue, kv_requests, server_slots
 from .stages import StageTimes
 
 MEMORY, FIRST_TOKEN, LOADS = "ttft: cache capacity", "ttft: first token", "ttft: loads"

@@ -13,9 +13,9 @@ from moe_lora.config.plan import PlanGoals
 from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
+from moe_lora.provision.profile import Profile
 
 from .memory import AdapterMix
-from moe_lora.provision.profile import Profile
 
 _FROM_TRACE = {
     "rate_per_s": "change --request-rate",

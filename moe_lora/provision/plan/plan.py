@@ -3,29 +3,156 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moe_lora.config.plan import ESTIMATORS
-from moe_lora.dist.lora_server.protocol.partition import Layout
-from moe_lora.workload.popularity.probabilities import checked_probabilities
-
-from moe_lora.provision.admission.admitted import ADMITTED, Admitted, rates_at
-from .assumptions import assumptions
-from .budget import check_budget, check_instances
-from .candidate import Candidate, candidate, candidates, most_rows
-from .cluster_size import Cluster
+from moe_lora.core.errors import SloError
+from moe_lora.dist.lora_server.protocol.partition import (
+    Layout,
+    Partition,
+    communication_metrics,
+    uniform_routing,
+)
+from moe_lora.provision.admission.admitted import ADMITTED, Admitted, NeededCapacity, rates_at
 from moe_lora.provision.admission.corrected import corrected_wait
 from moe_lora.provision.admission.iar import expected_active
+from moe_lora.workload.popularity.popularity import checked_probabilities
+
+from .cluster_size import MS, Cluster
 from .inputs import PlanInputs
-from .layer_figures import layer_ms, table_1_metrics
-from moe_lora.provision.admission.load_range import NeededCapacity
-from .loading import AdapterLoads
-from .memory import server_bytes
-from .verify import Replay
-from .sizing import ServerSize, server_size, smallest_cluster, smallest_server
-from .split import Split, best_split
+from .memory import KNOWN_MODELS, AdapterLoads, bytes_text, server_bytes
+from .sizing import (
+    Candidate,
+    ServerSize,
+    Split,
+    best_split,
+    candidate,
+    candidates,
+    fewest_instances,
+    most_rows,
+    server_size,
+    smallest_cluster,
+    smallest_server,
+)
 from .stages import StageTimes
+from .verify import Replay
+
+# Whether what was given, GPUs or instances, holds the load.
+
+
+def check_budget(inputs: PlanInputs, split: Split) -> None:
+    """Raises SloError if the best split holds less than the load."""
+    if inputs.global_batch is not None:
+        held, asked, unit = float(split.global_batch), inputs.global_batch, "requests at once"
+    else:
+        assert inputs.rate_per_s is not None  # one of the two is given
+        held, asked, unit = split.tokens_per_s / inputs.output_tokens, inputs.rate_per_s, "requests/s"
+    if asked <= held:
+        return
+    raise SloError(
+        f"--gpus {inputs.gpus} hold {held:.1f} {unit} at best ({split.num_instances} instances and "
+        f"{split.layout}), the load is {asked:.1f}, {asked - held:.1f} more; {split.binding} limits it; "
+        "give more --gpus or loosen the SLOs"
+    )
+
+
+def check_instances(inputs: PlanInputs, cluster: Cluster) -> None:
+    """Raises SloError if so many instances can't take the load, with the number that can."""
+    most, limit = cluster.max_batch
+    assert inputs.instances is not None  # asked for only then
+    least = fewest_instances(cluster)
+    if inputs.instances >= least:
+        return
+    batch = min(cluster.batch(layout.ep, inputs.instances) for layout in cluster.layouts)
+    why = "fit beside the weights" if limit == "kv" else "the base model decodes within the TPOT SLO"
+    raise SloError(
+        f"--instances {inputs.instances}: {batch:.1f} requests each or more, {batch - most:.1f} more than "
+        f"the {most} that {why}; give {least} or more"
+    )
+
+
+# What a plan takes for granted, in sentences that are printed with it.
+
+
+_FORMS = {
+    "separate": "gate and up of an expert with an A each",
+    "shared": "one A for gate and up of an expert (PEFT's fused form)",
+}
+
+
+def assumptions(inputs: PlanInputs, global_batch: float) -> tuple[str, ...]:
+    """One sentence each: adapter form, load, popularity, hardware, model."""
+    shape, mix = inputs.shape, inputs.mix
+    other = "shared" if mix.form == "separate" else "separate"
+    other_bytes = replace(mix, form=other).adapter_bytes(shape)
+    sites = "adapters on every expert, none on attention" if shape.num_experts else "adapters on all sites"
+    usual = {model.name: model.lora_rank for model in KNOWN_MODELS}.get(inputs.model)
+    ranks = ", ".join(f"{rank} of {share:.0%} of the requests" for rank, share in mix.ranks)
+    if mix.ranks == ((usual, 1.0),):
+        ranks = f"{usual}, the usual one of {inputs.model} (table 3 of InfiniLoRA); --lora-rank for another"
+    elif len(mix.ranks) == 1:
+        ranks = f"{mix.ranks[0][0]}, as given"
+    said = [
+        f"LoRA rank {ranks}",
+        f"{sites}; {_FORMS[mix.form]}: {bytes_text(mix.adapter_bytes(shape))} each "
+        f"({other}: {bytes_text(other_bytes)})",
+        _load(inputs, global_batch),
+        "requests arrive independently of each other; service times do not depend on the adapter",
+        f"times and memory by profile {inputs.profile.name}; deltas are computed beside the base GEMMs; "
+        "experts are chosen evenly; waiting at the server for other instances is in the simulated times, not "
+        "in the predicted TPOT; instances are at layers of all stages evenly (equation 6)",
+    ]
+    if inputs.adapter_share < 1:
+        said.append(f"{1 - inputs.adapter_share:.1%} of the requests ask for the base model and take no slot")
+    if len(mix.ranks) > 1:
+        said.append(
+            "adapters of mean size stand for the mix of ranks: in memory the mean over requests or over "
+            "adapters, whichever is larger; in computation the one over requests"
+        )
+    notes = {model.name: model.note for model in KNOWN_MODELS}
+    if notes.get(inputs.model):
+        said.append(f"{inputs.model}: {notes[inputs.model]}")
+    return tuple(said)
+
+
+def _load(inputs: PlanInputs, global_batch: float) -> str:
+    if inputs.global_batch is not None:
+        return f"global batch {global_batch:g} as given"
+    return (
+        f"global batch {global_batch:.1f} = {inputs.rate_per_s:.4g} requests/s x {inputs.output_tokens:.4g} "
+        "output tokens x the predicted TPOT (Little's law)"
+        + (f", and {inputs.load_margin:.0%} more" if inputs.load_margin else "")
+    )
+
+
+# What a plan says of one layer: times, budgets, communication.
+
+
+def layer_ms(cluster: Cluster, chosen: Candidate) -> dict[str, float]:
+    """Times and budgets of one layer, in ms."""
+    stages, served, batch = cluster.stages, chosen.round, chosen.batch
+    times_s = {
+        "slo_layer": cluster.layer_budget_s,
+        "slo_ffn": cluster.ffn_budget_s(batch),
+        "attention": stages.attention_s(batch),
+        "experts": stages.experts_s(batch),
+        "receive": served.receive_s,
+        "compute": served.compute_s,
+        "send": served.send_s,
+    }
+    return {name: time_s * MS for name, time_s in times_s.items()}
+
+
+def table_1_metrics(inputs: PlanInputs, layout: Layout, batch: float) -> dict[str, float] | None:
+    """Table 1's metrics of a batch whose rows choose experts evenly; None for a model without experts."""
+    shape = inputs.shape
+    if not shape.num_experts:
+        return None
+    partition = Partition(shape, layout, inputs.instance_gpus, sites="auto")
+    routing = uniform_routing(max(1, round(batch)), shape.num_experts_per_token, shape.num_experts, 1)
+    return asdict(communication_metrics(partition, *routing))
+
 
 TAIL = 0.95
 BUDGET, CHECK = "budget: highest rate", "simulated check"

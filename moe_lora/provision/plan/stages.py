@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lora.config.engine import StageTime
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
-from moe_lora.config.step_profile import StageTime
-
-from moe_lora.provision.profile import Efficiency, Profile, ServerTables, Sizes, Tables
-from moe_lora.provision.tables import Table
+from moe_lora.provision.profile import Efficiency, Profile, ServerTables, Sizes, Table, Tables
 
 
 @dataclass(frozen=True, slots=True)

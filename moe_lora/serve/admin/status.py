@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+import json
+from dataclasses import asdict
+from html import escape
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 import moe_lora
 from moe_lora.core.errors import EngineDeadError, LoraServerError
-
-from moe_lora.serve.http_errors import ApiError, JsonResponse
+from moe_lora.dist.cluster.controller.controller_views import ProvisionView
 from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.http_errors import ApiError, JsonResponse
+from moe_lora.serve.openai.protocol import CapacityRequest
 
 
 def status_router(frontend: Frontend) -> APIRouter:
@@ -48,3 +54,139 @@ def status_router(frontend: Frontend) -> APIRouter:
         return Response(frontend.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router
+
+
+# GET /v1/models: the base model and its adapters.
+
+
+def models_router(frontend: Frontend) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", tags=["models"])
+
+    async def cards() -> list[dict[str, Any]]:
+        info = await frontend.info()
+        base = {
+            "id": frontend.model_name,
+            "object": "model",
+            "created": frontend.created_s,
+            "owned_by": "moe_lora",
+            "root": info.model_dir,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
+        adapters = [
+            {
+                **base,
+                "id": adapter.name,
+                "root": adapter.path or adapter.name,
+                "parent": frontend.model_name,
+                "lora_rank": adapter.lora_rank,
+                "version": adapter.version,
+                "residency": adapter.residency,
+            }
+            for adapter in await frontend.client.list_adapters()
+        ]
+        return [base, *adapters]
+
+    @router.get("", response_model=None)
+    async def list_models() -> Response:
+        """Everything that a request's `model` may name."""
+        return JsonResponse({"object": "list", "data": await cards()})
+
+    @router.get("/{model:path}", response_model=None)
+    async def retrieve_model(model: str) -> Response:
+        """One model or adapter."""
+        for card in await cards():
+            if card["id"] == model:
+                return JsonResponse(card)
+        raise ApiError(404, f"the model {model!r} does not exist; GET /v1/models lists what does", "model")
+
+    return router
+
+
+# How the places for adapters meet the load, and the LoRA Server's capacity while serving.
+
+
+def capacity_router(frontend: Frontend) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["capacity"])
+
+    def controller() -> ProvisionView:
+        if frontend.controller is None:
+            raise ApiError(
+                404, "the load on adapters is not watched; start with --target-iar or a LoRA Server"
+            )
+        return frontend.controller
+
+    def with_server() -> ProvisionView:
+        if frontend.controller is None or not frontend.controller.has_server:
+            raise ApiError(404, "there is no LoRA Server; start with --lora-server, or set max_loras")
+        return frontend.controller
+
+    @router.get("/provision", response_model=None)
+    async def provision() -> Response:
+        """What the last evaluation of the load found; `latest` is null before the first one."""
+        config, latest = controller().config, controller().latest
+        report = None if latest is None else {**asdict(latest), "suffices": latest.suffices}
+        return JsonResponse({"settings": asdict(config), "latest": report})
+
+    @router.get("/lora_server", response_model=None)
+    async def lora_server() -> Response:
+        """The LoRA Server's capacity, what is resident, who waits."""
+        state = await with_server().server_state()
+        assert state is not None
+        return JsonResponse(asdict(state))
+
+    @router.post("/lora_server/capacity", response_model=None)
+    async def resize(body: CapacityRequest) -> Response:
+        """Hold up to `capacity` adapters at once from now on; running requests are served to the end."""
+        return JsonResponse(asdict(await with_server().resize(body.capacity)))
+
+    return router
+
+
+# GET / and /docs: what this server is, for whoever opens its address in a browser.
+
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>moe_lora: {model}</title>
+<style>body {{ font: 16px/1.5 sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }}
+pre {{ background: #eee; padding: 1em; overflow: auto }} td {{ padding-right: 1.5em }}</style>
+<h1>{model}</h1>
+<p>moe_lora {version} serves this model and its LoRA adapters through the OpenAI interface.
+<code>model</code> names the base model or an adapter; <a href="v1/models">/v1/models</a> lists them.</p>
+<pre>curl {url}v1/completions -H 'Content-Type: application/json' \\
+    -d '{body}'</pre>
+<table>{rows}</table>
+<p>The same for programs, with all fields: <a href="openapi.json">/openapi.json</a>.</p></html>
+"""
+
+
+def welcome_router(frontend: Frontend, app: FastAPI) -> APIRouter:
+    """The page at both addresses.  It loads nothing from elsewhere."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/", response_model=None)
+    @router.get("/docs", response_model=None)
+    async def welcome(request: Request) -> Response:
+        # Without a tokenizer the server takes token ids only.
+        prompt = "hello" if frontend.tokenizer is not None else [1, 2, 3]
+        body = json.dumps({"model": frontend.model_name, "prompt": prompt, "max_tokens": 16})
+        return HTMLResponse(
+            PAGE.format(
+                model=escape(frontend.model_name),
+                version=escape(moe_lora.__version__),
+                url=escape(str(request.base_url)),
+                body=escape(body.replace("'", "\\u0027"), quote=False),
+                rows="".join(_rows(app)),
+            )
+        )
+
+    return router
+
+
+def _rows(app: FastAPI) -> list[str]:
+    """A row of the table for each endpoint."""
+    return [
+        f"<tr><td><code>{method.upper()} {escape(path)}</code><td>{escape(one.get('description', ''))}"
+        for path, methods in app.openapi()["paths"].items()
+        for method, one in methods.items()
+    ]

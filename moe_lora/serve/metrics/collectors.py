@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from moe_lora.dist.cluster.controller.controller_link import ControllerLink
+from moe_lora.dist.cluster.controller.controller_views import PlacementView, ProvisionView
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
-
-from moe_lora.dist.cluster.controller.controller_views import ProvisionView
 
 OUTLOOK_GAUGES = (
     (
@@ -69,3 +69,72 @@ class ProvisionCollector:
         if value is not None:
             gauge.add_metric(self._label, value)
         return gauge
+
+
+# Metrics of the placement (see docs/metrics.md).
+
+
+class PlacementCollector:
+    """A placement controller's state as metric families."""
+
+    def __init__(self, model_name: str, placement: PlacementView) -> None:
+        self._placement = placement
+        self._label = [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        placement, latest = self._placement, self._placement.latest
+        for name, text, count in (
+            ("moe_lora:placement_tables", "Routing tables so far.", placement.version),
+            ("moe_lora:placement_moves", "Adapters moved to an instance.", placement.num_copies),
+            ("moe_lora:placement_problems", "Placements that could not be made.", placement.num_problems),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric(self._label, count)
+            yield counter
+        utilisation = GaugeMetricFamily(
+            "moe_lora:placement_max_utilisation",
+            "Forecast load of the busiest instance, 1 = its operating point.",
+            labels=["model_name"],
+        )
+        held = GaugeMetricFamily(
+            "moe_lora:placement_adapters_held", "Adapters of the fullest instance.", labels=["model_name"]
+        )
+        if latest is not None:
+            held.add_metric(self._label, latest.most_held)
+            if placement.has_points:
+                utilisation.add_metric(self._label, latest.worst_load)
+        yield utilisation
+        yield held
+
+
+# Metrics of a front end's link to its controller (see docs/metrics.md).
+
+
+class LinkCollector:
+    """A link's state as metric families."""
+
+    def __init__(self, model_name: str, link: ControllerLink) -> None:
+        self._link = link
+        self._label = [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        name = GaugeMetricFamily(
+            "moe_lora:front_end",
+            "1; which of several front ends behind one port these metrics are of.",
+            labels=["model_name", "front_end"],
+        )
+        name.add_metric([*self._label, self._link.name], 1)
+        yield name
+        number = 0 if self._link.state is None else self._link.state.number
+        for family, text, value in (
+            ("moe_lora:controller_up", "1 while the controller is there.", self._link.up),
+            ("moe_lora:controller_state", "Number of the state that this front end routes by.", number),
+        ):
+            gauge = GaugeMetricFamily(family, text, labels=["model_name"])
+            gauge.add_metric(self._label, value)
+            yield gauge
+        joins = CounterMetricFamily(
+            "moe_lora:controller_joins", "Connections to the controller so far.", labels=["model_name"]
+        )
+        joins.add_metric(self._label, self._link.num_joins)
+        yield joins

@@ -7,14 +7,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from .answers import answer
-from moe_lora.serve.http_errors import bad_request
-from .fields import whole_characters
 from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.http_errors import bad_request
+
+from .answers import answer, chat_logprobs, name_request
 from .generation import Delta, Generation, Plan
-from .logprobs import chat_logprobs
-from .protocol import ChatRequest
-from .request_ids import name_request
+from .protocol import ChatRequest, whole_characters
 
 
 class ChatFormat:

@@ -8,12 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from .answers import answer
 from moe_lora.serve.frontend import Frontend
+
+from .answers import CompletionLogprobs, answer, name_request
 from .generation import Delta, Generation, Plan
-from .logprobs import CompletionLogprobs
 from .protocol import CompletionRequest
-from .request_ids import name_request
 
 DEFAULT_MAX_TOKENS = 16
 """As in the OpenAI interface; less where the context has less room."""

@@ -2,15 +2,223 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from .functions import functions_popularity
-from .mapping import mapped_popularity
-from .popularity import AdapterChoice, Popularity, read_counts, uniform, zipf
-from .rank_shapes import exponential_ranks, power_ranks, production_ranks, shifting_ranks, uniform_ranks
-from .shapes import Distinct, dirichlet, gaussian, long_tail, two_level
+import numpy as np
+from numpy.typing import NDArray
+
 from moe_lora.workload.statistics import trace_statistics
+
+from .functions import functions_popularity, mapped_popularity
+from .popularity import AdapterChoice, Popularity, from_weights, read_counts, uniform, zipf
+
+# Shapes of popularity beside Zipf and uniform: two levels, Dirichlet, long tail, Gaussian, turns, shifts.
+
+
+_STEEPEST = 60.0  # a power law this steep leaves nothing to the second adapter
+
+
+def _need(allowed: bool, name: str, value: float, range_text: str) -> None:
+    if not allowed:
+        raise ValueError(f"{name}={value} is not allowed; choose {range_text}")
+
+
+def two_level(adapters: Sequence[str], num_hot: int, hot_share: float) -> Popularity:
+    """The first num_hot adapters have hot_share of the requests, evenly; the others the rest, evenly.
+
+    num_hot = 1 is one hot adapter.
+    """
+    _need(1 <= num_hot < len(adapters), "num_hot", num_hot, f"1 to {len(adapters) - 1}, below all adapters")
+    _need(0 <= hot_share <= 1, "hot_share", hot_share, "a number from 0 to 1")
+    num_cold = len(adapters) - num_hot
+    weights = [hot_share / num_hot] * num_hot + [(1 - hot_share) / num_cold] * num_cold
+    return from_weights(adapters, weights)
+
+
+def dirichlet(adapters: Sequence[str], concentration: float, seed: int = 0) -> Popularity:
+    """One draw from the symmetric Dirichlet distribution; the smaller the concentration, the more uneven."""
+    _need(
+        math.isfinite(concentration) and concentration > 0,
+        "concentration",
+        concentration,
+        "a finite number > 0",
+    )
+    _need(seed >= 0, "seed", seed, "a whole number >= 0")
+    drawn = np.random.default_rng(seed).gamma(concentration, size=len(adapters))
+    if not drawn.any():
+        raise ValueError(f"concentration={concentration} is too small to draw from; choose a larger one")
+    return from_weights(adapters, drawn.tolist())
+
+
+def long_tail(adapters: Sequence[str], num_head: int = 5, head_share: float = 0.7) -> Popularity:
+    """P(i-th adapter) ~ 1 / i**s, s such that the first num_head adapters have head_share of the requests.
+
+    Source: LoRAServe section IV and figure 8 (the top five of an adapter fleet have more than 70 %).
+    """
+    from scipy.optimize import brentq  # a third of a second, for this shape only
+
+    num_adapters = len(adapters)
+    _need(1 <= num_head < num_adapters, "num_head", num_head, f"1 to {num_adapters - 1}, below all adapters")
+    least = num_head / num_adapters
+    _need(least <= head_share < 1, "head_share", head_share, f"from {least:.4g} (all even) to below 1")
+    places = np.arange(1, num_adapters + 1, dtype=np.float64)
+
+    def beyond(s: float) -> float:
+        weights = places**-s
+        return float(weights[:num_head].sum() / weights.sum()) - head_share
+
+    if beyond(0.0) >= 0.0:  # rounding, where head_share is that of even popularity
+        return uniform(adapters)
+    return zipf(adapters, float(brentq(beyond, 0.0, _STEEPEST)))
+
+
+def gaussian(adapters: Sequence[str], sigma: float) -> Popularity:
+    """P(i-th of N adapters): mass of a normal distribution (mean 1/2, deviation sigma) on (i, i + 1) / N.
+
+    Cut to [0, 1]: the adapters in the middle are asked for most.
+    Source: FastLibra section 6.9 (Skewed-0.1, Skewed-0.3); it gives the deviation, not the mean or the unit.
+    """
+    _need(math.isfinite(sigma) and sigma > 0, "sigma", sigma, "a finite number > 0 (0.1 and 0.3 are usual)")
+    num_adapters = len(adapters)
+    _need(num_adapters >= 1, "number of adapters", num_adapters, "at least one")
+    edges = [math.erf((i / num_adapters - 0.5) / (sigma * math.sqrt(2))) for i in range(num_adapters + 1)]
+    return from_weights(adapters, [right - left for left, right in pairwise(edges)])
+
+
+@dataclass(frozen=True, slots=True)
+class Distinct:
+    """Adapters in turn, each as often as the others ("distinct").
+
+    Source: FastLibra section 6.9.
+    """
+
+    adapters: tuple[str, ...]
+    lora_ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        uniform(self.adapters)  # which refuses none at all and names given twice
+
+    def at(self, time_share: float) -> Popularity:
+        return uniform(self.adapters)
+
+    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
+        return [self.adapters[index % len(self.adapters)] for index in range(len(time_shares))]
+
+
+@dataclass(frozen=True, slots=True)
+class Shifting:
+    """P(t) = (1 - t) · start + t · end, with t the share of the time that has passed."""
+
+    start: Popularity
+    end: Popularity
+
+    def __post_init__(self) -> None:
+        if self.start.adapters != self.end.adapters or self.start.lora_ranks != self.end.lora_ranks:
+            raise ValueError("start and end of a shift must name the same adapters and ranks, in one order")
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.start.adapters
+
+    @property
+    def lora_ranks(self) -> tuple[int, ...]:
+        return self.start.lora_ranks
+
+    def at(self, time_share: float) -> Popularity:
+        """Raises ValueError for a time outside 0 to 1."""
+        _need(0 <= time_share <= 1, "time_share", time_share, "a number from 0 (start) to 1 (end)")
+        mixed = (1 - time_share) * np.asarray(self.start.probabilities) + time_share * np.asarray(
+            self.end.probabilities
+        )
+        return from_weights(self.adapters, mixed.tolist(), self.lora_ranks)
+
+    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
+        """A request at t draws from `end` with probability t, else from `start`: that is P(t)."""
+        from_end = rng.random(len(time_shares)) < time_shares
+        early = self.start.sample(len(time_shares), rng)
+        late = self.end.sample(len(time_shares), rng)
+        return [late[i] if from_end[i] else early[i] for i in range(len(time_shares))]
+
+
+# LoRAServe's popularities, which are over ranks: 8, 16, 32, 64, 128, each with its own adapters.
+#
+# Every shape splits the adapters over the five ranks in order, as evenly as may be (25 adapters: 5 a rank),
+# and
+# a rank's share evenly over its adapters unless it says otherwise.
+# Source: LoRAServe sections V-E and V-H.
+
+
+LORA_RANKS = (8, 16, 32, 64, 128)
+_HALF = 0.5
+
+
+def _ranks(adapters: Sequence[str]) -> tuple[int, ...]:
+    """Rank of each adapter, non-decreasing; the lowest ranks get one more where 5 does not divide."""
+    if len(adapters) < len(LORA_RANKS):
+        raise ValueError(
+            f"{len(adapters)} adapters for the ranks {LORA_RANKS}; name at least {len(LORA_RANKS)}"
+        )
+    each, more = divmod(len(adapters), len(LORA_RANKS))
+    return tuple(rank for place, rank in enumerate(LORA_RANKS) for _ in range(each + (place < more)))
+
+
+def _over_ranks(adapters: Sequence[str], shares: Sequence[float], alpha: float = 0.0) -> Popularity:
+    """Each rank's share, split over its adapters in proportion to 1 / place**alpha."""
+    if len(shares) != len(LORA_RANKS):
+        raise ValueError(f"{len(shares)} shares for the ranks {LORA_RANKS}; give one a rank")
+    ranks = _ranks(adapters)
+    weights: list[float] = []
+    for rank, share in zip(LORA_RANKS, shares, strict=True):
+        split = [place**-alpha for place in range(1, ranks.count(rank) + 1)]
+        total = math.fsum(split)
+        weights += [share * part / total for part in split]
+    return from_weights(adapters, weights, ranks)
+
+
+def uniform_ranks(adapters: Sequence[str]) -> Popularity:
+    """Every rank a fifth."""
+    return _over_ranks(adapters, [1.0] * len(LORA_RANKS))
+
+
+def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity:
+    """Share of the k-th rank ~ exp(-decay · k), the smallest rank first.
+
+    The paper does not state the decay; 1.0 gives 64, 23, 9, 3 and 1 %.
+    """
+    if not (math.isfinite(decay) and decay >= 0):
+        raise ValueError(f"decay={decay} is not allowed; choose a finite number >= 0 (0 is uniform)")
+    return _over_ranks(adapters, [math.exp(-decay * place) for place in range(len(LORA_RANKS))])
+
+
+def power_ranks(adapters: Sequence[str], alpha: float = 1.0) -> Popularity:
+    """Share of the k-th rank ~ k**-alpha, k = 1 the smallest rank.
+
+    alpha was 1/3 … 3 over 100 adapters. That places are ranks, not single adapters, follows from the largest
+    rank's share: 16 % at alpha = 1/3, as the paper says (14 % over single adapters).
+    """
+    if not (math.isfinite(alpha) and alpha >= 0):
+        raise ValueError(f"alpha={alpha} is not allowed; choose a finite number >= 0 (1/3 to 3 are usual)")
+    return _over_ranks(adapters, [place**-alpha for place in range(1, len(LORA_RANKS) + 1)])
+
+
+def shifting_ranks(adapters: Sequence[str]) -> Shifting:
+    """Rank 128 has half of the requests, moving linearly to rank 8 having half; the others share the rest."""
+    others = _HALF / (len(LORA_RANKS) - 1)
+    start = [others] * (len(LORA_RANKS) - 1) + [_HALF]
+    return Shifting(_over_ranks(adapters, start), _over_ranks(adapters, start[::-1]))
+
+
+def production_ranks(adapters: Sequence[str], *rank_shares: float) -> Popularity:
+    """Each rank's share split over its adapters by a power law of alpha = 1 (50, 100 or 200 adapters in all).
+
+    rank_shares: one a rank; the paper shows them in a figure only (15), so even where not given.
+    """
+    return _over_ranks(adapters, rank_shares or (1.0,) * len(LORA_RANKS), alpha=1.0)
+
 
 USUAL_ZIPF = 1.2  # InfiniLoRA section 6.1
 
@@ -97,3 +305,41 @@ def _of_identities(text: str, name: str, path: str, adapters: Sequence[str], ske
     if popularity is None:
         raise ValueError(f"popularity {text}: the trace names no adapter; choose another popularity")
     return mapped_popularity(found.adapter_counts, adapters, skewness) if adapters else popularity
+
+
+# Popularity that moves from adapter to adapter.
+
+
+@dataclass(frozen=True, slots=True)
+class Drifting:
+    """The k-th of N adapters at time share t is as popular as the (k + m) mod N-th of `base`, with
+    m = int(t · num_moves).
+
+    Every 1 / num_moves of the time the least popular adapter becomes the most popular one, as when a new
+    function is rolled out, and all others lose a place (base: by falling popularity).
+    """
+
+    base: Popularity
+    num_moves: int
+
+    def __post_init__(self) -> None:
+        if self.num_moves < 0:
+            raise ValueError(f"num_moves={self.num_moves} is not allowed; choose 0 or more")
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.base.adapters
+
+    @property
+    def lora_ranks(self) -> tuple[int, ...]:
+        return self.base.lora_ranks
+
+    def at(self, time_share: float) -> Popularity:
+        shift = -int(time_share * self.num_moves)
+        return from_weights(self.adapters, np.roll(self.base.probabilities, shift).tolist(), self.lora_ranks)
+
+    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
+        probabilities = np.asarray(self.base.probabilities)
+        places = rng.choice(len(probabilities), size=len(time_shares), p=probabilities)
+        moved = (places - (time_shares * self.num_moves).astype(int)) % len(probabilities)
+        return [self.adapters[index] for index in moved.tolist()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import numbers
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from typing import Protocol, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.workload.traces.records import RowReader, open_text
 from moe_lora.workload.traces.csv_formats import table
+from moe_lora.workload.traces.records import RowReader, open_text
 
 
 class AdapterChoice(Protocol):
@@ -135,3 +136,45 @@ def _count_rows(lines: TextIO, reader: RowReader) -> Iterator[tuple[str, object]
         if len(row) != 2:
             raise reader.error("count", f"{len(row)} columns", "two columns: adapter,count")
         yield row[0].strip(), row[1].strip()
+
+
+# Checks of the inputs that capacity questions share: a popularity, a global batch, a number of slots.
+
+
+SUM_TOLERANCE = 1e-6
+
+Probabilities = Sequence[float] | np.ndarray
+
+
+def checked_probabilities(popularity: Probabilities) -> np.ndarray:
+    """The probability of each adapter, [N], scaled to sum 1 where it is off by up to a millionth.
+
+    Raises ValueError for no adapter, for values that are negative or not finite, and for another sum.
+    """
+    probabilities = np.asarray(popularity, dtype=float)
+    if probabilities.ndim != 1 or not len(probabilities):
+        raise ValueError(f"popularity has shape {probabilities.shape}; give one probability per adapter")
+    bad = np.flatnonzero(~(np.isfinite(probabilities) & (probabilities >= 0)))
+    if len(bad):
+        raise ValueError(
+            f"popularity[{bad[0]}]={probabilities[bad[0]]} is not a probability; give finite numbers >= 0"
+        )
+    total = float(probabilities.sum())
+    if not math.isclose(total, 1.0, rel_tol=SUM_TOLERANCE):
+        raise ValueError(f"popularity sums to {total:.9g}, not 1; divide each value by the sum of all")
+    return probabilities / total
+
+
+def checked_global_batch(global_batch: float) -> float:
+    """Requests in service over all instances, on average. Raises ValueError if it is not finite and > 0."""
+    real = isinstance(global_batch, numbers.Real) and not isinstance(global_batch, bool)
+    if not (real and math.isfinite(global_batch) and global_batch > 0):
+        raise ValueError(f"global_batch={global_batch!r} is not allowed; give requests in service, > 0")
+    return float(global_batch)
+
+
+def checked_capacity(capacity: int) -> int:
+    """Adapters that fit. Raises ValueError if it is no whole number >= 1."""
+    if isinstance(capacity, bool) or not isinstance(capacity, numbers.Integral) or capacity < 1:
+        raise ValueError(f"capacity={capacity!r} is not allowed; give a whole number of adapters, 1 or more")
+    return int(capacity)

@@ -10,11 +10,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
+from .csv_formats import (
+    AZURE_COLUMNS,
+    BURSTGPT_COLUMNS,
+    COLUMNS_2019,
+    COLUMNS_2021,
+    iter_azure,
+    iter_burstgpt,
+    normalise,
+)
+from .json_formats import iter_lmsys, iter_mooncake, iter_own, iter_sharegpt, iter_vllm
 from .records import RowReader, Trace, TraceRequest, open_text
-from .trace_chat import iter_lmsys, iter_sharegpt
-from .csv_formats import AZURE_COLUMNS, BURSTGPT_COLUMNS, iter_azure, iter_burstgpt, normalise
-from .trace_functions import COLUMNS_2019, COLUMNS_2021
-from .json_formats import iter_mooncake, iter_own, iter_vllm
 
 FORMATS: dict[str, Callable[[TextIO, RowReader], Iterator[TraceRequest]]] = {
     "azure": iter_azure,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.adapters.registry.content_store import MANIFEST_FILE
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
-from moe_lora.adapters.registry.registry import Registry
+from moe_lora.adapters.registry.content_store import MANIFEST_FILE
 from moe_lora.adapters.registry.database import DATABASE_FILE, SCHEMA_VERSION
+from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, RegistryError
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder
 

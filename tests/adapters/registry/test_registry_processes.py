@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.adapters.registry.registry import Registry
 from moe_lora.adapters.registry.database import DATABASE_FILE
+from moe_lora.adapters.registry.registry import Registry
 from tests.adapters.peft_folders import BASE, peft_folder
+
 from .registry_worker import NUM_CONTENTS
 
 ROOT = Path(__file__).parents[3]

@@ -15,17 +15,15 @@ from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.dist.cluster.controller.directed import DirectedRoster
+from moe_lora.dist.cluster.instance_links import FrontEndLinks
+from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.listener import AsItIs, CatchUp, Door
+from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.thread import LoopThread
-from moe_lora.dist.cluster.instance_links import FrontEndLinks
-from moe_lora.dist.cluster.controller.directed_roster import DirectedRoster
-from moe_lora.dist.cluster.listener import Door
-from moe_lora.dist.cluster.entry import AsItIs, CatchUp
-from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.heartbeat import Heartbeat, Pulse
-from moe_lora.engine.client.inbox import Inbox
-from moe_lora.engine.client.messages import Abort, Call, Generate, Hello, Outputs, Reply, Stop
-from moe_lora.dist.cluster.instances import Roster
+from moe_lora.engine.client.messages import Abort, Call, Generate, Hello, Inbox, Outputs, Reply, Stop
 from moe_lora.policies.routing import RoundRobin
 
 from .fleet_parts import INFO

@@ -9,9 +9,9 @@ import pytest
 
 from moe_lora.core.errors import CapacityError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.dist.cluster.catch_up import catch_up
-from moe_lora.engine.client.client import CallableEngine
 from moe_lora.dist.cluster.instances import ServedAdapter
+from moe_lora.dist.cluster.listener import catch_up
+from moe_lora.engine.client.client import CallableEngine
 
 
 class ToldClient(CallableEngine):

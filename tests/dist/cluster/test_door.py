@@ -14,11 +14,10 @@ import pytest
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
+from moe_lora.dist.cluster.instances import Holding, Roster, Served, ServedAdapter
+from moe_lora.dist.cluster.listener import AsItIs, CatchUp, Recovery
 from moe_lora.dist.net.keys import make_keys
-from moe_lora.dist.cluster.entry import AsItIs, CatchUp, Recovery
 from moe_lora.engine.client.messages import Dead
-from moe_lora.dist.cluster.instances import Roster
-from moe_lora.dist.cluster.served import Holding, Served, ServedAdapter
 
 from .door_parts import ADVICE, FrontEnd, Instance, until
 from .fleet_parts import INFO

@@ -7,14 +7,22 @@ import pytest
 from msgspec import structs
 
 from moe_lora.core.clock import VirtualClock
-from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, AdapterVersionError, CapacityError, EngineDeadError, EngineSilentError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    AdapterVersionError,
+    CapacityError,
+    EngineDeadError,
+    EngineSilentError,
+)
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.policies.token_meter import TokenMeter
-from moe_lora.dist.cluster.failover import MAX_RESENDS
-from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.cluster.adapter_calls import unload_everywhere
+from moe_lora.dist.cluster.failover import MAX_RESENDS
 from moe_lora.dist.cluster.instances import Roster
-from moe_lora.policies.routing import LeastOutstanding, RoundRobin
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.policies.routing import LeastOutstanding, RoundRobin, TokenMeter
+
 from .fleet_parts import CountingEngine
 
 

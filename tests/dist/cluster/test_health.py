@@ -9,9 +9,9 @@ from typing import Any
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.dist.cluster.health import Attendance
+from moe_lora.dist.cluster.instances import Roster
 from moe_lora.engine.client.heartbeat import Hearing, Heartbeat, Pulse
 from moe_lora.engine.client.messages import Beat
-from moe_lora.dist.cluster.instances import Roster
 
 from .fleet_parts import CountingEngine
 

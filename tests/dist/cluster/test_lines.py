@@ -9,11 +9,20 @@ from msgspec import Raw
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.dist.cluster.instance_links import Lines
 from moe_lora.dist.net.codec import encode
 from moe_lora.dist.net.peer import Asked
-from moe_lora.engine.client.inbox import Inbox
-from moe_lora.dist.cluster.lines import Lines
-from moe_lora.engine.client.messages import Abort, Beat, Dead, Generate, Outputs, Rejected, Reply, Request
+from moe_lora.engine.client.messages import (
+    Abort,
+    Beat,
+    Dead,
+    Generate,
+    Inbox,
+    Outputs,
+    Rejected,
+    Reply,
+    Request,
+)
 
 
 class Line:

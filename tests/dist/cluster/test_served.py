@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.dist.cluster.served import Served, ServedAdapter
+from moe_lora.dist.cluster.instances import Served, ServedAdapter
 
 versions = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4))
 

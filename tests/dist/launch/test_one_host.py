@@ -17,10 +17,8 @@ import pytest
 from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, RegistryConfig
 from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
 from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.dist.launch.host_roles import HostRoles, RestartPolicy, Role
+from moe_lora.dist.launch.host_roles import HostRoles, RestartPolicy, Role, cluster_file, on_sockets, roles_of
 from moe_lora.dist.net.thread import LoopThread, entered
-from moe_lora.dist.launch.one_host import cluster_file, on_sockets, roles_of
-
 from tests.dist.cluster_jobs import alive, until
 
 QUICK = RestartPolicy(first_pause_s=0.01, longest_pause_s=0.02)

@@ -10,8 +10,8 @@ import pytest
 
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.net.keys import make_keys
 from moe_lora.dist.launch.roles import Place, serve_instance, serve_lora_server
+from moe_lora.dist.net.keys import make_keys
 
 ROOT = Path(__file__).parents[3]
 SERVER = "lora_server: {layout: EP2-PP1, address: '127.0.0.1:1', store_dir: store}\n"
@@ -70,7 +70,14 @@ def test_place_is_what_torchrun_says(monkeypatch):
     ],
 )
 def test_command_ends_with_one_line(write, options, code, reason):
-    command = [sys.executable, "-m", "moe_lora.dist.launch.run_role", "--config", str(write(SERVER)), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "moe_lora.dist.launch.run_role",
+        "--config",
+        str(write(SERVER)),
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == code
     assert reason in done.stderr

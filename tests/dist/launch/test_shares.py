@@ -4,7 +4,7 @@ import pytest
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.launch.shares import instance_config, thread_share
+from moe_lora.dist.launch.host_roles import instance_config, thread_share
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from moe_lora.adapters.packed import PackedAdapter, PackedLayer
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
-from moe_lora.dist.lora_server.protocol.control import ControlConnection
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
+from moe_lora.dist.lora_server.protocol.control import ControlConnection
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.dist.lora_server.server.server_rank import RankConfig, ServerRank
 from moe_lora.lora.row_routing import Lease

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from moe_lora.config import EngineConfig, LoraServerConfig
-from moe_lora.dist.launch.build import build_rank
+from moe_lora.dist.launch.host_roles import StartRank
+from moe_lora.dist.launch.roles import build_rank
 from moe_lora.dist.lora_server.server import data_loop as serving
-from moe_lora.dist.launch.ranks import StartRank
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 

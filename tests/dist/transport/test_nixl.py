@@ -12,8 +12,7 @@ import torch
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.dist.transport import make_transport
 from moe_lora.dist.transport.descriptor import Descriptor
-from moe_lora.dist.transport.nixl_transfers import Transfers
-from moe_lora.dist.transport.nixl_window import NixlRemoteWindow, Transfer
+from moe_lora.dist.transport.nixl_window import NixlRemoteWindow, Transfer, Transfers
 
 from .peers import TIMEOUT_S, pattern
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.clock import VirtualClock
-from moe_lora.dist.lora_server.server.lease_events import Grant
 from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.engine.adapters.adapter_version import AdapterVersion
+from moe_lora.dist.lora_server.server.residency import Grant
+from moe_lora.engine.adapters.adapter_loader import AdapterVersion
 from moe_lora.engine.adapters.remote_loader import RemotePlacement, SharedPlacement
 from moe_lora.engine.sequence import Sequence
 from moe_lora.lora.row_routing import Lease
-
 from tests.engine.parts import Parts, packed
 
 

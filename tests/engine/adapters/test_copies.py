@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.adapters import read_adapter
-from moe_lora.adapters.shard import entries_of_experts
+from moe_lora.adapters.packed import entries_of_experts
 from moe_lora.core.shape import ModelShape
+from moe_lora.engine.adapters.adapter_loader import KeptAdapters, ShardSizes
 from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, CopyPages, RankCopier, _runs
-from moe_lora.engine.adapters.kept_adapters import KeptAdapters, ShardSizes
-from moe_lora.kernels.reference import arena_rows
 from moe_lora.kernels.operands import SlotTable
+from moe_lora.kernels.reference import arena_rows
 from tests.families import make_adapter, make_checkpoint
 
 CPU, PAGE_BYTES = torch.device("cpu"), 1024

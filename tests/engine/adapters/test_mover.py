@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from moe_lora.engine.adapters.mover import Mover
+from moe_lora.engine.adapters.transfers import Mover
 
 CPU = torch.device("cpu")
 

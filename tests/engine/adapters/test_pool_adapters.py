@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from moe_lora.adapters import read_adapter
+from moe_lora.adapters.host_store import adapter_without_data, facts_of, has_data, layout_of
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.window_layout import adapter_without_data, facts_of, has_data, layout_of
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.transport import make_transport
+from moe_lora.engine.adapters.adapter_loader import ShardSizes
 from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, CopyPages, RankCopier
-from moe_lora.engine.adapters.kept_adapters import ShardSizes
-from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
+from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.kernels.operands import SlotTable
 from tests.families import make_adapter, make_checkpoint
 

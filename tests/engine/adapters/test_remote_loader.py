@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from moe_lora.core.errors import CapacityError
-from moe_lora.engine.adapters.adapter_version import AdapterVersion
+from moe_lora.engine.adapters.adapter_loader import AdapterVersion
 from moe_lora.engine.adapters.remote_loader import RemotePlacement
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape

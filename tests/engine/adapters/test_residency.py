@@ -5,11 +5,9 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.orders import Readiness
-from moe_lora.cache.tables import BlockTable
+from moe_lora.cache.pages import BlockTable
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from moe_lora.engine.adapters.adapter_version import AdapterVersion
-from moe_lora.engine.adapters.kept_adapters import KeptAdapters
-
+from moe_lora.engine.adapters.adapter_loader import AdapterVersion, KeptAdapters
 from tests.engine.parts import PAGE_BYTES, Parts, packed
 
 

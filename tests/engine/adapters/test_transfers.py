@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from moe_lora.engine.adapters.copies import BringAdapter
-
 from tests.engine.parts import HeldMover, Parts, packed
 
 

@@ -13,11 +13,18 @@ import pytest
 
 from moe_lora.assemble import instance_processes
 from moe_lora.config import EngineConfig
-from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, AdapterVersionError, ConfigError, EngineDeadError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    AdapterVersionError,
+    ConfigError,
+    EngineDeadError,
+)
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.inprocess import InProcessClient
+from moe_lora.engine.llm import InProcessClient
 from tests.dist.cluster_jobs import children, until
 
 DEMO = Path(__file__).parents[3] / "demo"

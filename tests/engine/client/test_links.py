@@ -9,7 +9,6 @@ import pytest
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.client.heartbeat import Heartbeat
-
 from tests.dist.cluster.door_parts import HELD_TOKENS, FrontEnd, Instance, until
 
 START = {"start": ("places/start", 1)}

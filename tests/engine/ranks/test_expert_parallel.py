@@ -18,13 +18,12 @@ from moe_lora import LLM, SamplingParams
 from moe_lora.assemble import engine_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
-from moe_lora.engine.ranks.followers import HOST_STORE
 from moe_lora.engine.ranks import exchange
+from moe_lora.engine.ranks.followers import HOST_STORE
 from tests.dist.cluster_jobs import children
+from tests.engine.test_oracle import smallest_kv_gb
 from tests.families import MOE_FAMILIES
 from tests.models.conftest import served  # noqa: F401  (the fixture)
-
-from tests.engine.test_oracle import smallest_kv_gb
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 SLOW = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_lora.kernels.triton import configs
-from moe_lora.kernels.triton.launch import interpreted
+from moe_lora.kernels.triton.configs import interpreted
 
 SMALL = {
     "wgmma_shrink": {"block_t": 16, "block_k": 32, "split_k": 2},

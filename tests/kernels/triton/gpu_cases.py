@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_lora.kernels.reference import arena_rows, input_rows
 from moe_lora.kernels.operands import LoraOperands, SlotTable
-
+from moe_lora.kernels.reference import arena_rows, input_rows
 from tests.kernels.kernel_cases import SiteCase, packed_adapters, popularity, random
 
 LAYER = 1

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lora.kernels.triton import aot
-from moe_lora.kernels.triton import configs
-from moe_lora.kernels.triton import sass
+from moe_lora.kernels.triton import aot, configs
+from moe_lora.kernels.triton import aot as sass
 
 USAGE = " Function wgmma_shrink:\n  REG:168 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:648 TEXTURE:0"
 SASS = """

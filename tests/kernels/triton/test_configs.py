@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from moe_lora.kernels.triton import configs
-from moe_lora.kernels.triton.choose import choose, forced
-
+from moe_lora.kernels.triton.triton_lora import choose, forced
 from tests.kernels.kernel_cases import QKV
 
 TABLE = configs.load_table(configs.FALLBACK)

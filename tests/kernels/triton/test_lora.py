@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_lora.kernels.triton import configs
-from moe_lora.kernels.triton import launch
-from moe_lora.kernels.triton import triton_lora as lora
-from moe_lora.kernels.triton import steps
-from moe_lora.kernels.triton.segments import build_segments, unsorted_rows
 from moe_lora.kernels.operands import LoraOperands
+from moe_lora.kernels.triton import configs, steps
+from moe_lora.kernels.triton import configs as launch
+from moe_lora.kernels.triton import triton_lora as lora
+from moe_lora.kernels.triton.segments import build_segments, unsorted_rows
 
 from .gpu_cases import DOWN, GATE_UP, ODD, QKV, SITES, assert_delta, make_batch
 

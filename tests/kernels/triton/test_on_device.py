@@ -7,8 +7,8 @@ import torch
 
 from moe_lora.kernels.triton import triton_lora as lora
 from moe_lora.kernels.triton.segments import build_segments
-
 from tests.kernels.kernel_cases import SiteCase
+
 from .gpu_cases import LAYER, assert_delta, make_batch
 
 pytestmark = pytest.mark.gpu

@@ -5,10 +5,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_lora.kernels.triton import segments
 from moe_lora.kernels.lora import SharedSegments
 from moe_lora.kernels.operands import LoraOperands, SlotTable
-
+from moe_lora.kernels.triton import segments
 from tests.kernels.kernel_cases import GATE_UP, QKV
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from moe_lora.provision.admission.admissibility import AdmissibilityModel, poisson_tail
+from moe_lora.provision.admission.iar import AdmissibilityModel, poisson_tail
 
 
 def zipf(num_adapters: int, s: float) -> np.ndarray:

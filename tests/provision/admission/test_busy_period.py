@@ -9,7 +9,7 @@ import pytest
 from scipy.special import gammaln
 from scipy.stats import nbinom
 
-from moe_lora.provision.admission.busy_period import LARGEST_RATE, BusyPeriods
+from moe_lora.provision.admission.corrected import LARGEST_RATE, BusyPeriods
 
 RATES = np.array([1e-6, 0.1, 1.0, 5.0, 20.0])
 

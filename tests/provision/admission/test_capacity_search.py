@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.provision.admission.admissibility import AdmissibilityModel
-from moe_lora.provision.admission.capacity_search import least_turned_away, smallest_capacity
+from moe_lora.provision.admission.iar import AdmissibilityModel, least_turned_away, smallest_capacity
 
 from .popularities import global_batches, popularities, two_levels, zipf
 

@@ -135,8 +135,8 @@ def test_merging_near_rates_and_a_coarse_grid_change_less_than_a_tenth_of_a_poin
 ) -> None:
     probabilities = zipf(150, 0.8)
     merged = corrected_admissibility_rate(probabilities, 60.0, capacity)
-    monkeypatch.setattr("moe_lora.provision.admission.slot_demand.MERGE_WIDTH", 1e-9)
-    monkeypatch.setattr("moe_lora.provision.admission.slot_demand.SMALL_RATE", 0.0)
+    monkeypatch.setattr("moe_lora.provision.admission.corrected.MERGE_WIDTH", 1e-9)
+    monkeypatch.setattr("moe_lora.provision.admission.corrected.SMALL_RATE", 0.0)
     monkeypatch.setattr("moe_lora.provision.admission.corrected.GRID_RATIO", 1.02)
     assert corrected_admissibility_rate(probabilities, 60.0, capacity) == pytest.approx(merged, abs=1e-3)
 

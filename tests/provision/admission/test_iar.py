@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.provision.provision_reference import min_capacity_by_scan, rate_as_printed, rate_as_printed_vectorised, rate_by_convolution, rate_by_enumeration, residencies
+from bench.provision.provision_reference import (
+    min_capacity_by_scan,
+    rate_as_printed,
+    rate_as_printed_vectorised,
+    rate_by_convolution,
+    rate_by_enumeration,
+    residencies,
+)
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate, min_capacity
 
 from .popularities import global_batches, popularities, residency, two_levels, zipf

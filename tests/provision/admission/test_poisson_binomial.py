@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.provision.admission.poisson_binomial import largest_probability, largest_step, overflow
+from moe_lora.provision.admission.iar import largest_probability, largest_step, overflow
 
 chances = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(0, 1))
 

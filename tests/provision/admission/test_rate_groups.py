@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.special import gammainc
 
-from moe_lora.provision.admission.rate_groups import EXACT_UP_TO, group_rates
+from moe_lora.provision.admission.iar import EXACT_UP_TO, group_rates
 
 
 def probabilities(low_rate: float, high_rate: float, global_batch: float) -> np.ndarray:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from moe_lora.provision.admission.slot_demand import SlotDemand
+from moe_lora.provision.admission.corrected import SlotDemand
 
 UNEQUAL = np.array([0.4, 0.25, 0.15, 0.1, 0.04, 0.03, 0.02, 0.01])
 

@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.policies.step_model import StepModel
-from moe_lora.provision.performance.operating_points import OperatingPoint, PointLoad, SloGoal, Trial, find_operating_point, judge, overload
-from moe_lora.provision.performance.operating_points_file import points_content, read_operating_points
-from moe_lora.provision.performance.simulated_points import simulated_run
+from moe_lora.provision.performance.operating_points import (
+    OperatingPoint,
+    PointLoad,
+    SloGoal,
+    Trial,
+    find_operating_point,
+    judge,
+    overload,
+    points_content,
+    read_operating_points,
+    simulated_run,
+)
 
 SLO = SloGoal(ttft_s=0.2, tpot_s=0.05)
 LOAD = PointLoad(prompt_tokens=32, output_tokens=16, num_adapters=4, num_requests=60, duration_s=4.0)

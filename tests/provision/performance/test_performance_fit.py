@@ -11,11 +11,17 @@ import numpy as np
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import FORMS, StepModel, feature_names
-from moe_lora.policies.step_work import Row
-from moe_lora.provision.performance.performance_batches import adapter_names, batches_to_time, measure
-from moe_lora.provision.performance.performance_file import file_content, read_step_model
-from moe_lora.provision.performance.performance_models import MeasuredStep, fit_model, r_squared
+from moe_lora.policies.step_model import FORMS, Row, StepModel, feature_names
+from moe_lora.provision.performance.performance_models import (
+    MeasuredStep,
+    adapter_names,
+    batches_to_time,
+    file_content,
+    fit_model,
+    measure,
+    r_squared,
+    read_step_model,
+)
 
 SECONDS = {
     "step": 5e-3,

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.provision.placement.placement import place_adapters
-from moe_lora.provision.placement.placement_baselines import PLACEMENTS
 from bench.placement.placement_exact import exact_worst_load
 from moe_lora.provision.placement.optimal import optimal_placement
-from moe_lora.provision.placement.placement_problem import placement_problem
-from moe_lora.provision.placement.placement_quality import placement_quality
+from moe_lora.provision.placement.placement import PLACEMENTS, place_adapters
+from moe_lora.provision.placement.placement_problem import placement_problem, placement_quality
 
 from .placement_cases import POINTS, Case, assert_whole, cases, flatten
 

@@ -7,10 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.config import PLACEMENTS as PLACEMENT_NAMES
-from moe_lora.provision.placement.placement import place_adapters, place_by_rank
-from moe_lora.provision.placement.placement_baselines import PLACEMENTS, contiguous_placement, random_placement, replicate_everywhere
-from moe_lora.provision.placement.placement_problem import operating_point, placement_problem
-from moe_lora.provision.placement.placement_quality import placement_quality
+from moe_lora.provision.placement.placement import (
+    PLACEMENTS,
+    contiguous_placement,
+    place_adapters,
+    place_by_rank,
+    random_placement,
+    replicate_everywhere,
+)
+from moe_lora.provision.placement.placement_problem import (
+    operating_point,
+    placement_problem,
+    placement_quality,
+)
 
 from .placement_cases import POINTS, Case, assert_whole, cases, flatten
 

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.provision.plan.known_models import known_model
 from moe_lora.provision.plan.inputs import PlanInputs
-from moe_lora.provision.plan.memory import AdapterMix
+from moe_lora.provision.plan.memory import AdapterMix, known_model
 from moe_lora.provision.profile_file import read_profile
 
 

@@ -11,9 +11,9 @@ from moe_lora.core.errors import SloError
 from moe_lora.provision.plan import verify as replayed
 from moe_lora.provision.plan.checked import PlaceSearch, checked_plan, place_of
 from moe_lora.provision.plan.plan import CHECK, cluster_of, make_plan
-from moe_lora.provision.plan.verify import planned_load, replays
-from moe_lora.provision.plan.verdicts import OTHER_DRAWS, holds
+from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, planned_load, replays
 from moe_lora.workload.traces.traces import read_trace
+
 from .plans import inputs, zipf
 
 FEW = 3000

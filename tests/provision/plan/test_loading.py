@@ -8,12 +8,12 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from moe_lora.config.step_profile import StageTime, StepProfile
-from moe_lora.provision.plan.loading import STEPS_TO_FIRST_TOKEN, AdapterLoads, LoadQueue, miss_share
-from moe_lora.sim.system_config import InstanceConfig, LoraServerConfig, SystemConfig
+from moe_lora.config.engine import StageTime, StepProfile
+from moe_lora.provision.plan.memory import STEPS_TO_FIRST_TOKEN, AdapterLoads, LoadQueue, miss_share
 from moe_lora.sim.system import simulate
-from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.sim.system_config import InstanceConfig, LoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
+from moe_lora.workload.replay_plan import PlannedRequest
 
 LAYERS, STEP_S = 32, 0.025
 

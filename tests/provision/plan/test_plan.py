@@ -15,16 +15,15 @@ import torch
 from moe_lora.config import LoraServerConfig
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError, SloError
-from moe_lora.provision.plan.known_models import KNOWN_MODELS, known_model
-from moe_lora.dist.lora_server.server.rank_memory import plan_memory
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.provision.plan.cluster_yaml import plan_yaml
+from moe_lora.dist.lora_server.server.rank_memory import plan_memory
 from moe_lora.provision.admission.corrected import corrected_admissibility_rate
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate, min_capacity
-from moe_lora.provision.plan.memory import AdapterMix
+from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix, known_model
 from moe_lora.provision.plan.plan import cluster_of, make_plan
-from moe_lora.provision.plan.plan_text import plan_lines
+from moe_lora.provision.plan.plan_text import plan_lines, plan_yaml
 from moe_lora.workload.popularity.popularity import Popularity
+
 from .plans import inputs, zipf
 
 

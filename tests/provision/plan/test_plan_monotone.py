@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import SloError
-from moe_lora.provision.admission.admitted import ADMITTED
-from moe_lora.provision.admission.load_range import NeededCapacity
+from moe_lora.provision.admission.admitted import ADMITTED, NeededCapacity
 from moe_lora.provision.plan.plan import make_plan
+
 from .plans import inputs, zipf
 
 MODELS = st.sampled_from(["Mixtral-8x7B", "GPT-OSS-20B"])

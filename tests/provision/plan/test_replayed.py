@@ -11,9 +11,18 @@ import pytest
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.plan.memory import AdapterMix
 from moe_lora.provision.plan.plan import cluster_of, make_plan
-from moe_lora.provision.plan.verify import Load, Replay, _under_way, planned_load, replays, step_profile, system_of
+from moe_lora.provision.plan.verify import (
+    Load,
+    Replay,
+    _under_way,
+    planned_load,
+    replays,
+    step_profile,
+    system_of,
+)
 from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.traces.traces import read_trace
+
 from .plans import inputs, zipf
 
 FEW = 3000

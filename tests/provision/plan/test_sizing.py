@@ -9,17 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError, SloError
-from moe_lora.provision.plan.known_models import base_parameters, known_model
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.admission.admitted import ADMITTED
-from moe_lora.provision.plan.candidate import Candidate, candidate
-from moe_lora.provision.plan.cluster_size import CONSTRAINTS, EQ5, EQ6, MEMORY, Cluster, largest
 from moe_lora.provision.admission.iar import immediate_admissibility_rate
-from moe_lora.provision.plan.memory import AdapterMix, server_slots
+from moe_lora.provision.plan.cluster_size import CONSTRAINTS, EQ5, EQ6, MEMORY, Cluster, largest
+from moe_lora.provision.plan.memory import AdapterMix, base_parameters, known_model, server_slots
 from moe_lora.provision.plan.plan import cluster_of
+from moe_lora.provision.plan.sizing import (
+    Candidate,
+    ServerSize,
+    best_split,
+    candidate,
+    fewest_instances,
+    smallest_server,
+)
 from moe_lora.provision.profile_file import read_profile
-from moe_lora.provision.plan.sizing import ServerSize, fewest_instances, smallest_server
-from moe_lora.provision.plan.split import best_split
+
 from .plans import inputs, zipf
 
 GPU = read_profile("hopper96").gpu

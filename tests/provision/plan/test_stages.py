@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.provision.plan.known_models import KNOWN_MODELS, known_model
-from moe_lora.provision.profile_file import read_profile
+from moe_lora.provision.plan.memory import KNOWN_MODELS, known_model
 from moe_lora.provision.plan.stages import StageTimes
-from .plans import zipf
+from moe_lora.provision.profile_file import read_profile
 from tests.provision.test_profile import CONTENT, changed
+
+from .plans import zipf
 
 MIXTRAL = known_model("Mixtral-8x7B")
 ROOFLINE = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_lora.cli.provision_verify import _missed, _verdict_lines
-from moe_lora.provision.plan.verify import Replay
-from moe_lora.provision.plan.verdicts import OTHER_DRAWS, Tolerance, Verdict, holds, verdicts
+from moe_lora.provision.plan.verify import OTHER_DRAWS, Replay, Tolerance, Verdict, holds, verdicts
+
 from .plans import inputs
 
 

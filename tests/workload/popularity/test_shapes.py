@@ -13,9 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.config.plan import WorkloadOptions
-from moe_lora.workload import POPULARITY_NAMES, AdapterChoice, Popularity, Trace, TraceRequest, make_plan, parse_popularity, uniform, zipf
-from moe_lora.workload.popularity.rank_shapes import LORA_RANKS
-from moe_lora.workload.popularity.shapes import Shifting, dirichlet, gaussian, long_tail, two_level
+from moe_lora.workload import (
+    POPULARITY_NAMES,
+    AdapterChoice,
+    Popularity,
+    Trace,
+    TraceRequest,
+    make_plan,
+    parse_popularity,
+    uniform,
+    zipf,
+)
+from moe_lora.workload.popularity.named import LORA_RANKS, Shifting, dirichlet, gaussian, long_tail, two_level
 
 
 def names(num_adapters: int) -> list[str]:

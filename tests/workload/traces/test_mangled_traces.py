@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_lora.workload import iter_trace, read_counts, read_invocations, trace_statistics
-
 from tests.workload.popularity.test_functions import LONG, WIDE
+
 from .test_traces import SAMPLES
 
 INTERESTING = (

@@ -7,15 +7,13 @@ import logging
 
 from moe_lora.config import LoraServerConfig, ProvisionConfig
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.errors import CapacityError, EngineDeadError, LoraServerError
-from moe_lora.core.problems import LastProblem
+from moe_lora.core.errors import CapacityError, EngineDeadError, LastProblem, LoraServerError
 from moe_lora.core.request import FleetStats
-from moe_lora.dist.lora_server.protocol.admin import LoraServerAdmin
+from moe_lora.dist.lora_server.protocol.control import LoraServerAdmin
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.provision.demand import DemandWindow
-from moe_lora.provision.online import Outlook, outlook, resized
+from moe_lora.provision.online import DemandWindow, Outlook, outlook, resized
 
 logger = logging.getLogger(__name__)
 

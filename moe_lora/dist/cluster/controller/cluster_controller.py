@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
+import signal
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, MoeLoraError
-from moe_lora.policies.token_meter import TokenMeter
-from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.peer import Asked
-from moe_lora.dist.cluster.entry import RECOVERY_S, Recovery
+from moe_lora.dist.cluster.listener import RECOVERY_S, Recovery
 from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.peer import Asked
+from moe_lora.policies.routing import TokenMeter
+
 from .capacity_controller import Controller
+from .cluster_state import ControllerMethods, Figures, FrontEndHello, Report, StateBook, Taken
+from .front_end_listener import Session, desk
 from .placement_controller import PlacementController
 from .served_registry import ServedRegistry
-
-from .book import StateBook
-from .front_end_listener import Session
-from .cluster_state import ControllerMethods, Figures, FrontEndHello, Report, Taken
 
 if TYPE_CHECKING:
     pass
@@ -253,3 +256,20 @@ class Director:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+# Running the controller until a signal ends it.
+
+
+async def run_controller(director: Director, address: Address, keys: Keys | None) -> None:
+    """Direct the front ends that dial in until SIGINT or SIGTERM.  Raises ConfigError if the address can't be
+    had.
+    """
+    loop = asyncio.get_running_loop()
+    async with desk("controller.address", address, keys, director) as place:
+        task = asyncio.create_task(director.run())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        logger.info("the controller listens at %s", place)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import field
+from msgspec.structs import replace
 
-from moe_lora.adapters.registry.registered import RegisteredAdapter
+from moe_lora.adapters.registry.registry import RegisteredAdapter
 from moe_lora.core.request import AdapterInfo, RequestTiming
+from moe_lora.dist.cluster.instances import Holding, Roster, Served
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings
-from moe_lora.dist.cluster.served import Holding, Served
+from moe_lora.policies.routers import PhiRouting
 from moe_lora.provision.online import Outlook
-from moe_lora.provision.placement.placement_quality import PlacementQuality
+from moe_lora.provision.placement.placement_problem import PlacementQuality
+
+from .placement_controller import PlacementController, Routes
 
 PROTOCOL_VERSION = 2
 PINGS = Pings(interval_s=1.0, timeout_s=4.0)
@@ -120,3 +124,67 @@ class ControllerMethods(typing.Protocol):
 CONTROLLER_METHODS = Interface(ControllerMethods)
 CONTROLLER_SIDE = Protocol.of(FrontEndHello, Report, Taken, answers=CONTROLLER_METHODS)
 FRONT_END_SIDE = Protocol.of(Admitted, ClusterState, Figures, asks=CONTROLLER_METHODS)
+
+
+# The state that the controller gives to its front ends, and gets back from them when it starts anew.
+
+
+class StateBook:
+    """Writes down what is decided, each time with a higher number.
+
+    placement: None if adapters are not divided over instances.
+    """
+
+    def __init__(self, roster: Roster, routes: Routes, placement: PlacementController | None) -> None:
+        self._roster = roster
+        self._routes = routes
+        self._placement = placement
+        self.state = ClusterState(number=0)
+        self._table: dict[str, tuple[tuple[str, float], ...]] = {}
+        self._table_version = 0
+
+    def write(self) -> bool:
+        """Bring `state` up to date; whether that changed it."""
+        now = ClusterState(
+            number=self.state.number,
+            served=self._roster.served,
+            ranks=dict(self._routes.ranks),
+            holdings=self._roster.holdings,
+        )
+        router = self._routes.router
+        if isinstance(router, PhiRouting) and self._placement is not None:
+            if router.version != self._table_version:
+                self._table = {
+                    adapter: tuple((self._roster.name_of(index), phi) for index, phi in row)
+                    for adapter, row in router.table.items()
+                }
+                self._table_version = router.version
+            demand = self._placement.demand
+            now = replace(now, table=self._table, table_version=router.version, demand=demand)
+        if now == self.state:
+            return False
+        self.state = replace(now, number=now.number + 1)
+        return True
+
+    def recover(self, state: ClusterState) -> None:
+        """Go on from what a front end had from the controller before this one.
+
+        Of each adapter the higher version counts, as `Served.joined` says; of tables the one with the higher
+        number, with the demand that it was made for.  Numbers go on above all that were heard of.
+        """
+        self.state = replace(self.state, number=max(self.state.number, state.number))
+        self._roster.recover(state.served)
+        self._routes.ranks.update(state.ranks)
+        router = self._routes.router
+        if isinstance(router, PhiRouting) and state.table_version > router.version:
+            number_of = self._roster.number_of
+            router.swap(
+                {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}
+            )
+            router.version = state.table_version
+            if self._placement is not None:
+                self._placement.resume(state.demand)
+
+    def count_above(self, state: ClusterState) -> None:
+        """Give the state a higher number than one that came too late to be recovered."""
+        self.state = replace(self.state, number=max(self.state.number, state.number) + 1)

@@ -15,7 +15,16 @@ from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 
-from .cluster_state import FRONT_END_SIDE, PINGS, Admitted, ClusterState, Figures, FrontEndHello, Report, Taken
+from .cluster_state import (
+    FRONT_END_SIDE,
+    PINGS,
+    Admitted,
+    ClusterState,
+    Figures,
+    FrontEndHello,
+    Report,
+    Taken,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from moe_lora.adapters.registry.registered import RegisteredAdapter
+from moe_lora.adapters.registry.registry import RegisteredAdapter
 from moe_lora.config import ProvisionConfig
 from moe_lora.core.request import RequestTiming
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.provision.online import Outlook
-from moe_lora.provision.placement.placement_quality import PlacementQuality
+from moe_lora.provision.placement.placement_problem import PlacementQuality
 
 
 class VisitView(Protocol):
-    """A request in the window of the load on adapters (see `provision.demand.Visit`)."""
+    """A request in the window of the load on adapters (see `provision.online.Visit`)."""
 
     def start(self) -> None: ...
 

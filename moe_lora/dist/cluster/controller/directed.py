@@ -5,25 +5,74 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, cast
 
-from moe_lora.adapters.registry.registered import RegisteredAdapter
+from moe_lora.adapters.registry.registry import RegisteredAdapter
 from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import AdapterNotFoundError
+from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, RequestTiming, TokenOutput
-from moe_lora.dist.lora_server.protocol.control_messages import ServerState
-from .directed_roster import DirectedRoster
+from moe_lora.dist.cluster.instances import Holding, Instance, Roster, Served, ServedAdapter
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.policies.phi_routing import PhiRouting
+from moe_lora.dist.lora_server.protocol.control_messages import ServerState
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.policies.routers import PhiRouting
 from moe_lora.provision.online import Outlook
-from moe_lora.provision.placement.placement_quality import PlacementQuality
-from .routes import Routes
+from moe_lora.provision.placement.placement_problem import PlacementQuality
 
-from .controller_link import ControllerLink
 from .cluster_state import ClusterState, ControllerMethods, Figures, Report, VisitEvent
+from .controller_link import ControllerLink
+from .placement_controller import Routes
+
+# The roster of a front end whose adapters a controller looks after.
+
+
+class DirectedRoster(Roster):
+    """Instances take part as they are; one is no candidate for adapters of which it lacks what is served."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._holdings: Mapping[str, Holding] = {}
+        self.directed = False
+        """Whether the controller has said what is served; until then it is what instances have."""
+
+    def join_as_it_is(
+        self, instance: Instance, client: EngineClient, have: dict[str, ServedAdapter], incarnation: str
+    ) -> None:
+        """Put an instance into routing whose adapters a controller looks after.
+
+        It is no candidate for those of which `have` lacks what is served, unless the controller, which may
+        have brought them meanwhile, says that it holds them.  Raises EngineDeadError if the fleet was closed.
+        """
+        if self.closed.is_set():
+            raise EngineDeadError("the instances were closed")
+        if not self.directed:
+            self.recover(Served.of(have))
+        holding = self._holdings.get(instance.name)
+        if holding is not None and holding.incarnation == incarnation:
+            missing = set(holding.missing)
+        else:
+            missing = self.served.lacking(have)
+        self._route_to(instance, client, missing, incarnation)
+
+    def follow(self, served: Served, holdings: Mapping[str, Holding]) -> None:
+        """From now on this is served, as a controller says, and its instances hold that.
+
+        One that the controller does not see did not get what is new.
+        """
+        self.directed = True
+        new = served.lacking(self._adapters)
+        self._adapters, self._versions = dict(served.adapters), dict(served.versions)
+        self._holdings = holdings
+        for instance in self.instances:
+            holding = holdings.get(instance.name)
+            if holding is not None and holding.incarnation == instance.incarnation:
+                instance.missing = set(holding.missing)
+            else:
+                instance.missing |= new
+
 
 READY_S = 5.0
 _LOOK_S = 0.05

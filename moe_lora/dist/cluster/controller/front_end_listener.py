@@ -15,7 +15,7 @@ from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import OPEN_S, listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
-from moe_lora.provision.demand import DemandWindow, Visit
+from moe_lora.provision.online import DemandWindow, Visit
 
 from .cluster_state import CONTROLLER_SIDE, PINGS, PROTOCOL_VERSION, Admitted, FrontEndHello, VisitEvent
 

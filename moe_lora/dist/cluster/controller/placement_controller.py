@@ -4,23 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import cast
 
 from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.errors import EngineDeadError
-from moe_lora.core.problems import LastProblem
+from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import FleetStats
-from moe_lora.policies.token_meter import TokenMeter
-from moe_lora.engine.client.client import EngineClient
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.policies.phi_routing import PhiRouting
-from .demand_history import DemandHistory
-from moe_lora.provision.performance.operating_points_file import read_operating_points
-from moe_lora.provision.placement.placement_baselines import PLACEMENTS
-from moe_lora.provision.placement.placement_quality import PlacementQuality, placement_quality
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.policies.model_routing import CostModel
+from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
+from moe_lora.policies.routing import Router, TokenMeter
+from moe_lora.provision.performance.operating_points import read_operating_points
+from moe_lora.provision.performance.performance_models import read_step_model
+from moe_lora.provision.placement.placement import PLACEMENTS
+from moe_lora.provision.placement.placement_problem import PlacementQuality, placement_quality
+
+# Tokens per second of each adapter in the time step to come, from those of the steps before.
+#
+# `provision.online` counts requests over a sliding window for the cache's model; a placement is made once
+# per
+# time step, from tokens.
+
+
+NUM_STEPS = 4
+
+
+class DemandHistory:
+    """The last num_steps time steps, and the line through them.
+
+    The forecast is the least-squares line at the next step, not below 0 and not above twice the most seen;
+    adapters whose demand did not change are forecast to have exactly it.  Adapters without any in all
+    these steps are forgotten.  Source: LoRAServe, Algorithm 1, lines 3-6, which leaves "extrapolate" open.
+    """
+
+    def __init__(self, num_steps: int = NUM_STEPS) -> None:
+        if num_steps < 1:
+            raise ValueError(
+                f"num_steps={num_steps} must be 1 or more; 1 is the last step's demand as it was"
+            )
+        self._steps: deque[dict[str, float]] = deque(maxlen=num_steps)
+
+    def observe(self, tokens: Mapping[str, float], length_s: float) -> None:
+        """The time step that has just ended.  Raises ValueError for a length of 0 or less."""
+        if not length_s > 0:
+            raise ValueError(f"length_s={length_s} must be positive")
+        self._steps.append({adapter: number / length_s for adapter, number in tokens.items()})
+
+    def forecast(self) -> dict[str, float]:
+        """Adapter -> tokens/s, of those that had any; empty before the first step."""
+        if not self._steps:
+            return {}
+        weights = _line_weights(len(self._steps))
+        last = self._steps[-1]
+        found = {}
+        for adapter in set().union(*self._steps):
+            rates = [step.get(adapter, 0.0) for step in self._steps]
+            here = last.get(adapter, 0.0)
+            # Weights sum to 1, so this is sum(weight · rate), without rounding where all rates are equal.
+            line = here + sum(weight * (rate - here) for weight, rate in zip(weights, rates, strict=True))
+            found[adapter] = min(max(0.0, line), 2.0 * max(rates))
+        return found
+
+
+def _line_weights(num: int) -> list[float]:
+    """Of the value at `num` of the least-squares line through values at 0, ..., num - 1."""
+    mean = (num - 1) / 2
+    spread = sum((place - mean) ** 2 for place in range(num)) or 1.0
+    return [1 / num + (num - mean) * (place - mean) / spread for place in range(num)]
+
 
 logger = logging.getLogger(__name__)
 
@@ -139,3 +196,43 @@ class PlacementController:
         self.num_problems += 1
         if self._problem.is_new(problem):
             logger.warning(problem, exc_info=trace)
+
+
+# From settings to what routes requests.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """A router, and what the clients of instances have to tell: tokens and ranks of adapters."""
+
+    config: RoutingConfig
+    router: Router
+    meter: TokenMeter = field(default_factory=TokenMeter)
+    ranks: dict[str, int] = field(default_factory=dict)
+
+    def placement(self, client: EngineClient) -> PlacementController | None:
+        """The controller of the router's table, if there is a placement.  Raises ConfigError."""
+        if not isinstance(self.router, PhiRouting):
+            return None
+        return PlacementController(self.config, client, self.router, self.meter)
+
+
+def make_routes(config: RoutingConfig, max_num_seqs: int, lora_kernel: str) -> Routes:
+    """max_num_seqs, lora_kernel: of the instances.  Raises ConfigError for an unknown name and for files that
+    can't be read.
+    """
+    name = config.routing or ("least_outstanding" if config.placement is None else "phi")
+    ranks: dict[str, int] = {}
+    context = RoutingContext(max_num_seqs=max_num_seqs, model=_cost_model(config, lora_kernel), ranks=ranks)
+    return Routes(config=config, router=make_router(name, context), ranks=ranks)
+
+
+def _cost_model(config: RoutingConfig, lora_kernel: str) -> CostModel | None:
+    if config.performance_model is None:
+        return None
+    return CostModel(
+        steps=read_step_model(config.performance_model, kernel=lora_kernel, form=config.performance_form),
+        slo_tpot_s=math.inf if config.slo_tpot_s is None else config.slo_tpot_s,
+        mean_output_tokens=config.mean_output_tokens,
+        adapter_load_s_per_rank=config.adapter_load_s_per_rank,
+    )

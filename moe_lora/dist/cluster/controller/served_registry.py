@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from moe_lora.adapters.registry.base_model import base_model_hash
-from moe_lora.adapters.registry.registered import RegisteredAdapter
-from moe_lora.adapters.registry.registry import Registry
+from moe_lora.adapters.registry.registry import RegisteredAdapter, Registry
 from moe_lora.config import EngineConfig, RegistryConfig
 from moe_lora.core.errors import AdapterError, ConfigError
 

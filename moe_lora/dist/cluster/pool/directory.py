@@ -11,10 +11,9 @@ from weakref import WeakKeyDictionary
 
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.errors import EngineDeadError
-from moe_lora.policies.pool_moves import place_holders
-
 from moe_lora.engine.client.client import CallableEngine
-from moe_lora.engine.client.pool_messages import PoolEntry
+from moe_lora.engine.client.messages import PoolEntry
+from moe_lora.policies.pool_moves import place_holders
 
 logger = logging.getLogger(__name__)
 

@@ -9,16 +9,15 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from moe_lora.core.errors import EngineDeadError
-from moe_lora.core.problems import LastProblem
+from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import AdapterInfo
+from moe_lora.dist.cluster.fan_out import Answers, ask, load_alike
+from moe_lora.dist.cluster.instances import Instance, Roster, ServedAdapter
+from moe_lora.engine.client.client import CallableEngine, EngineClient
+from moe_lora.engine.client.messages import PoolEntry
 from moe_lora.policies.pool_moves import copies_to_drop, copies_to_make, place_holders
 
-from moe_lora.engine.client.client import CallableEngine, EngineClient
-from moe_lora.dist.cluster.fan_out import Answers, ask, load_alike
 from .directory import PoolDirectory
-from moe_lora.engine.client.pool_messages import PoolEntry
-from moe_lora.dist.cluster.instances import Instance, Roster, ServedAdapter
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,17 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.net.keys import keys_in
-
-from .remote_backend import RemoteBackend
-from moe_lora.dist.lora_server.protocol.frames import FrameLayout
-from .lease_client import LeaseClient
-from .server_link import ServerLink
-from moe_lora.dist.lora_server.server.membership import find_rank
 from moe_lora.dist.lora_server.protocol.control_messages import DataHello, LeasesHello
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.server.server_rank import agreed_facts
 from moe_lora.dist.lora_server.protocol.reach import server_transport
+from moe_lora.dist.lora_server.protocol.session import FrameLayout
+from moe_lora.dist.lora_server.server.membership import find_rank
+from moe_lora.dist.lora_server.server.server_rank import agreed_facts
+from moe_lora.dist.net.keys import keys_in
+
+from .lease_client import LeaseClient
+from .remote_backend import RemoteBackend
+from .server_link import ServerLink
 
 logger = logging.getLogger(__name__)
 

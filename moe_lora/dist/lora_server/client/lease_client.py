@@ -9,16 +9,26 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import CapacityError, LoraServerError
-from moe_lora.core.problems import LastProblem
+from moe_lora.core.errors import CapacityError, LastProblem, LoraServerError
+from moe_lora.dist.lora_server.protocol.content import send_content
+from moe_lora.dist.lora_server.protocol.control import ControlConnection, dial
+from moe_lora.dist.lora_server.protocol.control_messages import (
+    Acquire,
+    Granted,
+    LeasesHello,
+    Need,
+    Register,
+    Registered,
+    Rejected,
+    Release,
+    Stats,
+    StatsAsked,
+    Unregister,
+)
+from moe_lora.dist.lora_server.server.leases import LeaseStats
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import Keys
 from moe_lora.lora.row_routing import Lease
-
-from moe_lora.dist.lora_server.protocol.content import send_content
-from moe_lora.dist.lora_server.protocol.control import ControlConnection, dial
-from moe_lora.dist.lora_server.server.leases import LeaseStats
-from moe_lora.dist.lora_server.protocol.control_messages import Acquire, Granted, LeasesHello, Need, Register, Registered, Rejected, Release, Stats, StatsAsked, Unregister
 
 logger = logging.getLogger(__name__)
 

@@ -9,16 +9,13 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from moe_lora.core.errors import LoraServerError, PeerUnreachableError
-from moe_lora.core.problems import LastProblem
+from moe_lora.core.errors import LastProblem, LoraServerError, PeerUnreachableError
+from moe_lora.dist.lora_server.protocol.control import SILENCE_S, ControlConnection, dial
+from moe_lora.dist.lora_server.protocol.control_messages import DataHello
+from moe_lora.dist.lora_server.protocol.reach import attended
+from moe_lora.dist.lora_server.protocol.session import ClientSession, FrameLayout
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
-
-from moe_lora.dist.lora_server.protocol.attend import attended
-from moe_lora.dist.lora_server.protocol.control import SILENCE_S, ControlConnection, dial
-from moe_lora.dist.lora_server.protocol.frames import FrameLayout
-from moe_lora.dist.lora_server.protocol.control_messages import DataHello
-from moe_lora.dist.lora_server.protocol.session import ClientSession
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lora.dist.net.codec import Message, Protocol
-
 from moe_lora.dist.lora_server.server.leases import LeaseStats
+from moe_lora.dist.net.codec import Message, Protocol
 
 ADMIN_VERSION = 2
 

@@ -15,11 +15,11 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
-from moe_lora.lora.row_routing import RoutedAdapter
 from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.operands import LoraOperands, SlotTable
+from moe_lora.lora.row_routing import RoutedAdapter
 
-from .frames import Request
+from .session import Request
 
 _MAX_MAPPED = 64
 """Adapters that an instance keeps mapped for computing deltas itself; those used last stay."""

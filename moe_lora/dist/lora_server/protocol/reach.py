@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import LoraServerError
-from moe_lora.dist.transport.contract import Transport
-from moe_lora.dist.transport.make import make_transport
+from moe_lora.dist.transport.contract import Transport, Window, make_transport
 
 
 def own_host(address: str) -> str:
@@ -38,3 +40,28 @@ def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float |
         host = own_host(server.address)
         return make_transport("gloo", name=name, host=host, put_timeout_s=put_timeout_s)
     return make_transport(server.transport, name=name)
+
+
+# A process that lets a peer reach its windows while it waits for something else.
+
+
+_SLICE_S = 0.05
+_NEVER = 2**64 - 1
+
+
+@contextmanager
+def attended(transport: Transport, window: Window) -> Iterator[None]:
+    """Wait for signals meanwhile, in a thread: over NIXL a peer can attach only while its target waits."""
+    done = threading.Event()
+
+    def attend() -> None:
+        while not done.is_set():
+            transport.wait_any([(window, 0, _NEVER)], _SLICE_S)
+
+    thread = threading.Thread(target=attend, name="attend", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -9,12 +9,172 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from moe_lora.core.errors import PeerGoneError, SignalTimeoutError
+from moe_lora.core.errors import ConfigError, PeerGoneError, SignalTimeoutError
+from moe_lora.core.shape import ModelShape
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
-from .frames import DONE, FrameLayout, Request, answer_rows, read_answer_header, read_request
+# How a request for deltas, and its answer, lie in a buffer that the other side writes.
+#
+# Legend: T token rows, K experts per token, R rows of the answer, D input width, N output width.
+#
+# A request: header, slot [T] int32, generation [T] int64, ids [T, K] int32 (only where K > 0), x [T, D].
+# An answer: header, delta [R, N]; row r belongs to the r-th id that is not -1 (or to token r where K = 0).
+# Every array starts at a multiple of 64 bytes.
+
+
+PROTOCOL_VERSION = 1
+HEADER_BYTES = 64
+_ALIGN = 64
+
+DONE, STALE = 1, 2
+"""States of an answer: deltas follow; or a row's slot no longer holds the content of its generation."""
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+@dataclass(frozen=True)
+class FrameLayout:
+    """Sizes of the frames of one model: at most `max_rows` rows of x, and of the answer, in one frame.
+
+    Raises ConfigError if not even one token's rows fit.
+    """
+
+    shape: ModelShape
+    dtype: torch.dtype
+    max_rows: int
+
+    def __post_init__(self) -> None:
+        least = max(1, self.shape.num_experts_per_token)
+        if self.max_rows < least:
+            raise ConfigError(
+                f"lora_server.max_rows={self.max_rows} can't hold a token's rows, one for each of its "
+                f"experts; choose {least} or more"
+            )
+
+    @property
+    def request_bytes(self) -> int:
+        """Largest request."""
+        top_k = max(1, self.shape.num_experts_per_token)
+        width = max(site.in_features for site in self.shape.sites) * self.dtype.itemsize
+        rows = self.max_rows
+        return HEADER_BYTES + sum(map(aligned, (4 * rows, 8 * rows, 4 * rows * top_k, width * rows)))
+
+    @property
+    def answer_bytes(self) -> int:
+        """Largest answer."""
+        width = max(site.total_out_features for site in self.shape.sites) * self.dtype.itemsize
+        return HEADER_BYTES + aligned(width * self.max_rows)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One site's work for one server rank: views of a frame."""
+
+    layer: int
+    site: int
+    num_rows: int
+    slot: np.ndarray
+    generation: np.ndarray
+    ids: np.ndarray | None
+    x: torch.Tensor
+    frame_bytes: int
+
+
+def lay_out_request(
+    frame: torch.Tensor,
+    layout: FrameLayout,
+    layer: int,
+    site: int,
+    num_tokens: int,
+    top_k: int,
+    num_rows: int,
+) -> Request:
+    """Write the header and give the request's arrays as views of `frame`, to be filled.
+
+    top_k 0: a row of x per row of the answer and no ids (dense sites).
+    """
+    frame.numpy()[:HEADER_BYTES].view(np.int64)[:5] = (layer, site, num_tokens, top_k, num_rows)
+    return read_request(frame, layout)
+
+
+def read_request(frame: torch.Tensor, layout: FrameLayout) -> Request:
+    """The request that lies in `frame` (uint8).  Raises ValueError if its header can't be one.
+
+    What the arrays hold is not looked at (see `check_ids`).
+    """
+    raw = frame.numpy()
+    layer, site, num_tokens, top_k, num_rows = raw[:HEADER_BYTES].view(np.int64)[:5].tolist()
+    sites = layout.shape.sites
+    if not (
+        0 <= layer < layout.shape.num_layers
+        and 0 <= site < len(sites)
+        and (top_k > 0) == (sites[site].num_experts > 0)
+        and 0 <= num_tokens <= layout.max_rows
+        and 0 <= num_rows <= layout.max_rows
+        and 0 <= top_k <= max(1, layout.shape.num_experts_per_token)
+    ):
+        raise ValueError(
+            f"a frame claims layer {layer}, site {site}, {num_tokens} tokens of {top_k} experts and "
+            f"{num_rows} rows; the model has {layout.shape.num_layers} layers and {len(sites)} sites, and "
+            f"frames hold {layout.max_rows} rows"
+        )
+    at = HEADER_BYTES
+    slot = raw[at : at + 4 * num_tokens].view(np.int32)
+    at += aligned(4 * num_tokens)
+    generation = raw[at : at + 8 * num_tokens].view(np.int64)
+    at += aligned(8 * num_tokens)
+    ids = None
+    if top_k:
+        ids = raw[at : at + 4 * num_tokens * top_k].view(np.int32).reshape(num_tokens, top_k)
+        at += aligned(4 * num_tokens * top_k)
+    width = sites[site].in_features
+    end = at + num_tokens * width * layout.dtype.itemsize
+    x = frame[at:end].view(layout.dtype).view(num_tokens, width)
+    return Request(layer, site, num_rows, slot, generation, ids, x, end)
+
+
+def check_ids(request: Request, layout: FrameLayout) -> None:
+    """Raises ValueError unless each answer row belongs to a token, or to an expert that exists."""
+    if request.ids is None:
+        fits = request.num_rows == len(request.slot)
+    else:
+        num_experts = layout.shape.sites[request.site].num_experts
+        fits = request.num_rows == np.count_nonzero(request.ids >= 0)
+        fits = fits and bool((request.ids < num_experts).all())
+    if not fits:
+        raise ValueError(
+            f"a frame asks for {request.num_rows} rows of answer that its {len(request.slot)} tokens and "
+            "their experts don't make up"
+        )
+
+
+def write_answer_header(frame: torch.Tensor, state: int, started_ns: int, finished_ns: int) -> None:
+    """started_ns, finished_ns: monotonic clock of the server's host around the computation."""
+    frame.numpy()[:HEADER_BYTES].view(np.int64)[:3] = (state, started_ns, finished_ns)
+
+
+def read_answer_header(frame: torch.Tensor) -> tuple[int, int, int]:
+    """State, started_ns, finished_ns."""
+    state, started_ns, finished_ns = frame.numpy()[:HEADER_BYTES].view(np.int64)[:3].tolist()
+    return state, started_ns, finished_ns
+
+
+def answer_size(layout: FrameLayout, site: int, num_rows: int) -> int:
+    """Bytes of an answer of this many rows, header included."""
+    return HEADER_BYTES + num_rows * layout.shape.sites[site].total_out_features * layout.dtype.itemsize
+
+
+def answer_rows(frame: torch.Tensor, layout: FrameLayout, site: int, num_rows: int) -> torch.Tensor:
+    """The delta array of an answer: [num_rows, N] in the model's dtype, a view of `frame`."""
+    width = layout.shape.sites[site].total_out_features
+    end = answer_size(layout, site, num_rows)
+    return frame[HEADER_BYTES:end].view(layout.dtype).view(num_rows, width)
+
 
 _SLICE_S = 0.05
 """How long a wait for an answer sleeps before it looks whether the server is still there."""

@@ -16,14 +16,25 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from moe_lora.config.engine import Stage
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.shape import ModelShape
-from moe_lora.config.step_profile import Stage
+from moe_lora.dist.lora_server.protocol.deltas import request_deltas
+from moe_lora.dist.lora_server.protocol.session import (
+    DONE,
+    HEADER_BYTES,
+    STALE,
+    FrameLayout,
+    Request,
+    answer_rows,
+    answer_size,
+    check_ids,
+    read_request,
+    write_answer_header,
+)
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 from moe_lora.lora.paced import share_of_layer
 
-from moe_lora.dist.lora_server.protocol.deltas import request_deltas
-from moe_lora.dist.lora_server.protocol.frames import DONE, HEADER_BYTES, STALE, FrameLayout, Request, answer_rows, answer_size, check_ids, read_request, write_answer_header
 from .server_store import Shelf
 
 logger = logging.getLogger(__name__)

@@ -15,17 +15,39 @@ from dataclasses import asdict
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError
+from moe_lora.dist.lora_server.protocol.content import receive_content, send_content
+from moe_lora.dist.lora_server.protocol.control import SILENCE_S, ControlConnection, serve_admin
+from moe_lora.dist.lora_server.protocol.control_messages import (
+    Acquire,
+    AdminHello,
+    Content,
+    EvictOrder,
+    FindHello,
+    FindWelcome,
+    Granted,
+    LeasesHello,
+    LoadOrder,
+    Need,
+    Order,
+    RankHello,
+    RankWelcome,
+    Register,
+    Registered,
+    Rejected,
+    Release,
+    ResizeOrder,
+    ServerState,
+    Stats,
+    StatsAsked,
+    Unregister,
+    Welcome,
+)
+from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.dist.net.codec import Message
 
-from moe_lora.dist.lora_server.protocol.admin import serve_admin
-from moe_lora.dist.lora_server.protocol.content import receive_content, send_content
-from moe_lora.dist.lora_server.protocol.control import SILENCE_S, ControlConnection
-from .kept import shard_pages
-from .lease_events import Grant, Load
 from .leases import LeaseTable
-from moe_lora.dist.lora_server.protocol.control_messages import Acquire, AdminHello, Content, EvictOrder, FindHello, FindWelcome, Granted, LeasesHello, LoadOrder, Need, Order, RankHello, RankWelcome, Register, Registered, Rejected, Release, ResizeOrder, ServerState, Stats, StatsAsked, Unregister, Welcome
-from moe_lora.dist.lora_server.protocol.partition import Partition
-from .server_pages import ShardPages
+from .rank_memory import shard_pages
+from .residency import Grant, Load, ShardPages
 
 logger = logging.getLogger(__name__)
 

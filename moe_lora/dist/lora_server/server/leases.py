@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from moe_lora.policies.admission import admissible
 
-from .lease_events import Event, Grant
-from .residency import ServedAdapter, ServerResidency
-from .server_pages import ShardPages
+from .residency import Event, Grant, ServedAdapter, ServerResidency, ShardPages
 
 
 @dataclass(frozen=True, eq=False)

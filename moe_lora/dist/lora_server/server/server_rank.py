@@ -18,25 +18,35 @@ import torch
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
+from moe_lora.config.engine import Stage
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
-from moe_lora.config.step_profile import Stage
+from moe_lora.dist.lora_server.protocol.control import SILENCE_S, ControlConnection, ControlServer, Handler
+from moe_lora.dist.lora_server.protocol.control_messages import (
+    AdminHello,
+    DataHello,
+    DataWelcome,
+    FindHello,
+    LeasesHello,
+    RankHello,
+    RankWelcome,
+    Refused,
+    TurnsHello,
+    Welcome,
+)
+from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+from moe_lora.dist.lora_server.protocol.reach import server_transport
+from moe_lora.dist.lora_server.protocol.session import PROTOCOL_VERSION, FrameLayout
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.transport.contract import RemoteWindow, Window
 
-from moe_lora.dist.lora_server.protocol.control import SILENCE_S, ControlConnection, ControlServer, Handler
-from moe_lora.dist.lora_server.protocol.frames import PROTOCOL_VERSION, FrameLayout
+from .data_loop import DataLoop, ServerSession
 from .leader import LEADER, Leader
 from .leases import LeaseTable
-from .membership import Membership, TurnsListener, find_rank
+from .membership import Membership, Orders, TurnsListener, find_rank
 from .rank_memory import Memory, plan_memory
-from moe_lora.dist.lora_server.protocol.control_messages import AdminHello, DataHello, DataWelcome, FindHello, LeasesHello, RankHello, RankWelcome, Refused, TurnsHello, Welcome
-from .orders import Orders
-from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.protocol.reach import server_transport
-from .data_loop import DataLoop, ServerSession
 from .server_store import Shelf
 
 logger = logging.getLogger(__name__)

@@ -15,15 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.shard import shard_layer
+from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.kernels.operands import SlotTable
 
-from .kept import kept_entries
-from .lease_events import Run
-from moe_lora.dist.lora_server.protocol.partition import Partition
+from .rank_memory import kept_entries
+from .residency import Run
 
 logger = logging.getLogger(__name__)
 

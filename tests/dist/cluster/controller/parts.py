@@ -11,18 +11,22 @@ from moe_lora.config import ProvisionConfig, RoutingConfig
 from moe_lora.core.address import Address
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.dist.cluster.controller.directed_roster import DirectedRoster
-from moe_lora.dist.cluster.entry import Recovery
-from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.dist.cluster.instances import Roster
-from moe_lora.dist.cluster.controller.book import StateBook
-from moe_lora.dist.cluster.controller.front_end_listener import desk
-from moe_lora.dist.cluster.controller.directed import DirectedFleet, DirectedProvision, DirectedRouting
-from moe_lora.dist.cluster.controller.cluster_controller import Decisions, Director
-from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.capacity_controller import Controller
-from moe_lora.dist.cluster.controller.routes import make_routes
+from moe_lora.dist.cluster.controller.cluster_controller import Decisions, Director
+from moe_lora.dist.cluster.controller.cluster_state import StateBook
+from moe_lora.dist.cluster.controller.controller_link import ControllerLink
+from moe_lora.dist.cluster.controller.directed import (
+    DirectedFleet,
+    DirectedProvision,
+    DirectedRoster,
+    DirectedRouting,
+)
+from moe_lora.dist.cluster.controller.front_end_listener import desk
+from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
+from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.listener import Recovery
+from moe_lora.dist.cluster.routing_client import FleetClient
 from tests.dist.cluster.fleet_parts import CountingEngine
 
 START = (("a", "places/a"), ("b", "places/b"))

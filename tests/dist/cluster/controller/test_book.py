@@ -6,12 +6,10 @@ import asyncio
 
 from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import VirtualClock
+from moe_lora.dist.cluster.controller.cluster_state import ClusterState, StateBook
+from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.cluster.instances import Roster, Served, ServedAdapter
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.dist.cluster.instances import Roster
-from moe_lora.dist.cluster.served import Served, ServedAdapter
-from moe_lora.dist.cluster.controller.book import StateBook
-from moe_lora.dist.cluster.controller.cluster_state import ClusterState
-from moe_lora.dist.cluster.controller.routes import make_routes
 from tests.dist.cluster.fleet_parts import CountingEngine
 
 

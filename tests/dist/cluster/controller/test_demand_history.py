@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.dist.cluster.controller.demand_history import DemandHistory
+from moe_lora.dist.cluster.controller.placement_controller import DemandHistory
 
 RATES = st.lists(st.floats(0, 1e6), min_size=1, max_size=8)
 

@@ -9,14 +9,14 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.cluster.controller.cluster_state import FRONT_END_SIDE, Admitted, FrontEndHello, Taken
+from moe_lora.dist.cluster.controller.controller_link import ControllerLink
+from moe_lora.dist.cluster.controller.front_end_listener import Session, desk
 from moe_lora.dist.net.codec import Message, Protocol
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.engine.client.messages import Beat
-from moe_lora.dist.cluster.controller.front_end_listener import Session, desk
-from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.cluster.controller.cluster_state import FRONT_END_SIDE, Admitted, FrontEndHello, Taken
 
 from .parts import until
 

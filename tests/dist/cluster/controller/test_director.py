@@ -10,13 +10,14 @@ import pytest
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, ControllerAwayError
 from moe_lora.core.request import RequestTiming
-from moe_lora.dist.cluster.served import Served, ServedAdapter
 from moe_lora.dist.cluster.controller import cluster_controller as director
 from moe_lora.dist.cluster.controller import controller_link as link
-from moe_lora.dist.cluster.controller.directed import DirectedRegistry
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState
+from moe_lora.dist.cluster.controller.directed import DirectedRegistry
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
+from moe_lora.dist.cluster.instances import Served, ServedAdapter
 from tests.adapters.peft_folders import BASE, peft_folder
+
 from .parts import Cluster, FrontEndSide, until
 
 TIMING = RequestTiming(queue_s=0.1, adapter_load_s=0.0, prefill_s=0.2, first_decode_s=0.1)

@@ -8,10 +8,10 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
-from moe_lora.dist.cluster.controller.directed_roster import DirectedRoster
-from moe_lora.dist.cluster.served import Served, ServedAdapter
-from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, Figures, Report
+from moe_lora.dist.cluster.controller.controller_link import ControllerLink
+from moe_lora.dist.cluster.controller.directed import DirectedRoster
+from moe_lora.dist.cluster.instances import Served, ServedAdapter
 
 
 class Follower:

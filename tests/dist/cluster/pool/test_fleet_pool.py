@@ -13,16 +13,15 @@ from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.dist.cluster.catch_up import catch_up, held_by
-from moe_lora.engine.client.client import CallableEngine
-from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.dist.cluster.pool.directory import PoolDirectory
-from moe_lora.engine.client.pool_messages import PoolEntry
+from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
 from moe_lora.dist.cluster.instances import Roster, ServedAdapter
-from moe_lora.policies.phi_routing import PhiRouting
+from moe_lora.dist.cluster.listener import catch_up, held_by
+from moe_lora.dist.cluster.pool.directory import PoolDirectory
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.engine.client.client import CallableEngine
+from moe_lora.engine.client.messages import PoolEntry
+from moe_lora.policies.routers import PhiRouting
 from moe_lora.policies.routing import LeastOutstanding
-from moe_lora.dist.cluster.controller.placement_controller import PlacementController
-from moe_lora.dist.cluster.controller.routes import make_routes
 
 SIZES = {"big": 100, "small": 10, "tiny": 1}
 Log = list[tuple[Any, ...]]

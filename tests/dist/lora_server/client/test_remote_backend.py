@@ -10,15 +10,14 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
+from moe_lora.engine.runner import ExecutionContext
+from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
-from moe_lora.engine.context import ExecutionContext
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, local_routing, no_terms
-from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
-from tests.slots import write_slot
-
 from tests.dist.lora_server.cluster import CPU, Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.slots import write_slot
 
 NUM_ROWS, LAYERS = 37, (0, 3)
 

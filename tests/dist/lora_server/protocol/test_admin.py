@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from moe_lora.core.errors import CapacityError, LoraServerError
-from moe_lora.dist.lora_server.protocol.admin import LoraServerAdmin
-from moe_lora.dist.lora_server.protocol.control import dial
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
+from moe_lora.dist.lora_server.protocol.control import LoraServerAdmin, dial
 from moe_lora.dist.lora_server.protocol.control_messages import AdminHello
-
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
-from tests.dist.lora_server.shapes import model_shape
 from tests.dist.lora_server.server.test_leader import granted, join
+from tests.dist.lora_server.shapes import model_shape
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.dist.lora_server.protocol.communication import activation_counts, communication_metrics, uniform_routing
-from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-
+from moe_lora.dist.lora_server.protocol.partition import (
+    Layout,
+    Partition,
+    activation_counts,
+    communication_metrics,
+    uniform_routing,
+)
 from tests.dist.lora_server.shapes import model_shape
 
 B, K, E, NUM_LAYERS = 64, 2, 8, 8

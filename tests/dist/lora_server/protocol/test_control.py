@@ -16,12 +16,20 @@ from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, LoraServerError
 from moe_lora.dist.lora_server.protocol import control
 from moe_lora.dist.lora_server.protocol.control import ControlConnection, ControlServer, dial
-from moe_lora.dist.lora_server.protocol.control_messages import PROTOCOL, Acquire, Block, Content, FindHello, LeasesHello, Need, Welcome
+from moe_lora.dist.lora_server.protocol.control_messages import (
+    PROTOCOL,
+    Acquire,
+    Block,
+    Content,
+    FindHello,
+    LeasesHello,
+    Need,
+    Welcome,
+)
 from moe_lora.dist.net.connection import dial as connect_to
 from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.peer import Peer
 from moe_lora.dist.net.thread import LoopThread
-
 from tests.dist.lora_server.cluster import hear_until_the_end, until
 
 AGREED = {"protocol": 3, "dtype": "torch.float32", "num_layers": 4}

@@ -7,8 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.protocol.frames import DONE, HEADER_BYTES, FrameLayout, answer_rows, answer_size, check_ids, lay_out_request, read_answer_header, read_request, write_answer_header
-
+from moe_lora.dist.lora_server.protocol.session import (
+    DONE,
+    HEADER_BYTES,
+    FrameLayout,
+    answer_rows,
+    answer_size,
+    check_ids,
+    lay_out_request,
+    read_answer_header,
+    read_request,
+    write_answer_header,
+)
 from tests.dist.lora_server.shapes import model_shape
 
 SHAPE = model_shape()

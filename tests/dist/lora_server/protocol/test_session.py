@@ -8,11 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_lora.dist.lora_server.protocol.frames import DONE, STALE, FrameLayout, lay_out_request
+from moe_lora.dist.lora_server.protocol.session import (
+    DONE,
+    STALE,
+    ClientSession,
+    FrameLayout,
+    Sent,
+    SessionLostError,
+    lay_out_request,
+)
 from moe_lora.dist.lora_server.server.data_loop import ServerSession
-from moe_lora.dist.lora_server.protocol.session import ClientSession, Sent, SessionLostError
 from moe_lora.dist.transport import make_transport
-
 from tests.dist.lora_server.shapes import model_shape
 
 LAYOUT = FrameLayout(model_shape(0), torch.float32, 4)

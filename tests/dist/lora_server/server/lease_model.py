@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from moe_lora.core.errors import AdapterNotFoundError
-from moe_lora.dist.lora_server.server.lease_events import Evict, Grant, Load
 from moe_lora.dist.lora_server.server.leases import LeaseTable
+from moe_lora.dist.lora_server.server.residency import Evict, Grant, Load
 
 PAGES_PER_RANK = (7, 6)
 STARVATION_S = 2.0

@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.dist.lora_server.protocol.frames import HEADER_BYTES, FrameLayout, lay_out_request
+from moe_lora.dist.lora_server.protocol.session import (
+    HEADER_BYTES,
+    ClientSession,
+    FrameLayout,
+    Sent,
+    SessionLostError,
+    lay_out_request,
+)
 from moe_lora.dist.lora_server.server.data_loop import DataLoop, ServerSession, instance_number
-from moe_lora.dist.lora_server.protocol.session import ClientSession, Sent, SessionLostError
 from moe_lora.dist.transport import make_transport
 from moe_lora.kernels.operands import SlotTable
-
 from tests.dist.lora_server.cluster import CPU, until
 from tests.dist.lora_server.shapes import model_shape
 

@@ -10,11 +10,19 @@ from collections.abc import Iterator
 import pytest
 
 from moe_lora.core.errors import CapacityError, LoraServerError
-from moe_lora.dist.lora_server.protocol.control import dial
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
-from moe_lora.dist.lora_server.protocol.control_messages import Acquire, Granted, LeasesHello, Order, Register, Registered, Release, StatsAsked
-from moe_lora.dist.lora_server.server.orders import Orders
-
+from moe_lora.dist.lora_server.protocol.control import dial
+from moe_lora.dist.lora_server.protocol.control_messages import (
+    Acquire,
+    Granted,
+    LeasesHello,
+    Order,
+    Register,
+    Registered,
+    Release,
+    StatsAsked,
+)
+from moe_lora.dist.lora_server.server.membership import Orders
 from tests.dist.lora_server.cluster import Cluster, hear_until_the_end, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 

@@ -8,12 +8,10 @@ import torch
 
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.server.kept import shard_pages
-from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.dist.lora_server.server.rank_memory import plan_memory
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+from moe_lora.dist.lora_server.server.leases import LeaseTable
+from moe_lora.dist.lora_server.server.rank_memory import plan_memory, shard_pages
 from moe_lora.dist.lora_server.server.server_rank import RankConfig, ServerRank
-
 from tests.dist.lora_server.cluster import random_adapter
 from tests.dist.lora_server.shapes import model_shape
 

@@ -10,13 +10,12 @@ import pytest
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.server.kept import shard_pages
 from moe_lora.dist.lora_server.protocol.control_messages import Block, Content, EvictOrder, LoadOrder, Need
-from moe_lora.dist.lora_server.server.orders import Orders
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+from moe_lora.dist.lora_server.server.membership import Orders
+from moe_lora.dist.lora_server.server.rank_memory import shard_pages
 from moe_lora.dist.lora_server.server.server_store import Shelf, _allocate
 from moe_lora.dist.net.codec import Message
-
 from tests.dist.lora_server.cluster import CPU, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 
