@@ -22,7 +22,7 @@ from .config import EngineConfig, LoraServerConfig
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.controller.placement_controller import Routes
     from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
-    from moe_lora.dist.cluster.instances import Roster
+    from moe_lora.dist.cluster.instances import InstanceRegistry
     from moe_lora.dist.cluster.routing_client import FleetClient
     from moe_lora.engine.client.heartbeat import Heartbeat
 
@@ -165,8 +165,8 @@ async def local_instances(
     from moe_lora.core.address import Address
     from moe_lora.core.clock import WallClock
     from moe_lora.core.host import run_folder
-    from moe_lora.dist.cluster.instances import Roster
-    from moe_lora.dist.cluster.listener import CatchUp, Door, Recovery
+    from moe_lora.dist.cluster.instances import InstanceRegistry
+    from moe_lora.dist.cluster.listener import CatchUp, InstanceListener, Recovery
     from moe_lora.dist.cluster.pool.directory import PoolDirectory
     from moe_lora.dist.cluster.routing_client import FleetClient
     from moe_lora.dist.launch.host_roles import (
@@ -183,11 +183,13 @@ async def local_instances(
     count = config.num_instances
     config = replace(config, num_threads=thread_share(config.num_threads, count, usable_cores()))
     pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
-    roster = Roster((), config.adapters, _ALL_ENDED, heartbeat, pool)
-    recovery = Recovery(roster, None)
+    instance_registry = InstanceRegistry((), config.adapters, _ALL_ENDED, heartbeat, pool)
+    recovery = Recovery(instance_registry, None)
     router = make_router(routing) if isinstance(routing, str) else routing
-    fleet = FleetClient(roster, router, WallClock(), meter=meter, ranks=ranks)
-    door = Door(roster, CatchUp(roster, recovery), on_give_up=lambda name: roles.kill(name))
+    fleet = FleetClient(instance_registry, router, WallClock(), meter=meter, ranks=ranks)
+    listener = InstanceListener(
+        instance_registry, CatchUp(instance_registry, recovery), on_give_up=lambda name: roles.kill(name)
+    )
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
         if config.lora_server is None:
@@ -197,7 +199,7 @@ async def local_instances(
         parts = []
         for index in range(count):
             part = instance_config(config, index, config.adapters)
-            roster.number_of(part.instance)
+            instance_registry.number_of(part.instance)
             parts.append(
                 Role(
                     name=part.instance,
@@ -209,29 +211,34 @@ async def local_instances(
                     environment=worker_environment(part.threads_per_process),
                 )
             )
-        async with door.open("the instances' socket", address, None):
+        async with listener.open("the instances' socket", address, None):
             roles = HostRoles(parts)
-            roles.failed.add_done_callback(lambda failed: setattr(roster, "advice", str(failed.result())))
+            roles.failed.add_done_callback(
+                lambda failed: setattr(instance_registry, "advice", str(failed.result()))
+            )
             try:
                 await roles.ready()
-                while not all(one.starting for one in roster.instances) or len(roster.instances) < count:
+                while (
+                    not all(one.starting for one in instance_registry.instances)
+                    or len(instance_registry.instances) < count
+                ):
                     await asyncio.sleep(_LOOK_S)
                 if pool is not None:
-                    clients = [one.starting for one in roster.instances]
+                    clients = [one.starting for one in instance_registry.instances]
                     await pool.fill(cast("list[CallableEngine]", clients), config.adapters)
                 recovery.end()
-                while len(roster.live) < count:
+                while len(instance_registry.live) < count:
                     await asyncio.sleep(_LOOK_S)
-                _check_all_there(roster)
+                _check_all_there(instance_registry)
                 yield fleet
             finally:
                 await fleet.close()
                 await roles.stop()
 
 
-def _check_all_there(roster: Roster) -> None:
+def _check_all_there(instance_registry: InstanceRegistry) -> None:
     """Raises AdapterError if an instance lacks at the start what the others serve."""
-    for instance in roster.live:
+    for instance in instance_registry.live:
         if instance.missing:
             names = ", ".join(sorted(instance.missing))
             raise AdapterError(

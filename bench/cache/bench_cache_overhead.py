@@ -151,7 +151,7 @@ def decide(talks: Conversations, repeats: int, *, everything: bool) -> tuple[lis
     """
     cache = talks.cache
     swapper, ranking = cache._swapper, cache._ranking
-    wanted = cache._residence.device.num_pages // 100
+    wanted = cache._mover.device.num_pages // 100
     seconds, candidates = [], 0
     for _ in range(repeats):
         start = time.process_time_ns()

@@ -13,7 +13,7 @@ from moe_lora.assemble import instance_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
-from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.engine.client.client import EngineClient
 
 from .cluster_models import Files
@@ -32,9 +32,9 @@ class Fleet:
     files: Files
     points: Path
 
-    def roster(self, num_instances: int | None = None) -> Roster:
+    def instance_registry(self, num_instances: int | None = None) -> InstanceRegistry:
         """A new one for each system: what routers know of instances begins anew."""
-        return Roster(self.clients[:num_instances], self.files.adapters)
+        return InstanceRegistry(self.clients[:num_instances], self.files.adapters)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from moe_lora.config.plan import ReplayOptions
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController
-from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.model_routing import CostModel
@@ -92,7 +92,9 @@ def run_system(
     options = ReplayOptions(
         url="", model=BASE_MODEL, vocab_size=fleet.plan.size.vocab_size, timeout_s=TIMEOUT_S
     )
-    connect = partial(_connected, fleet, system, model, demand or {}, outcome, fleet.roster(num_instances))
+    connect = partial(
+        _connected, fleet, system, model, demand or {}, outcome, fleet.instance_registry(num_instances)
+    )
     found = replay(requests, options, connect=connect)
     if found.interrupted:
         raise KeyboardInterrupt
@@ -107,7 +109,7 @@ async def _connected(
     model: CostModel | None,
     demand: Mapping[str, float],
     outcome: Outcome,
-    roster: Roster,
+    instance_registry: InstanceRegistry,
 ) -> AsyncIterator[EngineCompletions]:
     """The system as `moe-lora serve` would set it up, without HTTP; its placement made anew all the time."""
     ranks: dict[str, int] = {}
@@ -115,7 +117,7 @@ async def _connected(
     context = RoutingContext(max_num_seqs=fleet.plan.max_num_seqs, model=model, ranks=ranks)
     router = make_router(system.router, context)
     noted = _NotedRouter(router, outcome)
-    client = _NotedFleet(roster, noted, WallClock(), meter=meter, ranks=ranks)
+    client = _NotedFleet(instance_registry, noted, WallClock(), meter=meter, ranks=ranks)
     client.outcome = outcome
     before = await idle(fleet.clients)
     await client.model_info()

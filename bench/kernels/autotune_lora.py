@@ -20,7 +20,7 @@ import click
 import torch
 
 from moe_lora.kernels.triton import configs
-from moe_lora.kernels.triton.configs import KERNEL_NAMES, PHASES, Config, Table
+from moe_lora.kernels.triton.configs import KERNEL_NAMES, PHASES, Config, ConfigTable
 from moe_lora.report.results import environment
 
 from .lora_kernel_cases import Case
@@ -143,7 +143,7 @@ def search_order(shapes: Mapping[Target, Shape]) -> list[list[Target]]:
 
 
 def tune(
-    tuner: Tuner, table: Table, found: Found, deadline: Callable[[float], bool], exhaustive: bool
+    tuner: Tuner, table: ConfigTable, found: Found, deadline: Callable[[float], bool], exhaustive: bool
 ) -> None:
     """Search the configurations of all targets until 1 - CROSSOVER_SHARE of the budget is spent."""
     search = enumerate_all if exhaustive else descend
@@ -161,7 +161,7 @@ def tune(
     in_turn([_in_runs(one(group), spent) for group in search_order(tuner.shapes)], spent)
 
 
-def known(table: Table, target: Target) -> Pair:
+def known(table: ConfigTable, target: Target) -> Pair:
     """What the table says of the target."""
     widths = (target.in_features, target.out_features)
     return {phase: table.config(target.kernel, target.dtype, phase, *widths) for phase in PHASES}
@@ -254,7 +254,7 @@ def main(
     click.echo("\n".join(tuner.failures[:20]))
 
 
-def plan_text(shapes: Mapping[Target, Shape], table: Table) -> str:
+def plan_text(shapes: Mapping[Target, Shape], table: ConfigTable) -> str:
     """What would be searched, and from where."""
     lines = [
         f"{target.key(phase)}: {len(configs.config_space(target.kernel))} configurations, from {config}"

@@ -25,8 +25,8 @@ from moe_lora.kernels.triton.configs import (
     PHASES,
     Choice,
     Config,
-    Entry,
-    Table,
+    ConfigEntry,
+    ConfigTable,
     config_space,
     order_of,
 )
@@ -207,15 +207,15 @@ def rank_classes(seconds: Mapping[int, Mapping[str, float]]) -> list[tuple[int, 
 
 
 def updated(
-    table: Table,
+    table: ConfigTable,
     targets: Sequence[Target],
     found: Found,
     crossovers: Mapping[tuple[Target, bool], Sequence[tuple[int, int, str]]],
     note: str,
-) -> Table:
+) -> ConfigTable:
     """The table with the best configurations and classes of ranks that were found, ahead of what it had."""
     entries = [
-        Entry(**_key(target), kernel=target.kernel, phase=phase, config=config, state="tuned")
+        ConfigEntry(**_key(target), kernel=target.kernel, phase=phase, config=config, state="tuned")
         for target in targets
         for phase, config in (found.best(target) or {}).items()
     ]
@@ -226,7 +226,7 @@ def updated(
     ]
     replaced = {_place(entry) for entry in entries}
     chosen = {(choice.whole, *_place(choice)) for choice in choices}
-    return Table(
+    return ConfigTable(
         table.gpu,
         note,
         (*entries, *(entry for entry in table.entries if _place(entry) not in replaced)),
@@ -242,6 +242,6 @@ def _key(target: Target) -> dict[str, Any]:
     }
 
 
-def _place(row: Entry | Choice) -> tuple[Any, ...]:
-    kernel, phase = (row.kernel, row.phase) if isinstance(row, Entry) else (None, None)
+def _place(row: ConfigEntry | Choice) -> tuple[Any, ...]:
+    kernel, phase = (row.kernel, row.phase) if isinstance(row, ConfigEntry) else (None, None)
     return (kernel, row.dtype, phase, row.in_features, row.out_features)

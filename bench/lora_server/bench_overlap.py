@@ -29,7 +29,7 @@ from moe_lora.assemble import lora_server_processes
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
-from moe_lora.dist.lora_server.protocol.session import ClientSession, Exchange
+from moe_lora.dist.lora_server.protocol.session import ClientSession, ExchangeTimes
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.lora.backend import RoutedBackend
@@ -50,7 +50,7 @@ class Decode:
         self._runs = 0
         self._timed_ns: list[tuple[int, int]] = []
 
-    def timed(self, exchanges: list[Exchange]) -> list[Exchange]:
+    def timed(self, exchanges: list[ExchangeTimes]) -> list[ExchangeTimes]:
         """Those of the timed steps."""
         return [e for e in exchanges if any(start <= e.sent_ns <= end for start, end in self._timed_ns)]
 
@@ -91,15 +91,15 @@ def session_of(core: EngineCore) -> ClientSession:
 
 
 @contextmanager
-def observed(core: EngineCore) -> Iterator[list[Exchange]]:
+def observed(core: EngineCore) -> Iterator[list[ExchangeTimes]]:
     session = session_of(core)
-    exchanges: list[Exchange] = []
+    exchanges: list[ExchangeTimes] = []
     session.observed = exchanges
     yield exchanges
     session.observed = None
 
 
-def shares(exchanges: list[Exchange]) -> dict[str, float]:
+def shares(exchanges: list[ExchangeTimes]) -> dict[str, float]:
     """Medians per request in microseconds, and the hidden share of all remote time."""
     remote = [
         max(e.finished_ns, e.taken_ns if e.asked_ns < e.finished_ns else 0) - e.sent_ns for e in exchanges
@@ -133,7 +133,7 @@ def chrome_trace(core: EngineCore, run: Decode, path: Path) -> None:
     trace = json.loads(path.read_text())
     base_ns = trace.get("baseTimeNanoseconds", 0)
 
-    def event(name: str, thread: str, start_ns: int, end_ns: int, e: Exchange) -> dict[str, Any]:
+    def event(name: str, thread: str, start_ns: int, end_ns: int, e: ExchangeTimes) -> dict[str, Any]:
         start_us = (start_ns + offset_ns - base_ns) / 1e3
         return {
             "ph": "X",

@@ -20,7 +20,7 @@ from bench.lora_server.disagg_report import table
 from bench.lora_server.disagg_runs import shortened
 from moe_lora.report.results import append_result, read_results
 from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
+from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.traces.traces import read_trace
@@ -74,7 +74,7 @@ def system_of(case: Case, device: Device) -> SystemConfig:
     profile = device.step_profile(num_layers, 1.0, kernel_ratio=1.0, overlap=True)
     rate = device.gpu.load_bytes_per_s
     adapters = (
-        LoraServerConfig(
+        SimLoraServerConfig(
             capacity=case.slots, load_bytes_per_s=4 * rate * case.server_stages, num_stages=case.server_stages
         )
         if case.server_stages

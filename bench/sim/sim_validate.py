@@ -15,11 +15,11 @@ from bench.lora_server.disagg_plan import Plan, System
 from bench.lora_server.disagg_runs import Files, planned, tokens_per_s
 from moe_lora.config.engine import StageTime
 from moe_lora.policies.routing import ByAdapter, balanced_assignment
-from moe_lora.report.latency import RequestRecord, RequestTiming, SloTargets
+from moe_lora.report.latency import ClientTiming, RequestRecord, SloTargets
 from moe_lora.report.run_file import summarize
 from moe_lora.sim.running import SimRequest
 from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
+from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.traces.records import Trace
 
 MAX_NUM_SEQS = 512
@@ -67,7 +67,7 @@ def _system_config(device: Device, plan: Plan, system: System, trace: Trace) -> 
     gpus = system.server_gpus or device.instance_gpus
     rate = 1.0 / device.load_s(gpus)
     local = LocalConfig(capacity=system.slots, load_bytes_per_s=rate)
-    server = LoraServerConfig(capacity=system.slots, load_bytes_per_s=rate, layer_wise=system.layer_wise)
+    server = SimLoraServerConfig(capacity=system.slots, load_bytes_per_s=rate, layer_wise=system.layer_wise)
     return SystemConfig(
         num_instances=system.num_instances,
         instance=instance,
@@ -87,7 +87,7 @@ def _summary(requests: Sequence[SimRequest], plan: Plan) -> dict[str, Any]:
 def _record(request: SimRequest) -> RequestRecord:
     times = np.linspace(request.first_token_s, request.finish_s, request.output_tokens).tolist()
     times[-1] = max(times)
-    timing = RequestTiming(
+    timing = ClientTiming(
         sent_s=request.arrival_s,
         token_times_s=tuple(times),
         end_s=times[-1],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from .node import TOKEN_BYTES, Node, encode
-from .node_mover import Residence
+from .node_mover import NodeMover
 from .orders import Namespace
 from .pages import PRIVATE, BlockTable
 from .room import Room
@@ -18,11 +18,11 @@ class History:
     keeps_history: KV of finished sequences stays.  sharing: equal prefixes are found at all.
     """
 
-    def __init__(self, room: Room, residence: Residence, *, keeps_history: bool, sharing: bool) -> None:
+    def __init__(self, room: Room, mover: NodeMover, *, keeps_history: bool, sharing: bool) -> None:
         self._room = room
-        self._residence = residence
-        self._tree = residence.tree
-        self._block_size = residence.tree.block_size
+        self._mover = mover
+        self._tree = mover.tree
+        self._block_size = mover.tree.block_size
         self._keeps_history = keeps_history
         self._sharing = sharing
 
@@ -71,21 +71,21 @@ class History:
             if common < twin.num_pages:
                 if twin.moving:
                     return
-                twin = self._residence.split(twin, common)
+                twin = self._mover.split(twin, common)
             if not self._adopt(table, twin):
                 return
 
     def release(self, table: BlockTable) -> None:
         """See `UnifiedCache.release`."""
         tail = table.tail
-        self._residence.device.give_back(table.pages[table.num_shared :])
+        self._mover.device.give_back(table.pages[table.num_shared :])
         table.pages, table.num_shared, table.arriving = [], 0, []
         table.tail, table.owns_tail = None, False
         if tail is not None:
-            self._residence.unpin(tail)
+            self._mover.unpin(tail)
             if not self._keeps_history:
                 self._discard_up(tail)
-        self._residence.sweep()
+        self._mover.sweep()
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> list[Node]:
         """Nodes that a request needs, its adapter first; changes nothing."""
@@ -104,7 +104,7 @@ class History:
             return []
         path, partial, common = self._tree.walk(adapter, tokens, self._most(tokens))
         if partial is not None and not partial.moving:
-            path.append(self._residence.split(partial, common))
+            path.append(self._mover.split(partial, common))
         return path
 
     def _worth_loading(self, path: list[Node]) -> list[Node]:
@@ -124,8 +124,8 @@ class History:
         for node in path:
             part = pages[at : at + node.num_pages]
             at += node.num_pages
-            self._residence.device.hand_over(part, node.row)
-            self._residence.bring_in(node, part)
+            self._mover.device.hand_over(part, node.row)
+            self._mover.bring_in(node, part)
         return True
 
     def _take(self, table: BlockTable, path: list[Node]) -> int:
@@ -144,9 +144,9 @@ class History:
         return depth
 
     def _move_tail(self, table: BlockTable, tail: Node, *, owned: bool) -> None:
-        self._residence.pin(tail)
+        self._mover.pin(tail)
         if table.tail is not None:
-            self._residence.unpin(table.tail)
+            self._mover.unpin(table.tail)
         table.tail, table.owns_tail = tail, owned
 
     def _insert(self, table: BlockTable, parent: Node, tokens: bytes, now_s: float) -> None:
@@ -155,11 +155,11 @@ class History:
         pages = table.pages[table.num_shared : end]
         tail = table.tail
         if tail is not None and table.owns_tail and _can_be_lengthened(tail):
-            self._residence.device.hand_over(pages, tail.row)
+            self._mover.device.hand_over(pages, tail.row)
             self._tree.lengthen(tail, tokens, pages, now_s)
         else:
             node = self._tree.add_kv(parent, tokens, now_s)
-            self._residence.settle(node, pages)
+            self._mover.settle(node, pages)
             self._move_tail(table, node, owned=True)
         table.num_shared = end
 
@@ -168,10 +168,10 @@ class History:
         start = table.num_shared
         own = table.pages[start : start + twin.num_pages]
         if twin.device_pages is None:
-            self._residence.settle(twin, own)
+            self._mover.settle(twin, own)
         elif twin.on_device:
             table.pages[start : start + twin.num_pages] = twin.device_pages
-            self._residence.device.give_back(own)
+            self._mover.device.give_back(own)
         else:
             return False
         table.num_shared += twin.num_pages
@@ -181,11 +181,11 @@ class History:
     def _discard_up(self, node: Node | None) -> None:
         while node is not None and not (node.is_adapter or node.pins or node.num_children or node.moving):
             parent = node.parent
-            self._residence.discard(node)
+            self._mover.discard(node)
             node = parent
 
     def _count(self, path: list[Node], table: BlockTable, num_tokens: int, now_s: float) -> None:
-        ranking, counters = self._room.ranking, self._residence.counters
+        ranking, counters = self._room.ranking, self._mover.counters
         ranking.num_queries += 1
         if path:
             ranking.columns.visit(path, now_s)

@@ -59,7 +59,7 @@ class Forgetting:
         return self._any_dying
 
 
-class Residence:
+class NodeMover:
     """Changes of a node's state, each with its effect on pages, on the tree and on what may move next.
 
     held: nodes with pins.  num_device_adapters: those with pages on the device, arriving ones included.

@@ -15,7 +15,7 @@ class Readiness(Enum):
     """What `UnifiedCache.hold` found."""
 
     READY = "ready"
-    COMING = "coming"
+    LOADING = "coming"
     """Held; an order for its bytes is under way."""
     NO_ROOM = "no_room"
     """Not held: nothing more can be evicted now; ask again later."""

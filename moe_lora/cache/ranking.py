@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moe_lora.policies.caching import CacheLoad, CachingPolicy, Floats
 
 from .node import BACKED, CAN_BACK_UP, CAN_LEAVE, CAN_LEAVE_HOST, DYING, HAS_DEVICE_PAGES, Node
-from .node_mover import Residence
+from .node_mover import NodeMover
 
 BATCH = 256
 """Victims ranked at once."""
@@ -41,10 +41,10 @@ class Ranking:
     passed over.  num_queries: requests matched so far.
     """
 
-    def __init__(self, residence: Residence, policy: CachingPolicy) -> None:
-        self.residence = residence
+    def __init__(self, mover: NodeMover, policy: CachingPolicy) -> None:
+        self.mover = mover
         self.policy = policy
-        self.columns = residence.tree.columns
+        self.columns = mover.tree.columns
         self.num_queries = 0
         self._batches: deque[tuple[float, int]] = deque()
         self._queues: dict[Kind, list[tuple[Node, float]]] = {}
@@ -65,7 +65,7 @@ class Ranking:
             num_queries=max(1, self.num_queries),
             adapter_visits=columns.visits[np.flatnonzero(columns.is_adapter[: len(columns)])],
             batch_size=sum(sizes) / len(sizes) if sizes else 0.0,
-            num_adapters=self.residence.num_device_adapters,
+            num_adapters=self.mover.num_device_adapters,
             reuse=columns.reuse.rates,
         )
 
@@ -151,7 +151,7 @@ class Ranking:
     def _leaving_soon(self, now_s: float) -> NDArray[np.int64]:
         """Rows of the least valued idle nodes of the device, `LEAVING_SHARE` of its pages."""
         rows = self.columns.where(CAN_LEAVE | CAN_BACK_UP)
-        num_pages = int(LEAVING_SHARE * self.residence.device.num_pages)
+        num_pages = int(LEAVING_SHARE * self.mover.device.num_pages)
         return self._take(rows, self.values(rows, now_s), num_pages)
 
     def _stays(self, rows: NDArray[np.int64], now_s: float) -> NDArray[np.bool_]:

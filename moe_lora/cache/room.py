@@ -18,9 +18,9 @@ def blocked_rows(ranking: Ranking, *, moving: bool = True) -> NDArray[np.bool_]:
     """[rows]: nodes that can't leave the device now: pinned ones, moving ones (unless told not to count
     these), and all above them.
     """
-    residence, tree = ranking.residence, ranking.residence.tree
+    mover, tree = ranking.mover, ranking.mover.tree
     blocked = np.zeros(len(ranking.columns), dtype=bool)
-    for start in (*residence.held, *(residence.moving.values() if moving else ())):
+    for start in (*mover.held, *(mover.moving.values() if moving else ())):
         node: Node | None = start
         while node is not None and not blocked[node.row]:
             if node.is_adapter and node is not start and not tree.keeps_dependencies:
@@ -52,7 +52,7 @@ def row_costs(ranking: Ranking, now_s: float) -> NDArray[np.float64]:
     if ranking.policy.traits.values_per_page:
         values = values * pages
     costs[rows] = values
-    if ranking.residence.tree.keeps_dependencies:
+    if ranking.mover.tree.keeps_dependencies:
         adapters = columns.is_adapter[rows]
         below = np.bincount(
             columns.adapter_row[rows[~adapters]], weights=values[~adapters], minlength=len(columns)
@@ -64,7 +64,7 @@ def row_costs(ranking: Ranking, now_s: float) -> NDArray[np.float64]:
 
 def cheapest_window(ranking: Ranking, num_pages: int, now_s: float) -> int | None:
     """First page of the run of `num_pages` device pages without blocked ones that costs least to clear."""
-    owner = ranking.residence.device.owner
+    owner = ranking.mover.device.owner
     if num_pages > len(owner):
         return None
     owned = owner >= 0
@@ -79,7 +79,7 @@ def cheapest_window(ranking: Ranking, num_pages: int, now_s: float) -> int | Non
 
 def clear_window(ranking: Ranking, first: int, num_pages: int) -> None:
     """Evict at once what lies in these pages: of KV nodes the part from there on, and all below it."""
-    device, nodes = ranking.residence.device, ranking.columns.nodes
+    device, nodes = ranking.mover.device, ranking.columns.nodes
     for page in range(first, first + num_pages):
         row = int(device.owner[page])
         if row >= 0:
@@ -90,13 +90,13 @@ def clear_window(ranking: Ranking, first: int, num_pages: int) -> None:
 
 def evict(ranking: Ranking, node: Node) -> None:
     """Drop a node that is not blocked from the device, and what can't be there without it."""
-    residence, columns = ranking.residence, ranking.columns
-    below = residence.tree.bottom_up(node)
-    if node.is_adapter and not residence.tree.keeps_dependencies:
+    mover, columns = ranking.mover, ranking.columns
+    below = mover.tree.bottom_up(node)
+    if node.is_adapter and not mover.tree.keeps_dependencies:
         below = [node]
     for lower in below:
         if columns.nodes[lower.row] is lower and lower.device_pages is not None and lower.num_pages:
-            residence.drop(lower)
+            mover.drop(lower)
 
 
 def _part_from(ranking: Ranking, node: Node, page: int) -> Node:
@@ -104,7 +104,7 @@ def _part_from(ranking: Ranking, node: Node, page: int) -> Node:
     if not node.is_adapter:
         first = min(node.device_pages.index(page), node.num_pages - 1)
         if first:
-            ranking.residence.split(node, first)
+            ranking.mover.split(node, first)
     return node
 
 
@@ -121,14 +121,14 @@ def take_host(ranking: Ranking, node: Node, now_s: float) -> list[int] | None:
     """Host pages for a node, at the cost of nodes that the device has too, then of the least valued; None if
     that is not enough.
     """
-    host = ranking.residence.host
+    host = ranking.mover.host
     if node.num_pages > host.num_pages:
         return None
     while host.num_free < node.num_pages:
         victim = ranking.victim(Kind.HOST, now_s)
         if victim is None:
             return None
-        ranking.residence.drop_host(victim)
+        ranking.mover.drop_host(victim)
     return host.take(node.num_pages, node.row, is_adapter=node.is_adapter)
 
 
@@ -144,7 +144,7 @@ class Clearing:
 
     def __init__(self, ranking: Ranking, *, saves: bool) -> None:
         self._ranking = ranking
-        self._residence = ranking.residence
+        self._mover = ranking.mover
         self._saves = saves
         self._saving: dict[Node, tuple[int, list[Node]]] = {}
 
@@ -153,7 +153,7 @@ class Clearing:
         by itself; None if not (yet).
         """
         assert adapter.layer_pages is not None
-        device, num_pages = self._residence.device, adapter.num_pages
+        device, num_pages = self._mover.device, adapter.num_pages
         saving = self._saving.get(adapter)
         if saving is not None and any(node.moving_out for node in saving[1]):
             return None
@@ -173,17 +173,17 @@ class Clearing:
 
     def _can_clear(self, num_pages: int) -> bool:
         """Whether that many pages are free or could be, wherever they lie."""
-        return self._residence.device.num_free + idle_pages(self._ranking) >= num_pages
+        return self._mover.device.num_free + idle_pages(self._ranking) >= num_pages
 
     def _is_free_of_blocked(self, first: int, num_pages: int) -> bool:
-        owner = self._residence.device.owner[first : first + num_pages]
+        owner = self._mover.device.owner[first : first + num_pages]
         return not ((owner == PRIVATE).any() or blocked_rows(self._ranking)[owner[owner >= 0]].any())
 
     def _save(self, adapter: Node, first: int, now_s: float) -> bool:
         """Order copies of what only the device has in the window, and below it; False if there are none."""
         self._saving = {node: saving for node, saving in self._saving.items() if not node.gone}
-        tree, nodes = self._residence.tree, self._ranking.columns.nodes
-        owner = self._residence.device.owner[first : first + adapter.num_pages]
+        tree, nodes = self._mover.tree, self._ranking.columns.nodes
+        owner = self._mover.device.owner[first : first + adapter.num_pages]
         inside = [node for row in np.unique(owner[owner >= 0]).tolist() if (node := nodes[row])]
         saved = []
         for node in dict.fromkeys(lower for top in inside for lower in tree.bottom_up(top)):
@@ -192,7 +192,7 @@ class Clearing:
             pages = take_host(self._ranking, node, now_s)
             if pages is None:
                 break
-            self._residence.send_out(node, pages, leaves=False)
+            self._mover.send_out(node, pages, leaves=False)
             saved.append(node)
         if saved:
             self._saving[adapter] = first, saved
@@ -204,7 +204,7 @@ class Clearing:
         They have no row for an owner until all are there, so that no window for a later one takes them.
         """
         assert node.layer_pages is not None
-        device = self._residence.device
+        device = self._mover.device
         pages: list[int] = []
         for length in filter(None, node.layer_pages):
             run = device.take_runs([length], PRIVATE)
@@ -239,14 +239,14 @@ class Room:
 
     def __init__(self, ranking: Ranking, limits: Limits, *, partitioned: bool, saves: bool) -> None:
         self.ranking = ranking
-        self.residence = ranking.residence
+        self.mover = ranking.mover
         self.limits = limits
         self._partitioned = partitioned
         self._clearing = Clearing(ranking, saves=saves)
 
     def take_kv(self, num_pages: int, owner: int, now_s: float) -> list[int] | None:
         """Device pages for KV; None, and nothing evicted, if pinned nodes are in the way."""
-        device = self.residence.device
+        device = self.mover.device
         over = device.num_kv + num_pages - self.limits.kv_pages
         if num_pages > device.num_free or over > 0:
             kind = Kind.KV if self._partitioned else Kind.ANY
@@ -263,9 +263,9 @@ class Room:
         assert node.layer_pages is not None
         if not self._could_take_adapter(node):
             return None
-        device, limits = self.residence.device, self.limits
+        device, limits = self.mover.device, self.limits
         while (
-            self.residence.num_device_adapters >= limits.num_adapters
+            self.mover.num_device_adapters >= limits.num_adapters
             or device.num_adapter + node.num_pages > limits.adapter_pages
         ):
             if not self._evict_adapter(now_s):
@@ -276,10 +276,10 @@ class Room:
     def take_free_runs(self, node: Node) -> list[int] | None:
         """As `take_adapter`, evicting nothing."""
         assert node.layer_pages is not None
-        device, limits = self.residence.device, self.limits
+        device, limits = self.mover.device, self.limits
         if device.num_adapter + node.num_pages > limits.adapter_pages:
             return None
-        if self.residence.num_device_adapters >= limits.num_adapters:
+        if self.mover.num_device_adapters >= limits.num_adapters:
             return None
         return device.take_runs(node.layer_pages, node.row)
 
@@ -297,10 +297,10 @@ class Room:
             victim = self.ranking.victim(kind, now_s)
             assert victim is not None
             if not victim.is_adapter and victim.num_pages > num_pages:
-                head = self.residence.split(victim, victim.num_pages - num_pages)
+                head = self.mover.split(victim, victim.num_pages - num_pages)
                 self.ranking.put_back(head, kind)
             num_pages -= victim.num_pages
-            self.residence.drop(victim)
+            self.mover.drop(victim)
 
     def _evict_adapter(self, now_s: float) -> bool:
         """Evict the adapter of least value per page, with its KV where that can't be there without it."""
@@ -324,5 +324,5 @@ class Room:
         return (
             len(stay) < limits.num_adapters
             and int(columns.pages[stay].sum()) + node.num_pages <= limits.adapter_pages
-            and self.residence.device.num_free + idle_pages(self.ranking) >= node.num_pages
+            and self.mover.device.num_free + idle_pages(self.ranking) >= node.num_pages
         )

@@ -47,7 +47,7 @@ MAX_ENTERING = 8
 """Nodes that a tick brings in: it holds up the engine's thread."""
 
 
-class Exchange:
+class TierExchange:
     """Only nodes that the host has too give way, so that nothing is lost and nothing is copied out.
 
     upper: share of the device in use at most.  max_pages: on their way to the device at most: pages that
@@ -57,9 +57,9 @@ class Exchange:
     def __init__(self, room: Room, *, upper: float, max_pages: int) -> None:
         self._room = room
         self._ranking = room.ranking
-        self._residence = room.residence
+        self._mover = room.mover
         self._columns = room.ranking.columns
-        self._kept_free = int((1 - upper) * room.residence.device.num_pages)
+        self._kept_free = int((1 - upper) * room.mover.device.num_pages)
         self._max_pages = max_pages
 
     def tick(self, now_s: float) -> None:
@@ -67,9 +67,7 @@ class Exchange:
         at its limit, and has nothing to give way, does not keep the other out.
         """
         columns = self._columns
-        left = self._max_pages - sum(
-            node.num_pages for node in self._residence.moving.values() if node.moving_in
-        )
+        left = self._max_pages - sum(node.num_pages for node in self._mover.moving.values() if node.moving_in)
         known, full = KnownValues(self._ranking, now_s), np.zeros(2, dtype=np.bool_)
         for _ in range(MAX_ENTERING):
             rows = columns.where(CAN_ENTER)
@@ -88,19 +86,19 @@ class Exchange:
                 return
 
     def _enter(self, entering: Node, value: float, known: KnownValues) -> bool:
-        device = self._residence.device
+        device = self._mover.device
         victims = self._victims(entering, value, known)
         if victims is None:
             return False
         for victim in victims:
-            self._residence.drop(victim)
+            self._mover.drop(victim)
         if entering.is_adapter:
             pages = self._room.take_free_runs(entering)
         else:
             pages = device.take(entering.num_pages, entering.row)
         if pages is None:
             return False
-        self._residence.bring_in(entering, pages)
+        self._mover.bring_in(entering, pages)
         return True
 
     def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
@@ -108,7 +106,7 @@ class Exchange:
         much.
         """
         columns = self._columns
-        missing = entering.num_pages + self._kept_free - self._residence.device.num_free
+        missing = entering.num_pages + self._kept_free - self._mover.device.num_free
         over = self._over_limit(entering)
         if missing <= 0 and over <= 0:
             return []
@@ -131,10 +129,10 @@ class Exchange:
 
     def _over_limit(self, entering: Node) -> int:
         """Pages of its kind that must leave for it, however many are free: of adapters, those of any one."""
-        residence, limits = self._residence, self._room.limits
+        mover, limits = self._mover, self._room.limits
         if entering.is_adapter:
-            return int(residence.num_device_adapters >= limits.num_adapters)
-        return residence.device.num_kv + entering.num_pages - limits.kv_pages
+            return int(mover.num_device_adapters >= limits.num_adapters)
+        return mover.device.num_kv + entering.num_pages - limits.kv_pages
 
 
 MAX_MOVES = 256
@@ -155,13 +153,13 @@ class Swapper:
     def __init__(self, room: Room, traits: Traits, *, upper: float, lower: float, back_up_pages: int) -> None:
         self._room = room
         self._ranking: Ranking = room.ranking
-        self._residence = room.residence
+        self._mover = room.mover
         self._columns = room.ranking.columns
         self._traits = traits
         self._upper = upper
         self._lower = lower
         self._back_up_pages = back_up_pages
-        self._exchange = Exchange(room, upper=upper, max_pages=max(1, back_up_pages // 2))
+        self._exchange = TierExchange(room, upper=upper, max_pages=max(1, back_up_pages // 2))
         self._wanted: list[Node] = []
         self._is_short = False
 
@@ -171,14 +169,14 @@ class Swapper:
 
     def tick(self, now_s: float, batch_size: int) -> bool:
         """One decision; whether there may be more to forget."""
-        more = self._residence.sweep()
+        more = self._mover.sweep()
         self._ranking.note_batch(now_s, batch_size)
-        if self._residence.host.num_pages:
+        if self._mover.host.num_pages:
             self._swap_out(now_s)
         if self._is_short:
             self._is_short = False
             return more
-        if self._traits.backs_up and self._residence.host.num_pages:
+        if self._traits.backs_up and self._mover.host.num_pages:
             self._back_up(now_s)
         if self._wanted:
             self._swap_in(self._upper, now_s, only_wanted=True)
@@ -190,17 +188,13 @@ class Swapper:
 
     def swap_out(self, node: Node, now_s: float) -> bool:
         """Have an idle device leaf leave, to the host if it is not there; False if the host has no room."""
-        if (
-            node.dying
-            or node.host_pages is not None
-            or (node.is_adapter and not self._residence.host.num_pages)
-        ):
-            self._residence.drop(node)
+        if node.dying or node.host_pages is not None or (node.is_adapter and not self._mover.host.num_pages):
+            self._mover.drop(node)
             return True
         pages = take_host(self._ranking, node, now_s)
         if pages is None:
             return False
-        self._residence.send_out(node, pages, leaves=True)
+        self._mover.send_out(node, pages, leaves=True)
         return True
 
     def want(self, needed: Iterable[list[Node]]) -> None:
@@ -222,14 +216,14 @@ class Swapper:
 
     def _swap_out(self, now_s: float) -> None:
         """Per part of the device if it is partitioned."""
-        device, limits = self._residence.device, self._room.limits
-        leaving = sum(node.num_pages for node in self._residence.moving.values() if node.leaves)
+        device, limits = self._mover.device, self._room.limits
+        leaving = sum(node.num_pages for node in self._mover.moving.values() if node.leaves)
         if self._traits.adapter_share is None:
             used = device.num_pages - device.num_free - leaving
             self._swap_out_pages(used - self._upper * device.num_pages, None, now_s)
             return
         adapters = sum(
-            node.num_pages for node in self._residence.moving.values() if node.leaves and node.is_adapter
+            node.num_pages for node in self._mover.moving.values() if node.leaves and node.is_adapter
         )
         kv_over = device.num_kv - (leaving - adapters) - self._upper * limits.kv_pages
         self._swap_out_pages(kv_over, False, now_s)
@@ -253,7 +247,7 @@ class Swapper:
 
     def _swap_in(self, share: float, now_s: float, *, only_wanted: bool = False) -> None:
         """Bring host roots in while no more than that share of the device is used; nothing gives way."""
-        device, columns, num_moved = self._residence.device, self._columns, 0
+        device, columns, num_moved = self._mover.device, self._columns, 0
         for _ in range(MAX_ROUNDS):
             room = int(share * device.num_pages) - (device.num_pages - device.num_free)
             if room <= 0:
@@ -268,7 +262,7 @@ class Swapper:
                 return
 
     def _bring_in(self, node: Node, share: float) -> bool:
-        device = self._residence.device
+        device = self._mover.device
         used = device.num_pages - device.num_free
         if used + node.num_pages > share * device.num_pages:
             return False
@@ -280,7 +274,7 @@ class Swapper:
             pages = device.take(node.num_pages, node.row)
         if pages is None:
             return False
-        self._residence.bring_in(node, pages)
+        self._mover.bring_in(node, pages)
         return True
 
     def _back_up(self, now_s: float) -> None:
@@ -292,4 +286,4 @@ class Swapper:
             pages = take_host(self._ranking, node, now_s)
             if pages is None:
                 return
-            self._residence.send_out(node, pages, leaves=False)
+            self._mover.send_out(node, pages, leaves=False)

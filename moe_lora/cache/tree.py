@@ -19,7 +19,7 @@ _ROOT = "root"
 
 
 class DependencyTree:
-    """Structure, and which nodes may move; pages are the business of `Residence`.
+    """Structure, and which nodes may move; pages are the business of `NodeMover`.
 
     keeps_dependencies: a KV node may be on the device only while its adapter is.
     """

@@ -9,7 +9,7 @@ from moe_lora.policies.caching import CachingPolicy
 
 from .history import History
 from .node import DYING, HAS_DEVICE_PAGES
-from .node_mover import Residence, first_pages
+from .node_mover import NodeMover, first_pages
 from .orders import CacheCounters, Namespace, Order, Readiness
 from .pages import BlockTable, Tier
 from .ranking import Ranking
@@ -22,7 +22,7 @@ from .tree import DependencyTree
 
 def usage(ranking: Ranking) -> dict[str, int]:
     """See `UnifiedCache.usage`."""
-    device, host, columns = ranking.residence.device, ranking.residence.host, ranking.columns
+    device, host, columns = ranking.mover.device, ranking.mover.host, ranking.columns
     rows = columns.where(HAS_DEVICE_PAGES)
     rows = rows[~columns.is_adapter[rows]]
     pages, used = columns.pages[rows], blocked_rows(ranking, moving=False)[rows]
@@ -76,9 +76,9 @@ class UnifiedCache:
             learns_reuse=traits.learns_reuse,
             adapter_recent_s=policy.adapter_recent_s,
         )
-        self._residence = Residence(self._tree, Tier(num_device_pages), Tier(num_host_pages))
-        self._residence.on_departure = self._note_departure
-        self._ranking = Ranking(self._residence, policy)
+        self._mover = NodeMover(self._tree, Tier(num_device_pages), Tier(num_host_pages))
+        self._mover.on_departure = self._note_departure
+        self._ranking = Ranking(self._mover, policy)
         limits = _limits(num_device_pages, traits.adapter_share, max_kv_pages, max_adapters)
         self._room = Room(
             self._ranking,
@@ -87,7 +87,7 @@ class UnifiedCache:
             saves=traits.uses_host_for_kv and num_host_pages > 0,
         )
         self._history = History(
-            self._room, self._residence, keeps_history=traits.keeps_history, sharing=prefix_caching
+            self._room, self._mover, keeps_history=traits.keeps_history, sharing=prefix_caching
         )
         self._swapper = Swapper(
             self._room, traits, upper=upper, lower=lower, back_up_pages=max(1, num_device_pages // 20)
@@ -136,7 +136,7 @@ class UnifiedCache:
         """
         if namespace is None:
             raise ValueError("the base model can't be forgotten; give the namespace of an adapter")
-        self._residence.let_die(self._tree.adapters[namespace])
+        self._mover.let_die(self._tree.adapters[namespace])
 
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
         """Pin the adapter for one request and have it brought to the device if need be, evicting what the
@@ -149,8 +149,8 @@ class UnifiedCache:
             pages = self._room.take_adapter(node, now_s)
             if pages is None:
                 return Readiness.NO_ROOM
-            self._residence.bring_in(node, pages)
-        self._residence.pin(node)
+            self._mover.bring_in(node, pages)
+        self._mover.pin(node)
         if not again:
             self._tree.columns.visit([node], now_s)
             if node.num_pages:
@@ -159,33 +159,33 @@ class UnifiedCache:
         return self.readiness(namespace)
 
     def readiness(self, namespace: Namespace) -> Readiness:
-        """READY, COMING, or NO_ROOM if it neither is on the device nor on its way; changes nothing."""
+        """READY, LOADING, or NO_ROOM if it neither is on the device nor on its way; changes nothing."""
         node = self._tree.adapters[namespace]
         if node.on_device:
             return Readiness.READY
-        return Readiness.COMING if node.moving_in else Readiness.NO_ROOM
+        return Readiness.LOADING if node.moving_in else Readiness.NO_ROOM
 
     def let_go(self, namespace: Namespace, now_s: float) -> None:
         """Undo one `hold`.  Release the request's table first."""
         node = self._tree.adapters[namespace]
-        self._residence.unpin(node)
-        if not self._traits.keeps_idle_adapters and self._residence.can_leave(node):
+        self._mover.unpin(node)
+        if not self._traits.keeps_idle_adapters and self._mover.can_leave(node):
             self._swapper.swap_out(node, now_s)
-        self._residence.sweep()
+        self._mover.sweep()
 
     def pin(self, namespace: Namespace) -> None:
         """Keep the adapter from leaving the device (once it is there) until `unpin`, whoever uses it."""
-        self._residence.pin(self._tree.adapters[namespace])
+        self._mover.pin(self._tree.adapters[namespace])
 
     def unpin(self, namespace: Namespace) -> None:
         """Undo `pin`."""
-        self._residence.unpin(self._tree.adapters[namespace])
-        self._residence.sweep()
+        self._mover.unpin(self._tree.adapters[namespace])
+        self._mover.sweep()
 
     def layer_first_pages(self, namespace: Namespace) -> tuple[int, ...]:
         """Where each layer's run starts on the device, -1 for empty ones.
 
-        Raises ValueError if the adapter is neither READY nor COMING.
+        Raises ValueError if the adapter is neither READY nor LOADING.
         """
         node = self._tree.adapters[namespace]
         if node.device_pages is None:
@@ -255,22 +255,22 @@ class UnifiedCache:
 
     def take_orders(self) -> list[Order]:
         """Orders since the last call, to be executed in any order."""
-        return self._residence.take_orders()
+        return self._mover.take_orders()
 
     def copied(self, copy_id: int) -> None:
         """An order is done.  Unknown ids are refused (KeyError)."""
-        self._residence.copied(copy_id)
+        self._mover.copied(copy_id)
 
     def failed(self, copy_id: int) -> None:
         """An order can't be done.  What waited for it is lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
-        self._residence.failed(copy_id)
+        self._mover.failed(copy_id)
 
     # -- figures
 
     @property
     def counters(self) -> CacheCounters:
         """Totals since the start."""
-        return self._residence.counters
+        return self._mover.counters
 
     def usage(self) -> dict[str, int]:
         """Pages now: device_kv, device_adapters, device_free, host_kv, host_adapters, host_free,

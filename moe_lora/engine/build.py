@@ -19,13 +19,13 @@ from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape, check_expert_parallel
 from moe_lora.dist.transport.contract import make_transport
-from moe_lora.engine.adapters.adapter_loader import KeptAdapters, Placement, ShardSizes
-from moe_lora.engine.adapters.local_loader import AdapterRoom, LocalPlacement
-from moe_lora.engine.adapters.manager import Residency
+from moe_lora.engine.adapters.adapter_loader import AdapterLoader, AdapterStore, ShardSizes
+from moe_lora.engine.adapters.local_loader import AdapterRoom, LocalLoader
+from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.pool_store import PoolAdapters
-from moe_lora.engine.adapters.remote_loader import RemotePlacement, SharedPlacement
+from moe_lora.engine.adapters.remote_loader import RemoteLoader, SharedLoader
 from moe_lora.engine.adapters.transfers import Mover, Ranks, Transfers
-from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, Report, start_followers
+from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.text.text import read_eos_token_ids
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
@@ -50,7 +50,7 @@ def build_cache(
     clock: Clock,
     lasting: HostStore | None = None,
     pool: PoolAdapters | None = None,
-) -> tuple[UnifiedCache, Placement, Transfers]:
+) -> tuple[UnifiedCache, AdapterLoader, Transfers]:
     """The cache, what brings adapters in, and what carries out the cache's orders.
 
     lasting: a store that has every adapter that is read.  pool: what keeps adapters; None: all are kept here.
@@ -68,7 +68,7 @@ def build_cache(
     )
     kept = _kept_adapters(rank, size, followers, lasting) if pool is None else pool
     ranks = Ranks(rank.copier(kept.find, pool), rank.layout.page_bytes, followers)
-    local = LocalPlacement(
+    local = LocalLoader(
         cache,
         kept,
         sizes,
@@ -95,7 +95,7 @@ def build_cache(
     )
     if rank.lora_server is None:
         return cache, local, transfers
-    return cache, SharedPlacement(local, RemotePlacement(rank.lora_server)), transfers
+    return cache, SharedLoader(local, RemoteLoader(rank.lora_server)), transfers
 
 
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
@@ -119,17 +119,17 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
 
 def _kept_adapters(
     rank: Rank, size: ArenaSize, followers: Followers | None, lasting: HostStore | None
-) -> KeptAdapters:
+) -> AdapterStore:
     """Adapters in files where other processes read them, or where the host arena is what memory is for."""
     if followers is not None:
 
         def all_read() -> None:
-            followers.tell(Report())
+            followers.tell(RankReport())
             followers.settle(exchange.TIMEOUT_S)
 
-        return KeptAdapters(store=HostStore(followers.directory / HOST_STORE), before_removal=all_read)
+        return AdapterStore(store=HostStore(followers.directory / HOST_STORE), before_removal=all_read)
     # With a LoRA Server they are mapped already, from its store.
-    return KeptAdapters(in_files=rank.lora_server is None and size.num_host_pages > 0, lasting=lasting)
+    return AdapterStore(in_files=rank.lora_server is None and size.num_host_pages > 0, lasting=lasting)
 
 
 logger = logging.getLogger(__name__)
@@ -187,13 +187,13 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
     cache, placement, transfers = build_cache(
         config, rank, size, sizes, followers, clock, contents.store, pool
     )
-    residency = Residency(placement, clock)
+    residency = AdapterManager(placement, clock)
     for packed, path in adapters:
         residency.add(packed, path)
         contents.serve(packed.name, packed.content_hash)
     runner.warm_up()
     if followers is not None:
-        followers.tell(Report())
+        followers.tell(RankReport())
         followers.settle()
     scheduler: Scheduler[Sequence] = Scheduler(
         cache,

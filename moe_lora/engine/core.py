@@ -23,7 +23,7 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 from moe_lora.core.shape import ModelShape
-from moe_lora.engine.adapters.manager import Residency
+from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import Followers
@@ -116,7 +116,7 @@ class EngineCore:
         dtype: torch.dtype,
         scheduler: Scheduler[Sequence],
         runner: ModelRunner,
-        residency: Residency,
+        residency: AdapterManager,
         transfers: Transfers,
         figures: CacheFigures,
         contents: AdapterContents,
@@ -268,7 +268,7 @@ class EngineCore:
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterInfo:
-        """Serve an adapter from now on (see `Residency.add`)."""
+        """Serve an adapter from now on (see `AdapterManager.add`)."""
         adapter = self._residency.add(packed, path, replace=replace, version=version)
         self._contents.serve(adapter.name, adapter.packed.content_hash)
         self._transfers.send()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moe_lora.kernels.triton.segments import Segments
     from moe_lora.kernels.triton.triton_lora import Shrunk as GpuShrunk
 
-Shrunk = Union[cpu.Shrunk, "GpuShrunk", torch.Tensor]
+Shrunk = Union[cpu.CpuShrunk, "GpuShrunk", torch.Tensor]
 """What `lora_shrink` leaves for `lora_expand`; a tensor is the whole delta."""
 _DENSE = -1
 
@@ -78,7 +78,7 @@ def lora_shrink(
 
 def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
     """y[row] = round(y[row] + delta).  y: [T, N] or [T*K, N] in the dtype of the shrink's x."""
-    if isinstance(shrunk, cpu.Shrunk):
+    if isinstance(shrunk, cpu.CpuShrunk):
         cpu.lora_expand(shrunk, y)
     elif isinstance(shrunk, torch.Tensor):
         y.add_(shrunk)

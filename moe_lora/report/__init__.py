@@ -6,13 +6,13 @@ they pull in httpx and matplotlib.
 
 from __future__ import annotations
 
-from .latency import RequestRecord, RequestTiming, SloTargets, avg_latency_ms
+from .latency import ClientTiming, RequestRecord, SloTargets, avg_latency_ms
 from .results import append_result, environment, read_results, write_json
 from .run_file import summarize
 
 __all__ = [
+    "ClientTiming",
     "RequestRecord",
-    "RequestTiming",
     "SloTargets",
     "append_result",
     "avg_latency_ms",

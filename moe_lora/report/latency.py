@@ -15,7 +15,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTiming:
+class ClientTiming:
     """When things happened to one finished request; times in seconds on one clock.
 
     token_times_s: arrival of each chunk that carried tokens, sorted, at least one.
@@ -65,7 +65,7 @@ class RequestTiming:
         return self.e2el_ms / self.num_output_tokens
 
 
-def avg_latency_ms(timings: Iterable[RequestTiming]) -> float | None:
+def avg_latency_ms(timings: Iterable[ClientTiming]) -> float | None:
     """Sum of E2E / sum of n over all requests; None without any. Source: dLoRA section 7.1."""
     e2el_ms, num_tokens = 0.0, 0
     for timing in timings:
@@ -87,11 +87,11 @@ class SloTargets:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"slo {name}={value} is not allowed; choose a finite number of seconds > 0")
 
-    def met_by(self, timing: RequestTiming) -> bool:
+    def met_by(self, timing: ClientTiming) -> bool:
         """TTFT and TPOT within target; a single token has no TPOT to miss."""
         return self._met(timing.ttft_ms, timing.tpot_ms)
 
-    def met_in_decode_by(self, timing: RequestTiming) -> bool:
+    def met_in_decode_by(self, timing: ClientTiming) -> bool:
         """As `met_by`, with decode_ttft_ms in place of TTFT (InfiniLoRA section 2.3, footnote)."""
         return timing.decode_ttft_ms is not None and self._met(timing.decode_ttft_ms, timing.tpot_ms)
 
@@ -115,7 +115,7 @@ class RequestRecord:
     arrival_s: float
     sent_s: float
     input_tokens: int
-    timing: RequestTiming | None = None
+    timing: ClientTiming | None = None
     error: str | None = None
     text: str = ""
     exact: bool | None = None

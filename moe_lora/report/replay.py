@@ -18,7 +18,7 @@ from moe_lora.config.plan import ReplayOptions
 from moe_lora.workload.prompts import random_token_ids
 from moe_lora.workload.replay_plan import PlannedRequest
 
-from .latency import RequestRecord, RequestTiming
+from .latency import ClientTiming, RequestRecord
 from .load_client import CompletionClient, ServedModels, ServerError, StreamedCompletion
 
 # One request of a replay: the body that is sent, and the record of what came back.
@@ -49,7 +49,7 @@ def request_body(planned: PlannedRequest, options: ReplayOptions) -> dict[str, A
 def finished_record(planned: PlannedRequest, completion: StreamedCompletion, start_s: float) -> RequestRecord:
     """The record of a completion: the server's token counts, and its own timing where usage.timing has it."""
     usage, text = completion.usage, "".join(completion.texts)
-    timing = RequestTiming(
+    timing = ClientTiming(
         sent_s=completion.sent_s - start_s,
         token_times_s=tuple(moment - start_s for moment in completion.token_times_s),
         end_s=completion.end_s - start_s,

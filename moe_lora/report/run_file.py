@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .latency import RequestRecord, RequestTiming, SloTargets, avg_latency_ms
+from .latency import ClientTiming, RequestRecord, SloTargets, avg_latency_ms
 from .results import read_json
 
 # Many request records to one flat dictionary, with the keys of `vllm bench serve` and a few more.
@@ -55,7 +55,7 @@ def summarize(records: Sequence[RequestRecord], duration_s: float, slo: SloTarge
     return result | _attainment(judged, num_good, slo) | _answers(done)
 
 
-def _latencies(timings: Sequence[RequestTiming]) -> dict[str, list[float]]:
+def _latencies(timings: Sequence[ClientTiming]) -> dict[str, list[float]]:
     return {
         "ttft_ms": [timing.ttft_ms for timing in timings],
         "tpot_ms": _present(timing.tpot_ms for timing in timings),
@@ -84,7 +84,7 @@ def _present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def max_concurrent(timings: Sequence[RequestTiming]) -> int:
+def max_concurrent(timings: Sequence[ClientTiming]) -> int:
     """The most requests under way at one moment."""
     events = [(timing.sent_s, 1) for timing in timings] + [(timing.end_s, -1) for timing in timings]
     under_way = most = 0
@@ -95,7 +95,7 @@ def max_concurrent(timings: Sequence[RequestTiming]) -> int:
 
 
 def attainment_by_adapter(
-    records: Iterable[RequestRecord], met: Callable[[RequestTiming], bool]
+    records: Iterable[RequestRecord], met: Callable[[ClientTiming], bool]
 ) -> dict[str, float]:
     """Share of each adapter's requests that met the SLO; requests to the base model are left out."""
     outcomes: dict[str, list[bool]] = defaultdict(list)

@@ -173,7 +173,7 @@ class Scheduler(Generic[Sequence]):
         if sequence.adapter is None:
             return True
         readiness = self._adapters.acquire(sequence.adapter, again=sequence.matched)
-        if sequence.waits.admitted_s is None and readiness is Readiness.COMING:
+        if sequence.waits.admitted_s is None and readiness is Readiness.LOADING:
             sequence.adapter_hit = False
         return readiness is not Readiness.NO_ROOM
 

@@ -14,20 +14,20 @@ from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.capacity_controller import make_controller
-from moe_lora.dist.cluster.controller.cluster_controller import Decisions, Director, run_controller
-from moe_lora.dist.cluster.controller.cluster_state import StateBook
+from moe_lora.dist.cluster.controller.cluster_controller import ClusterController, Decisions, run_controller
+from moe_lora.dist.cluster.controller.cluster_state import ClusterStateLog
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.directed import (
     DirectedFleet,
+    DirectedInstanceRegistry,
     DirectedProvision,
     DirectedRegistry,
-    DirectedRoster,
     DirectedRouting,
 )
 from moe_lora.dist.cluster.controller.placement_controller import Routes, make_routes
 from moe_lora.dist.cluster.controller.served_registry import opened_registry
-from moe_lora.dist.cluster.instances import Roster
-from moe_lora.dist.cluster.listener import RECOVERY_S, AsItIs, CatchUp, Door, Recovery
+from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.listener import RECOVERY_S, AsItIs, CatchUp, InstanceListener, Recovery
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.keys import keys_of
@@ -47,7 +47,7 @@ class Control:
     """What decides, and what it decides about.  recovery: of its start."""
 
     decisions: Decisions
-    roster: Roster
+    instance_registry: InstanceRegistry
     routes: Routes
     recovery: Recovery
 
@@ -80,10 +80,12 @@ async def controlling(
     with opened_registry(cluster.registry, cluster.engine, cluster.served_model_name) as (config, registry):
         pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
         heartbeat = Heartbeat.of(cluster.front_end)
-        roster = Roster((), config.adapters, ABSENCE.format(address), heartbeat, pool)
+        instance_registry = InstanceRegistry((), config.adapters, ABSENCE.format(address), heartbeat, pool)
         routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
-        fleet = FleetClient(roster, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks)
-        recovery = Recovery(roster, recovery_s)
+        fleet = FleetClient(
+            instance_registry, routes.router, WallClock(), meter=routes.meter, ranks=routes.ranks
+        )
+        recovery = Recovery(instance_registry, recovery_s)
         decisions = Decisions(
             fleet=fleet,
             meter=routes.meter,
@@ -91,9 +93,11 @@ async def controlling(
             provision=make_controller(cluster.provision, fleet, cluster.instance().lora_server),
             registry=registry,
         )
-        async with Door(roster, CatchUp(roster, recovery)).open(setting, address, keys_of(cluster)):
+        async with InstanceListener(instance_registry, CatchUp(instance_registry, recovery)).open(
+            setting, address, keys_of(cluster)
+        ):
             try:
-                yield Control(decisions, roster, routes, recovery)
+                yield Control(decisions, instance_registry, routes, recovery)
             finally:
                 await fleet.close()
 
@@ -108,10 +112,10 @@ async def serve_controller(cluster: ClusterConfig) -> None:
     address = parse_address("controller.address", cluster.controller.address)
     place = cluster.doors()[CONTROLLER]
     async with controlling(cluster, "controller.engines_address", place, None) as control:
-        book = StateBook(control.roster, control.routes, control.decisions.placement)
+        state_log = ClusterStateLog(control.instance_registry, control.routes, control.decisions.placement)
         front_ends = cluster.front_ends or (ONE_FRONT_END,)
-        director = Director(control.decisions, book, control.recovery, front_ends)
-        await run_controller(director, address, keys_of(cluster))
+        cluster_controller = ClusterController(control.decisions, state_log, control.recovery, front_ends)
+        await run_controller(cluster_controller, address, keys_of(cluster))
 
 
 async def serve_deciding(cluster: ClusterConfig, tokenizer: Tokenizer | None, sock: socket.socket) -> None:
@@ -136,12 +140,14 @@ async def serve_directed(
     assert cluster.controller is not None
     place, keys, config = cluster.doors()[name], keys_of(cluster), cluster.engine
     link = ControllerLink(parse_address("controller.address", cluster.controller.address), keys, name)
-    roster = DirectedRoster((), config.adapters, ABSENCE.format(place), Heartbeat.of(cluster.front_end))
+    instance_registry = DirectedInstanceRegistry(
+        (), config.adapters, ABSENCE.format(place), Heartbeat.of(cluster.front_end)
+    )
     routes = make_routes(cluster.front_end, config.max_num_seqs, config.lora_kernel)
-    fleet = DirectedFleet(roster, routes, link, WallClock())
+    fleet = DirectedFleet(instance_registry, routes, link, WallClock())
     has_server = cluster.lora_server is not None
     provision = DirectedProvision(cluster.provision or ProvisionConfig(), has_server, link)
-    link.follower = routing = DirectedRouting(roster, routes, provision)
+    link.follower = routing = DirectedRouting(instance_registry, routes, provision)
     frontend = Frontend(
         client=fleet,
         tokenizer=tokenizer,
@@ -154,7 +160,9 @@ async def serve_directed(
         ready=routing.ready,
         cors_origins=cluster.front_end.cors_origins,
     )
-    async with Door(roster, AsItIs(roster)).open(f"front_ends.{name}.engines_address", place, keys):
+    async with InstanceListener(instance_registry, AsItIs(instance_registry)).open(
+        f"front_ends.{name}.engines_address", place, keys
+    ):
         try:
             await serve_forever(frontend, sock, cluster.front_end.drain_s)
         finally:

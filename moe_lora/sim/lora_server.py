@@ -11,7 +11,7 @@ from moe_lora.dist.lora_server.server.leases import LeaseTable
 from moe_lora.dist.lora_server.server.residency import Grant, Load
 
 from .sources import LoadLink, SimAdapter
-from .system_config import AdapterBytes, LoraServerConfig, bytes_of
+from .system_config import AdapterBytes, SimLoraServerConfig, bytes_of
 
 
 class SimLease(NamedTuple):
@@ -26,7 +26,7 @@ class SimLoraServer:
     """Decides by the table that the real leader keeps (capacity in slots, not in pages)."""
 
     def __init__(
-        self, config: LoraServerConfig, adapter_bytes: AdapterBytes, num_layers: int, clock: Clock
+        self, config: SimLoraServerConfig, adapter_bytes: AdapterBytes, num_layers: int, clock: Clock
     ) -> None:
         self.link = LoadLink(config.load_bytes_per_s, num_layers, layer_wise=config.layer_wise)
         self._table = LeaseTable(config.capacity, (), 1, starvation_s=config.starvation_s)

@@ -33,7 +33,7 @@ class SimAdapter:
 
 
 class AdapterSource(Protocol):
-    """Makes adapters ready for one instance; the twin of `engine.adapters.adapter_loader.Placement`."""
+    """Makes adapters ready for one instance; the twin of `engine.adapters.adapter_loader.AdapterLoader`."""
 
     loads_first: bool
     """Whether a request leaves the queue only when its adapter is there, holding up the step meanwhile."""

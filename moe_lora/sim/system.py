@@ -21,7 +21,7 @@ from .lora_server import SimLoraServer
 from .running import SimRequest, from_plan
 from .sources import LoadLink, LocalAdapters
 from .step_time import step_timer
-from .system_config import LoraServerConfig, PlacementConfig, SystemConfig
+from .system_config import PlacementConfig, SimLoraServerConfig, SystemConfig
 
 # Placements made while requests come, as the front end's controller makes them, on the virtual clock.
 
@@ -181,7 +181,7 @@ class System:
         self._num_expected = 0
         self._router = config.router()
         self._uids: dict[str, int] = {}
-        remote = isinstance(config.adapters, LoraServerConfig)
+        remote = isinstance(config.adapters, SimLoraServerConfig)
         instance = config.instance
         step_time = step_timer(instance, remote=remote)
         self._lora_ranks = config.lora_ranks
@@ -231,7 +231,7 @@ class System:
 
     def _connect(self, config: SystemConfig) -> None:
         adapters = config.adapters
-        if isinstance(adapters, LoraServerConfig):
+        if isinstance(adapters, SimLoraServerConfig):
             server = SimLoraServer(adapters, config.adapter_bytes, config.instance.num_layers, self.events)
             self.links = [server.link]
             for instance in self.instances:

@@ -81,7 +81,7 @@ class LocalConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraServerConfig(LocalConfig):
+class SimLoraServerConfig(LocalConfig):
     """One LoRA Server for all instances, of `capacity` slots.
 
     load_bytes_per_s: of all its GPUs together.  num_stages: groups of GPUs that work on different layers
@@ -127,7 +127,7 @@ class SystemConfig(Settings):
 
     num_instances: int = setting(least=1)
     instance: InstanceConfig
-    adapters: LocalConfig | LoraServerConfig
+    adapters: LocalConfig | SimLoraServerConfig
     adapter_bytes: AdapterBytes = 0.0
     lora_ranks: Mapping[str, int] = field(default_factory=dict)
     router: Callable[[], Router] = LeastOutstanding
@@ -135,7 +135,7 @@ class SystemConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.instance.steps is not None and isinstance(self.adapters, LoraServerConfig):
+        if self.instance.steps is not None and isinstance(self.adapters, SimLoraServerConfig):
             raise ConfigError("steps has the deltas in it; with a LoRA Server give a profile of the layers")
-        if self.placement is not None and isinstance(self.adapters, LoraServerConfig):
+        if self.placement is not None and isinstance(self.adapters, SimLoraServerConfig):
             raise ConfigError("a LoRA Server has all adapters; leave the placement out")

@@ -5,14 +5,14 @@ import subprocess
 import sys
 
 from bench.lora_server.bench_overlap import shares
-from moe_lora.dist.lora_server.protocol.session import Exchange
+from moe_lora.dist.lora_server.protocol.session import ExchangeTimes
 
 
 def test_shares_of_hand_made_exchanges():
-    hidden = Exchange(
+    hidden = ExchangeTimes(
         0, 3, sent_ns=0, started_ns=10_000, finished_ns=60_000, asked_ns=90_000, taken_ns=91_000
     )
-    waited = Exchange(
+    waited = ExchangeTimes(
         0, 4, sent_ns=0, started_ns=10_000, finished_ns=60_000, asked_ns=40_000, taken_ns=70_000
     )
     found = shares([hidden, waited])

@@ -23,14 +23,14 @@ from moe_lora.cache.unified import UnifiedCache
 
 def check(cache: UnifiedCache, tables: Iterable[BlockTable], holds: Counter[object]) -> None:
     """All invariants.  tables: those in use.  holds: times each namespace is held."""
-    tree, residence = cache._tree, cache._residence
+    tree, mover = cache._tree, cache._mover
     tables = list(tables)
     nodes = [node for node in tree.graph if isinstance(node, Node)]
     assert nx.is_tree(tree.graph)
     assert {node.row for node in nodes} == {r for r, node in enumerate(tree.columns.nodes) if node}
     private = [page for table in tables for page in table.pages[table.num_shared :]]
-    check_tier(residence.device, {node: node.device_pages for node in nodes}, private)
-    check_tier(residence.host, {node: node.host_pages for node in nodes}, [])
+    check_tier(mover.device, {node: node.device_pages for node in nodes}, private)
+    check_tier(mover.host, {node: node.host_pages for node in nodes}, [])
     pins = Counter(table.tail for table in tables if table.tail is not None)
     for node in nodes:
         held = holds[node.namespace] if node.is_adapter else 0
@@ -40,9 +40,9 @@ def check(cache: UnifiedCache, tables: Iterable[BlockTable], holds: Counter[obje
     for table in tables:
         check_table(cache, table)
     with_pages = [n for n in nodes if n.is_adapter and n.num_pages and n.device_pages is not None]
-    assert residence.num_device_adapters == len(with_pages)
-    assert residence.held == {node for node in nodes if node.pins}
-    assert set(residence.moving.values()) == {node for node in nodes if node.moving}
+    assert mover.num_device_adapters == len(with_pages)
+    assert mover.held == {node for node in nodes if node.pins}
+    assert set(mover.moving.values()) == {node for node in nodes if node.moving}
 
 
 def check_tier(tier: Tier, owned: dict[Node, list[int] | None], private: list[int]) -> None:

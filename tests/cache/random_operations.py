@@ -148,7 +148,7 @@ class RandomCache:
         for order in self.orders:
             self.cache.copied(order.copy_id)
         self.requests, self.waiting, self.orders = [], [], []
-        while self.cache._residence.sweep():
+        while self.cache._mover.sweep():
             self.check()
         base_kv = sum(n.num_pages for n in self.cache._tree.columns.nodes if n and n.device_pages)
         usage = self.cache.usage()

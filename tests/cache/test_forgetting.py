@@ -39,7 +39,7 @@ def full_of(policy: str = "fastlibra", *, host_pages: int = 0) -> UnifiedCache:
         max_adapters=1,
     )
     cache.add_adapter(1, (ADAPTER_PAGES,), 0.0)
-    assert cache.hold(1, 0.0) is Readiness.COMING
+    assert cache.hold(1, 0.0) is Readiness.LOADING
     confirm(cache)
     for number in range(NUM_PROMPTS):
         leave(cache, 1, [number, number], 0.0)
@@ -70,7 +70,7 @@ def test_no_call_frees_more_than_a_slice_until_all_is_free(policy):
         sizes.append(num_nodes(cache))
     assert all(0 < before - after <= SLICE for before, after in pairwise(sizes))
     assert len(sizes) > NUM_PROMPTS / SLICE
-    assert cache.usage()["device_free"] == cache._residence.device.num_pages
+    assert cache.usage()["device_free"] == cache._mover.device.num_pages
     assert not cache._tree.columns.where(DYING).size
 
 
@@ -82,7 +82,7 @@ def test_pages_and_slot_of_the_adapter_itself_are_free_at_once():
     assert left == [1]
     assert cache.usage()["device_adapters"] == 0
     cache.add_adapter(2, (ADAPTER_PAGES,), 1.0)
-    assert cache.hold(2, 1.0) is Readiness.COMING
+    assert cache.hold(2, 1.0) is Readiness.LOADING
     assert 1 in cache._tree.adapters, "its history is still there"
     assert cache.usage()["device_kv_invalid"] == 0, "nobody will ask for it"
 
@@ -92,7 +92,7 @@ def test_room_is_taken_from_what_is_forgotten_before_living_history():
     leave(cache, None, [7, 7], 0.0)
     cache.forget(1)
     table = cache.match(None, [1, 2], 5.0)
-    device = cache._residence.device
+    device = cache._mover.device
     assert cache.grow(table, 2 * (device.num_pages - 1), 5.0)
     check(cache, [table], Counter())
     assert cache.match(None, [7, 7, 7], 5.0).num_matched == 2

@@ -258,7 +258,7 @@ def test_adapter_of_a_queued_request_is_fetched_ahead():
     cache.tick(0.1, 1)
     (order,) = cache.take_orders()
     assert order.namespace == 1
-    assert cache.readiness(1) is Readiness.COMING
+    assert cache.readiness(1) is Readiness.LOADING
 
 
 def test_parts_of_a_partition_are_balanced_each_by_itself():

@@ -60,7 +60,7 @@ def test_adapter_is_loaded_from_its_files_into_a_run_per_layer():
     cache = cache_of()
     cache.add_adapter(1, (2, 0, 3), 0.0)
     assert cache.place(1) == "disk"
-    assert cache.hold(1, 0.0) is Readiness.COMING
+    assert cache.hold(1, 0.0) is Readiness.LOADING
     (order,) = cache.take_orders()
     assert order == LoadAdapter(order.copy_id, 1, (0, -1, 2))
     cache.copied(order.copy_id)
@@ -74,7 +74,7 @@ def test_adapter_is_loaded_from_its_files_into_a_run_per_layer():
 def test_two_requests_wait_for_one_load():
     cache = cache_of()
     cache.add_adapter(1, (2,), 0.0)
-    assert cache.hold(1, 0.0) is cache.hold(1, 0.0) is Readiness.COMING
+    assert cache.hold(1, 0.0) is cache.hold(1, 0.0) is Readiness.LOADING
     assert len(cache.take_orders()) == 1
 
 
@@ -123,11 +123,11 @@ def test_held_and_pinned_adapters_stay():
         cache.add_adapter(namespace, (4,), 0.0)
     bring(cache, 2)
     cache.pin(2)
-    assert cache.hold(1, 0.0) is Readiness.COMING
+    assert cache.hold(1, 0.0) is Readiness.LOADING
     confirm(cache)
     assert cache.hold(3, 1.0) is Readiness.NO_ROOM
     cache.unpin(2)
-    assert cache.hold(3, 2.0) is Readiness.COMING
+    assert cache.hold(3, 2.0) is Readiness.LOADING
     assert cache.place(2) == "disk"
 
 
@@ -135,11 +135,11 @@ def test_slots_bound_the_adapters_on_the_device():
     cache = cache_of(16, max_adapters=1)
     for namespace in (1, 2):
         cache.add_adapter(namespace, (2,), 0.0)
-    assert cache.hold(1, 0.0) is Readiness.COMING
+    assert cache.hold(1, 0.0) is Readiness.LOADING
     confirm(cache)
     assert cache.hold(2, 1.0) is Readiness.NO_ROOM
     cache.let_go(1, 2.0)
-    assert cache.hold(2, 3.0) is Readiness.COMING
+    assert cache.hold(2, 3.0) is Readiness.LOADING
     assert cache.place(1) == "disk"
 
 
@@ -151,7 +151,7 @@ def test_slot_is_freed_of_an_adapter_together_with_its_history():
     assert cache.hold(1, 0.0) is Readiness.READY
     leave_history(cache, 1, [1] * 8, 0.0)
     cache.let_go(1, 0.0)
-    assert cache.hold(2, 1.0) is Readiness.COMING
+    assert cache.hold(2, 1.0) is Readiness.LOADING
     assert cache.usage()["device_kv"] == 0
     check(cache, [], Counter({2: 1}))
 
@@ -180,7 +180,7 @@ def test_extent_fits_exactly_where_no_page_in_use_is_in_the_way(held, lengths, n
         if table not in kept:
             cache.release(table, 20.0)
     fits = any(not stuck & set(range(first, first + num_pages)) for first in range(17 - num_pages))
-    assert (cache.hold(1, 30.0) is Readiness.COMING) == fits
+    assert (cache.hold(1, 30.0) is Readiness.LOADING) == fits
     check(cache, kept, Counter({1: int(fits)}))
 
 
@@ -194,7 +194,7 @@ def test_history_in_an_adapters_place_is_saved_to_the_host_first():
     (order,) = confirm(cache)
     assert isinstance(order, Copy)
     assert not order.to_device
-    assert cache.hold(1, 6.0) is Readiness.COMING
+    assert cache.hold(1, 6.0) is Readiness.LOADING
     assert cache.counters.pages_dropped == 0
     assert cache.usage()["host_kv"] == 4
     check(cache, [], Counter({1: 1}))
@@ -216,7 +216,7 @@ def test_pinned_pages_in_every_window_leave_no_room():
             cache.release(table, 1.0)
     assert cache.hold(1, 2.0) is Readiness.NO_ROOM
     cache.add_adapter(2, (3, 2), 0.0)
-    assert cache.hold(2, 3.0) is Readiness.COMING
+    assert cache.hold(2, 3.0) is Readiness.LOADING
     check(cache, held, Counter({2: 1}))
 
 
@@ -233,7 +233,7 @@ def test_adapter_too_large_for_what_is_idle_evicts_nothing():
 def test_removed_adapter_is_freed_once_its_load_is_over():
     cache = cache_of()
     cache.add_adapter(1, (4,), 0.0)
-    assert cache.hold(1, 0.0) is Readiness.COMING
+    assert cache.hold(1, 0.0) is Readiness.LOADING
     cache.let_go(1, 0.0)
     cache.forget(1)
     assert cache.usage()["device_adapters"] == 4
@@ -279,7 +279,7 @@ def test_new_version_is_as_popular_as_the_one_it_replaces():
     cache.add_adapter(3, (2,), 5.0, inherits=1)
     cache.forget(1)
     assert visits(cache, 3) == 5
-    assert cache.hold(3, 5.0) is Readiness.COMING
+    assert cache.hold(3, 5.0) is Readiness.LOADING
     confirm(cache)
     cache.let_go(3, 5.0)
     cache.add_adapter(4, (2,), 5.0)
@@ -297,7 +297,7 @@ def test_version_to_replace_must_be_known():
 def test_load_that_failed_leaves_no_trace_and_can_be_tried_again():
     cache = cache_of()
     cache.add_adapter(1, (4,), 0.0)
-    assert cache.hold(1, 0.0) is Readiness.COMING
+    assert cache.hold(1, 0.0) is Readiness.LOADING
     (order,) = cache.take_orders()
     cache.failed(order.copy_id)
     assert cache.readiness(1) is Readiness.NO_ROOM
@@ -314,7 +314,7 @@ def test_unknown_order_is_refused():
 def test_slora_keeps_no_adapter_without_requests_and_no_history():
     cache = cache_of(host_pages=8, policy=slora())
     cache.add_adapter(1, (4,), 0.0)
-    assert cache.hold(1, 0.0) is Readiness.COMING
+    assert cache.hold(1, 0.0) is Readiness.LOADING
     confirm(cache)
     leave_history(cache, 1, [1] * 8, 0.0)
     assert cache.usage()["device_kv"] == 0
@@ -323,7 +323,7 @@ def test_slora_keeps_no_adapter_without_requests_and_no_history():
     assert isinstance(order, Copy)
     assert not order.to_device
     assert cache.place(1) == "host"
-    assert cache.hold(1, 1.0) is Readiness.COMING
+    assert cache.hold(1, 1.0) is Readiness.LOADING
     (order,) = confirm(cache)
     assert isinstance(order, Copy)
     assert order.to_device
@@ -335,7 +335,7 @@ def test_static_partition_keeps_kv_out_of_the_adapters_part():
     cache.add_adapter(1, (2,), 0.0)
     assert not cache.grow(cache.match(None, [1], 0.0), 4 * 9, 0.0)
     assert cache.grow(cache.match(None, [1], 0.0), 4 * 8, 0.0)
-    assert cache.hold(1, 1.0) is Readiness.COMING
+    assert cache.hold(1, 1.0) is Readiness.LOADING
 
 
 def test_kv_without_its_adapter_is_counted_as_invalid():

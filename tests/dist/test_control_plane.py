@@ -42,12 +42,15 @@ class ControlledCluster(Cluster):
             del content["lora_server"]
             content["front_end"] = {"placement": "loraserve", "placement_interval_s": 1.0}
             content["front_ends"] = {
-                name: {"port": int(url.rpartition(":")[2]), "engines_address": self._address("door", name)}
+                name: {
+                    "port": int(url.rpartition(":")[2]),
+                    "engines_address": self._address("listener", name),
+                }
                 for name, url in self.urls.items()
             }
             content["controller"] = {
                 "address": self._address("controller", "address"),
-                "engines_address": self._address("controller", "door"),
+                "engines_address": self._address("controller", "listener"),
             }
             path.write_text(yaml.safe_dump(content))
 

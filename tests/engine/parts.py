@@ -15,10 +15,10 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.engine.adapters.adapter_loader import AdapterVersion, KeptAdapters, ShardSizes
+from moe_lora.engine.adapters.adapter_loader import AdapterStore, AdapterVersion, ShardSizes
 from moe_lora.engine.adapters.copies import RankCopier
-from moe_lora.engine.adapters.local_loader import AdapterRoom, LocalPlacement
-from moe_lora.engine.adapters.manager import Residency
+from moe_lora.engine.adapters.local_loader import AdapterRoom, LocalLoader
+from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.transfers import Ranks, Transfers
 from moe_lora.engine.arena_size import ArenaSize
 from moe_lora.engine.build import caching_policy
@@ -75,7 +75,7 @@ class HeldMover:
         self._orders.clear()
 
 
-class PromptPlacement(LocalPlacement):
+class PromptPlacement(LocalLoader):
     """Adapters are there as soon as they are asked for."""
 
     bring_now: Callable[[], None]
@@ -130,12 +130,12 @@ class Parts:
         self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
         self.host_arena = torch.zeros(num_host_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(max_loras, 1, 1, torch.device("cpu"))
-        self.kept = KeptAdapters()
+        self.kept = AdapterStore()
         whole = np.ones(1, dtype=bool)
         shape = SimpleNamespace()
         arenas = (self.arena, self.host_arena, PAGE_BYTES)
         ranks = Ranks(RankCopier(*arenas, self.slots, shape, whole, self.kept.find), PAGE_BYTES)
-        self.placement = (PromptPlacement if prompt else LocalPlacement)(
+        self.placement = (PromptPlacement if prompt else LocalLoader)(
             self.cache,
             self.kept,
             ShardSizes(shape, PAGE_BYTES, [whole]),
@@ -153,7 +153,7 @@ class Parts:
             interval_s=0.1,
         )
         self.placement.bring_now = self.move
-        self.residency = Residency(self.placement, self.clock)
+        self.residency = AdapterManager(self.placement, self.clock)
         self.scheduler = Scheduler(
             self.cache,
             self.residency,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moe_lora.report import RequestRecord, RequestTiming, SloTargets
+from moe_lora.report import ClientTiming, RequestRecord, SloTargets
 from moe_lora.report.html import render, write_report
 from moe_lora.report.plots import attainment, cdf, in_flight, token_times_s
 from moe_lora.report.results import write_json
@@ -22,7 +22,7 @@ def make_run(label: str, num_requests: int = 12, failed: int = 1) -> dict:
     records = []
     for index in range(num_requests):
         start = index * 0.1
-        timing = RequestTiming(
+        timing = ClientTiming(
             sent_s=start,
             token_times_s=(start + 0.1, start + 0.15, start + 0.2),
             end_s=start + 0.2,

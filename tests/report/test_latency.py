@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.report import RequestTiming, SloTargets, avg_latency_ms
+from moe_lora.report import ClientTiming, SloTargets, avg_latency_ms
 
 # Sent at 1.0 s, tokens at 1.2, 1.3, 1.5 s, end at 1.6 s.
-TIMING = RequestTiming(
+TIMING = ClientTiming(
     sent_s=1.0, token_times_s=(1.2, 1.3, 1.5), end_s=1.6, num_output_tokens=4, decode_ttft_ms=90.0
 )
-SINGLE = RequestTiming(sent_s=0.0, token_times_s=(0.1,), end_s=0.1, num_output_tokens=1)
+SINGLE = ClientTiming(sent_s=0.0, token_times_s=(0.1,), end_s=0.1, num_output_tokens=1)
 
 
 def test_each_definition_gives_the_number_worked_by_hand() -> None:
@@ -50,7 +50,7 @@ def test_decode_slo_takes_the_servers_ttft() -> None:
 def test_impossible_timing_is_refused(change: dict) -> None:
     good = {"sent_s": 1.0, "token_times_s": (1.2, 1.5), "end_s": 1.6, "num_output_tokens": 2}
     with pytest.raises(ValueError, match=r"order|at least one token"):
-        RequestTiming(**{**good, **change})
+        ClientTiming(**{**good, **change})
 
 
 def test_slo_must_be_positive() -> None:

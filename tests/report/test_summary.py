@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from moe_lora.report import RequestRecord, RequestTiming, SloTargets, summarize
+from moe_lora.report import ClientTiming, RequestRecord, SloTargets, summarize
 
 
 def record(
     adapter: str | None, ttft_s: float, tpot_s: float, num_tokens: int = 3, sent_s: float = 0.0
 ) -> RequestRecord:
     times = tuple(sent_s + ttft_s + tpot_s * place for place in range(num_tokens))
-    timing = RequestTiming(sent_s=sent_s, token_times_s=times, end_s=times[-1], num_output_tokens=num_tokens)
+    timing = ClientTiming(sent_s=sent_s, token_times_s=times, end_s=times[-1], num_output_tokens=num_tokens)
     return RequestRecord(adapter=adapter, arrival_s=sent_s, sent_s=sent_s, input_tokens=10, timing=timing)
 
 

@@ -18,7 +18,7 @@ from moe_lora.cli.main import main
 from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
-from moe_lora.dist.cluster.controller.capacity_controller import Controller
+from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.provision.online import DemandWindow
 
@@ -70,7 +70,7 @@ def paper() -> PaperServer:
 
 
 @contextlib.contextmanager
-def served_with(shared_thread, engine, tokenizer, controller: Controller | None) -> Iterator[Served]:
+def served_with(shared_thread, engine, tokenizer, controller: CapacityController | None) -> Iterator[Served]:
     switch, url = shared_thread
     switch.app = app_of(engine, tokenizer, controller=controller)
     with as_served(url, engine) as served:
@@ -78,8 +78,8 @@ def served_with(shared_thread, engine, tokenizer, controller: Controller | None)
 
 
 @pytest.fixture
-def controller(engine, paper, clock) -> Controller:
-    return Controller(ProvisionConfig(target_iar=0.95), engine, paper, clock)
+def controller(engine, paper, clock) -> CapacityController:
+    return CapacityController(ProvisionConfig(target_iar=0.95), engine, paper, clock)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def load(window: DemandWindow, clock: VirtualClock, num_adapters: int, in_servic
             visit.end(replace(TIMING, adapter_wait_s=float(turn % 2), prefill_s=0.0))
 
 
-def evaluated(controller: Controller) -> Controller:
+def evaluated(controller: CapacityController) -> CapacityController:
     asyncio.run(controller.evaluate())
     return controller
 
@@ -221,7 +221,7 @@ def test_without_a_controller_there_is_nothing_to_see(server, path):
 
 
 def test_without_a_lora_server_instances_have_their_own_places(shared_thread, engine, tokenizer, clock):
-    controller = Controller(ProvisionConfig(), engine, None, clock)
+    controller = CapacityController(ProvisionConfig(), engine, None, clock)
     load(controller.window, clock, 8)
     assert evaluated(controller).latest.capacity == 4, "max_loras of the engine"
     with served_with(shared_thread, engine, tokenizer, controller) as served:
@@ -249,7 +249,7 @@ def test_a_line_is_logged_when_the_capacity_stops_sufficing_and_when_it_does_aga
 
 
 def test_capacity_follows_the_load_if_asked_to(engine, paper, clock):
-    controller = Controller(ProvisionConfig(auto_resize=True), engine, paper, clock)
+    controller = CapacityController(ProvisionConfig(auto_resize=True), engine, paper, clock)
     load(controller.window, clock, 8)
     needed = evaluated(controller).latest.needed_capacity
     grown = paper.current.capacity
@@ -270,7 +270,7 @@ def test_capacity_follows_the_load_if_asked_to(engine, paper, clock):
 
 
 def test_evaluations_go_on_after_one_that_failed(engine, paper, clock, monkeypatch, caplog):
-    controller = Controller(ProvisionConfig(interval_s=0.001), engine, paper, clock)
+    controller = CapacityController(ProvisionConfig(interval_s=0.001), engine, paper, clock)
     calls = iter([ZeroDivisionError("bad day"), ZeroDivisionError("bad day")])
 
     def sometimes() -> ServerState:

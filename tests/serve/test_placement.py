@@ -11,7 +11,7 @@ from moe_lora.config import RoutingConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
-from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.policies.routers import PhiRouting
 from moe_lora.provision.performance.performance_models import FORMAT
@@ -29,10 +29,10 @@ class Cluster:
         self.engines = [CountingEngine(adapters=dict.fromkeys(NAMES, "p")) for _ in range(num_engines)]
         self.config = RoutingConfig(placement=placement, **settings)
         self.routes = make_routes(self.config, 8, "sgmv")
-        self.roster = Roster(self.engines, [(name, "p") for name in NAMES])
+        self.instance_registry = InstanceRegistry(self.engines, [(name, "p") for name in NAMES])
         meter = self.routes.meter
         self.fleet = FleetClient(
-            self.roster, self.routes.router, self.clock, meter=meter, ranks=self.routes.ranks
+            self.instance_registry, self.routes.router, self.clock, meter=meter, ranks=self.routes.ranks
         )
         assert isinstance(self.routes.router, PhiRouting)
         self.router = self.routes.router
@@ -95,7 +95,7 @@ def test_an_instance_that_is_gone_is_not_placed_on():
         cluster = Cluster()
         await cluster.controller.step()
         cluster.engines[0].alive = False
-        cluster.roster.lose(cluster.roster.instances[0], cluster.engines[0])
+        cluster.instance_registry.lose(cluster.instance_registry.instances[0], cluster.engines[0])
         assert await cluster.ask("r", "a") == list(range(2, 10))
         await cluster.step()
         assert {index for row in cluster.router.table.values() for index, _ in row} == {1}
@@ -123,7 +123,7 @@ def test_no_request_fails_while_tables_change():
         await asyncio.gather(swaps(), *(client(number) for number in range(10)))
         assert answers == [list(range(2, 10))] * 200
         assert cluster.router.version > 200
-        assert [one.load.num_requests for one in cluster.roster.instances] == [0, 0, 0]
+        assert [one.load.num_requests for one in cluster.instance_registry.instances] == [0, 0, 0]
 
     asyncio.run(run())
 
@@ -155,7 +155,9 @@ def test_ranks_are_known_to_the_routers_that_need_them(tmp_path):
     path.write_text(json.dumps({"format": FORMAT, "models": [model]}))
     routes = make_routes(RoutingConfig(routing="rank_aware", performance_model=str(path)), 8, "bgmv")
     engines = [CountingEngine(adapters={"a": "p"}) for _ in range(2)]
-    fleet = FleetClient(Roster(engines, [("a", "p")]), routes.router, VirtualClock(), ranks=routes.ranks)
+    fleet = FleetClient(
+        InstanceRegistry(engines, [("a", "p")]), routes.router, VirtualClock(), ranks=routes.ranks
+    )
     asyncio.run(fleet.model_info())
     assert routes.ranks == {"a": 1}
     asyncio.run(fleet.load_adapter("b", "q"))

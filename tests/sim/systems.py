@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_lora.config.engine import StageTime, StepProfile
-from moe_lora.sim.system_config import InstanceConfig, LocalConfig, LoraServerConfig, SystemConfig
+from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.replay_plan import PlannedRequest
 
 STEP_S = 0.1
@@ -30,7 +30,7 @@ def coupled(capacity: int, *, num_instances: int = 1, load_s: float = 0.0, **set
 
 
 def served(
-    server: LoraServerConfig, *, num_instances: int = 1, load_s: float = 0.0, **settings: Any
+    server: SimLoraServerConfig, *, num_instances: int = 1, load_s: float = 0.0, **settings: Any
 ) -> SystemConfig:
     """The server loads 1 byte/s."""
     return SystemConfig(
@@ -38,8 +38,8 @@ def served(
     )
 
 
-def server(capacity: int, **settings: Any) -> LoraServerConfig:
-    return LoraServerConfig(**{"capacity": capacity, "load_bytes_per_s": 1.0, "control_s": 0.0} | settings)
+def server(capacity: int, **settings: Any) -> SimLoraServerConfig:
+    return SimLoraServerConfig(**{"capacity": capacity, "load_bytes_per_s": 1.0, "control_s": 0.0} | settings)
 
 
 def asked(*requests: tuple[float, str | None, int], prompt_tokens: int = 1) -> list[PlannedRequest]:

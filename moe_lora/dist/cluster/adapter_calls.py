@@ -1,4 +1,4 @@
-"""Adapters loaded, unloaded and pinned on every instance of a roster, or on none."""
+"""Adapters loaded, unloaded and pinned on every instance of a instance_registry, or on none."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.engine.client.client import EngineClient
 
 from .fan_out import Answers, ask, load_alike
-from .instances import Instance, Roster, ServedAdapter
+from .instances import Instance, InstanceRegistry, ServedVersion
 from .reports import merge_adapters
 
 logger = logging.getLogger(__name__)
 
 
 async def load_everywhere(
-    roster: Roster, name: str, path: str, *, replace: bool, pool: FleetPool | None = None
+    instance_registry: InstanceRegistry, name: str, path: str, *, replace: bool, pool: FleetPool | None = None
 ) -> AdapterInfo:
     """Serve the directory as `name` on all live instances; those that come back later load it too.
 
@@ -27,43 +27,47 @@ async def load_everywhere(
     others go back to what they served before.  Calls for one name must come one after the other.  pool: what
     has some of them hold it; None: all do.
     """
-    with roster.loading():
-        previous = roster.adapters.get(name)
+    with instance_registry.loading():
+        previous = instance_registry.adapters.get(name)
         if previous is not None and not replace:
             raise AdapterExistsError(
                 f"adapter {name!r} is already loaded; unload it first or load it in place"
             )
-        instances, version = roster.candidates(None), roster.next_version(name)
+        instances, version = instance_registry.candidates(None), instance_registry.next_version(name)
         if pool is None:
 
             async def load(some: list[Instance], content: str | None) -> Answers[AdapterInfo]:
                 words: Any = {"replace": replace, "version": version, "content_hash": content}
-                return await ask(roster, some, lambda client: client.load_adapter(name, path, **words))
+                return await ask(
+                    instance_registry, some, lambda client: client.load_adapter(name, path, **words)
+                )
 
             answers, errors = await load_alike(instances, load)
         else:
             answers, errors = await pool.load(instances, name, path, replace=replace, version=version)
         if errors:
-            await _take_back(roster, [instance for instance, _ in answers], name, previous, pool)
+            await _take_back(instance_registry, [instance for instance, _ in answers], name, previous, pool)
             raise _refusal(name, answers, errors)
         for instance, _ in answers:
             instance.missing.discard(name)
-        roster.serve(answers[0][1], path)
+        instance_registry.serve(answers[0][1], path)
         return answers[0][1]
 
 
-async def unload_everywhere(roster: Roster, name: str, pool: FleetPool | None = None) -> None:
+async def unload_everywhere(
+    instance_registry: InstanceRegistry, name: str, pool: FleetPool | None = None
+) -> None:
     """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
 
     Raises AdapterNotFoundError if no instance knows the name.
     """
-    roster.candidates(None)
-    roster.forget(name)
+    instance_registry.candidates(None)
+    instance_registry.forget(name)
     # Asked anew: one that came in before it was forgotten came with it.
-    instances = roster.candidates(None)
+    instances = instance_registry.candidates(None)
     if pool is not None:
         pool.forget(name)
-    answers, errors = await ask(roster, instances, lambda client: client.unload_adapter(name))
+    answers, errors = await ask(instance_registry, instances, lambda client: client.unload_adapter(name))
     if pool is not None:
         await pool.sweep()
     for _, error in errors:
@@ -71,32 +75,36 @@ async def unload_everywhere(roster: Roster, name: str, pool: FleetPool | None = 
             raise error
 
 
-async def pin_everywhere(roster: Roster, name: str, *, pinned: bool) -> AdapterInfo:
+async def pin_everywhere(instance_registry: InstanceRegistry, name: str, *, pinned: bool) -> AdapterInfo:
     """Pin or unpin an adapter on all live instances; those that come back later do so too.
 
     If one instance refuses, the others go back to what was.  Raises AdapterNotFoundError for an unknown name.
     """
-    with roster.loading():
-        served = roster.adapters.get(name)
+    with instance_registry.loading():
+        served = instance_registry.adapters.get(name)
         if served is None:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
         answers, errors = await ask(
-            roster, roster.candidates(name), lambda client: client.pin_adapter(name, pinned=pinned)
+            instance_registry,
+            instance_registry.candidates(name),
+            lambda client: client.pin_adapter(name, pinned=pinned),
         )
         if errors:
             if served.pinned != pinned and answers:
                 before = [instance for instance, _ in answers]
-                await ask(roster, before, lambda client: client.pin_adapter(name, pinned=served.pinned))
+                await ask(
+                    instance_registry, before, lambda client: client.pin_adapter(name, pinned=served.pinned)
+                )
             raise errors[0][1]
-        roster.pin(name, pinned=pinned)
+        instance_registry.pin(name, pinned=pinned)
         return merge_adapters([info] for _, info in answers)[0]
 
 
 async def _take_back(
-    roster: Roster,
+    instance_registry: InstanceRegistry,
     instances: list[Instance],
     name: str,
-    previous: ServedAdapter | None,
+    previous: ServedVersion | None,
     pool: FleetPool | None,
 ) -> None:
     """Undo a load; an instance where that fails gets no more requests for the adapter."""
@@ -110,7 +118,7 @@ async def _take_back(
     if not instances:
         return
     if pool is None:
-        _, errors = await ask(roster, instances, undo)
+        _, errors = await ask(instance_registry, instances, undo)
     else:
         errors = await pool.take_back(instances, name, previous)
     for instance, error in errors:

@@ -1,4 +1,4 @@
-"""A request's course over the instances that compute it, one after the other if they end under it."""
+"""A request's resumable over the instances that compute it, one after the other if they end under it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_RESENDS = 3
 
 
 @dataclass(eq=False)
-class Course:
+class ResumableRequest:
     """What of a request's answer has been handed on.
 
     adapter_version: of the request's adapter: the one that began the answer, and until then the one that was

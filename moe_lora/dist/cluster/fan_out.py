@@ -11,7 +11,7 @@ from moe_lora.core.request import AdapterInfo
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.messages import PoolEntry
 
-from .instances import Instance, Roster
+from .instances import Instance, InstanceRegistry
 
 Answer = TypeVar("Answer")
 Loaded = TypeVar("Loaded", AdapterInfo, PoolEntry)
@@ -20,7 +20,9 @@ Answers = tuple[list[tuple[Instance, Answer]], list[tuple[Instance, Exception]]]
 
 
 async def ask(
-    roster: Roster, instances: list[Instance], call: Callable[[EngineClient], Awaitable[Answer]]
+    instance_registry: InstanceRegistry,
+    instances: list[Instance],
+    call: Callable[[EngineClient], Awaitable[Answer]],
 ) -> Answers[Answer]:
     """What these instances answered, and what those that refused raised.
 
@@ -35,7 +37,7 @@ async def ask(
         if isinstance(result, EngineSilentError):
             continue
         if isinstance(result, EngineDeadError):
-            roster.lose(instance, client)
+            instance_registry.lose(instance, client)
         elif isinstance(result, Exception):
             errors.append((instance, result))
         elif isinstance(result, BaseException):
@@ -43,16 +45,16 @@ async def ask(
         else:
             answers.append((instance, result))
     if not answers and not errors:
-        roster.candidates(None)
+        instance_registry.candidates(None)
         raise EngineDeadError("the LLM instances that were asked ended meanwhile; send the request again")
     return answers, errors
 
 
 async def ask_live(
-    roster: Roster, call: Callable[[EngineClient], Awaitable[Answer]]
+    instance_registry: InstanceRegistry, call: Callable[[EngineClient], Awaitable[Answer]]
 ) -> list[tuple[Instance, Answer]]:
     """What each live instance answers.  Raises the first refusal, EngineDeadError if none is live."""
-    answers, errors = await ask(roster, roster.candidates(None), call)
+    answers, errors = await ask(instance_registry, instance_registry.candidates(None), call)
     for _, error in errors:
         raise error
     return answers

@@ -1,4 +1,4 @@
-"""An engine's part in a roster: in routing while it gets on, out of it while it is silent."""
+"""An engine's part in a instance_registry: in routing while it gets on, out of it while it is silent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Hearing
 from moe_lora.engine.client.messages import Beat
 
-from .instances import Instance, Roster
+from .instances import Instance, InstanceRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ class BeatingClient(EngineClient, Protocol):
     hearing: Hearing
     on_beat: Callable[[Beat], None]
 
-    def hush(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         """Let nobody wait for the answer to a call any longer; requests go on."""
         ...
 
 
-class Attendance:
+class HealthMonitor:
     """Watches over one engine from its first beat to its end.
 
     While it is silent it is out of routing, and nobody waits for what it was told; its requests stay with
@@ -42,7 +42,7 @@ class Attendance:
 
     def __init__(
         self,
-        roster: Roster,
+        instance_registry: InstanceRegistry,
         instance: Instance,
         client: BeatingClient,
         come: Callable[[], Awaitable[None]],
@@ -50,7 +50,7 @@ class Attendance:
         clock: Clock | None = None,
         wait: Callable[[float], Awaitable[bool]] | None = None,
     ) -> None:
-        self._roster, self._instance, self._client = roster, instance, client
+        self._instance_registry, self._instance, self._client = instance_registry, instance, client
         self._come, self._give_up = come, give_up
         self._clock = clock or WallClock()
         self._wait = wait or self._wait_for_end
@@ -58,7 +58,7 @@ class Attendance:
 
     async def run(self) -> None:
         """Until the engine has ended; it is out of routing then."""
-        heartbeat, hearing = self._roster.heartbeat, self._client.hearing
+        heartbeat, hearing = self._instance_registry.heartbeat, self._client.hearing
         self._client.on_beat = self._instance.hear
         while True:
             silent_s = hearing.silent_s()
@@ -78,10 +78,10 @@ class Attendance:
             if await self._wait(heartbeat.timeout_s / _LOOKS_PER_TIMEOUT):
                 break
             if self._clock.now_s() - looked_s > heartbeat.timeout_s:
-                hearing.excuse()  # this process itself stood still
+                hearing.restart_clock()  # this process itself stood still
         if self._coming is not None:
             await asyncio.wait([self._coming])
-        self._roster.lose(self._instance, self._client)
+        self._instance_registry.lose(self._instance, self._client)
         self._instance.silent = False
 
     async def _wait_for_end(self, timeout_s: float) -> bool:
@@ -96,9 +96,9 @@ class Attendance:
 
     def _leave(self, silent_s: float) -> None:
         name = self._instance.name
-        if self._roster.drain(self._instance, self._client):
+        if self._instance_registry.drain(self._instance, self._client):
             logger.warning("instance %s is silent for %.1f s; it gets no requests", name, silent_s)
-        self._client.hush(EngineSilentError(f"instance {name} does not get on; send the request again"))
+        self._client.fail_all(EngineSilentError(f"instance {name} does not get on; send the request again"))
 
     async def _try_to_come(self) -> None:
         name = self._instance.name
@@ -107,7 +107,7 @@ class Attendance:
         except EngineSilentError:
             logger.warning("instance %s is silent again before it took part", name)
         except EngineDeadError as error:
-            if not self._roster.closed.is_set():
+            if not self._instance_registry.closed.is_set():
                 logger.warning("instance %s left before it took part: %s", name, error)
             self._give_up()
         except Exception:

@@ -1,4 +1,4 @@
-"""An engine's side of `door`: it dials every front end, serves them all, and dials again what it lost."""
+"""An engine's side of `listener`: it dials every front end, serves them all, and dials again what it lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .failover import token_work
 # Several connections to one engine loop: whose request is which, and what each adds to the load.
 
 
-class Line(Protocol):
+class MuxedConnection(Protocol):
     """One connection, which takes its events."""
 
     def send(self, message: Message) -> None: ...
@@ -53,7 +53,7 @@ class Line(Protocol):
 class _Request:
     """A request under way.  num_prompt: prompt tokens, until it has a token; left: what it may still need."""
 
-    line: Line
+    line: MuxedConnection
     request_id: str
     num_prompt: int
     left: int
@@ -67,7 +67,7 @@ class _Request:
         return msgspec.structs.replace(output, request_id=self.request_id)
 
 
-class Lines:
+class ConnectionMux:
     """Hands commands of all lines to an engine loop, and its events back to the line that asked.
 
     Two lines may use the same ids; what the loop says to a line that was closed is dropped.  Belongs to the
@@ -77,24 +77,24 @@ class Lines:
     def __init__(self, inbox: Inbox, max_model_len: int) -> None:
         self._inbox = inbox
         self._max_model_len = max_model_len
-        self._open: list[Line] = []
+        self._open: list[MuxedConnection] = []
         self._requests: dict[str, _Request] = {}
-        self._names: dict[tuple[Line, str], str] = {}
-        self._calls: dict[int, tuple[Line, Asked]] = {}
+        self._names: dict[tuple[MuxedConnection, str], str] = {}
+        self._calls: dict[int, tuple[MuxedConnection, Asked]] = {}
         self._numbers = itertools.count(1)
 
-    def open(self, line: Line) -> Line:
+    def open(self, line: MuxedConnection) -> MuxedConnection:
         self._open.append(line)
         return line
 
-    def close(self, line: Line) -> None:
+    def close(self, line: MuxedConnection) -> None:
         """End the requests of a line, and no other's."""
         self._open.remove(line)
         for name, asked in self._requests.items():
             if asked.line is line:
                 self._inbox.put(Abort(name))
 
-    def put(self, line: Line, message: Message | Asked) -> None:
+    def put(self, line: MuxedConnection, message: Message | Asked) -> None:
         """Hand on what a line asks."""
         if isinstance(message, Asked):
             number = next(self._numbers)
@@ -112,7 +112,7 @@ class Lines:
             if name is not None:
                 self._inbox.put(Abort(name))
 
-    def _named(self, line: Line, request: GenerateRequest) -> GenerateRequest:
+    def _named(self, line: MuxedConnection, request: GenerateRequest) -> GenerateRequest:
         """The request by a name that no other under way has: its own, if it can be."""
         name = request.request_id
         while name in self._requests:
@@ -142,13 +142,13 @@ class Lines:
             for line in self._open:
                 line.send(event)
 
-    def _send(self, line: Line, message: Message) -> None:
+    def _send(self, line: MuxedConnection, message: Message) -> None:
         if line in self._open:
             line.send(message)
 
-    def _sorted(self, outputs: list[TokenOutput]) -> dict[Line, list[TokenOutput]]:
+    def _sorted(self, outputs: list[TokenOutput]) -> dict[MuxedConnection, list[TokenOutput]]:
         """The outputs of each line; not those of a request whose id its line uses for another by now."""
-        found: dict[Line, list[TokenOutput]] = {}
+        found: dict[MuxedConnection, list[TokenOutput]] = {}
         for output in outputs:
             name = output.request_id
             asked = self._requests[name]
@@ -165,7 +165,7 @@ class Lines:
             del self._names[key]
         return asked
 
-    def elsewhere(self, line: Line, stuck_s: float) -> Beat:
+    def elsewhere(self, line: MuxedConnection, stuck_s: float) -> Beat:
         """A beat that tells a line of the requests of all others."""
         others = [asked for asked in self._requests.values() if asked.line is not line]
         return Beat(
@@ -180,9 +180,9 @@ logger = logging.getLogger(__name__)
 
 
 class FrontEndLinks:
-    """A link to each door (by name), through which an engine loop is asked and answers.
+    """A link to each listener (by name), through which an engine loop is asked and answers.
 
-    Belongs to the event loop in which it is made.  What the engine loop emits for a door that is not there is
+    Belongs to the event loop in which it is made.  What the engine loop emits for a listener that is not there is
     dropped: nobody waits for it.  keys: None where all doors are sockets of this host.
     """
 
@@ -192,7 +192,7 @@ class FrontEndLinks:
         self._doors = doors
         self._keys = keys
         self._inbox = inbox
-        self._lines = Lines(inbox, max_model_len)
+        self._lines = ConnectionMux(inbox, max_model_len)
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._peers: set[Peer] = set()

@@ -21,7 +21,7 @@ from .reports import add_counters
 
 
 @dataclass(frozen=True)
-class ServedAdapter:
+class ServedVersion:
     """What every instance serves under a name.
 
     content_hash: `AdapterInfo.content_hash`; None: what the first instance finds in the directory.
@@ -32,7 +32,7 @@ class ServedAdapter:
     pinned: bool = False
     content_hash: str | None = None
 
-    def is_same(self, other: ServedAdapter | None) -> bool:
+    def is_same(self, other: ServedVersion | None) -> bool:
         """Whether both are one version, and as far as it is known one content."""
         if other is None or (self.path, self.version) != (other.path, other.version):
             return False
@@ -55,15 +55,15 @@ class Served:
     unloaded at that version.
     """
 
-    adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
+    adapters: Mapping[str, ServedVersion] = field(default_factory=dict)
     versions: Mapping[str, int] = field(default_factory=dict)
 
-    def lacking(self, have: Mapping[str, ServedAdapter]) -> set[str]:
+    def lacking(self, have: Mapping[str, ServedVersion]) -> set[str]:
         """The adapters of which an engine that has `have` lacks what is served."""
         return {name for name, adapter in self.adapters.items() if not adapter.is_same(have.get(name))}
 
     @staticmethod
-    def of(adapters: Mapping[str, ServedAdapter]) -> Served:
+    def of(adapters: Mapping[str, ServedVersion]) -> Served:
         """An account that knows of nothing that was unloaded."""
         return Served(adapters, {name: one.version for name, one in adapters.items()})
 
@@ -140,7 +140,7 @@ class Instance:
         self.load.num_elsewhere = beat.num_running + beat.num_waiting
 
 
-class Roster:
+class InstanceRegistry:
     """The instances and the adapters that they serve.
 
     clients: of the instances that are live from the start; others may `enter`.  adapters: (name, directory)
@@ -161,7 +161,7 @@ class Roster:
         self.instances = [Instance(index, client, str(index)) for index, client in enumerate(clients)]
         self.closed = asyncio.Event()
         self.pool = pool
-        self._adapters = {name: ServedAdapter(path, 1) for name, path in adapters}
+        self._adapters = {name: ServedVersion(path, 1) for name, path in adapters}
         self._versions = dict.fromkeys(self._adapters, 1)
         self._numbers = {instance.name: instance.index for instance in self.instances}
         self._num_loading = 0
@@ -243,7 +243,7 @@ class Roster:
         self,
         instance: Instance,
         client: EngineClient,
-        have: dict[str, ServedAdapter],
+        have: dict[str, ServedVersion],
         missing: set[str],
         incarnation: str | None = None,
     ) -> bool:
@@ -260,7 +260,7 @@ class Roster:
         self._route_to(instance, client, missing, incarnation)
         return True
 
-    def _is_all(self, have: dict[str, ServedAdapter]) -> bool:
+    def _is_all(self, have: dict[str, ServedVersion]) -> bool:
         """Whether an engine has what all serve; of an adapter that no engine had, it says the content."""
         if have.keys() != self._adapters.keys():
             return False
@@ -290,7 +290,7 @@ class Roster:
         return {one.name: Holding(one.incarnation, frozenset(one.missing)) for one in self.live}
 
     @property
-    def adapters(self) -> dict[str, ServedAdapter]:
+    def adapters(self) -> dict[str, ServedVersion]:
         """A copy: name -> what is served under it."""
         return dict(self._adapters)
 
@@ -314,13 +314,13 @@ class Roster:
         """The number that a new version of the name gets."""
         return self._versions.get(name, 0) + 1
 
-    def serve(self, info: AdapterInfo, path: str) -> ServedAdapter:
+    def serve(self, info: AdapterInfo, path: str) -> ServedVersion:
         """From now on all instances serve this.  Versions of a name count up, whatever was restarted."""
         version = max(info.version, self.next_version(info.name))
         self._versions[info.name] = version
         before = self._adapters.get(info.name)
         pinned = before is not None and before.pinned
-        self._adapters[info.name] = ServedAdapter(path, version, pinned, info.content_hash or None)
+        self._adapters[info.name] = ServedVersion(path, version, pinned, info.content_hash or None)
         return self._adapters[info.name]
 
     def pin(self, name: str, *, pinned: bool) -> None:

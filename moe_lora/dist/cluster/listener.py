@@ -1,4 +1,4 @@
-"""The front end's door for engines: they dial in, take part, leave, and dial in again."""
+"""The front end's listener for engines: they dial in, take part, leave, and dial in again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from websockets.asyncio.connection import Connection
 from moe_lora.core.address import Address
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, ModelInfo, TokenOutput
-from moe_lora.dist.cluster.controller.directed import DirectedRoster
+from moe_lora.dist.cluster.controller.directed import DirectedInstanceRegistry
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.net.connection import OPEN_S, listen
 from moe_lora.dist.net.keys import Keys
@@ -34,8 +34,8 @@ from moe_lora.engine.client.messages import (
     Welcome,
 )
 
-from .health import Attendance
-from .instances import Instance, Roster, Served, ServedAdapter
+from .health import HealthMonitor
+from .instances import Instance, InstanceRegistry, Served, ServedVersion
 
 # An engine that was away gets the adapters that the others serve.
 
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 async def catch_up(
     client: CallableEngine,
-    served: dict[str, ServedAdapter],
-    have: dict[str, ServedAdapter],
+    served: dict[str, ServedVersion],
+    have: dict[str, ServedVersion],
     missing: set[str],
     pool: PoolDirectory | None = None,
 ) -> None:
@@ -90,7 +90,7 @@ async def catch_up(
         have[name] = replace(adapter, content_hash=content_hash)
 
 
-async def held_by(client: DialledClient, pool: PoolDirectory | None = None) -> dict[str, ServedAdapter]:
+async def held_by(client: DialledClient, pool: PoolDirectory | None = None) -> dict[str, ServedVersion]:
     """What an engine has once it has done what it was told before.  Raises EngineDeadError.
 
     pool: learns what the engine knows and holds.
@@ -100,7 +100,7 @@ async def held_by(client: DialledClient, pool: PoolDirectory | None = None) -> d
         await pool.enter(client)
     infos: list[AdapterInfo] = await client.ask("list_adapters")
     return {
-        info.name: ServedAdapter(info.path or "", info.version, info.pinned, info.content_hash or None)
+        info.name: ServedVersion(info.path or "", info.version, info.pinned, info.content_hash or None)
         for info in infos
     }
 
@@ -112,7 +112,7 @@ RECOVERY_S = 2.0
 """Engines that are there dial in at least once a second."""
 
 
-class Entry(Protocol):
+class RoutingEntry(Protocol):
     async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
         """Put the instance into routing.  Raises EngineDeadError if it ended, or the fleet was closed."""
         ...
@@ -124,29 +124,29 @@ class CatchUp:
     recovery: takes over what engines serve already, while it lasts.
     """
 
-    def __init__(self, roster: Roster, recovery: Recovery | None = None) -> None:
-        self._roster = roster
+    def __init__(self, instance_registry: InstanceRegistry, recovery: Recovery | None = None) -> None:
+        self._instance_registry = instance_registry
         self._recovery = recovery
 
     async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        pool = self._roster.pool
+        pool = self._instance_registry.pool
         have, missing = await held_by(client, pool), set[str]()
         if self._recovery is not None and not self._recovery.over:
             self._recovery.report(have)
-            await self._roster.at_rest()
+            await self._instance_registry.at_rest()
             have = await held_by(client, pool)  # engines that start together are given adapters meanwhile
-        while not await self._roster.join(instance, client, have, missing, incarnation):
-            await catch_up(client, self._roster.adapters, have, missing, pool)
+        while not await self._instance_registry.join(instance, client, have, missing, incarnation):
+            await catch_up(client, self._instance_registry.adapters, have, missing, pool)
 
 
 class AsItIs:
     """Takes an engine as it is: a controller looks after what it has."""
 
-    def __init__(self, roster: DirectedRoster) -> None:
-        self._roster = roster
+    def __init__(self, instance_registry: DirectedInstanceRegistry) -> None:
+        self._instance_registry = instance_registry
 
     async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        self._roster.join_as_it_is(instance, client, await held_by(client), incarnation)
+        self._instance_registry.join_as_it_is(instance, client, await held_by(client), incarnation)
 
 
 class Recovery:
@@ -157,18 +157,18 @@ class Recovery:
     until `end` is called.
     """
 
-    def __init__(self, roster: Roster, limit_s: float | None = RECOVERY_S) -> None:
-        self._roster = roster
+    def __init__(self, instance_registry: InstanceRegistry, limit_s: float | None = RECOVERY_S) -> None:
+        self._instance_registry = instance_registry
         self._holding = ExitStack()
-        self._holding.enter_context(roster.loading())
+        self._holding.enter_context(instance_registry.loading())
         self.over = False
         if limit_s is not None:
             asyncio.get_running_loop().call_later(limit_s, self.end)
 
-    def report(self, have: dict[str, ServedAdapter]) -> None:
+    def report(self, have: dict[str, ServedVersion]) -> None:
         """An engine has these; once it is over that changes nothing."""
         if not self.over:
-            self._roster.recover(Served.of(have))
+            self._instance_registry.recover(Served.of(have))
 
     def end(self) -> None:
         """Let them in.  May be called again."""
@@ -225,7 +225,7 @@ class DialledClient(CallableEngine):
         except PeerEndedError as error:
             raise EngineDeadError(f"instance {self.name} has ended: {error}") from error
 
-    def hush(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         """Let nobody wait for the answer to a call any longer; requests go on."""
         self._peer.abandon_calls(error)
 
@@ -268,8 +268,8 @@ class DialledClient(CallableEngine):
         await self._peer.closed()
 
 
-class Door:
-    """Lets engines of this cluster into the roster.
+class InstanceListener:
+    """Lets engines of this cluster into the instance_registry.
 
     entry: how they come into routing; by default they are given what they lack before.  on_give_up: called
     with the name of one that is taken for dead, after its connection was ended.
@@ -277,13 +277,13 @@ class Door:
 
     def __init__(
         self,
-        roster: Roster,
-        entry: Entry | None = None,
+        instance_registry: InstanceRegistry,
+        entry: RoutingEntry | None = None,
         on_give_up: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._roster = roster
+        self._instance_registry = instance_registry
         self._on_give_up = on_give_up
-        self._entry = entry or CatchUp(roster)
+        self._entry = entry or CatchUp(instance_registry)
         self._inside: set[str] = set()
         self._info: ModelInfo | None = None
 
@@ -307,7 +307,7 @@ class Door:
             peer.abort("an engine begins with a hello")
             return
         refusal = self._refusal(hello)
-        peer.send(Welcome(refusal, self._roster.heartbeat.interval_s))
+        peer.send(Welcome(refusal, self._instance_registry.heartbeat.interval_s))
         if refusal is not None:
             logger.warning("instance %s from %s was refused: %s", hello.name, host, refusal)
             peer.end()
@@ -349,9 +349,9 @@ class Door:
             self._on_give_up(hello.name)
 
         try:
-            instance = self._roster.enter(hello.name, client)
-            await Attendance(self._roster, instance, client, come, give_up).run()
-            if not self._roster.closed.is_set():
+            instance = self._instance_registry.enter(hello.name, client)
+            await HealthMonitor(self._instance_registry, instance, client, come, give_up).run()
+            if not self._instance_registry.closed.is_set():
                 logger.warning(
                     "instance %s left (%s); its requests go on elsewhere", hello.name, peer.problem
                 )

@@ -24,9 +24,9 @@ from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.routing import Router, TokenMeter
 
 from .adapter_calls import load_everywhere, pin_everywhere, unload_everywhere
-from .failover import MAX_RESENDS, Course, token_work
+from .failover import MAX_RESENDS, ResumableRequest, token_work
 from .fan_out import ask_live
-from .instances import Instance, Roster, ServedAdapter
+from .instances import Instance, InstanceRegistry, ServedVersion
 from .reports import merge_adapters, merge_stats
 
 
@@ -34,12 +34,12 @@ from .reports import merge_adapters, merge_stats
 class _Running:
     """A request under way, and the engine that computes it now."""
 
-    course: Course
+    resumable: ResumableRequest
     client: EngineClient | None = None
 
 
 class FleetClient:
-    """`EngineClient` over the instances of a roster (see there for its contract).
+    """`EngineClient` over the instances of a instance_registry (see there for its contract).
 
     When an instance ends, its unfinished requests go on at another one, from the token they had reached.
     Adapters are loaded, unloaded and pinned everywhere or nowhere.  meter: counts each adapter's tokens,
@@ -49,63 +49,65 @@ class FleetClient:
 
     def __init__(
         self,
-        roster: Roster,
+        instance_registry: InstanceRegistry,
         router: Router,
         clock: Clock,
         *,
         meter: TokenMeter | None = None,
         ranks: dict[str, int] | None = None,
     ) -> None:
-        self._roster = roster
+        self._instance_registry = instance_registry
         self._router = router
         self._clock = clock
         self._meter = meter
         self._ranks = ranks
         self._running: dict[str, _Running] = {}
         self._info: ModelInfo | None = None
-        self.pool = None if roster.pool is None else FleetPool(roster, roster.pool)
+        self.pool = (
+            None if instance_registry.pool is None else FleetPool(instance_registry, instance_registry.pool)
+        )
         # Calls for one adapter come one after the other, or instances could disagree on which was the last.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def instances(self) -> list[Instance]:
-        return self._roster.instances
+        return self._instance_registry.instances
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         limit = (await self.model_info()).max_model_len
         if request.request_id in self._running:
             raise ValueError(f"request_id {request.request_id!r} is already running")
-        version = self._roster.version(request.adapter)
-        course = Course(request, version, self._clock.now_s())
-        running = self._running[request.request_id] = _Running(course)
+        version = self._instance_registry.version(request.adapter)
+        resumable = ResumableRequest(request, version, self._clock.now_s())
+        running = self._running[request.request_id] = _Running(resumable)
         left: Instance | None = None
         try:
-            while not course.aborted:
-                instance = self._next_instance(course)
+            while not resumable.aborted:
+                instance = self._next_instance(resumable)
                 if left is not None:
                     left.num_resent += 1
                 client = running.client = instance.client
-                attempt = self._attempt(instance, client, course, limit)
+                attempt = self._attempt(instance, client, resumable, limit)
                 try:
                     async with aclosing(attempt):
                         async for output in attempt:
                             yield output
                     return
                 except EngineDeadError as error:
-                    self._roster.lose(instance, client)
-                    course.lose(self._clock.now_s())
+                    self._instance_registry.lose(instance, client)
+                    resumable.lose(self._clock.now_s())
                     left = instance
-                    if not course.aborted:
-                        self._check_resend(course, instance, error)
+                    if not resumable.aborted:
+                        self._check_resend(resumable, instance, error)
             yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
         finally:
             del self._running[request.request_id]
 
     async def _attempt(
-        self, instance: Instance, client: EngineClient, course: Course, max_model_len: int
+        self, instance: Instance, client: EngineClient, resumable: ResumableRequest, max_model_len: int
     ) -> AsyncGenerator[TokenOutput, None]:
         """The outputs of one instance, its work counted while it lasts."""
-        rest = course.rest()
+        rest = resumable.rest()
         work = token_work(rest, max_model_len)
         num_prompt = prompt_tokens = len(rest.prompt_token_ids)
         started = False
@@ -124,32 +126,32 @@ class FleetClient:
                         instance.load.start(rest.adapter, prompt_tokens)
                     if self._meter is not None:
                         self._meter.add(rest.adapter, done)
-                    yield course.take(output)
+                    yield resumable.take(output)
         finally:
             instance.asked_tokens -= work
             instance.load.end(rest.adapter, prompt_tokens, started=started)
 
-    def _next_instance(self, course: Course) -> Instance:
+    def _next_instance(self, resumable: ResumableRequest) -> Instance:
         try:
-            candidates = self._roster.candidates(course.request.adapter)
+            candidates = self._instance_registry.candidates(resumable.request.adapter)
         except EngineDeadError as error:
-            if not course.num_resends:
+            if not resumable.num_resends:
                 raise
             raise EngineDeadError(f"the LLM instance that computed this request ended; {error}") from error
-        return self._router.choose(course.request, candidates)
+        return self._router.choose(resumable.request, candidates)
 
-    def _check_resend(self, course: Course, instance: Instance, error: EngineDeadError) -> None:
+    def _check_resend(self, resumable: ResumableRequest, instance: Instance, error: EngineDeadError) -> None:
         """Raises EngineDeadError if the request can't go on elsewhere."""
         where = f"instance {instance.name} ended while it computed this request"
-        if course.num_resends > MAX_RESENDS:
+        if resumable.num_resends > MAX_RESENDS:
             raise EngineDeadError(
                 f"{where}, as {MAX_RESENDS} did before, so it is not tried again: {error}"
             ) from error
-        adapter, begun = course.request.adapter, course.adapter_version
-        version = self._roster.version(adapter)
+        adapter, begun = resumable.request.adapter, resumable.adapter_version
+        version = self._instance_registry.version(adapter)
         # While a new version is being loaded some engines have it; what they began only they can go on with.
         replaced = version is not None and begun is not None and version > begun
-        if adapter is not None and (version is None or (course.delivered and replaced)):
+        if adapter is not None and (version is None or (resumable.delivered and replaced)):
             raise EngineDeadError(
                 f"{where}, and adapter {adapter!r} was {'unloaded' if version is None else 'replaced'} "
                 "meanwhile, so that the answer can't go on with the version it began with"
@@ -158,14 +160,14 @@ class FleetClient:
     async def abort(self, request_id: str) -> None:
         running = self._running.get(request_id)
         if running is not None:
-            running.course.aborted = True
+            running.resumable.aborted = True
             if running.client is not None:
                 await running.client.abort(request_id)
 
     async def model_info(self) -> ModelInfo:
         """That of one instance; they are alike.  max_loras counts for each."""
         if self._info is None:
-            info = (await ask_live(self._roster, lambda client: client.model_info()))[0][1]
+            info = (await ask_live(self._instance_registry, lambda client: client.model_info()))[0][1]
             if self._ranks is not None:
                 self._ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
             self._info = info
@@ -181,9 +183,11 @@ class FleetClient:
         content_hash: str | None = None,
     ) -> AdapterInfo:
         async def load() -> AdapterInfo:
-            assert version is content_hash is None, "the roster says which"
+            assert version is content_hash is None, "the instance_registry says which"
             async with self._lock(name):
-                info = await load_everywhere(self._roster, name, path, replace=replace, pool=self.pool)
+                info = await load_everywhere(
+                    self._instance_registry, name, path, replace=replace, pool=self.pool
+                )
                 if self._ranks is not None:
                     self._ranks[name] = info.lora_rank
                 return info
@@ -194,14 +198,14 @@ class FleetClient:
     async def unload_adapter(self, name: str) -> None:
         async def unload() -> None:
             async with self._lock(name):
-                await unload_everywhere(self._roster, name, self.pool)
+                await unload_everywhere(self._instance_registry, name, self.pool)
 
         await asyncio.shield(unload())
 
     async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
         async def pin() -> AdapterInfo:
             async with self._lock(name):
-                return await pin_everywhere(self._roster, name, pinned=pinned)
+                return await pin_everywhere(self._instance_registry, name, pinned=pinned)
 
         return await asyncio.shield(pin())
 
@@ -209,8 +213,8 @@ class FleetClient:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        answers = await ask_live(self._roster, lambda client: client.list_adapters())
-        served = self._roster.adapters
+        answers = await ask_live(self._instance_registry, lambda client: client.list_adapters())
+        served = self._instance_registry.adapters
         infos = {info.name: info for info in merge_adapters(infos for _, infos in answers)}
         for name in served.keys() - infos.keys():
             infos[name] = _unavailable(name, served[name])
@@ -220,22 +224,22 @@ class FleetClient:
         return [infos[name] for name in (*served, *(infos.keys() - served.keys())) if name in infos]
 
     async def stats(self) -> EngineStats:
-        answers = await ask_live(self._roster, lambda client: client.stats())
+        answers = await ask_live(self._instance_registry, lambda client: client.stats())
         for instance, stats in answers:
             instance.latest = stats
-        instances = self._roster.instances
+        instances = self._instance_registry.instances
         past = [instance.past for instance in instances]
         return merge_stats([stats for _, stats in answers], past, map(_instance_stats, instances))
 
     async def is_alive(self) -> bool:
-        return bool(self._roster.live)
+        return bool(self._instance_registry.live)
 
     async def close(self) -> None:
         """End all instances, those that are being restarted too."""
-        await asyncio.gather(*(client.close() for client in self._roster.close()))
+        await asyncio.gather(*(client.close() for client in self._instance_registry.close()))
 
 
-def _unavailable(name: str, served: ServedAdapter) -> AdapterInfo:
+def _unavailable(name: str, served: ServedVersion) -> AdapterInfo:
     return AdapterInfo(
         name=name,
         version=served.version,

@@ -35,7 +35,7 @@ _PARENT_S = 0.5
 
 
 @dataclass(frozen=True)
-class Place:
+class JobPlace:
     """This process among those of its torchrun job; without torchrun, the first of one."""
 
     dist_rank: int = 0
@@ -43,8 +43,8 @@ class Place:
     under_torchrun: bool = False
 
     @staticmethod
-    def here() -> Place:
-        return Place(
+    def here() -> JobPlace:
+        return JobPlace(
             int(os.environ.get("RANK", "0")),
             int(os.environ.get("WORLD_SIZE", "1")),
             "TORCHELASTIC_RUN_ID" in os.environ,
@@ -57,13 +57,13 @@ def serve_role(path: str, role: str, name: str, status: int | None = None) -> in
     status: a descriptor over which it is told when it does its part (see `host_roles`).  Raises ConfigError,
     LoraServerError or AdapterError for what keeps it from starting.
     """
-    cluster, place = read_cluster(path), Place.here()
+    cluster, place = read_cluster(path), JobPlace.here()
     if role == "lora-server":
         return serve_lora_server(cluster, place)
     return serve_instance(cluster, place, name, status)
 
 
-def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
+def serve_lora_server(cluster: ClusterConfig, place: JobPlace) -> int:
     """One rank of the LoRA Server: the process's rank in its torchrun job."""
     from moe_lora.dist.lora_server.protocol.partition import Layout
     from moe_lora.engine.client.process import worker_environment
@@ -85,7 +85,7 @@ def serve_lora_server(cluster: ClusterConfig, place: Place) -> int:
     return 0
 
 
-def serve_instance(cluster: ClusterConfig, place: Place, name: str, status: int | None = None) -> int:
+def serve_instance(cluster: ClusterConfig, place: JobPlace, name: str, status: int | None = None) -> int:
     """One LLM instance, which dials every front end; its first rank is the engine, others follow it."""
     from moe_lora.dist.lora_server.protocol.reach import own_host
     from moe_lora.engine.client.process import usable_cores, worker_environment
@@ -130,14 +130,14 @@ def serve_local_instance(start: StartInstance, status: int | None, starts: int) 
     seed = start.config.seed + starts * start.config.num_instances
     # What can't be had keeps no instance from starting again: the front end has it brought.
     config = replace(start.config, seed=seed, leave_out_bad=starts > 0)
-    return serve_engine(config, Place(), {ONE_FRONT_END: start.address}, None, status)
+    return serve_engine(config, JobPlace(), {ONE_FRONT_END: start.address}, None, status)
 
 
 def serve_local_rank(start: StartRank, status: int | None) -> int:
     """A rank of the LoRA Server on the host of all its instances; the exit code."""
 
     rank = build_rank(start)
-    stop_on_signals(rank.stop, Place())
+    stop_on_signals(rank.stop, JobPlace())
     say_started(status)
     rank.run()
     return 0
@@ -145,7 +145,7 @@ def serve_local_rank(start: StartRank, status: int | None) -> int:
 
 def serve_engine(
     config: EngineConfig,
-    place: Place,
+    place: JobPlace,
     doors: Mapping[str, Address],
     keys: Keys | None,
     status: int | None,
@@ -175,7 +175,7 @@ def serve_engine(
     return asyncio.run(serve())
 
 
-def stop_on_signals(stop: Callable[[], None], place: Place) -> None:
+def stop_on_signals(stop: Callable[[], None], place: JobPlace) -> None:
     """Call `stop` on SIGTERM, SIGINT, and when the torchrun that started this process is gone."""
 
     def stop_aside(*_: object) -> None:

@@ -30,7 +30,7 @@ from .descriptor import (
     check_tensor,
 )
 from .gloo_link import Link, Op, Reception, connect, say_goodbye
-from .shm_library import LocalWindow, SignalWords, Waiter, lines
+from .shm_library import LocalWindow, SignalWaiter, SignalWords, lines
 
 # Windows of the gloo transport: this process's, and those of peers at the other end of a link.
 
@@ -136,7 +136,7 @@ class GlooTransport:
         self._directory = Directory(store, self.kind, name)
         self.generation = self._directory.generation
         self.doorbell = lines(1)
-        self._waiter = Waiter(self.doorbell, spin_s)
+        self._waiter = SignalWaiter(self.doorbell, spin_s)
         self._host, self._timeout_s, self._put_timeout_s = host, timeout_s, put_timeout_s
         self._device = ProcessGroupGloo.create_device(hostname=host)
         self._numbers = itertools.count()

@@ -38,8 +38,8 @@ from .descriptor import (
     check_signal,
     check_tensor,
 )
-from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlWindow, Transfer, Transfers
-from .shm_library import Waiter, lines, too_late
+from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlTransfers, NixlWindow, Transfer
+from .shm_library import SignalWaiter, lines, too_late
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ class NixlTransport:
             if isinstance(found, type) and issubclass(found, Exception)
         )
         self.doorbell = lines(1)
-        self._waiter = Waiter(self.doorbell, 0.0)  # the loop in wait_any spins
-        self._transfers = Transfers(self._agent, self._errors, self._lock, self.collect)
+        self._waiter = SignalWaiter(self.doorbell, 0.0)  # the loop in wait_any spins
+        self._transfers = NixlTransfers(self._agent, self._errors, self._lock, self.collect)
         self._numbers = itertools.count()
         self._windows: dict[int, tuple[NixlWindow, Any]] = {}
         self._remotes: set[NixlRemoteWindow] = set()

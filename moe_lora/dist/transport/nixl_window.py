@@ -128,7 +128,7 @@ class NixlRemoteWindow:
 _log = logging.getLogger(__name__)
 
 
-class Transfers:
+class NixlTransfers:
     """Starts and ends the transfers of one agent."""
 
     def __init__(

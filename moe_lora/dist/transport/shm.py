@@ -31,7 +31,7 @@ from .descriptor import (
     check_signal,
     check_tensor,
 )
-from .shm_library import LocalWindow, SignalWords, Waiter
+from .shm_library import LocalWindow, SignalWaiter, SignalWords
 
 # Segments of memory that processes of one user on one host share: memfds, found through /proc.
 #
@@ -228,7 +228,7 @@ class ShmTransport:
         self._directory = Directory(store, self.kind, name)
         self.generation = self._directory.generation
         self.bell = OwnSegment(0, 0)
-        self._waiter = Waiter(self.bell.doorbell, spin_s)
+        self._waiter = SignalWaiter(self.bell.doorbell, spin_s)
         self._windows: dict[str, ShmWindow] = {}
         self._processes: weakref.WeakValueDictionary[tuple[int, int], ShmProcess] = (
             weakref.WeakValueDictionary()

@@ -87,7 +87,7 @@ def lines(count: int) -> torch.Tensor:
     return memory[start : start + count * LINE_BYTES]
 
 
-class Window(Protocol):
+class WaitedWindow(Protocol):
     """What a wait needs of a local window."""
 
     label: str
@@ -96,7 +96,7 @@ class Window(Protocol):
     words: SignalWords
 
 
-def too_late(window: Window, signal: int, at_least: int, timeout_s: float | None) -> SignalTimeoutError:
+def too_late(window: WaitedWindow, signal: int, at_least: int, timeout_s: float | None) -> SignalTimeoutError:
     """The error of a wait that ended by its timeout."""
     return SignalTimeoutError(
         f"signal {signal} of window {window.label!r} is {window.words.read(signal)}, not {at_least} or more, "
@@ -104,7 +104,7 @@ def too_late(window: Window, signal: int, at_least: int, timeout_s: float | None
     )
 
 
-class Waiter:
+class SignalWaiter:
     """Waits for signals whose waiters sleep at one doorbell."""
 
     def __init__(self, doorbell: torch.Tensor, spin_s: float) -> None:
@@ -114,13 +114,13 @@ class Waiter:
         self._doorbell = doorbell
         self._spin_ns = int(spin_s * 1e9)
 
-    def until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
+    def until(self, window: WaitedWindow, signal: int, at_least: int, timeout_s: float | None) -> int:
         """The value seen. Raises SignalTimeoutError."""
         if self.any([(window, signal, at_least)], timeout_s) is None:
             raise too_late(window, signal, at_least, timeout_s)
         return window.words.read(signal)
 
-    def any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
+    def any(self, waits: Sequence[tuple[WaitedWindow, int, int]], timeout_s: float | None) -> int | None:
         """Index of the first (window, signal, at_least) that holds; None after timeout_s."""
         count = len(waits)
         addresses, at_least = (c_void_p * count)(), (c_uint64 * count)()
@@ -154,7 +154,7 @@ OwnerT = TypeVar("OwnerT", bound=Owner)
 
 
 class LocalWindow(ABC, Generic[OwnerT]):
-    """A `contract.Window`; subclasses make `bytes` and `words`, and free them."""
+    """A `contract.WaitedWindow`; subclasses make `bytes` and `words`, and free them."""
 
     bytes: torch.Tensor
     words: SignalWords

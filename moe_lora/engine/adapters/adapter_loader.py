@@ -52,7 +52,7 @@ class AdapterVersion:
         return not (self.num_running or self.num_waiting)
 
 
-class Placement(Protocol):
+class AdapterLoader(Protocol):
     """Makes adapters ready for computing.  Called by the engine's own thread only."""
 
     on_change: Callable[[], None] | None
@@ -141,7 +141,7 @@ class Placement(Protocol):
 # Adapters that are not in an arena: their packed bytes, and how much room they will take there.
 
 
-class KeptAdapters:
+class AdapterStore:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
     in_files: as files, which this process alone can read; lasting: a store that has them already.  store: as

@@ -14,7 +14,7 @@ from moe_lora.core.clock import Clock
 from moe_lora.core.errors import CapacityError
 from moe_lora.core.request import AdapterResidency
 
-from .adapter_loader import AdapterVersion, KeptAdapters, ShardSizes
+from .adapter_loader import AdapterStore, AdapterVersion, ShardSizes
 from .copies import BringAdapter, ClearSlot, CopyPages, RankOrder
 
 # What adapters may take of an arena beside one request: some can't be served at all, some not pinned.
@@ -68,8 +68,8 @@ class AdapterRoom:
         return f"{num_pages * self.page_bytes / 1e6:.3f}"
 
 
-class LocalPlacement:
-    """`Placement` in this device's arena: the cache says which adapters, this gives them slots.
+class LocalLoader:
+    """`AdapterLoader` in this device's arena: the cache says which adapters, this gives them slots.
 
     room: what they may take in all.  clear: has all ranks clear a slot.
     """
@@ -80,7 +80,7 @@ class LocalPlacement:
     def __init__(
         self,
         cache: UnifiedCache,
-        kept: KeptAdapters,
+        kept: AdapterStore,
         sizes: ShardSizes,
         clock: Clock,
         *,

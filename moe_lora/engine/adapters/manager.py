@@ -11,15 +11,15 @@ from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 from moe_lora.core.request import AdapterInfo
 
-from .adapter_loader import AdapterVersion, Placement
+from .adapter_loader import AdapterLoader, AdapterVersion
 
 
-class Residency:
-    """Names, versions and users of adapters (the scheduler's `Adapters`); a `Placement` makes them ready for
+class AdapterManager:
+    """Names, versions and users of adapters (the scheduler's `Adapters`); a `AdapterLoader` makes them ready for
     computing.
     """
 
-    def __init__(self, placement: Placement, clock: Clock) -> None:
+    def __init__(self, placement: AdapterLoader, clock: Clock) -> None:
         self.placement = placement
         self._clock = clock
         self._current: dict[str, AdapterVersion] = {}

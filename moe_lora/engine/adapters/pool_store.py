@@ -24,7 +24,7 @@ from moe_lora.core.host import allow_many_files
 from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.transport.contract import Transport, Window
 
-from .adapter_loader import KeptAdapters
+from .adapter_loader import AdapterStore
 from .pool_fetch import LayerReader, PeerWindows, PoolCounters
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class Held:
     window: Window
 
 
-class PoolAdapters(KeptAdapters):
-    """`KeptAdapters` of which only some have their bytes here.
+class PoolAdapters(AdapterStore):
+    """`AdapterStore` of which only some have their bytes here.
 
     What is given to `keep` with its bytes is held: it lies in a window.  Of what is given without
     (`adapter_without_data`) only the facts are kept, and its bytes are fetched each time they are needed.

@@ -14,12 +14,12 @@ from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 
 from .adapter_loader import AdapterVersion
-from .local_loader import LocalPlacement
+from .local_loader import LocalLoader
 
 logger = logging.getLogger(__name__)
 
 
-class RemotePlacement:
+class RemoteLoader:
     """The part of a placement that is leases of the LoRA Server, which decides for all instances.
 
     A request whose adapter finds no room there waits; while the server is away requests start all the same,
@@ -127,14 +127,14 @@ class RemotePlacement:
             self.on_change()
 
 
-class SharedPlacement:
+class SharedLoader:
     """Adapters computed by the LoRA Server, and for the sites that it leaves out by this device: ready when
     both parts are.  Where the server computes all, they have no pages here, and the arena is for KV.
     """
 
     waits_for_others = True
 
-    def __init__(self, local: LocalPlacement, remote: RemotePlacement) -> None:
+    def __init__(self, local: LocalLoader, remote: RemoteLoader) -> None:
         self._local = local
         self._remote = remote
 

@@ -59,7 +59,7 @@ class Hearing:
     def hear(self, beat: Beat) -> None:
         self._heard_s = max(self._heard_s, self._clock.now_s() - beat.stuck_s)
 
-    def excuse(self) -> None:
+    def restart_clock(self) -> None:
         """Nothing could be heard until now."""
         self._heard_s = self._clock.now_s()
 

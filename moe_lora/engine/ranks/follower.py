@@ -20,7 +20,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.engine.runner import StepBatch, packed_message
 
-from .followers import HOST_STORE, Allocate, Done, Followers, Report, SetUp, instance_directory
+from .followers import HOST_STORE, Allocate, Done, Followers, RankReport, SetUp, instance_directory
 
 if TYPE_CHECKING:
     from moe_lora.engine.runner import ModelRunner
@@ -73,7 +73,7 @@ def _obey(connection: Connection, rank: Rank, runner: ModelRunner, store_dir: Pa
         elif isinstance(message, RankOrder):
             copier.begin(message)()
         else:
-            assert isinstance(message, Report), message
+            assert isinstance(message, RankReport), message
             _send(connection, Done())
 
 

@@ -45,7 +45,7 @@ class Allocate:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """Answer once everything before this is done."""
 
 

@@ -49,7 +49,7 @@ _threads = torch.get_num_threads
 _shrink, _expand, _release = lib.moe_lora_shrink, lib.moe_lora_expand, lib.moe_lora_release
 
 
-class Shrunk:
+class CpuShrunk:
     """x @ A.T of one site's rows and the plan it was made by; redeemed by one `lora_expand`."""
 
     __slots__ = ("_address", "_keeps", "dtype", "num_rows", "site")
@@ -65,7 +65,7 @@ class Shrunk:
         """The library's address of it, once. Raises ValueError the second time."""
         address, self._address = self._address, 0
         if not address:
-            raise ValueError("this Shrunk was expanded before; call lora_shrink for another")
+            raise ValueError("this CpuShrunk was expanded before; call lora_shrink for another")
         return address
 
     def __del__(self, release=_release) -> None:  # the module's names may be gone by then
@@ -73,7 +73,7 @@ class Shrunk:
             release(self._address)
 
 
-def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> Shrunk:
+def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
     """h = x_row @ A.T in fp32, for each row that has an adapter and each module of the site.
 
     x: fp32 or bf16, rows may be strided.  The arena must not change before the expand.  kernel: see the head
@@ -126,15 +126,15 @@ def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> Shrunk:
     )
     if address < 0:
         raise ValueError(cpu_errors.lora_error(address, operands))
-    return Shrunk(address, site, rows, x.dtype, arena)
+    return CpuShrunk(address, site, rows, x.dtype, arena)
 
 
-def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
+def lora_expand(shrunk: CpuShrunk, y: torch.Tensor) -> None:
     """y[row, columns of module] += delta, delta = round(scale * h @ B), for each row that has an adapter.
 
     The delta is a value of y's dtype, then added and rounded again, so that a delta computed elsewhere (into
     zeros, see `lora_delta`) and added later gives the same bits.  y: [T, N] or [T*K, N] in the dtype of the
-    shrink's x, rows may be strided. Raises ValueError for a y that doesn't fit or a Shrunk that was redeemed.
+    shrink's x, rows may be strided. Raises ValueError for a y that doesn't fit or a CpuShrunk that was redeemed.
     """
     _expand(_threads(), *_redeemed(shrunk, y, "y"))
 
@@ -150,8 +150,8 @@ def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv
     _expand(_threads(), *target)
 
 
-def _redeemed(shrunk: Shrunk, y: torch.Tensor, name: str) -> tuple[int, int, int]:
-    """What the library's expand takes: the Shrunk, y's address and row stride."""
+def _redeemed(shrunk: CpuShrunk, y: torch.Tensor, name: str) -> tuple[int, int, int]:
+    """What the library's expand takes: the CpuShrunk, y's address and row stride."""
     site = shrunk.site
     if (
         y.dim() != 2
@@ -167,7 +167,7 @@ def _redeemed(shrunk: Shrunk, y: torch.Tensor, name: str) -> tuple[int, int, int
 
 __all__ = [
     "LINEAR_MAX_ROWS",
-    "Shrunk",
+    "CpuShrunk",
     "expert_linear",
     "isa",
     "linear",

@@ -24,8 +24,8 @@ from .configs import (
     FALLBACK,
     PHASES,
     Config,
-    Entry,
-    Table,
+    ConfigEntry,
+    ConfigTable,
     config_space,
     kernels,
     load_table,
@@ -160,7 +160,7 @@ def table_builds() -> list[Build]:
     return [build for i, build in enumerate(builds) if build not in builds[:i]]
 
 
-def _split_of(table: Table, entry: Entry, dtype: str) -> int:
+def _split_of(table: ConfigTable, entry: ConfigEntry, dtype: str) -> int:
     """Parts of h that `vector_expand` meets where the entry applies."""
     widths = (entry.in_features or 0, entry.out_features or 0)
     return table.config("vector_shrink", dtype, entry.phase or PHASES[0], *widths)["split_k"]

@@ -137,8 +137,8 @@ __all__ = [
     "SPACES",
     "Choice",
     "Config",
-    "Entry",
-    "Table",
+    "ConfigEntry",
+    "ConfigTable",
     "check_config",
     "config_space",
     "load_table",
@@ -155,7 +155,7 @@ CONFIG_DIR = Path(__file__).parent / "configs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ConfigEntry:
     """One row of a table: `config` of `kernel` where dtype, phase and widths match (None matches any)."""
 
     kernel: str
@@ -193,7 +193,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Table:
+class ConfigTable:
     """Launch configurations and algorithm choices of one GPU; of several matches the first counts.
 
     Raises ValueError if the phases of one place have configurations that add a row in different orders.
@@ -201,7 +201,7 @@ class Table:
 
     gpu: str
     note: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ConfigEntry, ...]
     choices: tuple[Choice, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -239,7 +239,7 @@ class Table:
 
 
 _overrides: ContextVar[dict[str, Config]] = ContextVar("overrides", default={})  # noqa: B039
-_tables: dict[str, Table] = {}
+_tables: dict[str, ConfigTable] = {}
 
 
 def matches(have: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
@@ -247,32 +247,32 @@ def matches(have: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
     return all(h is None or h == w for h, w in zip(have, wanted, strict=True))
 
 
-def _first_fit(entries: Iterable[Entry], wanted: tuple[Any, ...]) -> Entry | None:
+def _first_fit(entries: Iterable[ConfigEntry], wanted: tuple[Any, ...]) -> ConfigEntry | None:
     for entry in entries:
         if matches((entry.dtype, entry.phase, entry.in_features, entry.out_features), wanted):
             return entry
     return None
 
 
-def load_table(gpu_name: str) -> Table:
+def load_table(gpu_name: str) -> ConfigTable:
     """Table of this GPU (`torch.cuda.get_device_name()`), or the fallback's if none is committed.
 
-    Raises ValueError for a table that can't be: unknown fields, or see `Table`.
+    Raises ValueError for a table that can't be: unknown fields, or see `ConfigTable`.
     """
     if gpu_name not in _tables:
         path = table_path(gpu_name)
         path = path if path.exists() else table_path(FALLBACK)
         data = json.loads(path.read_text())
         try:
-            entries = tuple(Entry(**entry) for entry in data["entries"])
+            entries = tuple(ConfigEntry(**entry) for entry in data["entries"])
             choices = tuple(Choice(**choice) for choice in data["choices"])
         except TypeError as error:
             raise ValueError(f"{path} has a field that tables don't have: {error}") from None
-        _tables[gpu_name] = Table(data["gpu"], data["note"], entries, choices)
+        _tables[gpu_name] = ConfigTable(data["gpu"], data["note"], entries, choices)
     return _tables[gpu_name]
 
 
-def save_table(table: Table, path: Path | None = None) -> Path:
+def save_table(table: ConfigTable, path: Path | None = None) -> Path:
     """Write the table to `path`, or to where `load_table` finds it; returns the path."""
     path = path or table_path(table.gpu)
     data = {
@@ -291,7 +291,7 @@ def table_path(gpu_name: str) -> Path:
     return CONFIG_DIR / f"{gpu_name.replace(' ', '_').replace('/', '_')}.json"
 
 
-def _given(row: Entry | Choice) -> dict[str, Any]:
+def _given(row: ConfigEntry | Choice) -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if value is not None}
 
 
@@ -340,7 +340,7 @@ def _device_facts(device: torch.device) -> tuple[str, int]:
     return properties.name, properties.multi_processor_count
 
 
-def table_of(device: torch.device) -> Table:
+def table_of(device: torch.device) -> ConfigTable:
     """Configuration table of this device."""
     return load_table(FALLBACK if device.type == "cpu" else _device_facts(device)[0])
 

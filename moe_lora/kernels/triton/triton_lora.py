@@ -33,7 +33,7 @@ from moe_lora.kernels.operands import LoraOperands
 
 from . import configs as launch
 from . import steps
-from .configs import Choice, Table, matches
+from .configs import Choice, ConfigTable, matches
 from .problem import Problem, check_output, checked_problem
 from .segments import Segments, rows_for
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 ALGORITHMS = ("wgmma", "vector", "fused")
 
 
-def choose(site: Site, dtype: str, table: Table, whole: bool = False) -> tuple[Choice, ...]:
+def choose(site: Site, dtype: str, table: ConfigTable, whole: bool = False) -> tuple[Choice, ...]:
     """The table's choices that apply here; together they cover each rank from 1 on exactly once.
 
     dtype: "bf16", "fp16" or "fp32".  whole: one kernel may do it all, choices for that, if any, come first.

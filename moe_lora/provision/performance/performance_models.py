@@ -216,7 +216,7 @@ class Batch:
     held_out: bool
 
 
-class StepClock(Protocol):
+class TimedEngine(Protocol):
     """An engine that runs batches and looks at the clock."""
 
     def run(self, rows: Sequence[Row]) -> tuple[float, list[float]]:
@@ -272,7 +272,7 @@ def batches_to_time(
 
 
 def measure(
-    clocks: Mapping[str, StepClock],
+    clocks: Mapping[str, TimedEngine],
     batches: Sequence[Batch],
     num_rounds: int,
     *,

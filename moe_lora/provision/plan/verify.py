@@ -28,7 +28,7 @@ from moe_lora.config.plan import WorkloadOptions
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.sim.running import SimRequest
 from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LoraServerConfig, SystemConfig
+from moe_lora.sim.system_config import InstanceConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
@@ -174,7 +174,7 @@ def system_of(
             max_num_seqs=max_num_seqs,
             kv_tokens=kv_requests(cluster.gpu, inputs.shape, inputs.instance_gpus, 1.0),
         ),
-        adapters=LoraServerConfig(
+        adapters=SimLoraServerConfig(
             capacity=slots,
             num_stages=layout.pp,
             load_bytes_per_s=adapter_bytes / load_s,

@@ -11,7 +11,7 @@ from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import bad_request
 
 from .answers import answer, chat_logprobs, name_request
-from .generation import Delta, Generation, Plan
+from .generation import Delta, Generation, GenerationPlan
 from .protocol import ChatRequest, whole_characters
 
 
@@ -78,7 +78,7 @@ def chat_router(frontend: Frontend) -> APIRouter:
         sampling = body.to_sampling()
         prompt = await prompt_of(body)
         await frontend.check_prompt(prompt, sampling)
-        plan = Plan(
+        plan = GenerationPlan(
             request_id=f"chatcmpl-{name_request(request, body.request_id)}",
             adapter=frontend.adapter_of(body.model),
             prompts=(tuple(prompt),),

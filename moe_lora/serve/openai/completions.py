@@ -11,7 +11,7 @@ from starlette.responses import Response
 from moe_lora.serve.frontend import Frontend
 
 from .answers import CompletionLogprobs, answer, name_request
-from .generation import Delta, Generation, Plan
+from .generation import Delta, Generation, GenerationPlan
 from .protocol import CompletionRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -67,7 +67,7 @@ def completions_router(frontend: Frontend) -> APIRouter:
             room = (await frontend.info()).max_model_len - max(map(len, prompts))
             default = max(DEFAULT_MAX_TOKENS, sampling.min_tokens)
             sampling = replace(sampling, max_tokens=min(default, room))
-        plan = Plan(
+        plan = GenerationPlan(
             request_id=f"cmpl-{name_request(request, body.request_id)}",
             adapter=frontend.adapter_of(body.model),
             prompts=tuple(prompts),

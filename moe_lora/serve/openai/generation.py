@@ -123,7 +123,7 @@ REFUSED = "refused"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class GenerationPlan:
     """What to generate: `num_choices` answers to each prompt, prompt by prompt.
 
     request_id: what the client calls the request, perhaps several at once.  continues_prompt: the answer's
@@ -172,7 +172,7 @@ class Delta:
 class Generation:
     """Runs a plan once; `usage()` is complete when `deltas()` has ended."""
 
-    def __init__(self, frontend: Frontend, plan: Plan) -> None:
+    def __init__(self, frontend: Frontend, plan: GenerationPlan) -> None:
         self.plan = plan
         self._frontend = frontend
         self._completion_tokens: Counter[int] = Counter()

@@ -15,10 +15,10 @@ from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.dist.cluster.controller.directed import DirectedRoster
+from moe_lora.dist.cluster.controller.directed import DirectedInstanceRegistry
 from moe_lora.dist.cluster.instance_links import FrontEndLinks
-from moe_lora.dist.cluster.instances import Roster
-from moe_lora.dist.cluster.listener import AsItIs, CatchUp, Door
+from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.listener import AsItIs, CatchUp, InstanceListener
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.thread import LoopThread
@@ -131,7 +131,7 @@ class Instance:
         refused=(),
     ):
         self.incarnation = incarnation or secrets.token_hex(8)
-        doors = {f"door-{one}": parse_address("door", one) for one in sockets}
+        doors = {f"listener-{one}": parse_address("listener", one) for one in sockets}
         inbox = Inbox()
         self._thread = LoopThread()
 
@@ -157,7 +157,7 @@ class Instance:
 
 
 class FrontEnd:
-    """A front end's roster, fleet and door in an event loop of their own.
+    """A front end's instance_registry, fleet and listener in an event loop of their own.
 
     make_entry: called there.
     """
@@ -172,20 +172,22 @@ class FrontEnd:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="moe_lora-")
         self.thread = LoopThread()
-        make_roster = DirectedRoster if make_entry is AsItIs else Roster
-        self.roster = make_roster((), adapters, ADVICE, heartbeat)
-        self.fleet = FleetClient(self.roster, RoundRobin(), WallClock())
+        make_roster = DirectedInstanceRegistry if make_entry is AsItIs else InstanceRegistry
+        self.instance_registry = make_roster((), adapters, ADVICE, heartbeat)
+        self.fleet = FleetClient(self.instance_registry, RoundRobin(), WallClock())
         self._closing = asyncio.Event()
         self._closed = False
         place: Future[Address] = Future()
 
         async def stay() -> None:
-            self.entry = make_entry(self.roster)
+            self.entry = make_entry(self.instance_registry)
             own = Address(path=f"{self._folder.name}/engines")
             address = (
                 own if socket is None else socket if isinstance(socket, Address) else Address(path=socket)
             )
-            async with Door(self.roster, self.entry).open("engines_address", address, keys) as found:
+            async with InstanceListener(self.instance_registry, self.entry).open(
+                "engines_address", address, keys
+            ) as found:
                 place.set_result(found)
                 await self._closing.wait()
                 await self.fleet.close()
@@ -199,7 +201,7 @@ class FrontEnd:
         self.socket = str(place.result(10))
 
     def names(self) -> list[str]:
-        return sorted(instance.name for instance in self.roster.live)
+        return sorted(instance.name for instance in self.instance_registry.live)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What a coroutine returns in the front end's event loop."""

@@ -9,7 +9,7 @@ import pytest
 
 from moe_lora.core.errors import CapacityError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.dist.cluster.instances import ServedAdapter
+from moe_lora.dist.cluster.instances import ServedVersion
 from moe_lora.dist.cluster.listener import catch_up
 from moe_lora.engine.client.client import CallableEngine
 
@@ -34,7 +34,7 @@ class ToldClient(CallableEngine):
         return None
 
 
-PINNED = {"a": ServedAdapter("folder", 1, pinned=True)}
+PINNED = {"a": ServedVersion("folder", 1, pinned=True)}
 
 
 def test_adapter_that_was_loaded_and_could_not_be_pinned_is_unloaded_again():
@@ -43,7 +43,7 @@ def test_adapter_that_was_loaded_and_could_not_be_pinned_is_unloaded_again():
     assert (client.loaded, missing) == (set(), {"a"})
 
 
-@pytest.mark.parametrize("before", [{}, {"a": ServedAdapter("folder", 0)}])
+@pytest.mark.parametrize("before", [{}, {"a": ServedVersion("folder", 0)}])
 def test_adapter_that_could_not_be_loaded_is_missing(before):
     client, missing = ToldClient(load_adapter=CapacityError("no room")), set()
     client.loaded = set(before)

@@ -14,7 +14,7 @@ import pytest
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.dist.cluster.instances import Holding, Roster, Served, ServedAdapter
+from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served, ServedVersion
 from moe_lora.dist.cluster.listener import AsItIs, CatchUp, Recovery
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.messages import Dead
@@ -66,7 +66,7 @@ def test_instances_that_dial_in_share_the_requests(front_end, join):
         join(name, number=number, adapters=START)
     until(lambda: front_end.names() == ["one", "two"])
     assert sorted(front_end.ask(str(n)) for n in range(4)) == [(0,), (0,), (1,), (1,)]
-    assert [one.num_restarts for one in front_end.roster.instances] == [0, 0]
+    assert [one.num_restarts for one in front_end.instance_registry.instances] == [0, 0]
 
 
 def test_requests_of_one_that_leaves_go_on_at_another(front_end, join):
@@ -107,7 +107,7 @@ def served_as(front_end: FrontEnd, name: str, path: str) -> None:
     info = AdapterInfo(name=name, version=1, lora_rank=1, nbytes=1, targets=(), path=path, residency="host")
 
     async def serve() -> None:
-        front_end.roster.serve(info, path)
+        front_end.instance_registry.serve(info, path)
 
     front_end.run(serve())
 
@@ -115,7 +115,7 @@ def served_as(front_end: FrontEnd, name: str, path: str) -> None:
 def test_what_changes_while_one_catches_up_is_caught_up_too(front_end, join):
     late = join("one")
     late.loop.may_go_on.clear()
-    until(lambda: front_end.roster.instances and front_end.roster.instances[0].starting)
+    until(lambda: front_end.instance_registry.instances and front_end.instance_registry.instances[0].starting)
     served_as(front_end, "more", "places/more")
     late.loop.may_go_on.set()
     until(lambda: front_end.names() == ["one"])
@@ -126,11 +126,11 @@ def test_nothing_comes_in_while_an_adapter_is_being_loaded(front_end, join):
     loading = ExitStack()
 
     async def begin() -> None:
-        loading.enter_context(front_end.roster.loading())
+        loading.enter_context(front_end.instance_registry.loading())
 
     front_end.run(begin())
     join("one", adapters=START)
-    until(lambda: front_end.roster.instances)
+    until(lambda: front_end.instance_registry.instances)
     time.sleep(0.3)
     assert front_end.names() == []
     front_end.thread.loop.call_soon_threadsafe(loading.close)
@@ -143,8 +143,8 @@ def test_adapter_that_one_can_not_load_is_served_by_the_others(front_end, join):
     served_as(front_end, "later", "places/later")
     two = join("two", number=2, adapters=START, refused={"places/later"})
     until(lambda: front_end.names() == ["one", "two"])
-    assert [one.name for one in front_end.roster.candidates("later")] == ["one"]
-    assert len(front_end.roster.candidates("start")) == 2
+    assert [one.name for one in front_end.instance_registry.candidates("later")] == ["one"]
+    assert len(front_end.instance_registry.candidates("start")) == 2
     assert "later" not in two.loop.adapters
 
 
@@ -194,8 +194,8 @@ def test_connection_that_comes_back_is_no_restart_and_counts_nothing_twice(front
     for n in range(3):
         front_end.ask(str(n))
     assert front_end.run(front_end.fleet.stats()).num_steps == 3
-    front_end.run(front_end.roster.instances[0].client.close())
-    entry = front_end.roster.instances[0]
+    front_end.run(front_end.instance_registry.instances[0].client.close())
+    entry = front_end.instance_registry.instances[0]
     before = entry.client
     until(lambda: entry.live and entry.client is not before)
     assert front_end.run(front_end.fleet.stats()).num_steps == 3
@@ -216,7 +216,7 @@ def test_second_of_a_name_waits_until_the_first_has_left(front_end, join, caplog
     until(lambda: "give each its own --name" in caplog.text)
     assert front_end.ask("a") == (1,)
     first.stop()
-    until(lambda: front_end.names() == ["one"] and front_end.roster.instances[0].num_restarts == 1)
+    until(lambda: front_end.names() == ["one"] and front_end.instance_registry.instances[0].num_restarts == 1)
     assert front_end.ask("b") == (2,)
 
 
@@ -234,7 +234,7 @@ def test_between_hosts_only_certificates_of_the_same_authority_let_in(tmp_path, 
     made.append(front_end)
     made.append(Instance("stranger", front_end.socket, keys=others, adapters=START))
     until(lambda: "are its certificates of the same authority?" in caplog.text)
-    assert front_end.roster.instances == []
+    assert front_end.instance_registry.instances == []
     made.append(Instance("one", front_end.socket, number=3, keys=ours, adapters=START))
     until(lambda: front_end.names() == ["one"])
     assert front_end.ask("a") == (3,)
@@ -270,9 +270,9 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
     front_end.close()
     recoveries: list[Recovery] = []
 
-    def recovering(roster: Roster) -> CatchUp:
-        recoveries.append(Recovery(roster, 60))
-        return CatchUp(roster, recoveries[0])
+    def recovering(instance_registry: InstanceRegistry) -> CatchUp:
+        recoveries.append(Recovery(instance_registry, 60))
+        return CatchUp(instance_registry, recoveries[0])
 
     other = FrontEnd(
         front_end.socket, [("start", "places/start"), ("new", "places/new")], make_entry=recovering
@@ -282,7 +282,8 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
     made.append(third)
     until(
         lambda: (
-            [one.name for one in other.roster.instances if one.starting] and "later" in other.roster.adapters
+            [one.name for one in other.instance_registry.instances if one.starting]
+            and "later" in other.instance_registry.adapters
         )
     )
     assert other.names() == []
@@ -296,13 +297,17 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
 
 def test_what_is_found_after_the_recovery_is_not_served(front_end, join, made):
     front_end.close()
-    other = FrontEnd(front_end.socket, (), make_entry=lambda roster: CatchUp(roster, Recovery(roster, 0)))
+    other = FrontEnd(
+        front_end.socket,
+        (),
+        make_entry=lambda instance_registry: CatchUp(instance_registry, Recovery(instance_registry, 0)),
+    )
     made.insert(0, other)
     join("one")
     until(lambda: other.names() == ["one"])
     late = join("late", adapters=START)
     until(lambda: other.names() == ["late", "one"])
-    assert late.loop.adapters == other.roster.adapters == {}
+    assert late.loop.adapters == other.instance_registry.adapters == {}
 
 
 @pytest.fixture
@@ -317,25 +322,25 @@ def test_directed_front_end_changes_nothing_of_an_instance(directed, join):
     instance = join("one", adapters={"other": ("places/other", 3)})
     until(lambda: directed.names() == ["one"])
     # Nobody has said what is served, so that is what the file says and what is there.
-    assert directed.roster.adapters == {
-        "start": ServedAdapter("places/start", 1),
-        "other": ServedAdapter("places/other", 3),
+    assert directed.instance_registry.adapters == {
+        "start": ServedVersion("places/start", 1),
+        "other": ServedVersion("places/other", 3),
     }
     assert {method for method, *_ in instance.loop.calls} == {"list_adapters"}
-    assert [one.name for one in directed.roster.candidates("other")] == ["one"]
+    assert [one.name for one in directed.instance_registry.candidates("other")] == ["one"]
     with pytest.raises(EngineDeadError, match="'start' is unavailable"):
-        directed.roster.candidates("start")
+        directed.instance_registry.candidates("start")
 
 
 def test_directed_front_end_routes_by_what_its_controller_says(directed, join):
     seen, unseen = join("seen", adapters=START), join("unseen", adapters=START)
     until(lambda: directed.names() == ["seen", "unseen"])
-    served = Served.of({"start": ServedAdapter("places/start", 1), "new": ServedAdapter("places/new", 1)})
-    directed.roster.follow(served, {"seen": Holding(seen.incarnation)})
-    assert [one.name for one in directed.roster.candidates("new")] == ["seen"]
-    assert sorted(one.name for one in directed.roster.candidates("start")) == ["seen", "unseen"]
-    directed.roster.follow(served, {"unseen": Holding("an earlier process")})
-    assert [one.name for one in directed.roster.candidates("new")] == ["seen"]
-    directed.roster.follow(served, {"unseen": Holding(unseen.incarnation, frozenset({"start"}))})
-    assert sorted(one.name for one in directed.roster.candidates("new")) == ["seen", "unseen"]
-    assert [one.name for one in directed.roster.candidates("start")] == ["seen"]
+    served = Served.of({"start": ServedVersion("places/start", 1), "new": ServedVersion("places/new", 1)})
+    directed.instance_registry.follow(served, {"seen": Holding(seen.incarnation)})
+    assert [one.name for one in directed.instance_registry.candidates("new")] == ["seen"]
+    assert sorted(one.name for one in directed.instance_registry.candidates("start")) == ["seen", "unseen"]
+    directed.instance_registry.follow(served, {"unseen": Holding("an earlier process")})
+    assert [one.name for one in directed.instance_registry.candidates("new")] == ["seen"]
+    directed.instance_registry.follow(served, {"unseen": Holding(unseen.incarnation, frozenset({"start"}))})
+    assert sorted(one.name for one in directed.instance_registry.candidates("new")) == ["seen", "unseen"]
+    assert [one.name for one in directed.instance_registry.candidates("start")] == ["seen"]

@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenOutput
-from moe_lora.dist.cluster.failover import Course, derived_seed, token_work
+from moe_lora.dist.cluster.failover import ResumableRequest, derived_seed, token_work
 
 TIMING = RequestTiming(queue_s=0.5, adapter_load_s=0.0, prefill_s=0.25, first_decode_s=0.125)
 
 
-def course(**sampling) -> Course:
+def resumable(**sampling) -> ResumableRequest:
     params = SamplingParams(**{"max_tokens": 10, **sampling})
     request = GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=params, adapter="a")
-    return Course(request, 1, arrival_s=100.0)
+    return ResumableRequest(request, 1, arrival_s=100.0)
 
 
 def output(*token_ids: int, cached: int = 0, ends: bool = False) -> TokenOutput:
@@ -28,13 +28,13 @@ def output(*token_ids: int, cached: int = 0, ends: bool = False) -> TokenOutput:
 
 
 def test_request_of_which_nothing_was_delivered_is_sent_as_it_came():
-    started = course(seed=3)
+    started = resumable(seed=3)
     started.lose(101.0)
     assert started.rest() is started.request
 
 
 def test_what_was_delivered_becomes_prompt_and_shortens_the_limits():
-    started = course(min_tokens=4, stop=("x",), stop_token_ids=(9,), logprobs=2, temperature=0.0)
+    started = resumable(min_tokens=4, stop=("x",), stop_token_ids=(9,), logprobs=2, temperature=0.0)
     started.take(output(7, 8))
     started.take(output(9))
     rest = started.rest()
@@ -45,16 +45,16 @@ def test_what_was_delivered_becomes_prompt_and_shortens_the_limits():
 
 
 def test_answer_without_a_limit_stays_without():
-    started = course(max_tokens=None)
+    started = resumable(max_tokens=None)
     started.take(output(7))
     assert started.rest().sampling.max_tokens is None
 
 
 def test_sampled_rest_has_a_seed_of_its_own_that_repeats():
-    started = course(seed=3)
+    started = resumable(seed=3)
     started.take(output(7))
     assert started.rest().sampling.seed == derived_seed(3, 1) != 3
-    unseeded = course()
+    unseeded = resumable()
     unseeded.take(output(7))
     assert unseeded.rest().sampling.seed is None
 
@@ -68,7 +68,7 @@ def test_derived_seeds_are_seeds_and_differ_by_cut_and_by_choice(seed, num_deliv
 
 @given(st.lists(st.integers(0, 99), max_size=9), st.integers(0, 10), st.sets(st.integers(0, 9)))
 def test_rest_never_asks_for_more_than_is_left_however_often_it_is_cut(tokens, min_tokens, cuts):
-    started = course(min_tokens=min_tokens)
+    started = resumable(min_tokens=min_tokens)
     for place, token in enumerate(tokens):
         if place in cuts:
             started.lose(101.0)
@@ -81,25 +81,25 @@ def test_rest_never_asks_for_more_than_is_left_however_often_it_is_cut(tokens, m
 
 
 def test_outputs_of_an_undisturbed_request_are_passed_on_as_they_are():
-    started, last = course(), output(7, cached=1, ends=True)
+    started, last = resumable(), output(7, cached=1, ends=True)
     assert started.take(last) is last
 
 
 def test_cached_tokens_are_those_of_the_instance_that_delivered_first():
-    started = course()
+    started = resumable()
     started.take(output(7, cached=1))
     started.lose(103.0)
     assert started.take(output(8, cached=3)).num_cached_tokens == 1
-    fresh = course()
+    fresh = resumable()
     fresh.lose(103.0)
     assert [fresh.take(output(8, cached=2)).num_cached_tokens for _ in range(2)] == [2, 2]
 
 
 def test_time_with_a_lost_instance_is_queueing_while_nothing_was_delivered():
-    fresh = course()
+    fresh = resumable()
     fresh.lose(103.0)
     assert fresh.take(output(7, ends=True)).timing.queue_s == 3.5
-    cut = course()
+    cut = resumable()
     cut.take(output(7))
     cut.lose(103.0)
     assert cut.take(output(8, ends=True)).timing == TIMING
@@ -107,11 +107,11 @@ def test_time_with_a_lost_instance_is_queueing_while_nothing_was_delivered():
 
 @pytest.mark.parametrize(("max_tokens", "work"), [(10, 12), (None, 64), (1000, 64)])
 def test_work_is_the_prompt_and_the_longest_answer(max_tokens, work):
-    assert token_work(course(max_tokens=max_tokens).request, 64) == work
+    assert token_work(resumable(max_tokens=max_tokens).request, 64) == work
 
 
 def test_answer_goes_on_with_the_version_that_began_it_whatever_was_served_when_it_came():
-    started = course()
+    started = resumable()
     assert started.rest().adapter_version is None
     started.take(structs.replace(output(7), adapter_version=2))
     assert started.rest().adapter_version == started.adapter_version == 2

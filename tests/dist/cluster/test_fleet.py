@@ -19,7 +19,7 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.cluster.adapter_calls import unload_everywhere
 from moe_lora.dist.cluster.failover import MAX_RESENDS
-from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.policies.routing import LeastOutstanding, RoundRobin, TokenMeter
 
@@ -28,7 +28,7 @@ from .fleet_parts import CountingEngine
 
 def fleet_of(*engines: CountingEngine, router=None) -> FleetClient:
     adapters = tuple(engines[0].adapters.items())
-    return FleetClient(Roster(engines, adapters), router or LeastOutstanding(), VirtualClock())
+    return FleetClient(InstanceRegistry(engines, adapters), router or LeastOutstanding(), VirtualClock())
 
 
 def ask(name: str = "r", adapter: str | None = None, max_tokens: int = 8) -> GenerateRequest:
@@ -90,7 +90,7 @@ def test_answer_is_not_finished_on_another_version(change, reason):
             await fleet.load_adapter("a", "q", replace=True)
         else:
             await fleet.unload_adapter("a")
-        fleet._roster.instances[0].client.alive = False
+        fleet._instance_registry.instances[0].client.alive = False
         with pytest.raises(EngineDeadError, match=f"adapter 'a' was {reason} meanwhile"):
             await anext(stream)
 
@@ -118,7 +118,7 @@ def test_answer_is_not_finished_on_another_version_while_only_some_instances_hav
     fleet = fleet_of(one, other, router=RoundRobin())
     with pytest.raises(AdapterVersionError, match=f"version {3 - begun} is served here"):
         asyncio.run(tokens_of(fleet, ask(adapter="a")))
-    assert len(fleet._roster.live) == 1
+    assert len(fleet._instance_registry.live) == 1
     one.alive = True
     fleet = fleet_of(one, third, router=RoundRobin())
     assert asyncio.run(tokens_of(fleet, ask(adapter="a"))) == list(range(2, 10))
@@ -232,7 +232,7 @@ def test_adapters_are_pinned_everywhere_or_nowhere():
     with pytest.raises(CapacityError, match="'b' can't be pinned"):
         asyncio.run(fleet.pin_adapter("b", pinned=True))
     assert first.calls[1:] == [("pin", "b"), ("unpin", "b")]
-    served = fleet._roster.adapters
+    served = fleet._instance_registry.adapters
     assert (served["a"].pinned, served["b"].pinned) == (True, False)
     with pytest.raises(AdapterNotFoundError, match="'c' is not loaded"):
         asyncio.run(fleet.pin_adapter("c", pinned=True))
@@ -267,15 +267,15 @@ def test_instance_that_cannot_take_a_load_back_gets_no_requests_for_the_adapter(
 
 def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
     async def run() -> None:
-        roster = Roster([CountingEngine(), CountingEngine()], [("a", "p")])
-        fleet = FleetClient(roster, LeastOutstanding(), VirtualClock())
-        for instance in roster.instances:
+        instance_registry = InstanceRegistry([CountingEngine(), CountingEngine()], [("a", "p")])
+        fleet = FleetClient(instance_registry, LeastOutstanding(), VirtualClock())
+        for instance in instance_registry.instances:
             instance.missing.add("a")
         with pytest.raises(EngineDeadError, match="'a' is unavailable"):
             await tokens_of(fleet, ask(adapter="a"))
         await fleet.load_adapter("a", "q", replace=True)
         assert await tokens_of(fleet, ask(adapter="a")) == list(range(2, 10))
-        for instance in roster.instances:
+        for instance in instance_registry.instances:
             instance.missing.add("a")
         await fleet.unload_adapter("a")
         with pytest.raises(AdapterNotFoundError):
@@ -347,9 +347,9 @@ def test_books_tell_what_waits_and_runs_and_end_empty_whoever_ends():
     async def run() -> None:
         engines = [CountingEngine(dies_at=6, adapters={"a": "p"}), CountingEngine(adapters={"a": "p"})]
         meter = TokenMeter()
-        roster = Roster(engines, [("a", "p")])
-        fleet = FleetClient(roster, LeastOutstanding(), VirtualClock(), meter=meter)
-        first, second = (one.load for one in roster.instances)
+        instance_registry = InstanceRegistry(engines, [("a", "p")])
+        fleet = FleetClient(instance_registry, LeastOutstanding(), VirtualClock(), meter=meter)
+        first, second = (one.load for one in instance_registry.instances)
         stream = fleet.generate(ask(adapter="a"))
         await anext(stream)
         assert (first.num_running, dict(first.running), first.num_waiting) == (1, {"a": 1}, 0)
@@ -368,18 +368,20 @@ def test_books_tell_what_waits_and_runs_and_end_empty_whoever_ends():
 
 def test_one_that_comes_in_as_an_adapter_is_unloaded_frees_it_too(monkeypatch):
     here, late = (CountingEngine(adapters={"a": "places/a"}) for _ in range(2))
-    roster = Roster([here], [("a", "places/a")])
-    forget = roster.forget
+    instance_registry = InstanceRegistry([here], [("a", "places/a")])
+    forget = instance_registry.forget
 
     def forget_after_it_came(name: str) -> None:
-        joining = roster.join(roster.enter("late", late), late, roster.adapters, set())
+        joining = instance_registry.join(
+            instance_registry.enter("late", late), late, instance_registry.adapters, set()
+        )
         with pytest.raises(StopIteration) as done:  # at once, since nothing is being loaded
             joining.send(None)
         assert done.value.value
         forget(name)
 
-    monkeypatch.setattr(roster, "forget", forget_after_it_came)
-    asyncio.run(unload_everywhere(roster, "a"))
+    monkeypatch.setattr(instance_registry, "forget", forget_after_it_came)
+    asyncio.run(unload_everywhere(instance_registry, "a"))
     assert here.adapters == late.adapters == {}
 
 
@@ -391,4 +393,4 @@ def test_one_that_was_silent_and_is_back_before_others_have_answered_stays(monke
     monkeypatch.setattr(back, "list_adapters", silent)
     fleet = fleet_of(back, other)
     assert [info.name for info in asyncio.run(fleet.list_adapters())] == ["a"]
-    assert len(fleet._roster.live) == 2
+    assert len(fleet._instance_registry.live) == 2

@@ -8,8 +8,8 @@ from typing import Any
 
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import EngineDeadError
-from moe_lora.dist.cluster.health import Attendance
-from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.health import HealthMonitor
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.engine.client.heartbeat import Hearing, Heartbeat, Pulse
 from moe_lora.engine.client.messages import Beat
 
@@ -33,7 +33,7 @@ class Engine(CountingEngine):
             await waited
         return not self._script
 
-    def hush(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         self.hushed.append(error)
 
 
@@ -44,8 +44,10 @@ class Watched:
         self.clock = VirtualClock()
         self.script: list[Callable[[], Any]] = []
         self.engine = Engine(self.clock, self.script)
-        self.roster = Roster([self.engine], heartbeat=Heartbeat(timeout_s=5.0, dead_s=30.0))
-        self.instance = self.roster.instances[0]
+        self.instance_registry = InstanceRegistry(
+            [self.engine], heartbeat=Heartbeat(timeout_s=5.0, dead_s=30.0)
+        )
+        self.instance = self.instance_registry.instances[0]
         self.instance.incarnation = "the same"
         self.seen: list[tuple[bool, bool]] = []
         self.num_given_up = 0
@@ -69,13 +71,19 @@ class Watched:
 
         self.script.append(lambda: None)
         client: Any = self.engine
-        attendance = Attendance(
-            self.roster, self.instance, client, come or self._come, give_up, self.clock, self.engine.wait
+        health = HealthMonitor(
+            self.instance_registry,
+            self.instance,
+            client,
+            come or self._come,
+            give_up,
+            self.clock,
+            self.engine.wait,
         )
-        asyncio.run(attendance.run())
+        asyncio.run(health.run())
 
     async def _come(self) -> None:
-        await self.roster.join(self.instance, self.engine, {}, set(), "the same")
+        await self.instance_registry.join(self.instance, self.engine, {}, set(), "the same")
         self.came.set()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.dist.cluster.instances import Served, ServedAdapter
+from moe_lora.dist.cluster.instances import Served, ServedVersion
 
 versions = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4))
 
@@ -16,7 +16,7 @@ def accounts(draw) -> Served:
     known = draw(versions)
     gone = draw(st.sets(st.sampled_from("abcd")))
     adapters = {
-        name: ServedAdapter(f"{name}{version}", version, draw(st.booleans()))
+        name: ServedVersion(f"{name}{version}", version, draw(st.booleans()))
         for name, version in known.items()
         if name not in gone
     }
@@ -40,22 +40,22 @@ def test_versions_never_fall(one, two):
 
 
 def test_what_was_replaced_or_unloaded_does_not_come_back():
-    file = Served.of({"a": ServedAdapter("a1", 1), "b": ServedAdapter("b1", 1), "c": ServedAdapter("c1", 1)})
-    later = Served({"a": ServedAdapter("a2", 2)}, {"a": 2, "b": 1})
+    file = Served.of({"a": ServedVersion("a1", 1), "b": ServedVersion("b1", 1), "c": ServedVersion("c1", 1)})
+    later = Served({"a": ServedVersion("a2", 2)}, {"a": 2, "b": 1})
     assert file.joined(later) == Served(
-        {"a": ServedAdapter("a2", 2), "c": ServedAdapter("c1", 1)}, {"a": 2, "b": 1, "c": 1}
+        {"a": ServedVersion("a2", 2), "c": ServedVersion("c1", 1)}, {"a": 2, "b": 1, "c": 1}
     )
 
 
 def test_of_equal_versions_the_first_account_counts():
     here, there = (
-        Served.of({"a": ServedAdapter("here", 1)}),
-        Served.of({"a": ServedAdapter("there", 1, True)}),
+        Served.of({"a": ServedVersion("here", 1)}),
+        Served.of({"a": ServedVersion("there", 1, True)}),
     )
     assert here.joined(there) == here
 
 
 def test_lacking_is_what_is_not_there_or_another_version():
-    served = Served.of({"a": ServedAdapter("p", 1), "b": ServedAdapter("p", 2), "c": ServedAdapter("p", 1)})
-    have = {"a": ServedAdapter("p", 1, pinned=True), "b": ServedAdapter("p", 1), "d": ServedAdapter("p", 1)}
+    served = Served.of({"a": ServedVersion("p", 1), "b": ServedVersion("p", 2), "c": ServedVersion("p", 1)})
+    have = {"a": ServedVersion("p", 1, pinned=True), "b": ServedVersion("p", 1), "d": ServedVersion("p", 1)}
     assert served.lacking(have) == {"b", "c"}

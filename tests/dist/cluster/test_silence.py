@@ -75,7 +75,7 @@ def ask_aside(front_end: FrontEnd, request_id: str, answers: list) -> threading.
 
 
 def tokens_out(front_end: FrontEnd, name: str) -> int:
-    return next(one.asked_tokens for one in front_end.roster.instances if one.name == name)
+    return next(one.asked_tokens for one in front_end.instance_registry.instances if one.name == name)
 
 
 def test_stopped_instance_is_drained_and_comes_back_with_its_request(pair):
@@ -97,8 +97,8 @@ def test_stopped_instance_is_drained_and_comes_back_with_its_request(pair):
         thread.join(20)
     # Its own tokens, once, and from nobody else.
     assert sorted(answers) == [(1,), (2,)]
-    assert [one.num_resent for one in front_end.roster.instances] == [0, 0]
-    assert [one.num_restarts for one in front_end.roster.instances] == [0, 0]
+    assert [one.num_resent for one in front_end.instance_registry.instances] == [0, 0]
+    assert [one.num_restarts for one in front_end.instance_registry.instances] == [0, 0]
 
 
 def test_request_of_one_that_stays_stopped_goes_on_elsewhere_and_is_not_answered_twice(pair):
@@ -118,7 +118,7 @@ def test_request_of_one_that_stays_stopped_goes_on_elsewhere_and_is_not_answered
     for thread in asking:
         thread.join(20)
     assert sorted(answers) == [(1, 2), (2,)]
-    assert sum(one.num_resent for one in front_end.roster.instances) == 1
+    assert sum(one.num_resent for one in front_end.instance_registry.instances) == 1
     assert {front_end.ask(str(n)) for n in range(4)} == {(1,), (2,)}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.launch.roles import Place, serve_instance, serve_lora_server
+from moe_lora.dist.launch.roles import JobPlace, serve_instance, serve_lora_server
 from moe_lora.dist.net.keys import make_keys
 
 ROOT = Path(__file__).parents[3]
@@ -32,32 +32,32 @@ def write(tmp_path):
 def test_lora_server_needs_as_many_processes_as_its_layout_has_ranks(write):
     cluster = read_cluster(write(SERVER))
     with pytest.raises(ConfigError, match=r"EP2-PP1 has 2 ranks, but this job has 1 .* --nproc-per-node 2"):
-        serve_lora_server(cluster, Place())
+        serve_lora_server(cluster, JobPlace())
 
 
 def test_lora_server_without_its_section(write):
     with pytest.raises(ConfigError, match="no lora_server section"):
-        serve_lora_server(read_cluster(write("")), Place())
+        serve_lora_server(read_cluster(write("")), JobPlace())
 
 
 def test_instance_needs_one_process_or_one_for_each_of_its_ranks(write):
     cluster = read_cluster(write(f"engine: {{expert_parallel: 4}}\n{FRONT_END}"))
     with pytest.raises(ConfigError, match=r"has 2 processes, but engine\.expert_parallel=4"):
-        serve_instance(cluster, Place(0, 2), "instance-1")
+        serve_instance(cluster, JobPlace(0, 2), "instance-1")
 
 
 def test_instance_must_know_where_to_dial(write):
     with pytest.raises(ConfigError, match="engines_address is needed"):
-        serve_instance(read_cluster(write("")), Place(), "instance-1")
+        serve_instance(read_cluster(write("")), JobPlace(), "instance-1")
 
 
 def test_place_is_what_torchrun_says(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert Place.here() == Place(0, 1, under_torchrun=False)
+    assert JobPlace.here() == JobPlace(0, 1, under_torchrun=False)
     for name, value in (("RANK", "2"), ("WORLD_SIZE", "3"), ("TORCHELASTIC_RUN_ID", "none")):
         monkeypatch.setenv(name, value)
-    assert Place.here() == Place(2, 3, under_torchrun=True)
+    assert JobPlace.here() == JobPlace(2, 3, under_torchrun=True)
 
 
 @pytest.mark.parametrize(

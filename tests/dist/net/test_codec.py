@@ -83,14 +83,14 @@ def test_arguments_are_what_the_method_takes():
 
 def test_interface_speaks_the_data_classes_of_its_annotations():
     @dataclass(frozen=True)
-    class Place:
+    class JobPlace:
         name: str
         parts: tuple[int, ...] = ()
 
     class Methods:
-        def move(self, place: Place, names: frozenset[str]) -> dict[str, Place]: ...
+        def move(self, place: JobPlace, names: frozenset[str]) -> dict[str, JobPlace]: ...
 
-    Methods.move.__annotations__ = {"place": Place, "names": frozenset[str], "return": dict[str, Place]}
-    interface, place = Interface(Methods), Place("a", (1, 2))
+    Methods.move.__annotations__ = {"place": JobPlace, "names": frozenset[str], "return": dict[str, JobPlace]}
+    interface, place = Interface(Methods), JobPlace("a", (1, 2))
     assert interface.args("move", msgspec.Raw(encode((place, {"x"})))) == (place, frozenset("x"))
     assert interface.result("move", msgspec.Raw(encode({"a": place}))) == {"a": place}

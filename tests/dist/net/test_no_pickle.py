@@ -56,7 +56,7 @@ def test_links_do_not_know_what_the_ranks_exchange():
         *(ROOT / "dist" / "net").glob("*.py"),
         *(ROOT / "serve" / "control").glob("*.py"),
         *(ROOT / "dist" / "lora_server").glob("*.py"),
-        *(ROOT / "engine" / f"{name}.py" for name in ("door", "dial_in", "lines", "messages", "client")),
+        *(ROOT / "engine" / f"{name}.py" for name in ("listener", "dial_in", "lines", "messages", "client")),
     ]
     for path in links:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -12,13 +12,13 @@ import torch
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.dist.transport import make_transport
 from moe_lora.dist.transport.descriptor import Descriptor
-from moe_lora.dist.transport.nixl_window import NixlRemoteWindow, Transfer, Transfers
+from moe_lora.dist.transport.nixl_window import NixlRemoteWindow, NixlTransfers, Transfer
 
 from .peers import TIMEOUT_S, pattern
 
 
 class Agent:
-    """Transfers end when the test says so."""
+    """NixlTransfers end when the test says so."""
 
     def __init__(self) -> None:
         self.states = {"large": "PROC", "small": "PROC"}
@@ -37,7 +37,7 @@ class Agent:
         assert registered == "memory"
 
 
-def under_way() -> tuple[Agent, Transfers, NixlRemoteWindow]:
+def under_way() -> tuple[Agent, NixlTransfers, NixlRemoteWindow]:
     """A large write, a small one, and a signal alone, all pending."""
     agent: Any = Agent()
     medium = {"agent": "there", "address": 0, "window": 0, "tag": 0}
@@ -50,7 +50,7 @@ def under_way() -> tuple[Agent, Transfers, NixlRemoteWindow]:
             Transfer(handle=handle, registered="memory", tensor=torch.zeros(1), notice=handle.encode())
         )
     remote.pending.append(Transfer(notice=b"alone"))
-    return agent, Transfers(agent, (RuntimeError,), threading.RLock(), lambda: None), remote
+    return agent, NixlTransfers(agent, (RuntimeError,), threading.RLock(), lambda: None), remote
 
 
 def test_no_notice_overtakes_a_write_before_it() -> None:

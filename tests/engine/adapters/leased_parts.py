@@ -12,7 +12,7 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.dist.lora_server.server.leases import LeaseTable
 from moe_lora.dist.lora_server.server.residency import Grant
 from moe_lora.engine.adapters.adapter_loader import AdapterVersion
-from moe_lora.engine.adapters.remote_loader import RemotePlacement, SharedPlacement
+from moe_lora.engine.adapters.remote_loader import RemoteLoader, SharedLoader
 from moe_lora.engine.sequence import Sequence
 from moe_lora.lora.row_routing import Lease
 from tests.engine.parts import Parts, packed
@@ -74,7 +74,7 @@ class TableServer:
         self._numbers: dict[tuple[str, str], int] = {}
 
     def attach(self, instance: str) -> Any:
-        """What `RemotePlacement` takes."""
+        """What `RemoteLoader` takes."""
 
         def leases(on_change: Callable[[], None]) -> TableClient:
             return self._clients.setdefault(instance, TableClient(self, instance, on_change))
@@ -108,8 +108,8 @@ class LeasedParts(Parts):
 
     def __init__(self, server: TableServer, clock: VirtualClock, instance: str, **settings: Any) -> None:
         super().__init__(clock=clock, **settings)
-        remote = RemotePlacement(server.attach(instance))
-        self.residency.placement = SharedPlacement(self.placement, remote)
+        remote = RemoteLoader(server.attach(instance))
+        self.residency.placement = SharedLoader(self.placement, remote)
         self.client = server.client(instance)
 
     def adapters(self, *pages: int) -> list[AdapterVersion]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_lora.adapters import read_adapter
 from moe_lora.adapters.packed import entries_of_experts
 from moe_lora.core.shape import ModelShape
-from moe_lora.engine.adapters.adapter_loader import KeptAdapters, ShardSizes
+from moe_lora.engine.adapters.adapter_loader import AdapterStore, ShardSizes
 from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, CopyPages, RankCopier, _runs
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.reference import arena_rows
@@ -94,7 +94,7 @@ def test_every_kept_entry_leads_to_its_matrices(experts, through_host, shape_and
 def test_adapter_in_a_file_is_mapped_and_leaves_no_file(shape_and_adapter, tmp_path, monkeypatch):
     _, packed = shape_and_adapter
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    kept = KeptAdapters(in_files=True)
+    kept = AdapterStore(in_files=True)
     stored = kept.keep(packed)
     assert list(tmp_path.iterdir()) == []
     assert stored.layers[0].data.data_ptr() != packed.layers[0].data.data_ptr()

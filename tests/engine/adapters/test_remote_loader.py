@@ -9,7 +9,7 @@ import pytest
 
 from moe_lora.core.errors import CapacityError
 from moe_lora.engine.adapters.adapter_loader import AdapterVersion
-from moe_lora.engine.adapters.remote_loader import RemotePlacement
+from moe_lora.engine.adapters.remote_loader import RemoteLoader
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 
@@ -23,24 +23,24 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def placement(cluster) -> Iterator[RemotePlacement]:
-    made = RemotePlacement(cluster.client("one"))
+def placement(cluster) -> Iterator[RemoteLoader]:
+    made = RemoteLoader(cluster.client("one"))
     yield made
     made.close()
 
 
-def add(placement: RemotePlacement, name: str, uid: int, lora_rank: int = 3) -> AdapterVersion:
+def add(placement: RemoteLoader, name: str, uid: int, lora_rank: int = 3) -> AdapterVersion:
     return AdapterVersion(uid, 1, placement.admit(random_adapter(name, SHAPE, lora_rank)), None)
 
 
-def changes(placement: RemotePlacement) -> threading.Event:
+def changes(placement: RemoteLoader) -> threading.Event:
     """Set at each change from now on."""
     changed = threading.Event()
     placement.on_change = changed.set
     return changed
 
 
-def held(placement: RemotePlacement, adapter: AdapterVersion) -> None:
+def held(placement: RemoteLoader, adapter: AdapterVersion) -> None:
     until(lambda: placement.hold(adapter), f"{adapter.name} is held")
 
 

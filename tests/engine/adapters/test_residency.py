@@ -7,7 +7,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.pages import BlockTable
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from moe_lora.engine.adapters.adapter_loader import AdapterVersion, KeptAdapters
+from moe_lora.engine.adapters.adapter_loader import AdapterStore, AdapterVersion
 from tests.engine.parts import PAGE_BYTES, Parts, packed
 
 
@@ -99,7 +99,7 @@ def test_failed_attempt_leaves_no_page_taken():
 def test_adapter_is_ready_when_its_copy_is_done_and_not_before():
     parts = Parts(prompt=False)
     adapter = parts.residency.add(packed("a", value=3.0), None)
-    assert parts.residency.acquire(adapter) is Readiness.COMING
+    assert parts.residency.acquire(adapter) is Readiness.LOADING
     parts.transfers.send()
     assert (adapter.slot, parts.transfers.busy) == (None, True)
     assert not parts.slots.lora_rank.any()
@@ -126,7 +126,7 @@ def test_adapter_removed_while_it_comes_leaves_nothing_behind():
     assert (parts.num_free, adapter.slot) == (num_free, None)
     assert not parts.slots.lora_rank.any()
     again = parts.residency.add(packed("b"), None)
-    assert parts.residency.acquire(again) is Readiness.COMING
+    assert parts.residency.acquire(again) is Readiness.LOADING
 
 
 def test_new_version_serves_new_requests_while_the_old_one_finishes():
@@ -321,7 +321,7 @@ def test_refused_adapter_leaves_nothing_of_what_was_prepared():
 
 def test_refused_adapter_leaves_no_file_for_other_ranks_but_one_that_is_served_stays(tmp_path):
     store = HostStore(tmp_path)
-    kept = KeptAdapters(store=store)
+    kept = AdapterStore(store=store)
     served = kept.keep(kept.prepare(packed("a")))
     for refused in (packed("a"), packed("b")):
         kept.undo_prepare(kept.prepare(refused))

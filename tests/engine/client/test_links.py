@@ -97,8 +97,8 @@ def test_a_load_is_answered_to_the_front_end_that_asked(front_ends, join):
     first, second = front_ends
     second.run(second.fleet.load_adapter("later", "places/later", replace=True))
     assert instance.loop.adapters["later"] == ("places/later", 1)
-    assert "later" in second.roster.adapters
-    assert "later" not in first.roster.adapters
+    assert "later" in second.instance_registry.adapters
+    assert "later" not in first.instance_registry.adapters
 
 
 def test_front_ends_see_the_load_that_the_others_brought(front_ends, join):
@@ -106,12 +106,12 @@ def test_front_ends_see_the_load_that_the_others_brought(front_ends, join):
     first, second = front_ends
     held = Aside(lambda: first.ask("a", HELD_TOKENS))
     until(lambda: instance.loop.held)
-    there = second.roster.instances[0]
+    there = second.instance_registry.instances[0]
     until(lambda: there.outstanding_tokens)
     # One prompt token and the longest answer, of which one token is there.
     assert there.outstanding_tokens == HELD_TOKENS - 1
     assert there.load.num_requests == 1
-    assert first.roster.instances[0].outstanding_tokens == HELD_TOKENS - 1
+    assert first.instance_registry.instances[0].outstanding_tokens == HELD_TOKENS - 1
     first.run(first.fleet.abort("a"))
     held.done()
     until(lambda: not there.outstanding_tokens)
@@ -125,7 +125,7 @@ def test_loop_that_hangs_in_one_step_is_silent_until_it_goes_on(front_ends, join
     hanging.loop.may_go_on.clear()
     asked = [Aside(lambda n=n: front_end.ask(str(n))) for n in range(2)]
     until(lambda: front_end.names() == ["two"])
-    silent, there = front_end.roster.instances
+    silent, there = front_end.instance_registry.instances
     assert (silent.silent, there.silent) == (True, False)
     # New requests and loads do not wait for it; what it was asked before stays with it.
     assert [front_end.ask(f"new {n}") for n in range(3)] == [(2,)] * 3

@@ -35,7 +35,7 @@ def test_space_is_made_of_configs_that_tables_take():
 
 def test_first_entry_that_fits_counts_and_an_override_comes_before(tmp_path):
     config = configs.config_space("vector_shrink")[0]
-    special = configs.Entry(
+    special = configs.ConfigEntry(
         kernel="vector_shrink", config=config, dtype="bf16", in_features=96, out_features=146, state="tuned"
     )
     table = replace(TABLE, entries=(special, *TABLE.entries))
@@ -71,7 +71,7 @@ PLACE = {"kernel": "wgmma_shrink", "dtype": "bf16", "in_features": 96}
 def test_phases_that_would_add_in_different_orders_are_refused(tmp_path, monkeypatch, places, other):
     config = TABLE.config("wgmma_shrink", "bf16", "decode", 96, 146)
     rows = tuple(
-        configs.Entry(**{**PLACE, **place}, config={**config, **(other if i == 0 else {})})
+        configs.ConfigEntry(**{**PLACE, **place}, config={**config, **(other if i == 0 else {})})
         for i, place in enumerate(places)
     )
     with pytest.raises(ValueError, match="different orders in decode and in prefill"):
@@ -86,7 +86,7 @@ def test_phases_that_would_add_in_different_orders_are_refused(tmp_path, monkeyp
 def test_phases_may_differ_in_tiles_and_stages():
     config = TABLE.config("wgmma_shrink", "bf16", "decode", 96, 146)
     own = {**config, "block_t": 32, "num_stages": 3, "programs_per_sm": 2}
-    table = replace(TABLE, entries=(configs.Entry(**PLACE, phase="decode", config=own), *TABLE.entries))
+    table = replace(TABLE, entries=(configs.ConfigEntry(**PLACE, phase="decode", config=own), *TABLE.entries))
     assert table.config("wgmma_shrink", "bf16", "decode", 96, 146) == own
     assert table.config("wgmma_shrink", "bf16", "prefill", 96, 146)["block_t"] == 64
 
@@ -117,9 +117,9 @@ def test_wrong_configs_are_refused():
     with pytest.raises(ValueError):
         configs.config_space("gemm")
     with pytest.raises(ValueError):
-        configs.Entry(kernel="vector_shrink", config=config, state="guessed")
+        configs.ConfigEntry(kernel="vector_shrink", config=config, state="guessed")
     with pytest.raises(ValueError):
-        configs.Entry(kernel="vector_shrink", config=config, phase="warmup")
+        configs.ConfigEntry(kernel="vector_shrink", config=config, phase="warmup")
     with pytest.raises(ValueError):
         forced("simt")
 

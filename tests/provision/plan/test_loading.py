@@ -11,7 +11,7 @@ import pytest
 from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.provision.plan.memory import STEPS_TO_FIRST_TOKEN, AdapterLoads, LoadQueue, miss_share
 from moe_lora.sim.system import simulate
-from moe_lora.sim.system_config import InstanceConfig, LoraServerConfig, SystemConfig
+from moe_lora.sim.system_config import InstanceConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
 
@@ -55,7 +55,7 @@ def simulated(queue: LoadQueue, num_instances: int) -> tuple[float, float]:
             num_layers=LAYERS,
             max_num_seqs=10_000,
         ),
-        adapters=LoraServerConfig(capacity=len(requests), load_bytes_per_s=1 / queue.load_s),
+        adapters=SimLoraServerConfig(capacity=len(requests), load_bytes_per_s=1 / queue.load_s),
         adapter_bytes=1.0,
     )
     found = simulate(config, requests).summary(arrivals[-1] / 10)

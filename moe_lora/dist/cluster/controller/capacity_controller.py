@@ -18,7 +18,7 @@ from moe_lora.provision.online import DemandWindow, Outlook, outlook, resized
 logger = logging.getLogger(__name__)
 
 
-class Controller:
+class CapacityController:
     """Evaluates the provisioning model on the requests of a window, every `interval_s` while `run` runs.
 
     Belongs to one event loop; the model is solved, and the LoRA Server asked, in other threads.
@@ -121,9 +121,9 @@ class Controller:
 
 def make_controller(
     provision: ProvisionConfig | None, client: EngineClient, server: LoraServerConfig | None
-) -> Controller | None:
+) -> CapacityController | None:
     """The controller as `ClusterConfig.provision` says; None: the load on adapters is not watched."""
     if provision is None and server is None:
         return None
     admin = None if server is None else LoraServerAdmin(server.address, keys_in(server.certificates))
-    return Controller(provision or ProvisionConfig(), client, admin)
+    return CapacityController(provision or ProvisionConfig(), client, admin)

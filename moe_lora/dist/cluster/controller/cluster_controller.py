@@ -20,9 +20,9 @@ from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked
 from moe_lora.policies.routing import TokenMeter
 
-from .capacity_controller import Controller
-from .cluster_state import ControllerMethods, Figures, FrontEndHello, Report, StateBook, Taken
-from .front_end_listener import Session, desk
+from .capacity_controller import CapacityController
+from .cluster_state import ClusterStateLog, ControllerMethods, Figures, FrontEndHello, FrontEndReport, Taken
+from .front_end_listener import Session, front_end_listener
 from .placement_controller import PlacementController
 from .served_registry import ServedRegistry
 
@@ -51,7 +51,7 @@ class Decisions:
     fleet: FleetClient
     meter: TokenMeter
     placement: PlacementController | None = None
-    provision: Controller | None = None
+    provision: CapacityController | None = None
     registry: ServedRegistry | None = None
 
     def methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
@@ -80,7 +80,7 @@ def _by_names(registry: ServedRegistry, method: str) -> Callable[..., Awaitable[
     return lambda *args: registry.call(method, **dict(zip(names, args, strict=True)))
 
 
-class Director:
+class ClusterController:
     """Answers the calls of front ends, and has each of them do as was decided.
 
     front_ends: names of those that the file has.  recovery: of this start; the first states are given out
@@ -88,10 +88,14 @@ class Director:
     """
 
     def __init__(
-        self, decisions: Decisions, book: StateBook, recovery: Recovery, front_ends: Collection[str]
+        self,
+        decisions: Decisions,
+        state_log: ClusterStateLog,
+        recovery: Recovery,
+        front_ends: Collection[str],
     ) -> None:
         self._decisions = decisions
-        self._book = book
+        self._state_log = state_log
         self._recovery = recovery
         self._awaited = set(front_ends)
         self._sessions: list[Session] = []
@@ -126,7 +130,7 @@ class Director:
         self._recovery.end()
         self._ready.set()
         self._give_out()
-        state = self._book.state
+        state = self._state_log.state
         logger.info(
             "the controller begins: state %d, table %d, %d front ends",
             state.number,
@@ -176,9 +180,9 @@ class Director:
 
     def _give_out(self) -> None:
         """Send the state to all if it is another than before."""
-        if self._ready.is_set() and self._book.write():
+        if self._ready.is_set() and self._state_log.write():
             for session in self._sessions:
-                session.peer.send(self._book.state)
+                session.peer.send(self._state_log.state)
 
     def joined(self, session: Session, hello: FrontEndHello) -> None:
         logger.info("front end %s dialled in", session.name)
@@ -186,21 +190,21 @@ class Director:
         self._awaited.discard(session.name)
         if not self._ready.is_set():
             if hello.state is not None:
-                self._book.recover(hello.state)
+                self._state_log.recover(hello.state)
             return
-        before, now = hello.state, self._book.state
+        before, now = hello.state, self._state_log.state
         if before is not None and before.number >= now.number and before != now:
             logger.warning(
                 "front end %s had state %d of an earlier controller, which is given up: it came too late",
                 session.name,
                 before.number,
             )
-            self._book.count_above(before)
+            self._state_log.count_above(before)
             # Those that had the state by its lower number would count as late until the next one.
             for other in self._sessions:
-                other.peer.send(self._book.state)
+                other.peer.send(self._state_log.state)
         else:
-            session.peer.send(self._book.state)
+            session.peer.send(self._state_log.state)
 
     def left(self, session: Session) -> None:
         self._sessions.remove(session)
@@ -214,7 +218,7 @@ class Director:
         elif isinstance(message, Taken):
             session.taken = message.number
             self._spawn(self._notify())
-        elif isinstance(message, Report):
+        elif isinstance(message, FrontEndReport):
             for adapter, num_tokens in message.tokens.items():
                 self._decisions.meter.add(adapter, num_tokens)
             if self._decisions.provision is not None:
@@ -230,7 +234,7 @@ class Director:
                 raise ConfigError(f"this controller has no {call.method}: its file is not the front end's")
             value = await method(*call.args)
             self._give_out()
-            await self._all_taken(self._book.state.number)
+            await self._all_taken(self._state_log.state.number)
             call.answer(value)
         except Exception as error:
             if not isinstance(error, MoeLoraError | OSError | ValueError | KeyError):
@@ -261,13 +265,13 @@ class Director:
 # Running the controller until a signal ends it.
 
 
-async def run_controller(director: Director, address: Address, keys: Keys | None) -> None:
+async def run_controller(cluster_controller: ClusterController, address: Address, keys: Keys | None) -> None:
     """Direct the front ends that dial in until SIGINT or SIGTERM.  Raises ConfigError if the address can't be
     had.
     """
     loop = asyncio.get_running_loop()
-    async with desk("controller.address", address, keys, director) as place:
-        task = asyncio.create_task(director.run())
+    async with front_end_listener("controller.address", address, keys, cluster_controller) as place:
+        task = asyncio.create_task(cluster_controller.run())
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, task.cancel)
         logger.info("the controller listens at %s", place)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from moe_lora.adapters.registry.registry import RegisteredAdapter
 from moe_lora.core.request import AdapterInfo, RequestTiming
-from moe_lora.dist.cluster.instances import Holding, Roster, Served
+from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings
@@ -67,7 +67,7 @@ class VisitEvent:
     timing: RequestTiming | None = None
 
 
-class Report(Message, frozen=True):
+class FrontEndReport(Message, frozen=True):
     """What a front end's requests did since the last report.  tokens: by adapter."""
 
     tokens: Mapping[str, int]
@@ -82,7 +82,7 @@ class Taken(Message, frozen=True):
 
 class Figures(Message, frozen=True, kw_only=True):
     """What the controller's metrics would say.  num_copies, num_problems, quality: see
-    `dist.cluster.controller.placement_controller.PlacementController`.  outlook: of `dist.cluster.controller.capacity_controller.Controller`.
+    `dist.cluster.controller.placement_controller.PlacementController`.  outlook: of `dist.cluster.controller.capacity_controller.CapacityController`.
     """
 
     num_copies: int = 0
@@ -122,21 +122,23 @@ class ControllerMethods(typing.Protocol):
 
 
 CONTROLLER_METHODS = Interface(ControllerMethods)
-CONTROLLER_SIDE = Protocol.of(FrontEndHello, Report, Taken, answers=CONTROLLER_METHODS)
+CONTROLLER_SIDE = Protocol.of(FrontEndHello, FrontEndReport, Taken, answers=CONTROLLER_METHODS)
 FRONT_END_SIDE = Protocol.of(Admitted, ClusterState, Figures, asks=CONTROLLER_METHODS)
 
 
 # The state that the controller gives to its front ends, and gets back from them when it starts anew.
 
 
-class StateBook:
+class ClusterStateLog:
     """Writes down what is decided, each time with a higher number.
 
     placement: None if adapters are not divided over instances.
     """
 
-    def __init__(self, roster: Roster, routes: Routes, placement: PlacementController | None) -> None:
-        self._roster = roster
+    def __init__(
+        self, instance_registry: InstanceRegistry, routes: Routes, placement: PlacementController | None
+    ) -> None:
+        self._instance_registry = instance_registry
         self._routes = routes
         self._placement = placement
         self.state = ClusterState(number=0)
@@ -147,15 +149,15 @@ class StateBook:
         """Bring `state` up to date; whether that changed it."""
         now = ClusterState(
             number=self.state.number,
-            served=self._roster.served,
+            served=self._instance_registry.served,
             ranks=dict(self._routes.ranks),
-            holdings=self._roster.holdings,
+            holdings=self._instance_registry.holdings,
         )
         router = self._routes.router
         if isinstance(router, PhiRouting) and self._placement is not None:
             if router.version != self._table_version:
                 self._table = {
-                    adapter: tuple((self._roster.name_of(index), phi) for index, phi in row)
+                    adapter: tuple((self._instance_registry.name_of(index), phi) for index, phi in row)
                     for adapter, row in router.table.items()
                 }
                 self._table_version = router.version
@@ -173,11 +175,11 @@ class StateBook:
         number, with the demand that it was made for.  Numbers go on above all that were heard of.
         """
         self.state = replace(self.state, number=max(self.state.number, state.number))
-        self._roster.recover(state.served)
+        self._instance_registry.recover(state.served)
         self._routes.ranks.update(state.ranks)
         router = self._routes.router
         if isinstance(router, PhiRouting) and state.table_version > router.version:
-            number_of = self._roster.number_of
+            number_of = self._instance_registry.number_of
             router.swap(
                 {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}
             )

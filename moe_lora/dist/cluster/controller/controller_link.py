@@ -22,7 +22,7 @@ from .cluster_state import (
     ClusterState,
     Figures,
     FrontEndHello,
-    Report,
+    FrontEndReport,
     Taken,
 )
 
@@ -40,7 +40,7 @@ class Follower(Protocol):
 
     def show(self, figures: Figures) -> None: ...
 
-    def report(self) -> Report | None:
+    def report(self) -> FrontEndReport | None:
         """What happened since the last report; None: nothing."""
         ...
 

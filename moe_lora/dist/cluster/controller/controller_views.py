@@ -27,7 +27,7 @@ class WindowView(Protocol):
 
 
 class ProvisionView(Protocol):
-    """See `dist.cluster.controller.capacity_controller.Controller`."""
+    """See `dist.cluster.controller.capacity_controller.CapacityController`."""
 
     @property
     def config(self) -> ProvisionConfig: ...

@@ -14,7 +14,7 @@ from moe_lora.config import ProvisionConfig
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, RequestTiming, TokenOutput
-from moe_lora.dist.cluster.instances import Holding, Instance, Roster, Served, ServedAdapter
+from moe_lora.dist.cluster.instances import Holding, Instance, InstanceRegistry, Served, ServedVersion
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.engine.client.client import EngineClient
@@ -22,14 +22,14 @@ from moe_lora.policies.routers import PhiRouting
 from moe_lora.provision.online import Outlook
 from moe_lora.provision.placement.placement_problem import PlacementQuality
 
-from .cluster_state import ClusterState, ControllerMethods, Figures, Report, VisitEvent
+from .cluster_state import ClusterState, ControllerMethods, Figures, FrontEndReport, VisitEvent
 from .controller_link import ControllerLink
 from .placement_controller import Routes
 
-# The roster of a front end whose adapters a controller looks after.
+# The instance_registry of a front end whose adapters a controller looks after.
 
 
-class DirectedRoster(Roster):
+class DirectedInstanceRegistry(InstanceRegistry):
     """Instances take part as they are; one is no candidate for adapters of which it lacks what is served."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -39,7 +39,7 @@ class DirectedRoster(Roster):
         """Whether the controller has said what is served; until then it is what instances have."""
 
     def join_as_it_is(
-        self, instance: Instance, client: EngineClient, have: dict[str, ServedAdapter], incarnation: str
+        self, instance: Instance, client: EngineClient, have: dict[str, ServedVersion], incarnation: str
     ) -> None:
         """Put an instance into routing whose adapters a controller looks after.
 
@@ -84,14 +84,16 @@ class DirectedFleet(FleetClient):
     What is only asked (lists, statistics) comes from the instances, also while the controller is away.
     """
 
-    def __init__(self, roster: DirectedRoster, routes: Routes, link: ControllerLink, clock: Clock) -> None:
-        super().__init__(roster, routes.router, clock, meter=routes.meter, ranks=routes.ranks)
+    def __init__(
+        self, instance_registry: DirectedInstanceRegistry, routes: Routes, link: ControllerLink, clock: Clock
+    ) -> None:
+        super().__init__(instance_registry, routes.router, clock, meter=routes.meter, ranks=routes.ranks)
         self._link = link
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
-        if request.adapter is not None and self._roster.version(request.adapter) is None:
+        if request.adapter is not None and self._instance_registry.version(request.adapter) is None:
             # An instance that the controller does not see may still have it; without any nobody knows.
-            self._roster.candidates(None)
+            self._instance_registry.candidates(None)
             raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
         outputs = cast("AsyncGenerator[TokenOutput, None]", super().generate(request))
         async with aclosing(outputs):
@@ -118,13 +120,15 @@ class DirectedFleet(FleetClient):
 
 
 class DirectedRouting:
-    """Brings what the controller says to the roster and the router, and reports to it.
+    """Brings what the controller says to the instance_registry and the router, and reports to it.
 
     It is also what the front end shows as its placement: see `dist.cluster.controller.controller_views.PlacementView`.
     """
 
-    def __init__(self, roster: DirectedRoster, routes: Routes, provision: DirectedProvision) -> None:
-        self._roster = roster
+    def __init__(
+        self, instance_registry: DirectedInstanceRegistry, routes: Routes, provision: DirectedProvision
+    ) -> None:
+        self._instance_registry = instance_registry
         self._routes = routes
         self._provision = provision
         self._figures = Figures()
@@ -135,17 +139,17 @@ class DirectedRouting:
         Until then one that starts again beside others leaves requests to them.
         """
         waited_s = 0.0
-        while waited_s < READY_S and not (self._roster.directed and self._roster.live):
+        while waited_s < READY_S and not (self._instance_registry.directed and self._instance_registry.live):
             await asyncio.sleep(_LOOK_S)
             waited_s += _LOOK_S
 
     def follow(self, state: ClusterState) -> None:
-        self._roster.follow(state.served, state.holdings)
+        self._instance_registry.follow(state.served, state.holdings)
         self._routes.ranks.clear()
         self._routes.ranks.update(state.ranks)
         router = self._routes.router
         if isinstance(router, PhiRouting) and state.table_version != router.version:
-            number_of = self._roster.number_of
+            number_of = self._instance_registry.number_of
             router.swap(
                 {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}
             )
@@ -155,9 +159,9 @@ class DirectedRouting:
         self._figures = figures
         self._provision.latest = figures.outlook
 
-    def report(self) -> Report | None:
+    def report(self) -> FrontEndReport | None:
         tokens, visits = self._routes.meter.take(), self._provision.window.take()
-        return Report(tokens, visits) if tokens or visits else None
+        return FrontEndReport(tokens, visits) if tokens or visits else None
 
     @property
     def version(self) -> int:

@@ -53,7 +53,7 @@ class Session:
 
 
 class Host(Protocol):
-    """Whom the desk tells what front ends do."""
+    """Whom the front_end_listener tells what front ends do."""
 
     def joined(self, session: Session, hello: FrontEndHello) -> None: ...
 
@@ -63,7 +63,9 @@ class Host(Protocol):
 
 
 @asynccontextmanager
-async def desk(setting: str, address: Address, keys: Keys | None, told: Host) -> AsyncIterator[Address]:
+async def front_end_listener(
+    setting: str, address: Address, keys: Keys | None, told: Host
+) -> AsyncIterator[Address]:
     """Listen for front ends until the context ends.  Raises ConfigError if the address can't be had."""
 
     async def visit(connection: Connection, host: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.cluster.fan_out import Answers, ask, load_alike
-from moe_lora.dist.cluster.instances import Instance, Roster, ServedAdapter
+from moe_lora.dist.cluster.instances import Instance, InstanceRegistry, ServedVersion
 from moe_lora.engine.client.client import CallableEngine, EngineClient
 from moe_lora.engine.client.messages import PoolEntry
 from moe_lora.policies.pool_moves import copies_to_drop, copies_to_make, place_holders
@@ -34,8 +34,8 @@ class FleetPool:
     Belongs to one event loop.
     """
 
-    def __init__(self, roster: Roster, directory: PoolDirectory) -> None:
-        self._roster = roster
+    def __init__(self, instance_registry: InstanceRegistry, directory: PoolDirectory) -> None:
+        self._instance_registry = instance_registry
         self._directory = directory
         self._wanted: dict[str, list[int]] | None = None
         self._round = asyncio.Lock()
@@ -66,11 +66,11 @@ class FleetPool:
         Instances say what that is, so whatever kept it from being freed before does not matter.
         """
         with suppress(EngineDeadError):
-            answers, _ = await self._ask(self._roster.live, "pool_orphans")
+            answers, _ = await self._ask(self._instance_registry.live, "pool_orphans")
             orphans = sorted({content_hash for _, found in answers for content_hash in found})
             if not orphans:
                 return
-            known, errors = await self._ask(self._roster.live, "pool_known", orphans)
+            known, errors = await self._ask(self._instance_registry.live, "pool_known", orphans)
             used = {content_hash for _, found in known for content_hash in found}
             calls = [
                 _engine(instance).ask("pool_free", content_hash)
@@ -132,14 +132,16 @@ class FleetPool:
         return [(instance, entry.info) for instance, entry in answers], errors
 
     async def take_back(
-        self, instances: list[Instance], name: str, previous: ServedAdapter | None
+        self, instances: list[Instance], name: str, previous: ServedVersion | None
     ) -> list[tuple[Instance, Exception]]:
         """Undo a load that some refused, where it was done; those that can't.
 
         What was served before is still held, while its directory may have changed since it was read.
         """
         if previous is None:
-            return (await ask(self._roster, instances, lambda client: client.unload_adapter(name)))[1]
+            return (
+                await ask(self._instance_registry, instances, lambda client: client.unload_adapter(name))
+            )[1]
         path, version = previous.path, previous.version
         facts = self._directory.facts_at(name, path, version)
 
@@ -150,7 +152,7 @@ class FleetPool:
             sources = self._directory.sources(facts.content_hash, client)
             return client.ask("pool_know", facts, path, True, version, sources)
 
-        answers, errors = await ask(self._roster, instances, undo)
+        answers, errors = await ask(self._instance_registry, instances, undo)
         self._note(answers)
         return errors
 
@@ -183,7 +185,7 @@ class FleetPool:
                 self._hold(
                     instance, [content_hash for content_hash, index in moves if index == instance.index]
                 )
-                for instance in self._roster.live
+                for instance in self._instance_registry.live
             )
         )
         await self._tell()
@@ -209,7 +211,7 @@ class FleetPool:
         if not drops:
             return
         self._at_rest = None
-        clients = {instance.index: _engine(instance) for instance in self._roster.live}
+        clients = {instance.index: _engine(instance) for instance in self._instance_registry.live}
         drops = [(content_hash, index) for content_hash, index in drops if index in clients]
         for content_hash, index in drops:
             self._directory.note(clients[index], content_hash, None)
@@ -220,7 +222,7 @@ class FleetPool:
     async def _tell(self) -> None:
         """Tell each instance the sources that changed."""
         calls = []
-        for instance in self._roster.live:
+        for instance in self._instance_registry.live:
             client = _engine(instance)
             if news := self._directory.news(client, instance.index):
                 calls.append(client.ask("pool_sources", news))
@@ -231,16 +233,18 @@ class FleetPool:
         wanted: dict[str, set[int]] = {}
         for name, content_hash in self._directory.content_hashes().items():
             wanted.setdefault(content_hash, set()).update((self._wanted or {}).get(name, ()))
-        live = [instance.index for instance in self._roster.live]
+        live = [instance.index for instance in self._instance_registry.live]
         sizes, held, replicas = self._directory.sizes(), self._held(), self._directory.replicas
         return partial(place_holders, sizes, held, live, replicas, wanted)
 
     def _state(self) -> _State:
         """What decides who should hold what, beside the wishes."""
-        return self._directory.version, [instance.client for instance in self._roster.live]
+        return self._directory.version, [instance.client for instance in self._instance_registry.live]
 
     def _held(self) -> dict[str, list[int]]:
-        return self._directory.held({_engine(instance): instance.index for instance in self._roster.live})
+        return self._directory.held(
+            {_engine(instance): instance.index for instance in self._instance_registry.live}
+        )
 
     async def _ask(
         self, instances: list[Instance], method: str, *args: Any
@@ -249,7 +253,7 @@ class FleetPool:
             assert isinstance(client, CallableEngine)
             return client.ask(method, *args)
 
-        return await ask(self._roster, instances, call)
+        return await ask(self._instance_registry, instances, call)
 
     def _failed(self, problem: str) -> None:
         if self._problem.is_new(problem):

@@ -34,9 +34,9 @@ from .control_messages import (
     PROTOCOL,
     AdminHello,
     AdminWelcome,
-    Beat,
     Hello,
     Refused,
+    ServerBeat,
     ServerState,
 )
 
@@ -121,7 +121,7 @@ class ControlConnection:
         async for message in self._peer.messages():
             self._heard_s = time.monotonic()
             assert isinstance(message, Message)
-            if isinstance(message, Beat):
+            if isinstance(message, ServerBeat):
                 continue
             self._inbox.put(message)
             while self._inbox.qsize() > _MAX_UNREAD and not self._peer.ended.is_set():
@@ -132,7 +132,7 @@ class ControlConnection:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            self._peer.send(Beat())
+            self._peer.send(ServerBeat())
 
 
 def dial(

@@ -12,7 +12,7 @@ from moe_lora.dist.net.codec import Message, Protocol
 ADMIN_VERSION = 2
 
 
-class Beat(Message, frozen=True):
+class ServerBeat(Message, frozen=True):
     """Nothing but that one is there."""
 
 
@@ -198,7 +198,7 @@ Order = LoadOrder | EvictOrder | ResizeOrder
 HELLOS = (LeasesHello, DataHello, RankHello, FindHello, TurnsHello, AdminHello)
 PROTOCOL = Protocol.of(
     *HELLOS,
-    *(Beat, Refused, Welcome, DataWelcome, RankWelcome, FindWelcome, AdminWelcome),
+    *(ServerBeat, Refused, Welcome, DataWelcome, RankWelcome, FindWelcome, AdminWelcome),
     *(Register, Unregister, Acquire, Release, StatsAsked, Need, Content, Block),
     *(Registered, Rejected, Granted, Stats, LoadOrder, EvictOrder, ResizeOrder),
 )

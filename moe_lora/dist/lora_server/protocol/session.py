@@ -185,7 +185,7 @@ class SessionLostError(Exception):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeTimes:
     """When things happened to one request, on the monotonic clock (of one host).
 
     sent to taken: under way.  started to finished: computed by the server.  asked: from when on the engine
@@ -219,7 +219,7 @@ class Sent:
 class ClientSession:
     """The client's half.  One thread sends and takes answers; any thread may `break_off`.
 
-    observed: set to a list, it gets an `Exchange` of every answer, for measurements.
+    observed: set to a list, it gets an `ExchangeTimes` of every answer, for measurements.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class ClientSession:
         else:
             self._frames = list(torch.empty(depth, size, dtype=torch.uint8))
         self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
-        self.observed: list[Exchange] | None = None
+        self.observed: list[ExchangeTimes] | None = None
 
     @property
     def broken(self) -> bool:
@@ -316,7 +316,9 @@ class ClientSession:
         state, started_ns, finished_ns = read_answer_header(frame)
         if self.observed is not None:
             place = (sent.request.layer, sent.request.site, sent.sent_ns)
-            self.observed.append(Exchange(*place, started_ns, finished_ns, asked_ns, time.monotonic_ns()))
+            self.observed.append(
+                ExchangeTimes(*place, started_ns, finished_ns, asked_ns, time.monotonic_ns())
+            )
         sent.refused = state != DONE
         if sent.refused:
             return None

@@ -35,7 +35,7 @@ from moe_lora.dist.lora_server.protocol.session import (
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 from moe_lora.lora.paced import share_of_layer
 
-from .server_store import Shelf
+from .server_store import ServerAdapterStore
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class DataLoop:
     def __init__(
         self,
         shape: ModelShape,
-        shelf_of: Callable[[Callable[[], None]], Shelf],
+        shelf_of: Callable[[Callable[[], None]], ServerAdapterStore],
         transport: Transport,
         lora_time: Stage | None = None,
         *,
@@ -145,7 +145,7 @@ class DataLoop:
         self._wanted: dict[int, None] = {}  # instances whose turn it is, oldest announcement first
         self._told: list[tuple[RemoteWindow, itertools.count[int]]] = []
         self.num_requests = self.num_stale = 0
-        self.shelf = shelf_of(self.wake)
+        self.server_store = shelf_of(self.wake)
 
     def add(self, session: ServerSession) -> None:
         with self._lock:
@@ -255,17 +255,17 @@ class DataLoop:
 
     def _can_answer(self, request: Request) -> bool:
         """Whether the deltas can be computed, or never can."""
-        shelf = self.shelf
-        return self._is_stale(request) or self._is_ready(request) or not shelf.led
+        server_store = self.server_store
+        return self._is_stale(request) or self._is_ready(request) or not server_store.led
 
     def _is_stale(self, request: Request) -> bool:
-        shelf, slot = self.shelf, request.slot
-        if len(slot) and not 0 <= slot.min() <= slot.max() < len(shelf.generation):
+        server_store, slot = self.server_store, request.slot
+        if len(slot) and not 0 <= slot.min() <= slot.max() < len(server_store.generation):
             return True
-        return shelf.is_stale(slot, request.generation)
+        return server_store.is_stale(slot, request.generation)
 
     def _is_ready(self, request: Request) -> bool:
-        return self.shelf.is_ready(request.slot, request.generation, request.layer)
+        return self.server_store.is_ready(request.slot, request.generation, request.layer)
 
     def _serve(self, session: ServerSession, request: Request) -> None:
         """Raises ValueError if the request asks for what can't be, PeerGoneError."""
@@ -287,12 +287,20 @@ class DataLoop:
 
     def _compute(self, session: ServerSession, request: Request) -> int:
         """Lay the deltas into the session's answer; the answer's state."""
-        shelf = self.shelf
-        with shelf.reading:
+        server_store = self.server_store
+        with server_store.reading:
             if self._is_stale(request) or not self._is_ready(request):
                 return STALE
             out = session.deltas(request)
-            operands = (request, self._shape, request.layer, request.slot, shelf.slots, shelf.arena, out)
+            operands = (
+                request,
+                self._shape,
+                request.layer,
+                request.slot,
+                server_store.slots,
+                server_store.arena,
+                out,
+            )
             request_deltas(*operands, kernel=self._lora_kernel)
             # An adapter that left meanwhile (its instance was given up) may have been read in part.
             return STALE if self._is_stale(request) else DONE

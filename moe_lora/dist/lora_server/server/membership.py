@@ -30,7 +30,7 @@ from moe_lora.dist.lora_server.protocol.control_messages import (
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import Keys
 
-from .server_store import Shelf
+from .server_store import ServerAdapterStore
 
 # Carries out on one rank what the leader decided: loads and evictions, fetching content that is not here.
 
@@ -39,22 +39,22 @@ logger = logging.getLogger(__name__)
 
 
 class Orders:
-    """The leader's messages, turned into work of the shelf."""
+    """The leader's messages, turned into work of the server_store."""
 
-    def __init__(self, shelf: Shelf, store: HostStore) -> None:
-        self._shelf = shelf
+    def __init__(self, server_store: ServerAdapterStore, store: HostStore) -> None:
+        self._server_store = server_store
         self._store = store
         self._awaiting: dict[str, list[LoadOrder]] = {}
 
     def start_over(self, first_generation: int) -> None:
         """A leader that knows nothing of what is here: all slots are empty from now on."""
         self._awaiting.clear()
-        self._shelf.start_over(first_generation)
-        self._shelf.set_led(True)
+        self._server_store.start_over(first_generation)
+        self._server_store.set_led(True)
 
     def lose_leader(self) -> None:
         """Nothing is loaded until a leader is back; what is here goes on being served."""
-        self._shelf.set_led(False)
+        self._server_store.set_led(False)
 
     def hear(self, connection: ControlConnection, message: Message) -> None:
         """One message of the leader to another rank."""
@@ -75,18 +75,18 @@ class Orders:
         A load that fails counts as evicted: requests for it are refused and don't wait.
         """
         if isinstance(order, ResizeOrder):
-            self._shelf.grow(order.num_slots)
+            self._server_store.grow(order.num_slots)
             return
         if isinstance(order, EvictOrder):
-            self._shelf.evict(order.slot, order.generation)
+            self._server_store.evict(order.slot, order.generation)
             return
         try:
             packed = self._store.get(order.adapter_id, order.adapter_id)
         except AdapterError:
             logger.exception("adapter %s can't be loaded", order.adapter_id)
-            self._shelf.evict(order.slot, order.generation)
+            self._server_store.evict(order.slot, order.generation)
             return
-        self._shelf.load(order.slot, order.generation, packed, order.runs)
+        self._server_store.load(order.slot, order.generation, packed, order.runs)
 
 
 _RETRY_S = 0.3

@@ -47,7 +47,7 @@ from .leader import LEADER, Leader
 from .leases import LeaseTable
 from .membership import Membership, Orders, TurnsListener, find_rank
 from .rank_memory import Memory, plan_memory
-from .server_store import Shelf
+from .server_store import ServerAdapterStore
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class ServerRank:
         else:
             self._follow()
         self._hear_turns()
-        arena_gb = self.loop.shelf.arena.numel() / 1e9
+        arena_gb = self.loop.server_store.arena.numel() / 1e9
         logger.info("LoRA Server %s, %s ready: %.3f GB", server.layout, self._name, arena_gb)
 
     def run(self) -> None:
@@ -126,7 +126,7 @@ class ServerRank:
             for thread in self._threads:
                 thread.stop()
             self._control.close()
-            self.loop.shelf.stop()
+            self.loop.server_store.stop()
             self._transport.close()
 
     def stop(self) -> None:
@@ -139,7 +139,7 @@ class ServerRank:
         packed = [adapter for adapter, _ in contents.read_all(config.adapters, {}, leave_out_bad=True)]
         memory = plan_memory(config.server, self._partition, config.dtype, packed)
         self.loop = self._data_loop(memory)
-        orders = Orders(self.loop.shelf, self._store)
+        orders = Orders(self.loop.server_store, self._store)
         # Later incarnations count from later: a generation of an earlier leader is always lower.
         first_generation = time.time_ns() // 1_000_000 << 20
         orders.start_over(first_generation)
@@ -207,7 +207,7 @@ class ServerRank:
         memory = Memory(facts.capacity, facts.num_pages, facts.page_bytes)
         self.loop = self._data_loop(memory)
         built.set()
-        membership.begin(Orders(self.loop.shelf, self._store))
+        membership.begin(Orders(self.loop.server_store, self._store))
         self._threads.append(membership)
 
     def _data_loop(self, memory: Memory) -> DataLoop:
@@ -220,12 +220,12 @@ class ServerRank:
             lora_kernel=config.lora_kernel,
         )
 
-    def _shelf_maker(self, memory: Memory) -> Callable[[Callable[[], None]], Shelf]:
+    def _shelf_maker(self, memory: Memory) -> Callable[[Callable[[], None]], ServerAdapterStore]:
         config = self._config
         rate = config.server.load_gb_per_s
 
-        def make(wake: Callable[[], None]) -> Shelf:
-            return Shelf(
+        def make(wake: Callable[[], None]) -> ServerAdapterStore:
+            return ServerAdapterStore(
                 config.shape,
                 self._partition,
                 config.server_rank,

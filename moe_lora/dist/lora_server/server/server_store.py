@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Loading:
-    """A load under way: layers still to come, in order.  epoch: that of the shelf when it began."""
+    """A load under way: layers still to come, in order.  epoch: that of the server_store when it began."""
 
     slot: int
     generation: int
@@ -49,7 +49,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
         ) from error
 
 
-class Shelf:
+class ServerAdapterStore:
     """What one server rank holds.
 
     generation: [M] the content that each slot has, or will have once it is loaded; a request that carries a

@@ -11,20 +11,20 @@ from moe_lora.config import ProvisionConfig, RoutingConfig
 from moe_lora.core.address import Address
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.dist.cluster.controller.capacity_controller import Controller
-from moe_lora.dist.cluster.controller.cluster_controller import Decisions, Director
-from moe_lora.dist.cluster.controller.cluster_state import StateBook
+from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
+from moe_lora.dist.cluster.controller.cluster_controller import ClusterController, Decisions
+from moe_lora.dist.cluster.controller.cluster_state import ClusterStateLog
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.directed import (
     DirectedFleet,
+    DirectedInstanceRegistry,
     DirectedProvision,
-    DirectedRoster,
     DirectedRouting,
 )
-from moe_lora.dist.cluster.controller.front_end_listener import desk
+from moe_lora.dist.cluster.controller.front_end_listener import front_end_listener
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
-from moe_lora.dist.cluster.instances import Roster
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.listener import Recovery
 from moe_lora.dist.cluster.routing_client import FleetClient
 from tests.dist.cluster.fleet_parts import CountingEngine
@@ -46,7 +46,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class ControllerSide:
-    """A controller's process, but for its own door.  clock: of demand and placement."""
+    """A controller's process, but for its own listener.  clock: of demand and placement."""
 
     def __init__(
         self,
@@ -55,15 +55,19 @@ class ControllerSide:
         registry: ServedRegistry | None = None,
     ) -> None:
         self.clock = VirtualClock()
-        self.roster = Roster(fleet_engines, START)
+        self.instance_registry = InstanceRegistry(fleet_engines, START)
         self.routes = make_routes(RoutingConfig(placement=placement, placement_interval_s=3600.0), 8, "sgmv")
         self.fleet = FleetClient(
-            self.roster, self.routes.router, self.clock, meter=self.routes.meter, ranks=self.routes.ranks
+            self.instance_registry,
+            self.routes.router,
+            self.clock,
+            meter=self.routes.meter,
+            ranks=self.routes.ranks,
         )
         self.placement = self.routes.placement(self.fleet)
-        self.provision = Controller(ProvisionConfig(), self.fleet, None, self.clock)
-        self.book = StateBook(self.roster, self.routes, self.placement)
-        self.director = Director(
+        self.provision = CapacityController(ProvisionConfig(), self.fleet, None, self.clock)
+        self.state_log = ClusterStateLog(self.instance_registry, self.routes, self.placement)
+        self.cluster_controller = ClusterController(
             Decisions(
                 fleet=self.fleet,
                 meter=self.routes.meter,
@@ -71,16 +75,18 @@ class ControllerSide:
                 provision=self.provision,
                 registry=registry,
             ),
-            self.book,
-            Recovery(self.roster, None),
+            self.state_log,
+            Recovery(self.instance_registry, None),
             NAMES,
         )
 
     async def start(self, address: Address) -> None:
         """Listen there."""
         self._stack = AsyncExitStack()
-        await self._stack.enter_async_context(desk("controller.address", address, None, self.director))
-        self.task = asyncio.create_task(self.director.run())
+        await self._stack.enter_async_context(
+            front_end_listener("controller.address", address, None, self.cluster_controller)
+        )
+        self.task = asyncio.create_task(self.cluster_controller.run())
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -89,17 +95,17 @@ class ControllerSide:
 
 
 class FrontEndSide:
-    """A front end's process, but for HTTP and its door."""
+    """A front end's process, but for HTTP and its listener."""
 
     def __init__(
         self, name: str, address: Address, fleet_engines: list[CountingEngine], placement: str | None = None
     ):
         self.link = ControllerLink(address, None, name)
-        self.roster = DirectedRoster(fleet_engines, START)
+        self.instance_registry = DirectedInstanceRegistry(fleet_engines, START)
         self.routes = make_routes(RoutingConfig(placement=placement), 8, "sgmv")
-        self.fleet = DirectedFleet(self.roster, self.routes, self.link, VirtualClock())
+        self.fleet = DirectedFleet(self.instance_registry, self.routes, self.link, VirtualClock())
         self.provision = DirectedProvision(ProvisionConfig(), False, self.link)
-        self.routing = DirectedRouting(self.roster, self.routes, self.provision)
+        self.routing = DirectedRouting(self.instance_registry, self.routes, self.provision)
         self.link.follower = self.routing
         self.task = asyncio.create_task(self.link.run())
 

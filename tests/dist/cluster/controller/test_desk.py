@@ -1,4 +1,4 @@
-"""What the controller's desk lets in."""
+"""What the controller's front_end_listener lets in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.cluster_state import FRONT_END_SIDE, Admitted, FrontEndHello, Taken
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.cluster.controller.front_end_listener import Session, desk
+from moe_lora.dist.cluster.controller.front_end_listener import Session, front_end_listener
 from moe_lora.dist.net.codec import Message, Protocol
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import make_keys
@@ -46,7 +46,7 @@ def address(tmp_path) -> Address:
 def test_front_end_of_another_version_is_refused_with_the_difference(address):
     async def run() -> None:
         told = Told()
-        async with desk("controller.address", address, None, told):
+        async with front_end_listener("controller.address", address, None, told):
             peer = Peer(await dial("controller.address", address, None), FRONT_END_SIDE, "the controller")
             peer.send(FrontEndHello(name="old", state=None, protocol=0))
             admitted = await peer.receive(10)
@@ -62,7 +62,7 @@ def test_front_end_of_another_version_is_refused_with_the_difference(address):
 def test_message_of_another_link_ends_the_connection(address):
     async def run() -> None:
         told = Told()
-        async with desk("controller.address", address, None, told):
+        async with front_end_listener("controller.address", address, None, told):
             peer = Peer(await dial("controller.address", address, None), Protocol.of(Admitted), "it")
             peer.send(FrontEndHello(name="one", state=None))
             await peer.receive(10)
@@ -81,7 +81,7 @@ def test_between_hosts_only_certificates_of_the_same_authority_let_in(tmp_path, 
 
     async def run() -> None:
         told = Told()
-        async with desk("controller.address", Address("127.0.0.1", 0), ours, told) as place:
+        async with front_end_listener("controller.address", Address("127.0.0.1", 0), ours, told) as place:
             links = [
                 ControllerLink(place, keys, name) for keys, name in ((others, "stranger"), (ours, "one"))
             ]
@@ -99,9 +99,9 @@ def test_between_hosts_only_certificates_of_the_same_authority_let_in(tmp_path, 
 
 def test_taken_address_is_an_error_that_names_the_setting(address):
     async def run() -> None:
-        async with desk("controller.address", address, None, Told()):
+        async with front_end_listener("controller.address", address, None, Told()):
             with pytest.raises(ConfigError, match=r"controller\.address="):
-                async with desk("controller.address", address, None, Told()):
+                async with front_end_listener("controller.address", address, None, Told()):
                     pass
 
     asyncio.run(run())

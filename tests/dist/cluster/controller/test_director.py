@@ -10,12 +10,12 @@ import pytest
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, ControllerAwayError
 from moe_lora.core.request import RequestTiming
-from moe_lora.dist.cluster.controller import cluster_controller as director
+from moe_lora.dist.cluster.controller import cluster_controller as cluster_controller
 from moe_lora.dist.cluster.controller import controller_link as link
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState
 from moe_lora.dist.cluster.controller.directed import DirectedRegistry
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
-from moe_lora.dist.cluster.instances import Served, ServedAdapter
+from moe_lora.dist.cluster.instances import Served, ServedVersion
 from tests.adapters.peft_folders import BASE, peft_folder
 
 from .parts import Cluster, FrontEndSide, until
@@ -26,9 +26,9 @@ TIMING = RequestTiming(queue_s=0.1, adapter_load_s=0.0, prefill_s=0.2, first_dec
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """A controller begins as soon as its front ends are there."""
-    monkeypatch.setattr(director, "RECOVERY_S", 0.0)
-    monkeypatch.setattr(director, "SETTLE_S", 0.0)
-    monkeypatch.setattr(director, "POLL_S", 0.02)
+    monkeypatch.setattr(cluster_controller, "RECOVERY_S", 0.0)
+    monkeypatch.setattr(cluster_controller, "SETTLE_S", 0.0)
+    monkeypatch.setattr(cluster_controller, "POLL_S", 0.02)
     monkeypatch.setattr(link, "REPORT_S", 0.02)
 
 
@@ -61,7 +61,7 @@ def test_a_pin_and_ranks_are_known_to_all():
     async def test(cluster: Cluster) -> None:
         one, two = cluster.front_ends
         await one.fleet.pin_adapter("a", pinned=True)
-        assert two.roster.adapters["a"].pinned
+        assert two.instance_registry.adapters["a"].pinned
         assert two.routes.ranks == {"a": 1, "b": 1}
 
     in_cluster(test)
@@ -102,12 +102,12 @@ def test_a_new_controller_goes_on_with_what_front_ends_know():
         assert one.link.state is not None
         assert one.link.state.number > before.number
         assert one.link.state.served == before.served
-        assert cluster.controller.roster.served == before.served
+        assert cluster.controller.instance_registry.served == before.served
         assert await two.ask("r", "new") == [2, 3, 4, 5]
         with pytest.raises(AdapterNotFoundError):
             await one.ask("r", "b")
         await two.fleet.load_adapter("new", "places/newest", replace=True)
-        assert one.roster.adapters["new"].version == before.served.versions["new"] + 1
+        assert one.instance_registry.adapters["new"].version == before.served.versions["new"] + 1
 
     in_cluster(test)
 
@@ -168,7 +168,7 @@ def test_a_table_reaches_all_front_ends_and_outlives_the_controller():
 
 
 def test_a_front_end_that_takes_nothing_is_not_waited_for(monkeypatch, caplog):
-    monkeypatch.setattr(director, "TAKEN_S", 0.1)
+    monkeypatch.setattr(cluster_controller, "TAKEN_S", 0.1)
 
     async def test(cluster: Cluster) -> None:
         one, two = cluster.front_ends
@@ -193,7 +193,7 @@ def test_the_load_on_adapters_is_seen_from_all_front_ends():
         await until(lambda: window.demand().num_timed == 1)
         await until(lambda: window.demand().num_requests == 3)
         await two.stop()  # what it had under way ended with it
-        await until(lambda: len(cluster.controller.director._sessions) == 1)
+        await until(lambda: len(cluster.controller.cluster_controller._sessions) == 1)
         cluster.controller.clock.advance(1.0)
         window.demand()
         assert window._num_started == 1
@@ -219,11 +219,11 @@ def test_a_state_that_comes_too_late_is_given_up_but_counted_above(caplog):
     async def test(cluster: Cluster) -> None:
         late = FrontEndSide("late", cluster.address, cluster.engines)
         await late.stop()
-        stranger = Served.of({"stranger": ServedAdapter("places/stranger", 3)})
+        stranger = Served.of({"stranger": ServedVersion("places/stranger", 3)})
         late.link.receive(ClusterState(number=1000, served=stranger))
         running = asyncio.create_task(late.link.run())
         await until(lambda: late.link.state.number > 1000)
-        assert late.roster.adapters == cluster.controller.roster.adapters
+        assert late.instance_registry.adapters == cluster.controller.instance_registry.adapters
         await cluster.front_ends[0].fleet.load_adapter("new", "places/new")
         assert await late.ask("r", "new") == [2, 3, 4, 5]
         assert "given up: it came too late" in caplog.text
@@ -241,7 +241,7 @@ def test_who_has_the_state_by_its_lower_number_gets_the_higher_one():
         await until(lambda: late.link.state.number == 1001)
         for one in cluster.front_ends:
             await until(lambda one=one: one.link.state.number == 1001)
-        await until(lambda: {one.taken for one in cluster.controller.director._sessions} == {1001})
+        await until(lambda: {one.taken for one in cluster.controller.cluster_controller._sessions} == {1001})
         running.cancel()
 
     in_cluster(test)

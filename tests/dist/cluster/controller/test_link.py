@@ -8,10 +8,10 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
-from moe_lora.dist.cluster.controller.cluster_state import ClusterState, Figures, Report
+from moe_lora.dist.cluster.controller.cluster_state import ClusterState, Figures, FrontEndReport
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.cluster.controller.directed import DirectedRoster
-from moe_lora.dist.cluster.instances import Served, ServedAdapter
+from moe_lora.dist.cluster.controller.directed import DirectedInstanceRegistry
+from moe_lora.dist.cluster.instances import Served, ServedVersion
 
 
 class Follower:
@@ -24,7 +24,7 @@ class Follower:
     def show(self, figures: Figures) -> None:
         raise AssertionError("there are none")
 
-    def report(self) -> Report | None:
+    def report(self) -> FrontEndReport | None:
         return None
 
 
@@ -48,8 +48,8 @@ def test_what_is_asked_while_nobody_is_there_is_refused(link):
 
 
 def test_what_is_served_is_taken_over_whole():
-    roster = DirectedRoster((), [("start", "places/start")])
-    served = Served({"new": ServedAdapter("places/new", 4, pinned=True)}, {"start": 2, "new": 4})
-    roster.follow(served, {})
-    assert roster.served == served
-    assert roster.next_version("start") == 3
+    instance_registry = DirectedInstanceRegistry((), [("start", "places/start")])
+    served = Served({"new": ServedVersion("places/new", 4, pinned=True)}, {"start": 2, "new": 4})
+    instance_registry.follow(served, {})
+    assert instance_registry.served == served
+    assert instance_registry.next_version("start") == 3

@@ -14,7 +14,7 @@ from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
-from moe_lora.dist.cluster.instances import Roster, ServedAdapter
+from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.listener import catch_up, held_by
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.cluster.routing_client import FleetClient
@@ -154,8 +154,8 @@ class Fleet:
         self.directory = PoolDirectory(replicas)
         pairs = [(name, name) for name in adapters]
         asyncio.run(self.directory.fill(self.engines, pairs))
-        self.roster = Roster(self.engines, pairs, pool=self.directory)
-        self.client = FleetClient(self.roster, LeastOutstanding(), VirtualClock())
+        self.instance_registry = InstanceRegistry(self.engines, pairs, pool=self.directory)
+        self.client = FleetClient(self.instance_registry, LeastOutstanding(), VirtualClock())
         assert self.client.pool is not None
         self.pool = self.client.pool
 
@@ -168,7 +168,7 @@ class Fleet:
     def end(self, number: int) -> None:
         engine = self.engines[number]
         engine.end()
-        self.roster.lose(self.roster.instances[number], engine)
+        self.instance_registry.lose(self.instance_registry.instances[number], engine)
 
     def check_sources(self) -> None:
         """Every live engine knows the true place of what it does not hold."""
@@ -327,8 +327,8 @@ def test_engine_that_comes_back_holds_nothing_at_first_and_its_share_later():
     fleet.step()
     back = fleet.engines[0] = Engine("again", fleet.log)
     have: dict = {}
-    asyncio.run(catch_up(back, fleet.roster.adapters, have, set(), fleet.directory))
-    assert asyncio.run(fleet.roster.join(fleet.roster.instances[0], back, have, set()))
+    asyncio.run(catch_up(back, fleet.instance_registry.adapters, have, set(), fleet.directory))
+    assert asyncio.run(fleet.instance_registry.join(fleet.instance_registry.instances[0], back, have, set()))
     assert (len(back.known), len(back.held)) == (4, 0)
     fleet.step()
     assert (len(back.held), len(fleet.engines[1].held)) == (2, 2)
@@ -339,7 +339,7 @@ def test_engine_that_joins_holds_what_nobody_holds():
     fleet = Fleet(1, "ab")
     fleet.end(0)
     back = Engine("again", fleet.log)
-    asyncio.run(catch_up(back, fleet.roster.adapters, {}, set(), fleet.directory))
+    asyncio.run(catch_up(back, fleet.instance_registry.adapters, {}, set(), fleet.directory))
     assert back.held == {"#a", "#b"}
 
 
@@ -359,17 +359,21 @@ def test_engine_that_can_not_hold_what_replaced_its_adapter_goes_on_without():
     fleet.end(fleet.holders("new")[0])
     away, missing = Engine("away", fleet.log, refuse=("hold",)), set[str]()
     away._pool_load("x", "x", True, 1)
-    asyncio.run(catch_up(away, fleet.roster.adapters, {"x": ServedAdapter("x", 1)}, missing, fleet.directory))
+    asyncio.run(
+        catch_up(
+            away, fleet.instance_registry.adapters, {"x": ServedVersion("x", 1)}, missing, fleet.directory
+        )
+    )
     assert (missing, away.known) == ({"x"}, {})
 
 
 def test_name_that_is_loaded_anew_stays_known_when_an_engine_lets_its_last_version_go():
     fleet = Fleet(2, ["x"])
-    have = {"x": ServedAdapter("x", 1)}
+    have = {"x": ServedVersion("x", 1)}
     away = Engine("away", fleet.log)
     away._pool_load("x", "x", True, 1)
     asyncio.run(fleet.client.unload_adapter("x"))
-    served = fleet.roster.adapters
+    served = fleet.instance_registry.adapters
     asyncio.run(fleet.client.load_adapter("x", "new"))
     asyncio.run(catch_up(away, served, have, set(), fleet.directory))
     assert fleet.directory.content_hashes() == {"x": "#new"}

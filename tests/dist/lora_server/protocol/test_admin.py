@@ -32,13 +32,13 @@ def admin(cluster: Cluster, **settings) -> LoraServerAdmin:
 
 def all_loaded(cluster: Cluster, leases: LeaseClient, adapters: str) -> None:
     for number in range(cluster.num_ranks):
-        shelf = cluster.rank(number).loop.shelf
+        server_store = cluster.rank(number).loop.server_store
         for adapter_id in adapters:
             lease = leases.lease(adapter_id)
             until(
-                lambda shelf=shelf, lease=lease: (
-                    lease.slot < len(shelf.generation)
-                    and bool((shelf.loaded[lease.slot] == lease.generation).all())
+                lambda server_store=server_store, lease=lease: (
+                    lease.slot < len(server_store.generation)
+                    and bool((server_store.loaded[lease.slot] == lease.generation).all())
                 ),
                 f"{adapter_id} is loaded on rank {number}",
             )
@@ -108,7 +108,7 @@ def test_new_leader_starts_with_its_configured_capacity_and_keeps_the_other_rank
     granted(leases, "a")
     all_loaded(cluster, leases, "a")
     assert cluster.rank(1) is rank
-    assert len(rank.loop.shelf.generation) == 5
+    assert len(rank.loop.server_store.generation) == 5
 
 
 def test_capacity_beyond_the_ranks_memory_is_refused_with_what_fits(cluster):
@@ -149,12 +149,14 @@ def test_shelf_keeps_what_it_holds_when_it_grows(cluster):
     leases.acquire("a")
     granted(leases, "a")
     all_loaded(cluster, leases, "a")
-    shelf = cluster.rank(1).loop.shelf
+    server_store = cluster.rank(1).loop.server_store
     slot = leases.lease("a").slot
-    before = [getattr(shelf.slots, name)[slot].clone() for name in ("a_offset", "b_offset", "lora_rank")]
+    before = [
+        getattr(server_store.slots, name)[slot].clone() for name in ("a_offset", "b_offset", "lora_rank")
+    ]
     admin(cluster).resize(5)
-    until(lambda: len(shelf.generation) == 5)
-    after = [getattr(shelf.slots, name)[slot] for name in ("a_offset", "b_offset", "lora_rank")]
+    until(lambda: len(server_store.generation) == 5)
+    after = [getattr(server_store.slots, name)[slot] for name in ("a_offset", "b_offset", "lora_rank")]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert (shelf.loaded[slot] == leases.lease("a").generation).all()
-    assert not shelf.slots.lora_rank[2:].any()
+    assert (server_store.loaded[slot] == leases.lease("a").generation).all()
+    assert not server_store.slots.lora_rank[2:].any()

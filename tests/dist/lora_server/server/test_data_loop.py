@@ -1,4 +1,4 @@
-"""The data loop over shared memory; a shelf whose layers are there when the test says so."""
+"""The data loop over shared memory; a server_store whose layers are there when the test says so."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEPTH = 4
 GATE_UP = next(index for index, site in enumerate(SHAPE.sites) if site.num_experts)
 
 
-class Shelf:
+class ServerAdapterStore:
     """Two slots of generation 5 without any matrix: deltas are zero."""
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ class Stage:
 
     def __init__(self) -> None:
         self.transport = make_transport("shm", name="server")
-        self.shelf = Shelf()
-        self.loop = DataLoop(SHAPE, lambda wake: self.shelf, self.transport)
+        self.server_store = ServerAdapterStore()
+        self.loop = DataLoop(SHAPE, lambda wake: self.server_store, self.transport)
         self.clients: list[Client] = []
         self.order: list[str] = []
         serve = self.loop._serve
@@ -145,14 +145,14 @@ def test_turn_announced_often_counts_once_and_ends_when_the_instance_is_served(s
 
 def test_request_whose_layer_is_loading_lets_others_pass(stage):
     early, late = stage.add("early"), stage.add("late")
-    stage.shelf.loaded[0, 1] = 4
+    stage.server_store.loaded[0, 1] = 4
     waiting = early.send(layer=1)
     behind = early.send(layer=0)
     passing = [late.send(layer=layer, slot=1) for layer in (0, 1, 2)]
     stage.run()
     assert all(late.answered(request) for request in passing)
     assert stage.order == ["late"] * 3
-    stage.shelf.loaded[0, 1] = 5
+    stage.server_store.loaded[0, 1] = 5
     stage.loop.wake()
     assert early.answered(waiting)
     assert early.answered(behind)
@@ -164,7 +164,7 @@ def test_request_before_its_load_command_waits_only_while_there_is_a_leader(stag
     stage.run()
     until(lambda: stage.loop._wake.read_signal(0) > 0)
     assert not stage.order
-    stage.shelf.led = False
+    stage.server_store.led = False
     stage.loop.wake()
     assert client.refused(first)
     assert client.answered(second), "what is here goes on being served"
@@ -181,7 +181,7 @@ def test_rows_of_other_content_are_refused(stage, slot, generation):
 
 def test_content_that_leaves_while_it_is_read_is_refused(stage, monkeypatch):
     def evicting(*_: object, kernel: str) -> None:
-        stage.shelf.generation[0] = 6
+        stage.server_store.generation[0] = 6
 
     monkeypatch.setattr("moe_lora.dist.lora_server.server.data_loop.request_deltas", evicting)
     client = stage.add("one")

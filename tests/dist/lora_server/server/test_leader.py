@@ -168,7 +168,9 @@ def test_new_leader_is_told_what_was_registered_and_wanted(cluster):
     assert leases.lease("a").generation > before.generation
     leases.release("a")
     granted(leases, "c")
-    until(lambda: cluster.rank(1).loop.shelf.loaded.min() > before.generation, "the other rank loads too")
+    until(
+        lambda: cluster.rank(1).loop.server_store.loaded.min() > before.generation, "the other rank loads too"
+    )
 
 
 def test_rank_that_comes_back_is_told_what_is_resident(cluster):
@@ -180,7 +182,7 @@ def test_rank_that_comes_back_is_told_what_is_resident(cluster):
     cluster.stop(1)
     rank = cluster.start(1)
     wanted = {leases.lease(name).slot: leases.lease(name).generation for name in "ab"}
-    until(lambda: all((rank.loop.shelf.loaded[slot] == wanted[slot]).all() for slot in wanted))
+    until(lambda: all((rank.loop.server_store.loaded[slot] == wanted[slot]).all() for slot in wanted))
 
 
 def test_content_goes_to_a_leader_and_from_it_to_ranks_of_other_hosts(tmp_path):
@@ -197,7 +199,7 @@ def test_content_goes_to_a_leader_and_from_it_to_ranks_of_other_hosts(tmp_path):
         leases.acquire("a")
         granted(leases, "a")
         lease = leases.lease("a")
-        until(lambda: (rank.loop.shelf.loaded[lease.slot] == lease.generation).all())
+        until(lambda: (rank.loop.server_store.loaded[lease.slot] == lease.generation).all())
         files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("leader", "rank")]
         assert files[0] == files[1] == [client.store.path("a").name]
         cluster.stop(0)
@@ -244,9 +246,11 @@ def test_content_that_the_store_has_lost_is_fetched_from_an_instance(layout):
             granted(one, name)
             lease = one.lease(name)
             for number in range(made.num_ranks):
-                shelf = made.rank(number).loop.shelf
+                server_store = made.rank(number).loop.server_store
                 until(
-                    lambda shelf=shelf, lease=lease: (shelf.loaded[lease.slot] == lease.generation).all(),
+                    lambda server_store=server_store, lease=lease: (
+                        server_store.loaded[lease.slot] == lease.generation
+                    ).all(),
                     f"{name} is loaded",
                 )
         assert all(packed.content_hash in client.store for packed in in_use)

@@ -14,7 +14,7 @@ from moe_lora.dist.lora_server.protocol.control_messages import Block, Content, 
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.server.membership import Orders
 from moe_lora.dist.lora_server.server.rank_memory import shard_pages
-from moe_lora.dist.lora_server.server.server_store import Shelf, _allocate
+from moe_lora.dist.lora_server.server.server_store import ServerAdapterStore, _allocate
 from moe_lora.dist.net.codec import Message
 from tests.dist.lora_server.cluster import CPU, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
@@ -42,8 +42,8 @@ class Gate:
 FIRST = 1000
 
 
-def make_shelf(on_progress=lambda: None, load_bytes_per_s: float | None = None) -> Shelf:
-    return Shelf(
+def make_shelf(on_progress=lambda: None, load_bytes_per_s: float | None = None) -> ServerAdapterStore:
+    return ServerAdapterStore(
         SHAPE,
         PARTITION,
         0,
@@ -62,7 +62,7 @@ def gate() -> Gate:
 
 
 @pytest.fixture
-def shelf(gate) -> Iterator[Shelf]:
+def server_store(gate) -> Iterator[ServerAdapterStore]:
     made = make_shelf(gate)
     yield made
     gate.let(1000)
@@ -74,14 +74,14 @@ def runs(place: int) -> dict[int, tuple[int, int]]:
     return {n: ((first + n) * PAGES_PER_LAYER, PAGES_PER_LAYER) for n in range(SHAPE.num_layers)}
 
 
-def ready(shelf: Shelf, slot: int, generation: int) -> list[bool]:
+def ready(server_store: ServerAdapterStore, slot: int, generation: int) -> list[bool]:
     """Of each layer."""
     pair = np.array([slot], dtype=np.int32), np.array([generation])
-    return [shelf.is_ready(*pair, layer) for layer in range(SHAPE.num_layers)]
+    return [server_store.is_ready(*pair, layer) for layer in range(SHAPE.num_layers)]
 
 
-def stale(shelf: Shelf, slot: int, generation: int) -> bool:
-    return shelf.is_stale(np.array([slot], dtype=np.int32), np.array([generation]))
+def stale(server_store: ServerAdapterStore, slot: int, generation: int) -> bool:
+    return server_store.is_stale(np.array([slot], dtype=np.int32), np.array([generation]))
 
 
 def test_shards_of_the_adapters_here_fit_the_runs():
@@ -89,82 +89,82 @@ def test_shards_of_the_adapters_here_fit_the_runs():
     assert max(pages[0].values()) <= PAGES_PER_LAYER
 
 
-def test_first_layers_are_ready_before_the_last_are_there(shelf, gate):
-    shelf.load(1, 5, random_adapter("a", SHAPE), runs(0))
-    until(lambda: ready(shelf, 1, 5) == [True, False, False, False])
+def test_first_layers_are_ready_before_the_last_are_there(server_store, gate):
+    server_store.load(1, 5, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(server_store, 1, 5) == [True, False, False, False])
     gate.let(2)
-    until(lambda: ready(shelf, 1, 5) == [True, True, True, False])
-    assert not stale(shelf, 1, 5)
+    until(lambda: ready(server_store, 1, 5) == [True, True, True, False])
+    assert not stale(server_store, 1, 5)
     gate.let(1)
-    until(lambda: all(ready(shelf, 1, 5)))
+    until(lambda: all(ready(server_store, 1, 5)))
 
 
-def test_newcomer_gets_layers_between_those_of_another(shelf, gate):
-    shelf.load(0, 1, random_adapter("a", SHAPE), runs(0))
-    until(lambda: ready(shelf, 0, 1)[0])
-    shelf.load(1, 1, random_adapter("b", SHAPE), runs(1))
+def test_newcomer_gets_layers_between_those_of_another(server_store, gate):
+    server_store.load(0, 1, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(server_store, 0, 1)[0])
+    server_store.load(1, 1, random_adapter("b", SHAPE), runs(1))
     gate.let(2)
-    until(lambda: ready(shelf, 1, 1)[0])
-    assert not ready(shelf, 0, 1)[LAST]
+    until(lambda: ready(server_store, 1, 1)[0])
+    assert not ready(server_store, 0, 1)[LAST]
 
 
-def test_layers_that_an_adapter_has_nothing_of_are_there_at_once(shelf):
+def test_layers_that_an_adapter_has_nothing_of_are_there_at_once(server_store):
     some = {layer: run for layer, run in runs(0).items() if layer == LAST}
-    shelf.load(0, 1, random_adapter("a", SHAPE), some)
-    assert ready(shelf, 0, 1)[:LAST] == [True] * LAST
+    server_store.load(0, 1, random_adapter("a", SHAPE), some)
+    assert ready(server_store, 0, 1)[:LAST] == [True] * LAST
 
 
-def test_load_under_way_goes_on_when_slots_are_added(shelf, gate):
-    shelf.start_over(FIRST)
-    shelf.load(0, FIRST + 1, random_adapter("a", SHAPE), runs(0))
-    until(lambda: ready(shelf, 0, FIRST + 1)[0])
-    shelf.grow(CAPACITY + 2)
+def test_load_under_way_goes_on_when_slots_are_added(server_store, gate):
+    server_store.start_over(FIRST)
+    server_store.load(0, FIRST + 1, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(server_store, 0, FIRST + 1)[0])
+    server_store.grow(CAPACITY + 2)
     gate.let(100)
-    until(lambda: all(ready(shelf, 0, FIRST + 1)))
+    until(lambda: all(ready(server_store, 0, FIRST + 1)))
     added = CAPACITY + 1
-    assert not stale(shelf, added, FIRST + 1)
-    assert stale(shelf, added, FIRST - 1), "an earlier leader's"
-    assert not any(ready(shelf, added, FIRST + 1))
-    shelf.load(added, FIRST + 1, random_adapter("b", SHAPE), runs(1))
-    until(lambda: all(ready(shelf, added, FIRST + 1)))
-    shelf.grow(1)
-    assert len(shelf.generation) == CAPACITY + 2, "slots are never taken back"
+    assert not stale(server_store, added, FIRST + 1)
+    assert stale(server_store, added, FIRST - 1), "an earlier leader's"
+    assert not any(ready(server_store, added, FIRST + 1))
+    server_store.load(added, FIRST + 1, random_adapter("b", SHAPE), runs(1))
+    until(lambda: all(ready(server_store, added, FIRST + 1)))
+    server_store.grow(1)
+    assert len(server_store.generation) == CAPACITY + 2, "slots are never taken back"
 
 
-def test_evicted_while_loading_is_stale_and_never_ready(shelf, gate):
-    shelf.load(0, 1, random_adapter("a", SHAPE), runs(0))
-    until(lambda: ready(shelf, 0, 1)[0])
-    shelf.evict(0, 1)
-    assert stale(shelf, 0, 1)
-    shelf.load(0, 2, random_adapter("b", SHAPE), runs(1))
+def test_evicted_while_loading_is_stale_and_never_ready(server_store, gate):
+    server_store.load(0, 1, random_adapter("a", SHAPE), runs(0))
+    until(lambda: ready(server_store, 0, 1)[0])
+    server_store.evict(0, 1)
+    assert stale(server_store, 0, 1)
+    server_store.load(0, 2, random_adapter("b", SHAPE), runs(1))
     gate.let(100)
-    until(lambda: all(ready(shelf, 0, 2)))
-    assert not ready(shelf, 0, 1)[LAST]
-    assert not stale(shelf, 0, 2)
+    until(lambda: all(ready(server_store, 0, 2)))
+    assert not ready(server_store, 0, 1)[LAST]
+    assert not stale(server_store, 0, 2)
 
 
-def test_late_load_and_late_eviction_of_old_content_change_nothing(shelf, gate):
+def test_late_load_and_late_eviction_of_old_content_change_nothing(server_store, gate):
     gate.let(100)
-    shelf.evict(0, 4)
-    shelf.load(0, 5, random_adapter("b", SHAPE), runs(0))
-    until(lambda: all(ready(shelf, 0, 5)))
-    shelf.load(0, 4, random_adapter("a", SHAPE), runs(0))
-    shelf.evict(0, 4)
-    assert all(ready(shelf, 0, 5))
-    assert not stale(shelf, 0, 5)
-    assert shelf.slots.lora_rank[0].any()
+    server_store.evict(0, 4)
+    server_store.load(0, 5, random_adapter("b", SHAPE), runs(0))
+    until(lambda: all(ready(server_store, 0, 5)))
+    server_store.load(0, 4, random_adapter("a", SHAPE), runs(0))
+    server_store.evict(0, 4)
+    assert all(ready(server_store, 0, 5))
+    assert not stale(server_store, 0, 5)
+    assert server_store.slots.lora_rank[0].any()
 
 
 @pytest.mark.parametrize("first_generation", [100, 1], ids=["later", "clock set back"])
-def test_after_starting_over_nothing_of_before_is_ready(shelf, gate, first_generation):
+def test_after_starting_over_nothing_of_before_is_ready(server_store, gate, first_generation):
     gate.let(100)
-    shelf.load(0, 5, random_adapter("a", SHAPE), runs(0))
-    until(lambda: all(ready(shelf, 0, 5)))
-    shelf.start_over(first_generation)
-    assert not any(ready(shelf, 0, 5))
-    assert stale(shelf, 0, 5) == (first_generation > 5)
-    shelf.load(0, first_generation + 1, random_adapter("b", SHAPE), runs(0))
-    until(lambda: all(ready(shelf, 0, first_generation + 1)))
+    server_store.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    until(lambda: all(ready(server_store, 0, 5)))
+    server_store.start_over(first_generation)
+    assert not any(ready(server_store, 0, 5))
+    assert stale(server_store, 0, 5) == (first_generation > 5)
+    server_store.load(0, first_generation + 1, random_adapter("b", SHAPE), runs(0))
+    until(lambda: all(ready(server_store, 0, first_generation + 1)))
 
 
 def test_layer_written_before_starting_over_does_not_count_for_the_same_load_sent_again(monkeypatch):
@@ -178,26 +178,26 @@ def test_layer_written_before_starting_over_does_not_count_for_the_same_load_sen
         gate()
 
     monkeypatch.setattr(time, "sleep", pause)
-    shelf = make_shelf(load_bytes_per_s=1e9)
-    shelf.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    server_store = make_shelf(load_bytes_per_s=1e9)
+    server_store.load(0, 5, random_adapter("a", SHAPE), runs(0))
     assert pauses.acquire(timeout=20.0), "the first layer is written, and waits for the rate limit"
-    shelf.start_over(1)
-    shelf.load(0, 5, random_adapter("a", SHAPE), runs(0))
+    server_store.start_over(1)
+    server_store.load(0, 5, random_adapter("a", SHAPE), runs(0))
     gate.let(1)
     assert pauses.acquire(timeout=20.0), "the old load's step is over, the new one's first layer is written"
-    assert not any(ready(shelf, 0, 5))
+    assert not any(ready(server_store, 0, 5))
     gate.let(1000)
-    until(lambda: all(ready(shelf, 0, 5)))
-    shelf.stop()
+    until(lambda: all(ready(server_store, 0, 5)))
+    server_store.stop()
 
 
-def test_layer_that_can_not_be_loaded_makes_its_adapter_stale_and_the_next_one_loads(shelf, gate):
+def test_layer_that_can_not_be_loaded_makes_its_adapter_stale_and_the_next_one_loads(server_store, gate):
     gate.let(100)
     too_small = {layer: (first, 1) for layer, (first, _) in runs(0).items()}
-    shelf.load(0, 1, random_adapter("a", SHAPE), too_small)
-    until(lambda: stale(shelf, 0, 1))
-    shelf.load(0, 2, random_adapter("a", SHAPE), runs(0))
-    until(lambda: all(ready(shelf, 0, 2)))
+    server_store.load(0, 1, random_adapter("a", SHAPE), too_small)
+    until(lambda: stale(server_store, 0, 1))
+    server_store.load(0, 2, random_adapter("a", SHAPE), runs(0))
+    until(lambda: all(ready(server_store, 0, 2)))
 
 
 class Connection:
@@ -215,13 +215,13 @@ class Connection:
 
 
 @pytest.fixture
-def content(tmp_path) -> tuple[Orders, Shelf, Connection, Iterator]:
+def content(tmp_path) -> tuple[Orders, ServerAdapterStore, Connection, Iterator]:
     leaders, ours = HostStore(tmp_path / "leader"), HostStore(tmp_path / "rank")
     packed = random_adapter("a", SHAPE)
     leaders.put(packed)
-    shelf = make_shelf()
-    yield Orders(shelf, ours), shelf, Connection(leaders, packed)
-    shelf.stop()
+    server_store = make_shelf()
+    yield Orders(server_store, ours), server_store, Connection(leaders, packed)
+    server_store.stop()
 
 
 def load_order(generation: int) -> LoadOrder:
@@ -232,30 +232,30 @@ CONTENT = Content("a", 1)
 
 
 def test_content_that_is_not_here_is_asked_for_and_then_loaded(content):
-    orders, shelf, connection = content
+    orders, server_store, connection = content
     orders.hear(connection, load_order(1))
     assert connection.sent == [Need("a")]
-    assert not any(ready(shelf, 0, 1))
+    assert not any(ready(server_store, 0, 1))
     orders.hear(connection, CONTENT)
-    until(lambda: all(ready(shelf, 0, 1)))
+    until(lambda: all(ready(server_store, 0, 1)))
 
 
 def test_content_that_comes_after_the_eviction_is_not_brought_back(content):
-    orders, shelf, connection = content
+    orders, server_store, connection = content
     orders.hear(connection, load_order(1))
     orders.hear(connection, EvictOrder(0, 1))
     orders.hear(connection, CONTENT)
     orders.hear(connection, load_order(2))
-    until(lambda: all(ready(shelf, 0, 2)))
-    assert stale(shelf, 0, 1)
+    until(lambda: all(ready(server_store, 0, 2)))
+    assert stale(server_store, 0, 1)
 
 
 def test_damaged_content_is_refused_at_once(content):
-    orders, shelf, connection = content
+    orders, server_store, connection = content
     connection.file = b"no safetensors"
     orders.hear(connection, load_order(1))
     orders.hear(connection, CONTENT)
-    assert stale(shelf, 0, 1)
+    assert stale(server_store, 0, 1)
 
 
 def test_memory_that_is_not_there_is_refused_with_what_to_lower():
