@@ -9,8 +9,7 @@ from rich.console import Console
 
 from moe_lora.config.plan import ReplayOptions, WorkloadOptions
 from moe_lora.config.settings import settings_of
-from moe_lora.report import SloTargets, append_result, write_json
-from moe_lora.report import results as environment
+from moe_lora.report import SloTargets, append_result, environment, write_json
 from moe_lora.report.load_client import ServedModels
 from moe_lora.report.replay import replay, served_models
 from moe_lora.report.run_file import run_result, without_arrays

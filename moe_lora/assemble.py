@@ -74,9 +74,9 @@ def serve_controller(cluster: ClusterConfig) -> None:
 
     Raises ConfigError, RegistryError or AdapterError for what can be known at start.
     """
-    from .serve import cluster_roles as roles
+    from .serve import cluster_roles
 
-    asyncio.run(roles.serve_controller(cluster))
+    asyncio.run(cluster_roles.serve_controller(cluster))
 
 
 def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
@@ -334,7 +334,10 @@ async def local_lora_server(
 
 
 def local_worker(start_file: int) -> tuple[str, ...]:
-    """Words of the command of a process that does what the file (of `dist.launch.host_roles`) says, and ends with us."""
+    """Words of the command of a process that does what the file (see `dist.launch.host_roles`) says.
+
+    It ends with this process.
+    """
     return (
         "-m",
         "moe_lora.dist.launch.run_role",

@@ -4,9 +4,10 @@
 
 A process writes the outputs of decode steps, one token of each stream a step, as fast as they are taken; the
 front end hands each output to the coroutine that awaits its stream.  new: `dist.net` and
-`dist.cluster.listener.DialledClient`.  old: what they replaced, pickled data classes over `multiprocessing.connection`,
-a thread that reads, and a call into the event loop for each output.  Measured: outputs per second of the
-receiving process's CPU time, all its threads, in rounds by turns; every output is counted at its stream.
+`dist.cluster.listener.DialledClient`.  old: what they replaced, pickled data classes over
+`multiprocessing.connection`, a thread that reads, and a call into the event loop for each output.
+Measured: outputs per second of the receiving process's CPU time,
+all its threads, in rounds by turns; every output is counted at its stream.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.harness.interleave import interleave, ratio
+from bench.harness.records import environment
 from moe_lora.core.address import Address
 from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, TokenOutput
 from moe_lora.dist.cluster.listener import DialledClient
@@ -33,7 +35,6 @@ from moe_lora.dist.net.connection import dial, listen
 from moe_lora.dist.net.peer import Peer
 from moe_lora.engine.client.messages import ENGINE_SIDE, FRONT_END_SIDE, Hello, Outputs, Request
 from moe_lora.report import append_result
-from moe_lora.report import results as environment
 
 _INFO = ModelInfo(
     name="m",
@@ -234,7 +235,9 @@ def main() -> None:
     if options.out:
         config = {"streams": options.streams, "steps": options.steps, "rounds": options.rounds}
         load = {"load_average": os.getloadavg()[0]}
-        append_result(options.out, config=config, result=result | load, env=environment(), kind="measured")
+        append_result(
+            options.out, config=config, result=result | load, env=environment(options.out), kind="measured"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Is every request answered rightly or with 503 while instances, the controller and front ends are killed?
 
-    python -m bench.cluster.check_chaos --out FILE.jsonl [--requests 500] [--rounds 3] [--pool-replicas none 1 2]
+    python -m bench.cluster.check_chaos --out FILE.jsonl [--requests 500] [--rounds 3]
+        [--pool-replicas none 1 2]
 
 See bench/README.md for what is done.  One JSON line per round, a summary at the end; the exit status is 1 if
 any request was answered wrongly, was lost, or hung, or if anything was left behind.

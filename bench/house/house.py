@@ -1,8 +1,8 @@
 """How large the code is, how it is divided, and how much of it one request enters.
 
-    python -m bench.house.house [--tree DIR] [--label NAME] [--out FILE]                     # counts of a checkout
-    python -m bench.house.house --trace [--python PYTHON] [--tree DIR] [--label NAME] [--out FILE]   # of requests
-    python -m bench.house.house --page --out bench/results/house.jsonl                       # house.md beside it
+    python -m bench.house.house [--tree DIR] [--label NAME] [--out FILE]  # counts of a checkout
+    python -m bench.house.house --trace [--python PYTHON] [--tree DIR] [--label NAME] [--out FILE]
+    python -m bench.house.house --page --out bench/results/house.jsonl  # house.md beside it
 
 Counts come from syntax trees and tokens alone, so DIR may be a checkout of any commit; a trace runs DIR's
 code, for which PYTHON has to be an interpreter that has that checkout installed.

@@ -245,7 +245,8 @@ def main(
 
     tune(tuner, table, found, deadline, exhaustive)
     commit = environment()["git_commit"]
-    note = f"Entries marked tuned: bench/kernels/autotune_lora.py on {table.gpu}, commit {commit}. Others are defaults."
+    note = f"Entries marked tuned: bench/kernels/autotune_lora.py on {table.gpu}, commit {commit}."
+    note += " Others are defaults."
     configs.save_table(updated(table, list(shapes), found, {}, note))
     classes = crossovers(tuner, found, deadline, allow_fused)
     path = configs.save_table(updated(table, list(shapes), found, classes, note))

@@ -1,6 +1,7 @@
 """Speed of the LoRA kernels beside other ways to compute deltas and the machine's own limits; see README.md.
 
-python -m bench.kernels.bench_lora_kernels --out FILE.jsonl [--plot FILE.png] [--quick | --tiny] [--device cpu|cuda]
+python -m bench.kernels.bench_lora_kernels --out FILE.jsonl [--plot FILE.png] [--quick | --tiny]
+    [--device cpu|cuda]
 """
 
 from __future__ import annotations

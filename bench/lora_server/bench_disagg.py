@@ -1,6 +1,7 @@
 """Coupled instances beside fewer instances and a LoRA Server, on emulated devices; see README.md.
 
-python -m bench.lora_server.bench_disagg --trace AZURE.csv --out FILE.jsonl [--plot-dir DIR] [--quick | --tiny]
+python -m bench.lora_server.bench_disagg --trace AZURE.csv --out FILE.jsonl [--plot-dir DIR]
+    [--quick | --tiny]
 """
 
 from __future__ import annotations

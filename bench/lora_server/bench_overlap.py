@@ -1,6 +1,7 @@
 """How much of the LoRA Server's time is hidden behind the instance's own base computation.
 
-    python -m bench.lora_server.bench_overlap --out bench/results/overlap.jsonl --trace bench/results/overlap_trace.json
+    python -m bench.lora_server.bench_overlap --out bench/results/overlap.jsonl
+        --trace bench/results/overlap_trace.json
 
 One engine and one server rank, one thread each, decode in lockstep.  A request's remote time runs from its
 put to when its answer is there; the part of it during which the engine stands and waits is exposed, the rest

@@ -1,6 +1,7 @@
 """Does every combination of the LoRA Server give the bits and tokens of the local backend?
 
-    python -m bench.lora_server.check_lora_server --out FILE.jsonl [--only transport=shm --only layout=EP2-PP1,EP4-PP2]
+    python -m bench.lora_server.check_lora_server --out FILE.jsonl
+        [--only transport=shm --only layout=EP2-PP1,EP4-PP2]
 
 See bench/README.md for what is compared.  One JSON line per combination, a summary at the end; the exit
 status is 1 if any combination differs or could not be run.

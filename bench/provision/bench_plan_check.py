@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from moe_lora.core.errors import SloError
-from moe_lora.provision.plan.checked import Place, PlaceSearch, checked_plan, place_of, searched_loads
+from moe_lora.provision.plan.checked import SizedCluster, PlaceSearch, checked_plan, place_of, searched_loads
 from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix, known_model
 from moe_lora.provision.plan.plan import Plan, cluster_of, make_plan
@@ -131,11 +131,11 @@ def _outline(plan: Plan | None) -> dict[str, Any] | None:
     return {name: getattr(plan, name) for name in names}
 
 
-def _gpus(inputs: PlanInputs, place: Place) -> int:
+def _gpus(inputs: PlanInputs, place: SizedCluster) -> int:
     return place.num_instances * inputs.instance_gpus + place.layout.num_ranks
 
 
-def _smaller(search: PlaceSearch, num_gpus: int) -> Place | None:
+def _smaller(search: PlaceSearch, num_gpus: int) -> SizedCluster | None:
     """The cluster of fewest GPUs, fewer than these, that holds."""
     found, missed = None, 0
     while missed < PATIENCE and num_gpus > 1:
@@ -145,7 +145,7 @@ def _smaller(search: PlaceSearch, num_gpus: int) -> Place | None:
     return found
 
 
-def _any(search: PlaceSearch) -> Place | None:
+def _any(search: PlaceSearch) -> SizedCluster | None:
     """A cluster that holds, of the numbers of GPUs a tenth apart."""
     number = 1
     while number <= MOST_GPUS:

@@ -1,6 +1,7 @@
 """Provisioning: how fast and how exact its solvers are, and how near simulation its models come.
 
-    python -m bench.provision.bench_provision --out bench/results/provision.jsonl [--part solver|estimator] [--quick]
+    python -m bench.provision.bench_provision --out bench/results/provision.jsonl
+        [--part solver|estimator] [--quick]
 
 See bench/README.md for what is measured.  One JSON line per measurement; the goals are printed at the end.
 """

@@ -1,6 +1,7 @@
 """Slow, plain ways to the immediate admissibility rate, for tests and for `bench_provision`.
 
-Source: InfiniLoRA section 4.2.1 and algorithm 1, with a threshold of at least 0 (`moe_lora.provision.admission.iar`).
+Source: InfiniLoRA section 4.2.1 and algorithm 1, with a threshold of at least 0
+(`moe_lora.provision.admission.iar`).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class ProvisionConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryConfig(Settings):
-    """Where adapters are registered (`adapters.registry.registry`), and which of them are served from the start."""
+    """Where adapters are registered (`adapters.registry`), and which of them are served from the start."""
 
     SECTION: ClassVar[str] = "registry"
     GROUP: ClassVar[str] = "Adapters"

@@ -65,12 +65,12 @@ def lora_shrink(
     if x.is_cpu:
         return cpu.lora_shrink(operands, kernel=kernel)
     if x.is_cuda:
-        from .triton import triton_lora as lora
+        from .triton import triton_lora
 
         segments = None
         if shared is not None:
             segments = shared.of(operands, kernel)
-        return lora.lora_shrink(
+        return triton_lora.lora_shrink(
             operands, kernel=kernel, decode=decode, segments=segments, batch_rank=batch_rank
         )
     return reference.lora_delta(operands)
@@ -83,9 +83,9 @@ def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
     elif isinstance(shrunk, torch.Tensor):
         y.add_(shrunk)
     else:
-        from .triton import triton_lora as lora
+        from .triton import triton_lora
 
-        lora.lora_expand(shrunk, y)
+        triton_lora.lora_expand(shrunk, y)
 
 
 def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
@@ -98,8 +98,8 @@ def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv
     if x.is_cpu:
         cpu.lora_delta(operands, out, kernel=kernel)
     elif x.is_cuda:
-        from .triton import triton_lora as lora
+        from .triton import triton_lora
 
-        lora.lora_delta(operands, out, kernel=kernel, decode=False)
+        triton_lora.lora_delta(operands, out, kernel=kernel, decode=False)
     else:
         out.copy_(reference.lora_delta(operands))

@@ -149,7 +149,7 @@ class LocalAdapters:
 
 
 class SimResidency:
-    """Counts the requests of each adapter, and asks the source for adapters; as `engine.adapters.manager` does."""
+    """Counts requests of each adapter and asks the source for adapters, as `engine.adapters.manager` does."""
 
     def __init__(self, source: AdapterSource, clock: Clock) -> None:
         self._source = source

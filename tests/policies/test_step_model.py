@@ -118,7 +118,7 @@ def test_bad_models_are_refused(changes: dict[str, object], words: str) -> None:
 def test_needs_no_torch() -> None:
     program = (
         "import sys, moe_lora.policies.step_model, moe_lora.provision.performance.performance_models\n"
-        "import moe_lora.provision.performance.operating_points, moe_lora.provision.performance.performance_models\n"
+        "import moe_lora.provision.performance.operating_points\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.report import append_result, read_results, write_json
-from moe_lora.report import results as environment
+from moe_lora.report import append_result, environment, read_results, write_json
 from moe_lora.report.results import check_targets, git_state, write_text
 
 

@@ -182,8 +182,8 @@ logger = logging.getLogger(__name__)
 class FrontEndLinks:
     """A link to each listener (by name), through which an engine loop is asked and answers.
 
-    Belongs to the event loop in which it is made.  What the engine loop emits for a listener that is not there is
-    dropped: nobody waits for it.  keys: None where all doors are sockets of this host.
+    Belongs to the event loop in which it is made.  What the engine loop emits for a listener that is not
+    there is dropped: nobody waits for it.  keys: None where all doors are sockets of this host.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m moe_lora.dist.launch.run_role --config cluster.yaml --role lora-server
     torchrun -m moe_lora.dist.launch.run_role --config cluster.yaml --role instance --name instance-1
 
-A role of one process needs no torchrun: python -m moe_lora.dist.launch.run_role and the same options.  With --start-fd
-it is one that `moe-lora serve` started on its own host.
+A role of one process needs no torchrun: python -m moe_lora.dist.launch.run_role and the same options.
+With --start-fd it is one that `moe-lora serve` started on its own host.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from .adapter_loader import AdapterLoader, AdapterVersion
 
 
 class AdapterManager:
-    """Names, versions and users of adapters (the scheduler's `Adapters`); a `AdapterLoader` makes them ready for
-    computing.
+    """Names, versions and users of adapters (the scheduler's `Adapters`); an `AdapterLoader` makes them
+    ready for computing.
     """
 
     def __init__(self, placement: AdapterLoader, clock: Clock) -> None:

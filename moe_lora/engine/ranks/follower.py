@@ -1,4 +1,7 @@
-"""A rank of an instance that computes what rank 0 schedules: `python -m moe_lora.engine.ranks.follower FD`."""
+"""A rank of an instance that computes what rank 0 schedules.
+
+Run as `python -m moe_lora.engine.ranks.follower FD`.
+"""
 
 from __future__ import annotations
 

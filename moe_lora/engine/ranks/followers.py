@@ -1,7 +1,8 @@
 """The other ranks of an instance, as rank 0 sees them: processes of this host behind one connection each.
 
-Rank 0 schedules.  What it tells its followers (`engine.ranks.follower`) arrives in order: what they need to set
-up, then steps and slots to fill.  Hanging up ends them; either side notices at once when the other is gone.
+Rank 0 schedules.  What it tells its followers (`engine.ranks.follower`) arrives in order: what they need to
+set up, then steps and slots to fill.  Hanging up ends them; either
+side notices at once when the other is gone.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ CONTEXT_TOKENS = 6
 LONG_WINDOW_TOKENS = 32
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """What streaming needs of a tokenizer."""
 
     @property
@@ -28,7 +28,7 @@ class IncrementalDetokenizer:
     output continues; with it the first token keeps a leading space that decoders strip at a text's start.
     """
 
-    def __init__(self, tokenizer: Decoder, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TextDecoder, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
         self._window = [t for t in prompt_token_ids[-CONTEXT_TOKENS:] if t not in self._special_ids]
@@ -128,7 +128,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Decoder,
+        tokenizer: TextDecoder,
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,

@@ -14,8 +14,7 @@ import torch
 
 from moe_lora.kernels.operands import KvLayout, LoraOperands, StepTables
 
-from . import library as cpu_errors
-from . import library as cpu_library
+from . import library
 from .library import check_rows, checked, dtype_code, kv_pages, lib, lora_site, lora_slots, row_stride
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
         or constants.last_entry > tables.num_entries
         or kernel not in KERNELS
     ):
-        raise ValueError(cpu_errors.shrink_error(operands, kernel))
+        raise ValueError(library.shrink_error(operands, kernel))
     x_rows = x.shape[0]
     if x_rows != tokens:
         check_rows(x, tokens, top_k)
@@ -125,7 +124,7 @@ def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
         arena_bytes,
     )
     if address < 0:
-        raise ValueError(cpu_errors.lora_error(address, operands))
+        raise ValueError(library.lora_error(address, operands))
     return CpuShrunk(address, site, rows, x.dtype, arena)
 
 
@@ -134,7 +133,8 @@ def lora_expand(shrunk: CpuShrunk, y: torch.Tensor) -> None:
 
     The delta is a value of y's dtype, then added and rounded again, so that a delta computed elsewhere (into
     zeros, see `lora_delta`) and added later gives the same bits.  y: [T, N] or [T*K, N] in the dtype of the
-    shrink's x, rows may be strided. Raises ValueError for a y that doesn't fit or a CpuShrunk that was redeemed.
+    shrink's x, rows may be strided. Raises ValueError for a y that doesn't fit or a CpuShrunk that was
+    redeemed.
     """
     _expand(_threads(), *_redeemed(shrunk, y, "y"))
 
@@ -160,7 +160,7 @@ def _redeemed(shrunk: CpuShrunk, y: torch.Tensor, name: str) -> tuple[int, int, 
         or y.dtype != shrunk.dtype
         or not y.is_cpu
     ):
-        raise ValueError(cpu_errors.target_error(y, name, site, shrunk.num_rows, shrunk.dtype))
+        raise ValueError(library.target_error(y, name, site, shrunk.num_rows, shrunk.dtype))
     stride = row_stride(y)
     return shrunk.redeem(), y.data_ptr(), stride
 
@@ -177,7 +177,7 @@ __all__ = [
     "paged_attention",
 ]
 
-isa = cpu_library.isa
+isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (16, 4096), "avx2": (16, 16)}
 LINEAR_MAX_ROWS = dict(zip((torch.bfloat16, torch.float32), _MAX_ROWS.get(isa(), (4, 4)), strict=True))
@@ -193,7 +193,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     rows, width = x.shape
     num_out = weight.shape[0]
     if weight.shape[1] != width or weight.dtype != x.dtype or not weight.is_contiguous():
-        raise ValueError(cpu_errors.weight_error(x, weight))
+        raise ValueError(library.weight_error(x, weight))
     out = torch.empty((rows, num_out), dtype=x.dtype)
     bias_ptr = None if bias is None else checked(bias, "bias", x.dtype, num_out)
     lib.moe_lora_linear(
@@ -223,7 +223,7 @@ def expert_linear(
     tokens, top_k = ids.shape
     experts, num_out, width = weight.shape
     if x.shape[1] != width or weight.dtype != x.dtype or not weight.is_contiguous():
-        raise ValueError(cpu_errors.weight_error(x, weight))
+        raise ValueError(library.weight_error(x, weight))
     check_rows(x, tokens, top_k)
     out = torch.empty((tokens * top_k, num_out), dtype=x.dtype)
     refusal = lib.moe_lora_expert_linear(
@@ -257,10 +257,10 @@ def paged_attention(
     code = dtype_code(q)
     rows, heads, dim = q.shape
     if not (q.dtype == k.dtype == v.dtype == layout.dtype and dim == layout.head_dim and scale > 0):
-        raise ValueError(cpu_errors.attention_error(q, k, v, scale, layout))
+        raise ValueError(library.attention_error(q, k, v, scale, layout))
     kv_shape = (rows, layout.num_kv_heads, dim)
     if k.shape != kv_shape or v.shape != kv_shape or heads % layout.num_kv_heads:
-        raise ValueError(cpu_errors.attention_error(q, k, v, scale, layout))
+        raise ValueError(library.attention_error(q, k, v, scale, layout))
     num_seqs, table_stride = step.block_tables.shape
     if sinks is not None and sinks.dtype != torch.float32:
         sinks = sinks.float()
@@ -292,5 +292,5 @@ def paged_attention(
         ),
     )
     if refusal:
-        raise ValueError(cpu_errors.step_error(refusal))
+        raise ValueError(library.step_error(refusal))
     return out

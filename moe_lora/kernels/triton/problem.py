@@ -13,8 +13,7 @@ import torch
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 
-from . import configs as launch
-from . import segments
+from . import configs, segments
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
@@ -80,9 +79,9 @@ class Problem:
 
     def config(self, kernel: str) -> dict[str, Any]:
         """Launch configuration of a kernel here."""
-        dtype, phase = launch.DTYPE_NAMES[self.x.dtype], "decode" if self.decode else "prefill"
+        dtype, phase = configs.DTYPE_NAMES[self.x.dtype], "decode" if self.decode else "prefill"
         widths = (self.site.in_features, sum(self.site.out_features))
-        return launch.table_of(self.x.device).config(kernel, dtype, phase, *widths)
+        return configs.table_of(self.x.device).config(kernel, dtype, phase, *widths)
 
 
 def checked_problem(
@@ -97,9 +96,9 @@ def checked_problem(
     Raises ValueError for operands that don't fit each other or the kernels.
     """
     x, ids, site, layer, token_slots, slots, arena = operands
-    if x.device.type != "cuda" and not launch.interpreted():
+    if x.device.type != "cuda" and not configs.interpreted():
         raise ValueError(f"x lies on {x.device}; these kernels take CUDA tensors")
-    if x.dtype not in launch.DTYPE_NAMES:
+    if x.dtype not in configs.DTYPE_NAMES:
         raise ValueError(f"x is {x.dtype}; it must be bfloat16, float16 or float32")
     if x.dim() != 2 or x.shape[1] != site.in_features or x.stride(1) != 1:
         raise ValueError(

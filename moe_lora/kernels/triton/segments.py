@@ -14,7 +14,7 @@ import torch
 
 from moe_lora.kernels.operands import LoraOperands
 
-from . import configs as launch
+from . import configs
 
 SORT_MAX_ROWS = 4096
 """Above this many rows `torch.sort` replaces the counting sort; both are stable and give the same order."""
@@ -50,7 +50,7 @@ class Segments:
         if tile_rows not in self._tiles:
             tiles = Tiles(torch.empty_like(self.described), torch.empty_like(self.count))
             operands = (self.described, self.count, tiles.table, tiles.count, tile_rows)
-            launch.start(launch.kernels("segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8)
+            configs.start(configs.kernels("segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8)
             self._tiles[tile_rows] = tiles
         return self._tiles[tile_rows]
 
@@ -83,8 +83,8 @@ def build_segments(
     if num_rows > SORT_MAX_ROWS:
         return _sorted_by_torch(token_slots, ids, num_slots, experts)
     block = 64
-    launch.start(
-        launch.kernels("segment_kernels").sort_rows,
+    configs.start(
+        configs.kernels("segment_kernels").sort_rows,
         -(-num_rows // block),
         *(
             token_slots,

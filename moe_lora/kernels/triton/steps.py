@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import configs as launch
+from . import configs
 from .configs import Choice, Config
 from .problem import Problem
 
@@ -19,7 +19,7 @@ _COLUMNS = 64
 
 def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     """h of all rows: [2, M, R, h_width] of the model's dtype, hi and lo."""
-    kernels, x = launch.kernels("wgmma_shrink"), problem.x
+    kernels, x = configs.kernels("wgmma_shrink"), problem.x
     aligned = x.shape[1] % 16 == 0
     rows, per_input = problem.segments.rows, problem.rows_per_input
     x = x.index_select(0, rows if per_input == 1 else rows // per_input)
@@ -29,15 +29,15 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     h = _workspace(problem, 2, x.dtype)
     target = h if split_k == 1 else _workspace(problem, split_k, torch.float32)
     max_items = problem.num_rows * problem.modules * split_k * lanes
-    launch.start(
+    configs.start(
         kernels.wgmma_shrink,
-        launch.num_programs(x.device, config, max_items),
+        configs.num_programs(x.device, config, max_items),
         *(x, tiles.table, tiles.count, slots.a_offset, slots.lora_rank, problem.arena),
         *(target, *problem.entry_strides, choice.min_rank, choice.max_rank, lanes),
         *(problem.num_rows, x.shape[1], problem.h_width),
         MODULES=problem.modules,
         PARTS=2 if split_k == 1 else 1,
-        INTERPRETED=launch.interpreted(),
+        INTERPRETED=configs.interpreted(),
         ALIGNED=aligned,
         WARP_SPECIALIZE=config["warp_specialize"],
         **_threads(config),
@@ -46,15 +46,15 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
         SPLIT_K=split_k,
     )
     if split_k > 1:
-        launch.start(
+        configs.start(
             kernels.join_splits,
-            launch.num_programs(x.device, {"programs_per_sm": 8}, problem.num_rows * problem.modules),
+            configs.num_programs(x.device, {"programs_per_sm": 8}, problem.num_rows * problem.modules),
             *(target, tiles.table, tiles.count, slots.a_offset, slots.lora_rank, h, *problem.entry_strides),
             *(choice.min_rank, choice.max_rank, problem.num_rows, problem.h_width),
             MODULES=problem.modules,
             BLOCK_T=config["block_t"],
             SPLIT_K=split_k,
-            INTERPRETED=launch.interpreted(),
+            INTERPRETED=configs.interpreted(),
         )
     return h
 
@@ -67,9 +67,9 @@ def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Ten
     tiles = problem.segments.tiles(config["block_t"])
     item_columns = _COLUMNS * config["blocks_per_item"]
     max_items = problem.num_rows * sum(-(-width // item_columns) for width in problem.out_widths)
-    launch.start(
-        launch.kernels("wgmma_expand").wgmma_expand,
-        launch.num_programs(y.device, config, max_items),
+    configs.start(
+        configs.kernels("wgmma_expand").wgmma_expand,
+        configs.num_programs(y.device, config, max_items),
         *(
             h,
             problem.segments.rows,
@@ -83,7 +83,7 @@ def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Ten
         *(problem.num_rows, *problem.out_widths, y.stride(0), problem.h_width),
         MODULES=problem.modules,
         ADD=add,
-        INTERPRETED=launch.interpreted(),
+        INTERPRETED=configs.interpreted(),
         ALIGNED=aligned,
         WARP_SPECIALIZE=config["warp_specialize"],
         **_threads(config),
@@ -100,9 +100,9 @@ def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor
     split_k, lanes = config["split_k"], -(-rank // config["block_r"])
     h = _workspace(problem, split_k, torch.float32)
     items = problem.num_rows * problem.modules * split_k * lanes
-    launch.start(
-        launch.kernels("vector").vector_shrink,
-        launch.num_programs(x.device, config, items) if kernel == "sgmv" else max(1, items),
+    configs.start(
+        configs.kernels("vector").vector_shrink,
+        configs.num_programs(x.device, config, items) if kernel == "sgmv" else max(1, items),
         *(x, problem.segments.rows, problem.segments.described, problem.segments.count),
         *(slots.a_offset, slots.lora_rank, problem.arena, h, problem.arena.numel(), *problem.entry_strides),
         *(
@@ -131,9 +131,9 @@ def vector_expand(
     """y += delta, or y = delta, from `vector_shrink`'s h."""
     config, slots = problem.config("vector_expand"), problem.slots
     items = problem.num_rows * sum(-(-width // config["block_c"]) for width in problem.out_widths)
-    launch.start(
-        launch.kernels("vector").vector_expand,
-        launch.num_programs(y.device, config, items) if kernel == "sgmv" else max(1, items),
+    configs.start(
+        configs.kernels("vector").vector_expand,
+        configs.num_programs(y.device, config, items) if kernel == "sgmv" else max(1, items),
         *(h, problem.segments.rows, problem.segments.described, problem.segments.count, slots.a_offset),
         *(slots.b_offset, slots.lora_rank, slots.scale, problem.arena, y, problem.arena.numel()),
         *(*problem.entry_strides, choice.min_rank, choice.max_rank, problem.padded_rank),
@@ -142,7 +142,7 @@ def vector_expand(
         SPLIT_K=h.shape[0],
         ADD=add,
         PADDED=kernel == "bgmv",
-        INTERPRETED=launch.interpreted(),
+        INTERPRETED=configs.interpreted(),
         **_threads(config),
         BLOCK_R=config["block_r"],
         BLOCK_C=config["block_c"],
@@ -166,9 +166,9 @@ def fused(problem: Problem, choice: Choice, out: torch.Tensor) -> None:
     config, slots, x = problem.config("fused_delta"), problem.slots, problem.x
     tiles = problem.segments.tiles(config["block_t"])
     max_items = problem.num_rows * problem.modules * config["column_parts"]
-    launch.start(
-        launch.kernels("fused").fused_delta,
-        launch.num_programs(x.device, config, max_items),
+    configs.start(
+        configs.kernels("fused").fused_delta,
+        configs.num_programs(x.device, config, max_items),
         *(
             x,
             problem.segments.rows,
@@ -182,7 +182,7 @@ def fused(problem: Problem, choice: Choice, out: torch.Tensor) -> None:
         *(x.shape[1], *problem.out_widths, x.stride(0), out.stride(0)),
         X_DIVISOR=problem.rows_per_input,
         MODULES=problem.modules,
-        INTERPRETED=launch.interpreted(),
+        INTERPRETED=configs.interpreted(),
         **_threads(config),
         BLOCK_T=config["block_t"],
         BLOCK_R=config["block_r"],

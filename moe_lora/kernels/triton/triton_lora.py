@@ -31,8 +31,7 @@ from moe_lora.config import LORA_KERNELS
 from moe_lora.core.shape import MAX_LORA_RANK
 from moe_lora.kernels.operands import LoraOperands
 
-from . import configs as launch
-from . import steps
+from . import configs, steps
 from .configs import Choice, ConfigTable, matches
 from .problem import Problem, check_output, checked_problem
 from .segments import Segments, rows_for
@@ -201,7 +200,7 @@ def _choices(problem: Problem, kernel: str, algorithm: str | None, whole: bool) 
     if algorithm is not None:
         choices = forced(algorithm)
     else:
-        dtype, table = launch.DTYPE_NAMES[problem.x.dtype], launch.table_of(problem.x.device)
+        dtype, table = configs.DTYPE_NAMES[problem.x.dtype], configs.table_of(problem.x.device)
         choices = choose(problem.site, dtype, table, whole)
     possible = tuple(choice for choice in choices if choice.min_rank <= problem.max_lora_rank)
     for choice in possible:

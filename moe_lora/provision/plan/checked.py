@@ -17,12 +17,12 @@ from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.admission.iar import expected_active
 
-from . import verify as replayed
+from . import verify
 from .cluster_size import Cluster
 from .inputs import PlanInputs
 from .plan import CHECK, Plan, cluster_of, make_plan, plan_of
 from .sizing import candidate
-from .verify import Load, Replay, holds, missed_text, read_load, replays, verdicts
+from .verify import PlannedLoad, Replay, holds, missed_text, read_load, replays, verdicts
 
 TRIED_AT_ONCE = 4
 """Clusters of equally many GPUs that are replayed before more GPUs are."""
@@ -40,7 +40,7 @@ MOST, MORE = 2, 16
 
 
 @dataclass(frozen=True)
-class Place:
+class SizedCluster:
     """num_instances instances beside a LoRA Server of `layout`."""
 
     layout: Layout
@@ -59,15 +59,15 @@ class PlaceSearch:
         self,
         inputs: PlanInputs,
         cluster: Cluster,
-        loads: Sequence[Load],
+        loads: Sequence[PlannedLoad],
         *,
         farthest: float = FARTHEST,
         busiest: float = BUSIEST,
     ) -> None:
         self._inputs, self._cluster, self._loads = inputs, cluster, loads
         self._farthest, self._busiest = farthest, busiest
-        self._found: dict[Place, list[Replay]] = {}
-        self._nearness: dict[Place, float] = {}
+        self._found: dict[SizedCluster, list[Replay]] = {}
+        self._nearness: dict[SizedCluster, float] = {}
         self._layouts: dict[int, list[Layout]] = defaultdict(list)
         for layout in cluster.layouts:
             self._layouts[layout.num_ranks].append(layout)
@@ -77,11 +77,11 @@ class PlaceSearch:
         """Clusters."""
         return len(self._found)
 
-    def holds(self, place: Place) -> bool:
+    def holds(self, place: SizedCluster) -> bool:
         """Whether it keeps all targets in every kind of arrivals of every load."""
         return holds(self._inputs, self.replayed(place))
 
-    def replayed(self, place: Place) -> list[Replay]:
+    def replayed(self, place: SizedCluster) -> list[Replay]:
         """Replays of the last load, or of the first that it does not hold, up to where it no longer can."""
         if place not in self._found:
             for load in self._loads:
@@ -97,12 +97,12 @@ class PlaceSearch:
                     break
         return self._found[place]
 
-    def of(self, num_gpus: int) -> list[Place]:
+    def of(self, num_gpus: int) -> list[SizedCluster]:
         """Clusters of so many GPUs that may hold by the models, those with most to spare first."""
         near = [place for place in self._all_of(num_gpus) if self.nearness(place) <= self._farthest]
         return sorted(near, key=lambda place: (self.nearness(place), place.layout.ep))
 
-    def holding(self, num_gpus: int, at_most: int = TRIED_AT_ONCE) -> Place | None:
+    def holding(self, num_gpus: int, at_most: int = TRIED_AT_ONCE) -> SizedCluster | None:
         """The first of the most promising ones that holds."""
         return next((place for place in self.of(num_gpus)[:at_most] if self.holds(place)), None)
 
@@ -112,13 +112,13 @@ class PlaceSearch:
         most = 64 * self._inputs.instance_gpus
         return next((number for number in range(1, most) if self.of(number)), None)
 
-    def nearness(self, place: Place) -> float:
+    def nearness(self, place: SizedCluster) -> float:
         """The largest of what the models predict, by what is allowed; infinite where out of question."""
         if place not in self._nearness:
             self._nearness[place] = self._predicted(place)
         return self._nearness[place]
 
-    def shortfall(self, place: Place, most: int) -> str:
+    def shortfall(self, place: SizedCluster, most: int) -> str:
         """Why a load is refused: what this place misses.  most: GPUs, up to which others were tried."""
         said = [missed_text(one) for one in verdicts(self._inputs, self.replayed(place)) if one.held is False]
         return (
@@ -127,14 +127,14 @@ class PlaceSearch:
             "or --slo-tpot-s, give more --gpus, or lower the load"
         )
 
-    def _all_of(self, num_gpus: int) -> Iterator[Place]:
+    def _all_of(self, num_gpus: int) -> Iterator[SizedCluster]:
         each = self._inputs.instance_gpus
         for num_instances in range(1, num_gpus // each + 1):
             if self._inputs.instances in (None, num_instances):
                 for layout in self._layouts.get(num_gpus - num_instances * each, ()):
-                    yield Place(layout, num_instances)
+                    yield SizedCluster(layout, num_instances)
 
-    def _predicted(self, place: Place) -> float:
+    def _predicted(self, place: SizedCluster) -> float:
         cluster, layout, num_instances = self._cluster, place.layout, place.num_instances
         most = cluster.max_batch[0]
         alone = cluster.batch(layout.ep, num_instances)
@@ -197,18 +197,18 @@ def searched_loads(
     format: str | None = None,
     *,
     seeds: tuple[int, int] = SEEDS,
-) -> tuple[Load, Load]:
+) -> tuple[PlannedLoad, PlannedLoad]:
     """What places are tried with: two thirds of the requests of a check, and then as many by other draws."""
-    number = max(1, 2 * replayed.NUM_REQUESTS // 3)
+    number = max(1, 2 * verify.NUM_REQUESTS // 3)
     return (
         read_load(inputs, rate_per_s, trace, format, num_requests=number, seed=seeds[0]),
         read_load(inputs, rate_per_s, trace, format, seed=seeds[1]),
     )
 
 
-def place_of(plan: Plan) -> Place:
+def place_of(plan: Plan) -> SizedCluster:
     """Where the plan puts its load."""
-    return Place(Layout.parse(plan.layout), plan.instances)
+    return SizedCluster(Layout.parse(plan.layout), plan.instances)
 
 
 def planned_rate(inputs: PlanInputs, plan: Plan) -> float:
@@ -219,7 +219,7 @@ def planned_rate(inputs: PlanInputs, plan: Plan) -> float:
     return inputs.rate_per_s * (1 + inputs.load_margin)
 
 
-def _smallest(search: PlaceSearch, modelled: Plan | None, refusal: str) -> Place:
+def _smallest(search: PlaceSearch, modelled: Plan | None, refusal: str) -> SizedCluster:
     if modelled is not None and modelled.serviceable_rate_per_s is not None:
         return _in_budget(search, modelled)
     begin = search.fewest_gpus if modelled is None else modelled.total_gpus
@@ -248,7 +248,7 @@ def _smallest(search: PlaceSearch, modelled: Plan | None, refusal: str) -> Place
     return place
 
 
-def _in_budget(search: PlaceSearch, modelled: Plan) -> Place:
+def _in_budget(search: PlaceSearch, modelled: Plan) -> SizedCluster:
     """The split of highest rate if it holds, else the most promising other one."""
     nearest = place_of(modelled)
     if search.holds(nearest):

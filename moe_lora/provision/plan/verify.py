@@ -74,7 +74,7 @@ class Replay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class PlannedLoad:
     """Requests by kind of arrivals, and the adapters by popularity.  rate_per_s: of Poisson arrivals."""
 
     rate_per_s: float
@@ -84,7 +84,7 @@ class Load:
 
 def planned_load(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int, seed: int = 0
-) -> Load:
+) -> PlannedLoad:
     """The requests of each kind of arrivals that applies; lengths in the trace's order.
 
     Adapters are the trace's where their popularity is, else drawn from the plan's.
@@ -110,7 +110,7 @@ def planned_load(
         arrivals="gamma", request_rate_per_s=rate_per_s, num_requests=num_requests, seed=seed
     )
     repeated = replace(trace, requests=tuple(islice(_repeated(trace.requests), num_requests)))
-    return Load(
+    return PlannedLoad(
         rate_per_s=rate_per_s,
         requests={kind: make_plan(repeated, options, popularity) for kind, options in kinds.items()},
         popular=popular,
@@ -125,7 +125,7 @@ def read_load(
     *,
     num_requests: int | None = None,
     seed: int = 0,
-) -> Load:
+) -> PlannedLoad:
     """`planned_load` of a trace's file; num_requests: NUM_REQUESTS unless given."""
     number = NUM_REQUESTS if num_requests is None else num_requests
     trace = read_trace(path, format, limit=number)
@@ -137,7 +137,7 @@ def replays(
     cluster: Cluster,
     layout: Layout,
     num_instances: int,
-    load: Load,
+    load: PlannedLoad,
     *,
     to_the_end: bool = True,
 ) -> list[Replay]:

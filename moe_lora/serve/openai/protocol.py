@@ -123,13 +123,13 @@ def whole_characters(text: str) -> str:
 Text = Annotated[str, AfterValidator(whole_characters)]
 
 
-class Message(BaseModel):
+class ApiModel(BaseModel):
     """Settings of every request model: exact types, no unknown fields, no NaN or infinity."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class ApiRequest(Message):
+class ApiRequest(ApiModel):
     """A body of the OpenAI interface."""
 
     @model_validator(mode="before")
@@ -149,7 +149,7 @@ StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class StreamOptions(Message):
+class StreamOptions(ApiModel):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: bool | None = None
@@ -263,12 +263,12 @@ class CompletionRequest(SamplingFields):
         return prompts
 
 
-class TextPart(Message):
+class TextPart(ApiModel):
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(Message):
+class ChatMessage(ApiModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart] | None = None
     name: Text | None = None
@@ -304,7 +304,7 @@ class ChatRequest(SamplingFields):
         return self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None, max_tokens=limit)
 
 
-class LoadAdapterRequest(Message):
+class LoadAdapterRequest(ApiModel):
     """POST /v1/load_lora_adapter.  lora_path None: where the registry has it."""
 
     lora_name: Text
@@ -312,7 +312,7 @@ class LoadAdapterRequest(Message):
     load_inplace: bool = False
 
 
-class RegisterAdapterRequest(Message):
+class RegisterAdapterRequest(ApiModel):
     """POST /v1/registry/adapters."""
 
     lora_name: Text
@@ -321,13 +321,13 @@ class RegisterAdapterRequest(Message):
     link: bool = False
 
 
-class CapacityRequest(Message):
+class CapacityRequest(ApiModel):
     """POST /v1/lora_server/capacity."""
 
     capacity: Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
-class UnloadAdapterRequest(Message):
+class UnloadAdapterRequest(ApiModel):
     """POST /v1/unload_lora_adapter.  lora_int_id: another server's internal number, not needed here."""
 
     lora_name: Text

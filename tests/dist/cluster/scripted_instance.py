@@ -1,4 +1,7 @@
-"""An instance's process without a model: `python -m tests.dist.cluster.scripted_instance NAME NUMBER SOCKET...`."""
+"""An instance's process without a model.
+
+Run as `python -m tests.dist.cluster.scripted_instance NAME NUMBER SOCKET...`.
+"""
 
 from __future__ import annotations
 

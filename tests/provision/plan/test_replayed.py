@@ -12,7 +12,7 @@ from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.plan.memory import AdapterMix
 from moe_lora.provision.plan.plan import cluster_of, make_plan
 from moe_lora.provision.plan.verify import (
-    Load,
+    PlannedLoad,
     Replay,
     _under_way,
     planned_load,
@@ -36,7 +36,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def rates(load: Load) -> dict[str, float]:
+def rates(load: PlannedLoad) -> dict[str, float]:
     return {kind: len(planned) / planned[-1].arrival_s for kind, planned in load.requests.items()}
 
 

@@ -82,7 +82,7 @@ class Taken(Message, frozen=True):
 
 class Figures(Message, frozen=True, kw_only=True):
     """What the controller's metrics would say.  num_copies, num_problems, quality: see
-    `dist.cluster.controller.placement_controller.PlacementController`.  outlook: of `dist.cluster.controller.capacity_controller.CapacityController`.
+    `PlacementController`.  outlook: of `CapacityController`.
     """
 
     num_copies: int = 0

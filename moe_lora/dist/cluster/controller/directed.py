@@ -122,7 +122,7 @@ class DirectedFleet(FleetClient):
 class DirectedRouting:
     """Brings what the controller says to the instance_registry and the router, and reports to it.
 
-    It is also what the front end shows as its placement: see `dist.cluster.controller.controller_views.PlacementView`.
+    It is also what the front end shows as its placement: see `controller_views.PlacementView`.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class ReportedVisit:
 
 
 class DirectedProvision:
-    """The controller's provisioning, as a front end shows it: see `dist.cluster.controller.controller_views.ProvisionView`."""
+    """The controller's provisioning, as a front end shows it: see `controller_views.ProvisionView`."""
 
     def __init__(self, config: ProvisionConfig, has_server: bool, link: ControllerLink) -> None:
         self.config = config
@@ -241,7 +241,7 @@ class DirectedProvision:
 
 
 class DirectedRegistry:
-    """The registry that the controller has opened: see `dist.cluster.controller.served_registry.ServedRegistry`."""
+    """The registry that the controller has opened: see `served_registry.ServedRegistry`."""
 
     def __init__(self, link: ControllerLink) -> None:
         self._link = link

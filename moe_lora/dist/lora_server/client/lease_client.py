@@ -19,8 +19,8 @@ from moe_lora.dist.lora_server.protocol.control_messages import (
     Need,
     Register,
     Registered,
-    Rejected,
     Release,
+    ServerRejected,
     Stats,
     StatsAsked,
     Unregister,
@@ -231,7 +231,7 @@ class LeaseClient(threading.Thread):
                 self._confirmed.add(adapter_id)
                 if adapter_id in self._wanted and adapter_id not in self._leases:
                     self._send_acquire(adapter_id)  # the first one came before the content
-            elif isinstance(message, Rejected):
+            elif isinstance(message, ServerRejected):
                 self._rejected[message.adapter_id] = message.error
                 logger.warning(
                     "the LoRA Server does not take adapter %s: %s", message.adapter_id, message.error
@@ -241,5 +241,5 @@ class LeaseClient(threading.Thread):
             elif isinstance(message, Granted) and self._wanted.get(message.adapter_id) == message.number:
                 self._leases[message.adapter_id] = Lease(message.slot, message.generation)
             self._lock.notify_all()
-        if isinstance(message, Granted | Rejected):
+        if isinstance(message, Granted | ServerRejected):
             self._on_change()

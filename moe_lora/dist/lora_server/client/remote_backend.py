@@ -19,8 +19,8 @@ from moe_lora.dist.lora_server.protocol.deltas import HostDeltas
 from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.dist.lora_server.protocol.session import (
     ClientSession,
+    DeltaRequest,
     FrameLayout,
-    Request,
     Sent,
     SessionLostError,
     lay_out_request,
@@ -231,7 +231,7 @@ class RemoteBackend:
         self.num_requests += 1
         return delta
 
-    def _compute_here(self, request: Request, row_adapter: np.ndarray) -> torch.Tensor:
+    def _compute_here(self, request: DeltaRequest, row_adapter: np.ndarray) -> torch.Tensor:
         assert self._routing is not None
         width = self._shape.sites[request.site].total_out_features
         delta = torch.empty(request.num_rows, width, dtype=self._layout.dtype)

@@ -34,9 +34,9 @@ from .control_messages import (
     PROTOCOL,
     AdminHello,
     AdminWelcome,
-    Hello,
     Refused,
     ServerBeat,
+    ServerHello,
     ServerState,
 )
 
@@ -136,7 +136,7 @@ class ControlConnection:
 
 
 def dial(
-    address: str, keys: Keys | None, hello: Hello | AdminHello, timeout_s: float
+    address: str, keys: Keys | None, hello: ServerHello | AdminHello, timeout_s: float
 ) -> tuple[ControlConnection, Any]:
     """Connect and say hello; the connection and the answer.
 
@@ -147,7 +147,7 @@ def dial(
 
 
 async def _dial(
-    address: Address, keys: Keys | None, hello: Hello | AdminHello, timeout_s: float
+    address: Address, keys: Keys | None, hello: ServerHello | AdminHello, timeout_s: float
 ) -> tuple[ControlConnection, Any]:
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -277,7 +277,7 @@ class ControlServer:
     def _handle(self, connection: ControlConnection, hello: Message | Asked) -> None:
         handler = self._handlers.get(type(hello))  # type: ignore[arg-type]
         problem = None
-        if isinstance(hello, Hello):
+        if isinstance(hello, ServerHello):
             problem = disagreement(self._agreed, hello.agreed, connection.peer)
         if problem is None and handler is not None:
             handler(connection, hello)

@@ -16,20 +16,20 @@ class ServerBeat(Message, frozen=True):
     """Nothing but that one is there."""
 
 
-class Hello(Message, frozen=True, kw_only=True):
+class ServerHello(Message, frozen=True, kw_only=True):
     """A connection's first message: its type names the purpose.  agreed: what both sides must agree on."""
 
     name: str
     agreed: Mapping[str, Any]
 
 
-class LeasesHello(Hello, frozen=True, kw_only=True):
+class LeasesHello(ServerHello, frozen=True, kw_only=True):
     """Of an instance's first rank, which asks for leases."""
 
     instance: str
 
 
-class DataHello(Hello, frozen=True, kw_only=True):
+class DataHello(ServerHello, frozen=True, kw_only=True):
     """Of an instance's rank, which sends rows.  answers: the descriptor of its window for answers."""
 
     instance: str
@@ -39,20 +39,20 @@ class DataHello(Hello, frozen=True, kw_only=True):
     depth: int
 
 
-class RankHello(Hello, frozen=True, kw_only=True):
+class RankHello(ServerHello, frozen=True, kw_only=True):
     """Of a server rank, to the leader.  address: where it listens itself."""
 
     server_rank: int
     address: str
 
 
-class FindHello(Hello, frozen=True, kw_only=True):
+class FindHello(ServerHello, frozen=True, kw_only=True):
     """Of whoever asks where a server rank listens."""
 
     server_rank: int
 
 
-class TurnsHello(Hello, frozen=True, kw_only=True):
+class TurnsHello(ServerHello, frozen=True, kw_only=True):
     """Of a server rank, to the first of its stage.  turns: the descriptor of its window for turns."""
 
     server_rank: int
@@ -72,7 +72,7 @@ class Refused(Message, frozen=True):
     error: str
 
 
-class Welcome(Message, frozen=True):
+class ServerWelcome(Message, frozen=True):
     """To leases and turns."""
 
 
@@ -158,7 +158,7 @@ class Registered(Message, frozen=True):
     adapter_id: str
 
 
-class Rejected(Message, frozen=True):
+class ServerRejected(Message, frozen=True):
     adapter_id: str
     error: str
 
@@ -198,7 +198,7 @@ Order = LoadOrder | EvictOrder | ResizeOrder
 HELLOS = (LeasesHello, DataHello, RankHello, FindHello, TurnsHello, AdminHello)
 PROTOCOL = Protocol.of(
     *HELLOS,
-    *(ServerBeat, Refused, Welcome, DataWelcome, RankWelcome, FindWelcome, AdminWelcome),
+    *(ServerBeat, Refused, ServerWelcome, DataWelcome, RankWelcome, FindWelcome, AdminWelcome),
     *(Register, Unregister, Acquire, Release, StatsAsked, Need, Content, Block),
-    *(Registered, Rejected, Granted, Stats, LoadOrder, EvictOrder, ResizeOrder),
+    *(Registered, ServerRejected, Granted, Stats, LoadOrder, EvictOrder, ResizeOrder),
 )

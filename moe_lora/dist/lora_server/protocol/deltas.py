@@ -19,14 +19,14 @@ from moe_lora.kernels.lora import lora_delta
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 from moe_lora.lora.row_routing import RoutedAdapter
 
-from .session import Request
+from .session import DeltaRequest
 
 _MAX_MAPPED = 64
 """Adapters that an instance keeps mapped for computing deltas itself; those used last stay."""
 
 
 def request_deltas(
-    request: Request,
+    request: DeltaRequest,
     shape: ModelShape,
     layer: int,
     slot: np.ndarray,
@@ -84,7 +84,11 @@ class HostDeltas:
         self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
 
     def compute(
-        self, request: Request, adapters: Sequence[RoutedAdapter], row_adapter: np.ndarray, out: torch.Tensor
+        self,
+        request: DeltaRequest,
+        adapters: Sequence[RoutedAdapter],
+        row_adapter: np.ndarray,
+        out: torch.Tensor,
     ) -> None:
         """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x."""
         out.zero_()

@@ -72,7 +72,7 @@ class FrameLayout:
 
 
 @dataclass(frozen=True)
-class Request:
+class DeltaRequest:
     """One site's work for one server rank: views of a frame."""
 
     layer: int
@@ -93,7 +93,7 @@ def lay_out_request(
     num_tokens: int,
     top_k: int,
     num_rows: int,
-) -> Request:
+) -> DeltaRequest:
     """Write the header and give the request's arrays as views of `frame`, to be filled.
 
     top_k 0: a row of x per row of the answer and no ids (dense sites).
@@ -102,7 +102,7 @@ def lay_out_request(
     return read_request(frame, layout)
 
 
-def read_request(frame: torch.Tensor, layout: FrameLayout) -> Request:
+def read_request(frame: torch.Tensor, layout: FrameLayout) -> DeltaRequest:
     """The request that lies in `frame` (uint8).  Raises ValueError if its header can't be one.
 
     What the arrays hold is not looked at (see `check_ids`).
@@ -135,10 +135,10 @@ def read_request(frame: torch.Tensor, layout: FrameLayout) -> Request:
     width = sites[site].in_features
     end = at + num_tokens * width * layout.dtype.itemsize
     x = frame[at:end].view(layout.dtype).view(num_tokens, width)
-    return Request(layer, site, num_rows, slot, generation, ids, x, end)
+    return DeltaRequest(layer, site, num_rows, slot, generation, ids, x, end)
 
 
-def check_ids(request: Request, layout: FrameLayout) -> None:
+def check_ids(request: DeltaRequest, layout: FrameLayout) -> None:
     """Raises ValueError unless each answer row belongs to a token, or to an expert that exists."""
     if request.ids is None:
         fits = request.num_rows == len(request.slot)
@@ -210,7 +210,7 @@ class Sent:
     """
 
     number: int
-    request: Request
+    request: DeltaRequest
     sent_ns: int
     delta: torch.Tensor | None = None
     refused: bool = False
@@ -276,7 +276,7 @@ class ClientSession:
         frame = self._frames[sent.number % self._depth]
         sent.request = read_request(frame[: sent.request.frame_bytes].clone(), self._layout)
 
-    def send(self, request: Request) -> Sent:
+    def send(self, request: DeltaRequest) -> Sent:
         """Put the request that was laid out in `frame()`.  Raises SessionLostError."""
         number = self._next
         slot = number % self._depth

@@ -24,8 +24,8 @@ from moe_lora.dist.lora_server.protocol.session import (
     DONE,
     HEADER_BYTES,
     STALE,
+    DeltaRequest,
     FrameLayout,
-    Request,
     answer_rows,
     answer_size,
     check_ids,
@@ -76,22 +76,22 @@ class ServerSession:
         else:
             self._answer_frames = list(torch.empty(depth, size, dtype=torch.uint8))
 
-    def pending(self) -> Request | None:
+    def pending(self) -> DeltaRequest | None:
         """The oldest request without an answer.  Raises ValueError if its frame can't be read."""
         if self.requests.read_signal(0) <= self.handled:
             return None
         return read_request(self._request_frames[self.handled % self._depth], self._layout)
 
-    def deltas(self, request: Request) -> torch.Tensor:
+    def deltas(self, request: DeltaRequest) -> torch.Tensor:
         """Where the deltas [R, N] of `request` belong."""
         frame = self._answer_frames[self.handled % self._depth]
         return answer_rows(frame, self._layout, request.site, request.num_rows)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: DeltaRequest) -> None:
         """Raises ValueError if the pending request asks for what can't be."""
         check_ids(request, self._layout)
 
-    def answer(self, request: Request, state: int, started_ns: int) -> None:
+    def answer(self, request: DeltaRequest, state: int, started_ns: int) -> None:
         """Put the answer to the pending request.  Raises PeerGoneError."""
         slot = self.handled % self._depth
         frame = self._answer_frames[slot]
@@ -217,7 +217,7 @@ class DataLoop:
             session.left.set()
         return sessions
 
-    def _serve_or_drop(self, session: ServerSession, request: Request) -> None:
+    def _serve_or_drop(self, session: ServerSession, request: DeltaRequest) -> None:
         try:
             self._serve(session, request)
         except PeerGoneError as error:
@@ -229,10 +229,10 @@ class DataLoop:
 
     def _choose(
         self, order: list[ServerSession]
-    ) -> tuple[tuple[ServerSession, Request] | None, list[tuple[Window, int, int]]]:
+    ) -> tuple[tuple[ServerSession, DeltaRequest] | None, list[tuple[Window, int, int]]]:
         """The request to serve now; if none, what to wait for."""
         self._read_turns()
-        ready: list[tuple[ServerSession, Request]] = []
+        ready: list[tuple[ServerSession, DeltaRequest]] = []
         waits: list[tuple[Window, int, int]] = []
         for session in order:
             try:
@@ -253,21 +253,21 @@ class DataLoop:
                     return choice, waits
         return (ready[0] if ready else None), waits
 
-    def _can_answer(self, request: Request) -> bool:
+    def _can_answer(self, request: DeltaRequest) -> bool:
         """Whether the deltas can be computed, or never can."""
         server_store = self.server_store
         return self._is_stale(request) or self._is_ready(request) or not server_store.led
 
-    def _is_stale(self, request: Request) -> bool:
+    def _is_stale(self, request: DeltaRequest) -> bool:
         server_store, slot = self.server_store, request.slot
         if len(slot) and not 0 <= slot.min() <= slot.max() < len(server_store.generation):
             return True
         return server_store.is_stale(slot, request.generation)
 
-    def _is_ready(self, request: Request) -> bool:
+    def _is_ready(self, request: DeltaRequest) -> bool:
         return self.server_store.is_ready(request.slot, request.generation, request.layer)
 
-    def _serve(self, session: ServerSession, request: Request) -> None:
+    def _serve(self, session: ServerSession, request: DeltaRequest) -> None:
         """Raises ValueError if the request asks for what can't be, PeerGoneError."""
         start_ns = time.monotonic_ns()
         session.check(request)
@@ -285,7 +285,7 @@ class DataLoop:
         self.num_requests += 1
         session.answer(request, state, start_ns)
 
-    def _compute(self, session: ServerSession, request: Request) -> int:
+    def _compute(self, session: ServerSession, request: DeltaRequest) -> int:
         """Lay the deltas into the session's answer; the answer's state."""
         server_store = self.server_store
         with server_store.reading:

@@ -33,14 +33,14 @@ from moe_lora.dist.lora_server.protocol.control_messages import (
     RankWelcome,
     Register,
     Registered,
-    Rejected,
     Release,
     ResizeOrder,
+    ServerRejected,
     ServerState,
+    ServerWelcome,
     Stats,
     StatsAsked,
     Unregister,
-    Welcome,
 )
 from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.dist.net.codec import Message
@@ -185,7 +185,7 @@ class Leader:
                 earlier.close()
                 self._forget(instance)
             self._instances[instance] = connection
-            connection.send(Welcome())
+            connection.send(ServerWelcome())
         logger.info("instance %s joined", instance)
         try:
             while True:
@@ -222,7 +222,7 @@ class Leader:
                 packed = self._store.get(adapter_id, adapter_id)
                 shares = shard_pages(packed, self._partition, self._page_bytes)
             except AdapterError as error:
-                connection.send(Rejected(adapter_id, str(error)))
+                connection.send(ServerRejected(adapter_id, str(error)))
                 return
         with self._lock:
             if self._instances.get(instance) is not connection:
@@ -239,7 +239,7 @@ class Leader:
         try:
             self._table.register(adapter_id, shares)
         except ValueError as error:
-            connection.send(Rejected(adapter_id, str(error)))
+            connection.send(ServerRejected(adapter_id, str(error)))
         else:
             self._registered_by.setdefault(adapter_id, set()).add(instance)
             connection.send(Registered(adapter_id))

@@ -32,8 +32,8 @@ from moe_lora.dist.lora_server.protocol.control_messages import (
     RankHello,
     RankWelcome,
     Refused,
+    ServerWelcome,
     TurnsHello,
-    Welcome,
 )
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.protocol.reach import server_transport
@@ -284,7 +284,7 @@ class ServerRank:
     def _serve_turns(self, connection: ControlConnection, hello: TurnsHello) -> None:
         turns = self._transport.attach(hello.turns)
         try:
-            connection.send(Welcome())
+            connection.send(ServerWelcome())
             self.loop.tell(turns, hello.seen)
             while turns.alive():
                 connection.receive(1.0, SILENCE_S)

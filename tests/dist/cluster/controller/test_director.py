@@ -10,7 +10,7 @@ import pytest
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, ControllerAwayError
 from moe_lora.core.request import RequestTiming
-from moe_lora.dist.cluster.controller import cluster_controller as cluster_controller
+from moe_lora.dist.cluster.controller import cluster_controller
 from moe_lora.dist.cluster.controller import controller_link as link
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState
 from moe_lora.dist.cluster.controller.directed import DirectedRegistry

@@ -24,7 +24,7 @@ from moe_lora.dist.lora_server.protocol.control_messages import (
     FindHello,
     LeasesHello,
     Need,
-    Welcome,
+    ServerWelcome,
 )
 from moe_lora.dist.net.connection import dial as connect_to
 from moe_lora.dist.net.keys import Keys, make_keys
@@ -45,7 +45,7 @@ class Echo:
         self.server = ControlServer(address, keys, AGREED, {LeasesHello: self._echo})
 
     def _echo(self, connection: ControlConnection, hello: LeasesHello) -> None:
-        connection.send(Welcome())
+        connection.send(ServerWelcome())
         try:
             while True:
                 message = connection.receive(0.1, self._silence_s)
