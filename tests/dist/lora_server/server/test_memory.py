@@ -11,7 +11,6 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.server.leases import LeaseTable
 from moe_lora.dist.lora_server.server.rank_memory import plan_memory, shard_pages
-from moe_lora.dist.lora_server.server.server_rank import RankConfig, ServerRank
 from tests.dist.lora_server.cluster import random_adapter
 from tests.dist.lora_server.shapes import model_shape
 
@@ -65,16 +64,3 @@ def test_default_memory_holds_capacity_times_the_largest_adapter():
 def test_setting_that_can_not_work_is_named(field, value, reason):
     with pytest.raises(ConfigError, match=reason):
         replace(CONFIG, **{field: value})
-
-
-def test_no_role_starts_without_the_secret():
-    with pytest.raises(ConfigError, match="key='' is empty"):
-        ServerRank(
-            RankConfig(
-                server=replace(CONFIG, key=""),
-                shape=SHAPE,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                server_rank=0,
-            )
-        )
