@@ -21,7 +21,6 @@ def test_more_threads_than_cores_are_refused(num_threads, num_instances, most):
         thread_share(num_threads, num_instances, 8)
 
 
-def test_seeds_differ_between_instances_and_between_starts():
+def test_seeds_differ_between_instances():
     config = EngineConfig(model_dir="m", num_instances=3, seed=5)
-    seeds = [instance_config(config, index, starts, ()).seed for starts in range(4) for index in range(3)]
-    assert sorted(set(seeds)) == list(range(5, 17))
+    assert [instance_config(config, index, ()).seed for index in range(3)] == [5, 6, 7]

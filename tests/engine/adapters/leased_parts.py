@@ -83,6 +83,7 @@ class TableServer:
         store = SimpleNamespace(
             put=lambda adapter: kept.setdefault(adapter.content_hash, adapter),
             get=lambda content_hash, name: kept[content_hash],
+            restore=lambda content_hash: None,
         )
         return SimpleNamespace(store=store, leases=leases)
 
