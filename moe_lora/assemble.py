@@ -70,7 +70,7 @@ def serve(cluster: ClusterConfig) -> None:
 
 
 def serve_controller(cluster: ClusterConfig) -> None:
-    """Decide for the front ends of a cluster (see `serve.control`) until told to stop.
+    """Decide for the front ends of a cluster (see `dist.cluster.controller`) until told to stop.
 
     Raises ConfigError, RegistryError or AdapterError for what can be known at start.
     """

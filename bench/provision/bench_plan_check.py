@@ -24,14 +24,15 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness.records import environment
 from moe_lora.core.errors import SloError
-from moe_lora.provision.plan.checked import SizedCluster, PlaceSearch, checked_plan, place_of, searched_loads
+from moe_lora.provision.plan.checked import PlaceSearch, SizedCluster, checked_plan, place_of, searched_loads
 from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix, known_model
 from moe_lora.provision.plan.plan import Plan, cluster_of, make_plan
 from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, read_load, replays, verdicts
 from moe_lora.provision.profile_file import read_profile
-from moe_lora.report.results import append_result, environment
+from moe_lora.report.results import append_result
 from moe_lora.workload import trace_statistics, zipf
 
 TRACE = Path(__file__).parents[2] / "demo" / "trace.csv"
@@ -182,7 +183,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cells", type=int, default=None, help="at most so many more")
     args = parser.parse_args()
-    env = environment()
+    env = environment(args.out)
     records = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     if any(one["env"]["git_commit"] != env["git_commit"] for one in records):
         raise SystemExit(f"{args.out} has cells of another commit; begin a new file")

@@ -4,7 +4,7 @@ Legend: T token rows, H input width, N output width, K experts per token.
 
 Three ways to walk a batch, named by `kernel`: "sgmv" (ours, the default: rows of one adapter together, true
 rank), and the papers' baselines "bgmv" (Punica: a row at a time, padded to the batch's largest rank) and
-"mbgmv" (S-LoRA: a row at a time, true rank); see `cpu_lora` and `gpu.lora`.
+"mbgmv" (S-LoRA: a row at a time, true rank); see `cpu.cpu` and `triton.triton_lora`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def lora_shrink(
     """h = x_row @ A.T of each row that has an adapter.
 
     decode: the phase, which on CUDA may choose tiles and grids, never another result.  batch_rank: the
-    largest rank in this batch, if known; see `gpu.lora`.  Raises ValueError for operands that don't fit.
+    largest rank in this batch, if known; see `triton.triton_lora`.
+    Raises ValueError for operands that don't fit.
     """
     x = operands.x
     if x.is_cpu:
