@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from moe_lora.core.errors import ConfigError
 
@@ -71,14 +71,6 @@ class LoraServerConfig(Settings):
 # How long the stages of a decode step take on another device, for an engine that emulates it.
 
 
-class Stage(Protocol):
-    """A part of a layer."""
-
-    def seconds(self, num_rows: float) -> float:
-        """For so many decode rows; 0 for none."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
     """seconds(T) = max(least_s, fixed_s + per_row_s T) for T decode rows; 0 for none."""
@@ -107,10 +99,10 @@ class StepProfile:
     take no time: they are another device's (prefill and decode apart, InfiniLoRA section 2.1).
     """
 
-    attention: Stage = StageTime()
-    experts: Stage = StageTime()
-    lora: Stage = StageTime()
-    transfer: Stage = StageTime()
+    attention: StageTime = StageTime()
+    experts: StageTime = StageTime()
+    lora: StageTime = StageTime()
+    transfer: StageTime = StageTime()
     overlap: bool = True
 
 

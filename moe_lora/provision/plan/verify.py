@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_lora.config.engine import StepProfile
+from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.config.plan import WorkloadOptions
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.sim.running import SimRequest
@@ -185,8 +185,8 @@ def system_of(
 
 
 @dataclass(frozen=True)
-class SampledStage:
-    """Seconds of each number of rows, from 0."""
+class SampledStage(StageTime):
+    """Exact seconds of each number of rows, from 0, in place of a line."""
 
     times_s: Sequence[float]
 

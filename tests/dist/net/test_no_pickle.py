@@ -10,11 +10,11 @@ import moe_lora
 ROOT = Path(moe_lora.__file__).parent
 UNSAFE = ("pickle", "cloudpickle", "marshal", "shelve", "dill", "multiprocessing.connection")
 WITHIN_ONE_INSTANCE = {
-    "engine/followers.py",
-    "engine/follower.py",
-    "engine/torchrun.py",
-    "engine/step_batch.py",
-} | {"engine/process.py"}
+    "engine/ranks/followers.py",
+    "engine/ranks/follower.py",
+    "engine/runner.py",
+    "engine/client/process.py",
+}
 """Rank 0 and its followers: processes of one user and host, over socket pairs or a socket that only that user
 enters, which no link of `dist.net` leads to."""
 
@@ -51,12 +51,12 @@ def test_only_the_ranks_of_one_instance_exchange_pickles():
 
 
 def test_links_do_not_know_what_the_ranks_exchange():
-    imports = {"followers", "follower", "torchrun", "step_batch"}
+    imports = {"followers", "follower", "runner"}
     links = [
         *(ROOT / "dist" / "net").glob("*.py"),
-        *(ROOT / "serve" / "control").glob("*.py"),
-        *(ROOT / "dist" / "lora_server").glob("*.py"),
-        *(ROOT / "engine" / f"{name}.py" for name in ("listener", "dial_in", "lines", "messages", "client")),
+        *(ROOT / "dist" / "cluster").rglob("*.py"),
+        *(ROOT / "dist" / "lora_server").rglob("*.py"),
+        *(ROOT / "engine" / "client" / f"{name}.py" for name in ("messages", "client", "loop_client")),
     ]
     for path in links:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

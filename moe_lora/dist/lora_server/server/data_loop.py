@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from moe_lora.config.engine import Stage
+from moe_lora.config.engine import StageTime
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.deltas import request_deltas
@@ -126,7 +126,7 @@ class DataLoop:
         shape: ModelShape,
         shelf_of: Callable[[Callable[[], None]], ServerAdapterStore],
         transport: Transport,
-        lora_time: Stage | None = None,
+        lora_time: StageTime | None = None,
         *,
         lora_kernel: str = "sgmv",
     ) -> None:

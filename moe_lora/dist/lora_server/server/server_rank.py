@@ -18,7 +18,7 @@ import torch
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
-from moe_lora.config.engine import Stage
+from moe_lora.config.engine import StageTime
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import PeerUnreachableError
 from moe_lora.core.shape import ModelShape
@@ -73,7 +73,7 @@ class RankConfig:
     starvation_s: float = 5.0
     lora_kernel: str = "sgmv"
     adapters: tuple[tuple[str, str], ...] = ()
-    lora_time: Stage | None = None
+    lora_time: StageTime | None = None
 
 
 def agreed_facts(
