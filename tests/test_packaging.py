@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TORCH_FREE = (
-    *("core", "policies", "cache", "workload", "report", "serve"),
-    *("cli.main", "engine.process", "engine.client", "engine.door", "config.cluster", "dist.roles"),
-    *("adapters.registry", "adapters.base_model", "scheduling.scheduler"),
+    *("core", "config", "policies", "cache", "scheduling", "workload", "report", "serve"),
+    *("cli.main", "engine.client.process", "engine.client.client", "dist.cluster", "dist.launch.roles"),
+    *("adapters.registry.registry", "adapters.registry.base_model"),
 )
 HOME = re.compile(rb"/(?:root|home|work|Users)/[\w.-]+|[A-Z]:\\Users\\")
 MAX_SEARCHED_BYTES = 1_000_000
@@ -73,6 +73,17 @@ for module in pkgutil.iter_modules(getattr(room, "__path__", [])):
 print("torch" in sys.modules)
 """
     assert run_python(program) == "False"
+
+
+def test_every_folder_has_a_floor() -> None:
+    layers = metadata()["importlinter:contract:layers"]["layers"]
+    named = set(re.findall(r"moe_lora[\w.]*", layers))
+    package = ROOT / "moe_lora"
+    folders = [
+        f"moe_lora.{path.parent.name}" for path in package.glob("*/__init__.py") if path.parent.name != "dist"
+    ]
+    folders += [f"moe_lora.dist.{path.parent.name}" for path in package.glob("dist/*/__init__.py")]
+    assert set(folders) <= named, set(folders) - named
 
 
 def test_the_package_imports_its_names_on_first_use() -> None:

@@ -14,20 +14,13 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import torch
 
 from moe_lora.config import ONE_FRONT_END, EngineConfig
 from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.hf_config import read_config
 from moe_lora.core.host import state_folder
-from moe_lora.core.shape import ModelShape
-from moe_lora.dist.lora_server.server.server_rank import RankConfig, ServerRank
 from moe_lora.dist.net.keys import Keys, keys_of
-from moe_lora.engine.ranks.rank import DTYPES, resolved
 
 from .host_roles import THREADS_PER_RANK, StartInstance, StartRank, say_started
 
@@ -78,6 +71,8 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace) -> int:
             f"processes; start it with torchrun --nproc-per-node {layout.num_ranks}, or change the layout"
         )
     os.environ.update(worker_environment(THREADS_PER_RANK))
+
+    from .build_server_rank import build_rank
 
     rank = build_rank(StartRank(config, place.dist_rank))
     stop_on_signals(rank.stop, place)
@@ -135,6 +130,8 @@ def serve_local_instance(start: StartInstance, status: int | None, starts: int) 
 
 def serve_local_rank(start: StartRank, status: int | None) -> int:
     """A rank of the LoRA Server on the host of all its instances; the exit code."""
+
+    from .build_server_rank import build_rank
 
     rank = build_rank(start)
     stop_on_signals(rank.stop, JobPlace())
@@ -205,32 +202,6 @@ def _stop_with_parent(parent: int, stop: Callable[[], None]) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_S)
     stop()
-
-
-# From a start message to a LoRA Server rank.
-
-
-def build_rank(start: StartRank) -> ServerRank:
-    """The `ServerRank` that a start message describes."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    hf_config = read_config(Path(start.config.model_dir))
-    config = resolved(start.config, hf_config)
-    assert config.lora_server is not None
-    profile = config.emulation.step_profile
-    return ServerRank(
-        RankConfig(
-            server=config.lora_server,
-            shape=ModelShape.from_hf_config(hf_config),
-            dtype=DTYPES[config.dtype],
-            device=torch.device(config.device),
-            server_rank=start.server_rank,
-            expert_parallel=config.expert_parallel,
-            starvation_s=config.starvation_s,
-            lora_kernel=config.lora_kernel,
-            adapters=config.adapters,
-            lora_time=None if profile is None else profile.lora,
-        )
-    )
 
 
 # Keeps Python's garbage collector out of the way of steps.

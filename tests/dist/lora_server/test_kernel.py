@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.dist.launch.build_server_rank import build_rank
 from moe_lora.dist.launch.host_roles import StartRank
-from moe_lora.dist.launch.roles import build_rank
 from moe_lora.dist.lora_server.server import data_loop as serving
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
