@@ -1,7 +1,7 @@
 """Serve many LoRA adapters over one Mixture-of-Experts model.
 
 The names below are imported on first use, so that `import moe_lora` and the
-torch-free rooms (core, policies, workload, report, ...) start in milliseconds.
+torch-free folders (core, policies, workload, report, ...) start in milliseconds.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ ALLOW_DIRTY = "MOE_LORA_BENCH_ALLOW_DIRTY"
 
 
 def environment(out: str | Path | None) -> dict[str, Any]:
-    """What `report.environment` says, if a record of it may be written to `out` (None: nothing is written).
+    """What `results.environment` says, if a record of it may be written to `out` (None: nothing is written).
 
     A record names a commit, so tracked files must be as committed; result files, which benches change
     themselves, don't count.  MOE_LORA_BENCH_ALLOW_DIRTY=1 lets a changed tree write outside of

@@ -3,7 +3,7 @@
 No clock here: the caller's `measure` says how long something takes, so that the search runs anywhere.
 
 A kernel is tuned for both phases together, as a `Pair` of configurations, because what fixes the order of
-sums (`spaces.ORDER_FIXING`) must be the same in both; the rest may differ.  A pair is as fast as the
+sums (`configs.ORDER_FIXING`) must be the same in both; the rest may differ.  A pair is as fast as the
 geometric mean of its phases.
 """
 

@@ -143,8 +143,7 @@ class HostStore:
 # A packed adapter in one piece of memory that other processes read, and what stands for it elsewhere.
 #
 # First the tables of all layers, then their scales, then each layer's data; every part starts at a multiple
-# of
-# 64 bytes.  The facts of the adapter say where everything lies, so the memory itself has no header.
+# of 64 bytes.  The facts of the adapter say where everything lies, so the memory itself has no header.
 #
 # Legend: L layers, X entries of a layer's table.
 

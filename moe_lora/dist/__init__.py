@@ -1,1 +1,1 @@
-"""What runs across processes: one-sided transports below, the LoRA Server above."""
+"""All that makes several processes one system: transports, control messages, LoRA Server, cluster, launch."""

@@ -1,1 +1,1 @@
-"""Continuous batching over paged KV: residency, runner, sampler and the clients that reach them."""
+"""One instance: continuous batching over paged KV, its adapters, ranks, and the clients that reach it."""

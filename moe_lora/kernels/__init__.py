@@ -1,1 +1,1 @@
-"""LoRA, MoE and attention operations: torch reference, CPU library, torch.library registration."""
+"""LoRA, MoE and attention operations: torch reference, CPU library, Triton kernels, registration."""

@@ -37,7 +37,7 @@ class SharedSegments:
         self._known: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor, Segments]] = {}
 
     def of(self, operands: LoraOperands, kernel: str) -> Segments:
-        """`gpu.segments.rows_for` of these rows; tensors are kept: no others can be taken for them."""
+        """`triton.segments.rows_for` of these rows; tensors are kept: no others can be taken for them."""
         from moe_lora.kernels.triton.segments import rows_for
 
         ids, slots = operands.ids, operands.token_slots

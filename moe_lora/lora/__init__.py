@@ -1,1 +1,1 @@
-"""Where a LoRA delta is computed: the LoraBackend interface, and the local backend."""
+"""Where a LoRA delta is computed: the LoraBackend interface, row routing, the local backend."""

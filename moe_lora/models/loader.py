@@ -176,7 +176,7 @@ def _refuse_unexpected(model: CausalLM, checkpoint: Checkpoint, weights: WeightM
         )
 
 
-# Where the families' checkpoints keep the parameters of a layer stack (see `loader.WeightMap`).
+# Where the families' checkpoints keep the parameters of a layer stack (see `WeightMap`).
 #
 # Legend: E experts, F expert inner size, H hidden size.
 

@@ -14,8 +14,7 @@ from moe_lora.core.errors import ConfigError
 # What of a batch the time of its step depends on.
 #
 # Legend: S the requests of a step; t_i tokens and r_i rank of request i (rank 0: the base model); T = sum
-# t_i;
-# R_a rank and T_a tokens of distinct adapter a; p = experts per token / experts.
+# t_i; R_a rank and T_a tokens of distinct adapter a; p = experts per token / experts.
 
 
 FEATURES = ("step", "tokens", "experts", "padded_ranks", "ranks", "adapter_ranks", "expert_ranks")

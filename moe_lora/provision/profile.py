@@ -124,7 +124,7 @@ class ServerTables:
 class Tables:
     """Measurements of one model.  server: by the EP degree x of the LoRA Server's layout.
 
-    attention: of all of a layer but its experts; None = derived from rates and `attention_fixed_s`.
+    attention: of all of a layer but its experts; None = derived from rates and `fixed_us.attention`.
     """
 
     taken_at: Sizes

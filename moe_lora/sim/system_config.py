@@ -28,6 +28,12 @@ def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
     return adapter_bytes[name]
 
 
+def _not_negative(place: str, value: float) -> None:
+    """Infinity is allowed: nobody is stopped for another."""
+    if not value >= 0:
+        raise ConfigError(f"{place}={value} must be 0 or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(Settings):
     """An LLM instance.
@@ -71,7 +77,7 @@ class LocalConfig(Settings):
     capacity: int = setting(least=1)
     load_bytes_per_s: float = math.inf
     fetch_bytes_per_s: float = math.inf
-    starvation_s: float = setting(5.0, least=0)
+    starvation_s: float = setting(5.0, check=_not_negative)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +91,7 @@ class SimLoraServerConfig(LocalConfig):
     """One LoRA Server for all instances, of `capacity` slots.
 
     load_bytes_per_s: of all its GPUs together.  num_stages: groups of GPUs that work on different layers
-    (y of EPx-PPy).  layer_wise: see `adapters.LoadLink`.  control_s: from asking for a lease to hearing of
+    (y of EPx-PPy).  layer_wise: see `sources.LoadLink`.  control_s: from asking for a lease to hearing of
     it; a step begins without those that wait for that.  prefetched: adapters that are resident before the
     first request, the last of them given up first; at most `capacity`.
     """

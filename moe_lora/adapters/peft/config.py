@@ -14,16 +14,13 @@ from typing import Any
 
 from moe_lora.core.errors import AdapterError
 
-# The order of columns in the lora_B of a 3-D expert parameter: PEFT's, or the one Unsloth wrote for a
-# while.
+# The order of columns in the lora_B of a 3-D expert parameter: PEFT's, or the one Unsloth wrote for a while.
 #
-# Legend: O out_features, R LoRA rank, E experts.  PEFT writes lora_B [O, R·E] ("rank_major", column r·E +
-# e).
+# Legend: O out_features, R LoRA rank, E experts.  PEFT writes lora_B [O, R·E] ("rank_major", column r·E + e).
 # Unsloth's own expert code, from 2026-02-05 to 2026.9.5, trained and saved [O, E·R] ("grouped_by_expert",
-# column e·R + r) and left no word of it in the file; trained with UNSLOTH_MOE_LORA_MERGED=1 it was rank-
-# major.
-# From 2026.9.6 on it writes PEFT's order and says so.  Both orders have one shape, so only the config can
-# tell.
+# column e·R + r) and left no word of it in the file; trained with UNSLOTH_MOE_LORA_MERGED=1 it was
+# rank-major. From 2026.9.6 on it writes PEFT's order and says so.  Both orders have one shape, so only the
+# config can tell.
 # Source: unsloth_zoo, temporary_patches/moe_utils.py (read at 2026.10.9).
 
 
@@ -110,8 +107,7 @@ class ExpertLayout:
 # Typed reading of adapter_config.json, and the refusal of what is not plain LoRA.
 #
 # A key that is not known here is an error, because it could change what the adapter computes, unless its
-# value
-# is null: then it asks for nothing.
+# value is null: then it asks for nothing.
 
 
 # Keys that never change what a trained adapter computes at inference.

@@ -117,7 +117,7 @@ def _dbrx_layer() -> dict[str, tuple[Place, ...]]:
 # PEFT flattens a 3-D parameter asymmetrically: A's rows are expert-major [E·R, I], B's columns
 # rank-major [O, R·E]. Versions that took a stored [E, O, I] weight for [E, I, O] wrote A [E·R, O] and
 # B [I, R·E] instead ("swapped"); the same delta with the roles of A and B exchanged.  Unsloth grouped
-# B's columns by expert for a while (`expert_layout`).
+# B's columns by expert for a while (`config.ExpertLayout`).
 
 
 _FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
@@ -137,7 +137,7 @@ class Shaped(Protocol):
 class PairSource:
     """Where one pair lies in the file, and what the config says of it.
 
-    grouped: the columns of a fused lora_B are grouped by expert (see `expert_layout`).
+    grouped: the columns of a fused lora_B are grouped by expert (see `config.ExpertLayout`).
     """
 
     place: Place

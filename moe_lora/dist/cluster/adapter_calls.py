@@ -1,4 +1,4 @@
-"""Adapters loaded, unloaded and pinned on every instance of a instance_registry, or on none."""
+"""Adapters loaded, unloaded and pinned on every instance, or on none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's resumable over the instances that compute it, one after the other if they end under it."""
+"""A request that goes on at another instance when the one that computes it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's part in a instance_registry: in routing while it gets on, out of it while it is silent."""
+"""An instance's health: in routing while it gets on, out of it while it is silent."""
 
 from __future__ import annotations
 

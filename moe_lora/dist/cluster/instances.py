@@ -41,7 +41,7 @@ class ServedVersion:
 
 @dataclass(frozen=True)
 class Holding:
-    """That an instance holds all that is served but `missing`.  incarnation: see `wire.Hello`."""
+    """That an instance holds all that is served but `missing`.  incarnation: see `messages.Hello`."""
 
     incarnation: str | None
     missing: frozenset[str] = frozenset()

@@ -269,7 +269,7 @@ class DialledClient(CallableEngine):
 
 
 class InstanceListener:
-    """Lets engines of this cluster into the instance_registry.
+    """Lets engines of this cluster into the `InstanceRegistry`.
 
     entry: how they come into routing; by default they are given what they lack before.  on_give_up: called
     with the name of one that is taken for dead, after its connection was ended.

@@ -39,7 +39,7 @@ class _Running:
 
 
 class FleetClient:
-    """`EngineClient` over the instances of a instance_registry (see there for its contract).
+    """`EngineClient` over the instances of an `InstanceRegistry` (see `EngineClient` for its contract).
 
     When an instance ends, its unfinished requests go on at another one, from the token they had reached.
     Adapters are loaded, unloaded and pinned everywhere or nowhere.  meter: counts each adapter's tokens,

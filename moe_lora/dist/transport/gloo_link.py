@@ -1,7 +1,7 @@
 """One connection between two processes over gloo send/recv: requests one way, answers the other.
 
 A gloo process group has fixed members, so each connection is a group of its own with two: the owner of the
-windows (0) and whoever attached (1).  They meet over a socket (`gloo_meeting`).
+windows (0) and whoever attached (1).  They meet over a socket (`MeetingStore`).
 """
 
 from __future__ import annotations
@@ -159,8 +159,7 @@ class Link:
 
 # How the two ends of a gloo link tell each other their addresses: over a socket of their own.
 #
-# torch's TCPStore would look up the name of each end that connects, and wait seconds for a resolver that
-# does
+# torch's TCPStore would look up the name of each end that connects, and wait seconds for a resolver that does
 # not answer.
 
 

@@ -37,9 +37,8 @@ from .shm_library import LocalWindow, SignalWaiter, SignalWords
 #
 # A memfd has no name, so nothing is left behind however a process ends: the kernel frees it with the last
 # mapping.  A peer opens /proc/PID/fd/FD; a random tag in the header tells whether that is still the segment
-# it
-# was told of.  Layout: a header page {magic, tag, num_bytes, num_signals}, {freed}, {doorbell}; signals, 64
-# bytes each; data, at a page.
+# it was told of.  Layout: a header page {magic, tag, num_bytes, num_signals}, {freed}, {doorbell}; signals,
+# 64 bytes each; data, at a page.
 
 
 _MAGIC = int.from_bytes(b"moelora1", "little")

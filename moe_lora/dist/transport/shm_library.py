@@ -154,7 +154,7 @@ OwnerT = TypeVar("OwnerT", bound=Owner)
 
 
 class LocalWindow(ABC, Generic[OwnerT]):
-    """A `contract.WaitedWindow`; subclasses make `bytes` and `words`, and free them."""
+    """A `WaitedWindow`; subclasses make `bytes` and `words`, and free them."""
 
     bytes: torch.Tensor
     words: SignalWords

@@ -28,16 +28,12 @@ if TYPE_CHECKING:
 # Three ways to walk a batch, chosen by `kernel`; all give the same bits:
 #
 # - "sgmv", ours: the rows of one (adapter, expert) form a segment, whose matrices are read once, at true
-# rank.
-# Cost: the distinct matrices that the batch touches.
+#   rank. Cost: the distinct matrices that the batch touches.
 # - "bgmv", Punica's gather per row (arXiv 2310.18547): no grouping, and every row reads and multiplies as
-# many
-# rows of A and B as the largest rank of the batch has; what lies after a smaller matrix (moved back where
-# the
-# arena would end) is multiplied too and its products discarded. A row whose adapter has nothing at the site
-# costs nothing. Cost: num_rows * max(R) (Toppings, equation 2).
-# - "mbgmv", S-LoRA's (arXiv 2311.03285): no grouping, each row at its true rank. Cost: sum(R) over the
-# rows.
+#   many rows of A and B as the largest rank of the batch has; what lies after a smaller matrix (moved back
+#   where the arena would end) is multiplied too and its products discarded. A row whose adapter has nothing
+#   at the site costs nothing. Cost: num_rows * max(R) (Toppings, equation 2).
+# - "mbgmv", S-LoRA's (arXiv 2311.03285): no grouping, each row at its true rank. Cost: sum(R) over the rows.
 #
 # The two baselines are for measuring beside ours.
 

@@ -1,7 +1,7 @@
 """Which meta-parameters each kernel is launched with: committed tables, and an override.
 
 A table is a JSON file `configs/<gpu name>.json`. Its entries are keyed by kernel, dtype, phase and the widths
-of the site. What fixes the order in which a row is accumulated (the algorithm, and `spaces.ORDER_FIXING`)
+of the site. What fixes the order in which a row is accumulated (the algorithm, and `ORDER_FIXING`)
 must not depend on the phase, as a decode row has a prefill chunk beside it in one step and none in the next:
 a table that breaks this is refused. Only tiles of tokens, stages and grids may differ by phase.
 `state` of an entry says whether it was `tuned` on that GPU or is a `default` that nobody has measured.
@@ -306,11 +306,9 @@ def override(kernel: str, config: Config) -> Iterator[None]:
         _overrides.reset(token)
 
 
-# How kernels are launched: on a CUDA device, or on CPU tensors by Triton's interpreter
-# (TRITON_INTERPRET=1).
+# How kernels are launched: on a CUDA device, or on CPU tensors by Triton's interpreter (TRITON_INTERPRET=1).
 #
-# A launch never waits for the device: grids are bounded by host numbers, and the work that a persistent
-# grid
+# A launch never waits for the device: grids are bounded by host numbers, and the work that a persistent grid
 # shares out is counted in device memory. So launches can be captured into CUDA graphs.
 
 

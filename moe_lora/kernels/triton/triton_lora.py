@@ -44,15 +44,13 @@ if TYPE_CHECKING:
 #
 # `wgmma`: SGMV, tensor-core tiles with swapped operands.
 # `vector`: BGMV, one row per work item, sums by threads.
-# `fused`: shrink and expand in one kernel, for small ranks; only where the caller of a whole delta allows
-# it.
+# `fused`: shrink and expand in one kernel, for small ranks; only where the caller of a whole delta allows it.
 #
 # A row's result must not depend on the rows beside it, so neither segment length nor the number of rows may
-# decide, nor whether the step is a decode one, which is a matter of the rows beside it too.  Where the
-# table
+# decide, nor whether the step is a decode one, which is a matter of the rows beside it too.  Where the table
 # gives classes of ranks different algorithms, each class is a launch of its own that passes over the other
-# ranks.  The engine and the LoRA Server never allow `fused`: its sums are ordered
-# differently, and a delta computed whole must equal, bit for bit, one computed in two halves.
+# ranks.  The engine and the LoRA Server never allow `fused`: its sums are ordered differently, and a delta
+# computed whole must equal, bit for bit, one computed in two halves.
 
 
 ALGORITHMS = ("wgmma", "vector", "fused")

@@ -79,11 +79,9 @@ def iar_curves(inputs: PlanInputs, global_batch: float, up_to: int) -> dict[str,
 
 # Capacities that hold for a load and for every smaller one.
 #
-# IAR is not monotone in the load: far above the expected number of active adapters the hot ones that fit
-# are
+# IAR is not monotone in the load: far above the expected number of active adapters the hot ones that fit are
 # nearly all that is seen, and IAR rises again.  A plan has to hold at night as well, so both questions here
-# are
-# about all loads up to one: those of a geometric grid, and the load itself.
+# are about all loads up to one: those of a geometric grid, and the load itself.
 
 
 GRID_RATIO = 1.25  # between loads that are tried; the same ones for every load

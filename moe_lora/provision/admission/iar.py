@@ -22,14 +22,11 @@ from moe_lora.workload.popularity.popularity import (
     checked_probabilities,
 )
 
-# Sums of independent Bernoulli variables in many groups, from a few points of their characteristic
-# function.
+# Sums of independent Bernoulli variables in many groups, from a few points of their characteristic function.
 #
 # X_j = 1 with probability q_j, S = sum of X_j, S_i the same without adapter i; variance v = sum q_j (1 -
-# q_j).
-# On the unit circle |E z^S| <= exp(-v (1 - cos theta)): the larger the sum, the fewer points count, about
-# 25
-# whatever its size.
+# q_j). On the unit circle |E z^S| <= exp(-v (1 - cos theta)): the larger the sum, the fewer points count,
+# about 25 whatever its size.
 
 
 OUTSIDE = 1e-13  # probability that may lie outside the window
@@ -252,27 +249,22 @@ class AdmissibilityModel:
 
 # The smallest capacity whose IAR reaches a target, without trying each.
 #
-# Write turned_away(M) = 1 - IAR(M) = sum_i p_i (1 - q_i) T_i, T_i = Pr[S_i >= M], S_i the number of
-# resident
+# Write turned_away(M) = 1 - IAR(M) = sum_i p_i (1 - q_i) T_i, T_i = Pr[S_i >= M], S_i the number of resident
 # adapters other than i.
 #
-# From the expected number of active adapters A up, tau = 0 and only M grows, so IAR grows: steps that
-# double,
+# From the expected number of active adapters A up, tau = 0 and only M grows, so IAR grows: steps that double,
 # then bisection.
 #
 # Below A, sum_i q_i = M, and when M grows every q_i grows and the mean of S with it: T_i may grow too, and
-# IAR
-# fall.  Over all capacities in [a, b], b <= A, with q, q' the residencies at a and b, every S has variance
-# at
-# least v = sum q_i (1 - q'_i), and two bounds hold (h = `largest_probability`, d = `largest_step`):
+# IAR fall.  Over all capacities in [a, b], b <= A, with q, q' the residencies at a and b, every S has
+# variance at least v = sum q_i (1 - q'_i), and two bounds hold (h = `largest_probability`, d =
+# `largest_step`):
 #
-# - The median of a sum of Bernoulli variables whose mean is whole is that mean (Jogdeo and Samuels 1968),
-# so
-# T_i >= 1/2 - q_i h(v - 1/4).
-# - From M to M + 1, Pr[S_i >= M + 1] rises by sum_j q_j-growth Pr[S_ij = M], and the growths sum to 1,
-# while
-# Pr[S_i = M] is lost: as Pr[S_ij = M] differs from it by at most 3/2 d(v - 1/2) on average, T_i falls by at
-# most (growth of q_i) h(v - 1/4) + 3/2 d(v - 1/2) per step.
+# - The median of a sum of Bernoulli variables whose mean is whole is that mean (Jogdeo and Samuels 1968), so
+#   T_i >= 1/2 - q_i h(v - 1/4).
+# - From M to M + 1, Pr[S_i >= M + 1] rises by sum_j q_j-growth Pr[S_ij = M], and the growths sum to 1, while
+#   Pr[S_i = M] is lost: as Pr[S_ij = M] differs from it by at most 3/2 d(v - 1/2) on average, T_i falls by at
+#   most (growth of q_i) h(v - 1/4) + 3/2 d(v - 1/2) per step.
 #
 # A stretch whose bound exceeds what may be turned away is skipped; others are halved, the lower half first.
 

@@ -1,7 +1,7 @@
 """LoRAServe's placement: which servers serve an adapter, and what share of its requests each.
 
 Source: LoRAServe, Algorithm 1 and section IV-A, steps 1 to 5.  Where the paper leaves a choice, it is said
-here; step 1's estimate of the demand is `demand_history`, step 6 is `policies.routers`.
+here; step 1's estimate of the demand is `DemandHistory` of the controller, step 6 is `policies.routers`.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ from .placement_problem import PlacementProblem, Shares, tokens_by_rank
 # How many servers serve up to which rank: the exact optimum where shares may be split at will.
 #
 # A server whose highest rank is R computes every row padded to R (Punica's BGMV, S-LoRA's kernels by
-# LoRAServe
-# section III-A5), so at load T it serves T · p(R) tokens/s, p the operating points.  With x(R) servers of
-# each
-# R, ranks >= r fit if and only if their demand is at most T · sum over R >= r of x(R) p(R), for every r.
+# LoRAServe section III-A5), so at load T it serves T · p(R) tokens/s, p the operating points.  With x(R)
+# servers of each R, ranks >= r fit if and only if their demand is at most T · sum over R >= r of x(R) p(R),
+# for every r.
 
 
 _STEPS = 60

@@ -247,21 +247,18 @@ def kv_requests(gpu: Gpu, shape: ModelShape, instance_gpus: int, context_tokens:
 #
 # Legend: lambda loads per second, D seconds of one on the links of a rank (all ranks load their parts of an
 # adapter side by side, so their queues are alike), rho = lambda D, L instances, t seconds of a step, t0 of
-# one
-# that waits for nothing, l layers.
+# one that waits for nothing, l layers.
 #
 # - Misses: Che's approximation of an LRU cache (`AdapterLoads`); a share of the requests, whatever their
-# rate.
+#   rate.
 # - Queue: M/D/1.  Its backlog exceeds x with probability exp(-theta x), lambda (exp(theta D) - 1) = theta
-# (Lundberg's exponent, Kingman's bound); below rho = 1 only.
-# - Stall: a load is asked for at the begin of a step, a step ahead of the request's first one (prefetch),
-# and
-# needs to be whole at the last layer of that one (layer-wise loading): there are t + t0 (1 - 1/l) for it,
-# and
-# later ones hold up the whole batch.  lambda t / L loads are asked for at a time, so
-# t = t0 + (1 - exp(-lambda t / L)) exp(-theta (t + t0 (1 - 1/l))) / theta.
+#   (Lundberg's exponent, Kingman's bound); below rho = 1 only.
+# - Stall: a load is asked for at the begin of a step, a step ahead of the request's first one (prefetch), and
+#   needs to be whole at the last layer of that one (layer-wise loading): there are t + t0 (1 - 1/l) for it,
+#   and later ones hold up the whole batch.  lambda t / L loads are asked for at a time, so t = t0 + (1 -
+#   exp(-lambda t / L)) exp(-theta (t + t0 (1 - 1/l))) / theta.
 # - TTFT: P95 is that of steps alone, or the quantile of the backlog and two steps: a request asks up to one
-# after it came, and those before it did, so that the queue is up to one behind that of M/D/1.
+#   after it came, and those before it did, so that the queue is up to one behind that of M/D/1.
 
 
 STEPS_TO_FIRST_TOKEN = 2.95

@@ -147,8 +147,7 @@ class Shifting:
 # LoRAServe's popularities, which are over ranks: 8, 16, 32, 64, 128, each with its own adapters.
 #
 # Every shape splits the adapters over the five ranks in order, as evenly as may be (25 adapters: 5 a rank),
-# and
-# a rank's share evenly over its adapters unless it says otherwise.
+# and a rank's share evenly over its adapters unless it says otherwise.
 # Source: LoRAServe sections V-E and V-H.
 
 

@@ -207,7 +207,7 @@ import os
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.engine import torchrun
+from moe_lora.engine.ranks import follower as torchrun
 from moe_lora.engine.build import build_engine
 
 if os.environ["RANK"] == "0":

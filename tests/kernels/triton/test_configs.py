@@ -139,8 +139,8 @@ def test_choices_must_cover_every_rank_once():
 def test_package_imports_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from moe_lora.kernels.gpu import lora, launch, configs, aot\n"
-        "try: launch.kernels('wgmma_expand')\n"
+        "from moe_lora.kernels.triton import aot, configs, triton_lora\n"
+        "try: configs.kernels('wgmma_expand')\n"
         "except ImportError as error: assert 'pip install triton' in str(error), error\n"
         "else: raise SystemExit(1)"
     )

@@ -26,7 +26,7 @@ from .cluster_state import ClusterState, ControllerMethods, Figures, FrontEndRep
 from .controller_link import ControllerLink
 from .placement_controller import Routes
 
-# The instance_registry of a front end whose adapters a controller looks after.
+# The registry of instances of a front end whose adapters a controller looks after.
 
 
 class DirectedInstanceRegistry(InstanceRegistry):
@@ -120,7 +120,7 @@ class DirectedFleet(FleetClient):
 
 
 class DirectedRouting:
-    """Brings what the controller says to the instance_registry and the router, and reports to it.
+    """Brings what the controller says to the `InstanceRegistry` and the router, and reports to it.
 
     It is also what the front end shows as its placement: see `controller_views.PlacementView`.
     """

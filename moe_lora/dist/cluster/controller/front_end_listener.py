@@ -53,7 +53,7 @@ class Session:
 
 
 class Host(Protocol):
-    """Whom the front_end_listener tells what front ends do."""
+    """Whom the listener tells what front ends do."""
 
     def joined(self, session: Session, hello: FrontEndHello) -> None: ...
 

@@ -27,8 +27,7 @@ from moe_lora.provision.placement.placement_problem import PlacementQuality, pla
 
 # Tokens per second of each adapter in the time step to come, from those of the steps before.
 #
-# `provision.online` counts requests over a sliding window for the cache's model; a placement is made once
-# per
+# `provision.online` counts requests over a sliding window for the cache's model; a placement is made once per
 # time step, from tokens.
 
 

@@ -83,7 +83,7 @@ class DataWelcome(Message, frozen=True):
 
 
 class RankWelcome(Message, frozen=True, kw_only=True):
-    """How a rank's memory is laid out (`memory.Memory`), and the leader's incarnation."""
+    """How a rank's memory is laid out (`server.rank_memory.Memory`), and the leader's incarnation."""
 
     capacity: int
     num_pages: tuple[int, ...]

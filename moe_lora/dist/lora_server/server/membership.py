@@ -191,7 +191,7 @@ def find_rank(
 
 
 class TurnsListener(threading.Thread):
-    """Lets the first rank of the stage announce whose turn it is (see `serving.DataLoop`)."""
+    """Lets the first rank of the stage announce whose turn it is (see `data_loop.DataLoop`)."""
 
     def __init__(
         self, find: Callable[[], str], keys: Keys | None, hello: TurnsHello, seen: Callable[[], int]

@@ -1,4 +1,4 @@
-// The C interface of the CPU kernels, as called by moe_lora/kernels/cpu.py; semantics in reference.py.
+// The C interface of the CPU kernels, as called by moe_lora/kernels/cpu/cpu.py; semantics in reference.py.
 //
 // Strides and widths are in elements unless named otherwise. `dtype`: 0 fp32, 1 bf16. `threads`: upper limit.
 // Functions that return int32_t: 0 = done, negative = refused (codes below), nothing written.
@@ -9,7 +9,7 @@
 
 enum Refusal : int32_t { kBadExpert = -2, kBadSlot = -3, kBadOffset = -4, kBadPage = -5, kBadSequence = -6 };
 
-// How a step's LoRA rows meet their matrices: see cpu_lora.py.
+// How a step's LoRA rows meet their matrices: see kernels/cpu/cpu.py.
 enum LoraKernel : int32_t { kSgmv = 0, kBgmv = 1, kMbgmv = 2 };
 
 constexpr int kMaxModules = 8;
