@@ -45,36 +45,46 @@ SYSTEMS = {"coupled": System(3, 0), "server": System(2, SERVER_EP)}
 
 def serve(system: System, port: int) -> None:
     """Serve over HTTP until a signal ends it."""
-    from moe_lora.assemble import serve as serve_config
-    from moe_lora.config import EngineConfig, RoutingConfig
+    from moe_lora import assemble
+    from moe_lora.config import EmulationConfig, EngineConfig, FrontEndConfig, LoraServerConfig
+    from moe_lora.config.cluster import ClusterConfig
 
     device = read_device()
     adapters = tuple(sorted((place.parent.name, str(place.parent)) for place in _adapter_files()))
     num_bytes = sum(place.stat().st_size for place in _adapter_files()) / len(adapters)
-    profile = device.step_profile(NUM_LAYERS, SLOWDOWN, kernel_ratio=1.0, overlap=True)
-    config = EngineConfig(
-        model_dir=str(HERE / "model"),
+
+    def load_gb_per_s(num_gpus: int) -> float:
+        return num_bytes / (SLOWDOWN * device.load_s(num_gpus)) / 1e9
+
+    model_dir = HERE / "model"
+    engine = EngineConfig(
+        model_dir=str(model_dir),
         adapters=adapters,
         # Beside a LoRA Server an instance keeps the attention's part only, a fiftieth of DBRX's bytes.
         max_loras=len(adapters) if system.server_gpus else device.instance_slots(CACHE_SHARE) // SCALE,
         max_num_seqs=256,
         eager=True,
         num_instances=system.num_instances,
-        step_profile=profile,
-        load_gb_per_s=num_bytes / (SLOWDOWN * device.load_s(device.instance_gpus)) / 1e9,
+        emulation=EmulationConfig(
+            step_profile=device.step_profile(NUM_LAYERS, SLOWDOWN, kernel_ratio=1.0, overlap=True),
+            load_gb_per_s=load_gb_per_s(device.instance_gpus),
+        ),
     )
-    options = {
-        "layout": "EP1-PP1",
-        "capacity": device.server_slots(system.server_gpus) // SCALE,
-        "load_gb_per_s": num_bytes / (SLOWDOWN * device.load_s(max(1, system.server_gpus))) / 1e9,
-        "lora_time": profile.lora,
-    }
-    serve_config(
-        config,
-        host="127.0.0.1",
-        port=port,
-        routing=RoutingConfig(routing="adapter_affinity"),
-        lora_server=options if system.server_gpus else None,
+    lora_server = (
+        LoraServerConfig(
+            capacity=device.server_slots(system.server_gpus) // SCALE,
+            load_gb_per_s=load_gb_per_s(system.server_gpus),
+        )
+        if system.server_gpus
+        else None
+    )
+    assemble.serve(
+        ClusterConfig(
+            engine=engine,
+            served_model_name=model_dir.name,
+            lora_server=lora_server,
+            front_end=FrontEndConfig(host="127.0.0.1", port=port, routing="adapter_affinity"),
+        )
     )
 
 
