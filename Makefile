@@ -17,7 +17,7 @@ $(VENV)/.installed: setup.cfg setup.py pyproject.toml $(wildcard moe_lora/*/csrc
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=74.1" wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[test]"
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[test]"
 	touch $@
 
 demo: venv
