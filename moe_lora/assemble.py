@@ -17,7 +17,7 @@ from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.engine.client.client import CallableEngine, EngineClient
 from moe_lora.policies.routing import Router, TokenMeter
 
-from .config import EngineConfig, LoraServerConfig
+from .config import ONE_FRONT_END, EngineConfig, LoraServerConfig
 
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.controller.placement_controller import Routes
@@ -119,8 +119,6 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
     from moe_lora.engine.text.text import load_tokenizer
     from moe_lora.serve.cluster_roles import serve_deciding, serve_directed
     from moe_lora.serve.server import bind
-
-    from .config import ONE_FRONT_END
 
     name = name or ONE_FRONT_END
     front_end = cluster.front_end_named(name)

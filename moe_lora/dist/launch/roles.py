@@ -22,7 +22,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import state_folder
 from moe_lora.dist.net.keys import Keys, keys_of
 
-from .host_roles import THREADS_PER_RANK, StartInstance, StartRank, say_started
+from .host_roles import THREADS_PER_RANK, StartInstance, StartRank, say_started, thread_share
 
 _PARENT_S = 0.5
 
@@ -84,8 +84,6 @@ def serve_instance(cluster: ClusterConfig, place: JobPlace, name: str, status: i
     """One LLM instance, which dials every front end; its first rank is the engine, others follow it."""
     from moe_lora.dist.lora_server.protocol.reach import own_host
     from moe_lora.engine.client.process import usable_cores, worker_environment
-
-    from .host_roles import thread_share
 
     config = cluster.instance(name)
     doors, keys = cluster.doors(), keys_of(cluster)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from moe_lora.config import MAX_COUNT
-from moe_lora.core.request import SamplingParams
+from moe_lora.core.request import GREEDY_BELOW, SamplingParams
 from moe_lora.serve.http_errors import bad_request
 
 from .answers import UsageInStream
@@ -142,8 +142,6 @@ MAX_CHOICES = 1024
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_ID_CHARS = 256
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow."""
 
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
