@@ -11,7 +11,7 @@ from .errors import user_errors
 
 @click.group()
 def cluster() -> None:
-    """Prepare a cluster over several hosts (docs/cluster.md)."""
+    """Prepare a cluster over several hosts (docs/guides/cluster.md)."""
 
 
 @cluster.command()

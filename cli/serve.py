@@ -57,7 +57,7 @@ _GROUPS = {
             "--config",
             "config_file",
             metavar="FILE",
-            help="Settings from a file (docs/cluster.md); options given here go before it.",
+            help="Settings from a file (docs/reference/cluster_file.md); options given here go before it.",
         ),
         click.option(
             "--role",

@@ -52,7 +52,7 @@ def qwen_rates() -> dict[str, Any]:
 
 
 def row(case: Case, plans: dict[str, dict[str, Any]]) -> str:
-    """One line of the table in docs/provisioning.md."""
+    """One line of the table in docs/results/plans.md."""
     cells = [case.model, case.label, *(_cell(plans[name]) for name in ("paper", "corrected")), case.paper]
     return "| " + " | ".join(cells) + " |"
 
@@ -73,7 +73,7 @@ def _counted(number: int, noun: str) -> str:
 
 @click.command()
 @click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON lines; written anew.")
-@click.option("--markdown", is_flag=True, help="Print the table of docs/provisioning.md.")
+@click.option("--markdown", is_flag=True, help="Print the table of docs/results/plans.md.")
 def main(out: str, markdown: bool) -> None:
     """Plan every case."""
     env = environment(out)  # before the old table goes, which would make the tree a changed one

@@ -135,7 +135,7 @@ class PoolConfig(Settings):
 
     replicas: int = setting(1, least=1, option="--pool-replicas", unset="every instance has all")
     """Keep each adapter in the host memory of this many instances only; the others read it there
-    (docs/placement.md)."""
+    (docs/guides/placement.md)."""
     transport: str = setting("shm", choices=POOL_TRANSPORTS)
     """How they read it: shm on one host, gloo between hosts."""
     host: str | None = setting(None, unset="the one from which it reaches the front end")
@@ -189,7 +189,8 @@ class EngineConfig(Settings):
     cache_policy: str = setting(
         CACHE_POLICIES[0], choices=CACHE_POLICIES, option="--cache-policy", group="Memory"
     )
-    """Which of them leave the device and come back.  Those with -wo are ablations (docs/architecture.md)."""
+    """Which of them leave the device and come back.  Those with -wo are ablations
+    (docs/explanation/cache.md)."""
     swap_interval_s: float = setting(0.1, above=0)
     """How often pages are moved ahead of need."""
     swap_out_above: float = 0.95

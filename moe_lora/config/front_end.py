@@ -48,7 +48,7 @@ def _port(default: Any, **rule: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig(Settings):
-    """How requests are spread over instances (docs/placement.md)."""
+    """How requests are spread over instances (docs/guides/placement.md)."""
 
     SECTION: ClassVar[str] = "front_end"
     GROUP: ClassVar[str] = "Several instances and front ends"
@@ -59,8 +59,8 @@ class RoutingConfig(Settings):
         option="--routing",
         unset="by the placement if there is one, else least_outstanding",
     )
-    """How requests are spread over instances (docs/placement.md); rank_aware and shortest_pending_time need
-    --performance-model."""
+    """How requests are spread over instances (docs/guides/placement.md); rank_aware and
+    shortest_pending_time need --performance-model."""
     performance_model: str | None = setting(None, path="place", option="--performance-model", metavar="FILE")
     """Step times by rank, of `moe-lora profile-steps`, for the routers that need them."""
     performance_form: str = setting("full", choices=PERFORMANCE_FORMS)
@@ -72,7 +72,7 @@ class RoutingConfig(Settings):
     adapter_load_s_per_rank: float = setting(0.0, least=0)
     """Seconds to load an adapter by its rank, as shortest_pending_time counts it."""
     placement: str | None = setting(None, choices=PLACEMENTS, option="--placement", unset="not at all")
-    """Divide adapters over instances, and route by that (docs/placement.md)."""
+    """Divide adapters over instances, and route by that (docs/guides/placement.md)."""
     placement_interval_s: float = setting(30.0, above=0, option="--placement-interval-s")
     """From one placement to the next."""
     operating_points: str | None = setting(

@@ -1,6 +1,6 @@
 """Tables of settings in the docs, made from the classes.
 
-    python -m moe_lora.config.tables docs/*.md
+    python -m moe_lora.config.tables docs/*/*.md
 
 Between `<!-- settings: SECTION -->` and `<!-- end -->` stands what a section of the cluster file may hold,
 between `<!-- options: SECTION ... -->` and `<!-- end -->` the options of `moe-lora serve` of some sections.

@@ -106,7 +106,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTiming:
-    """Where a request's time went inside the engine, in seconds (definitions: docs/metrics.md).
+    """Where a request's time went inside the engine, in seconds (definitions: docs/reference/metrics.md).
 
     TTFT is their sum but first_decode_s.  queue_s: arrival until admitted, less the two that follow.
     adapter_load_s: held up while the adapter was on its way to the device (LoRA cold start).  kv_load_s: held

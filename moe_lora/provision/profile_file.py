@@ -1,4 +1,4 @@
-"""Profiles as JSON files (fields: docs/provisioning.md, "Profiles"): those shipped, and a user's own.
+"""Profiles as JSON files (fields: docs/reference/profiles.md): those shipped, and a user's own.
 
 Two kinds: "tables" holds measured times of one model at some batch sizes, "roofline" only rates and fixed
 latencies.

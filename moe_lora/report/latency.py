@@ -1,4 +1,4 @@
-"""The one place where TTFT, TPOT, ITL, E2E and their kin are defined. Symbols: docs/metrics.md.
+"""The one place where TTFT, TPOT, ITL, E2E and their kin are defined. Symbols: docs/reference/metrics.md.
 
 sent     the client begins to send the request
 first    the first token arrives;  token_times_s[0]

@@ -34,7 +34,7 @@ def test_committed_plans_are_what_the_planner_says(index: int) -> None:
 
 
 def test_docs_hold_the_committed_rows() -> None:
-    text = (ROOT / "docs" / "provisioning.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results" / "plans.md").read_text(encoding="utf-8")
     for case, record in zip(CASES, COMMITTED, strict=False):
         assert row(case, record["result"]) in text
 

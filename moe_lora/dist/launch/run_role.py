@@ -30,7 +30,7 @@ def serve_started(start: StartInstance | StartRank, status: int | None, starts: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--config", metavar="FILE", help="cluster.yaml, see docs/cluster.md")
+    parser.add_argument("--config", metavar="FILE", help="cluster.yaml, see docs/reference/cluster_file.md")
     parser.add_argument("--role", choices=("lora-server", "instance"))
     parser.add_argument("--name", help="of the instance, unlike all others'  [default: instance-0]")
     for hidden in ("--start-fd", "--parent", "--status-fd", "--starts"):

@@ -206,7 +206,7 @@ def corrected_admissibility_rate(popularity: Probabilities, global_batch: float,
     global_batch: mean number of requests in service, > 0.  capacity: adapters that fit, >= 1.
     1.0 exactly if and only if capacity covers every adapter of popularity > 0.  Arrivals are Poisson,
     services exponential with mean 1: the process of `moe_lora.sim.slot_queue`, which this agrees with
-    (docs/provisioning.md).
+    (docs/explanation/estimator.md).
     Raises ValueError for anything else, saying what was given.
     """
     demand = _demand(popularity, global_batch, capacity)

@@ -143,7 +143,7 @@ PLACEHOLDER_DIR = "MODEL_DIR"
 
 
 def plan_yaml(plan: Plan, model_dir: str | None, adapters: Sequence[tuple[str, str]] = ()) -> str:
-    """cluster.yaml for the plan (fields: docs/cluster.md).
+    """cluster.yaml for the plan (fields: docs/reference/cluster_file.md).
 
     model_dir: None writes a placeholder, and a comment that says so.  adapters: (name, directory) pairs;
     others come over HTTP or from --lora-dir.
@@ -169,8 +169,9 @@ def plan_yaml(plan: Plan, model_dir: str | None, adapters: Sequence[tuple[str, s
         "# folders under adapters (name: folder), or give --lora-dir, or load them over HTTP.",
         f"# M* = {plan.capacity} for an IAR of {plan.inputs['target_iar']:g}; the server's GPUs hold "
         f"{plan.slots}; bound by {plan.binding_constraint}",
-        "# For one host. Over several (docs/cluster.md) add certificates, lora_server.address, store_dir and",
-        "# transport, front_end.engines_address, and set engine.num_instances to the instances of a host.",
+        "# For one host. Over several (docs/reference/cluster_file.md) add certificates,",
+        "# lora_server.address, store_dir and transport, front_end.engines_address, and set",
+        "# engine.num_instances to the instances of a host.",
     ]
     if model_dir is None:
         lines.append(f"# {PLACEHOLDER_DIR} is a placeholder: put the checkpoint's folder there.")

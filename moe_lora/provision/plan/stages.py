@@ -60,7 +60,7 @@ class StageTimes:
     lora_rank: mean over requests.  context_tokens: mean tokens of KV that a decode row reads.
     probabilities: of the adapters, for a roofline's distinct adapters in a batch.  Raises ConfigError where
     the profile has no rates and is of another model.
-    Rules (docs/provisioning.md, "Profiles"): a row here counts as row_inputs, row_outputs or row_pair_values
+    Rules (docs/reference/profiles.md): a row here counts as row_inputs, row_outputs or row_pair_values
     here / there rows of the profiled model; activations also by NICs of the instance, there / here.
     """
 

@@ -1,4 +1,4 @@
-"""Metrics of the LoRA Server, and of what the controller makes of the load (see docs/metrics.md)."""
+"""Metrics of the LoRA Server, and of what the controller makes of the load (docs/reference/metrics.md)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ProvisionCollector:
         return gauge
 
 
-# Metrics of the placement (see docs/metrics.md).
+# Metrics of the placement (see docs/reference/metrics.md).
 
 
 class PlacementCollector:
@@ -107,7 +107,7 @@ class PlacementCollector:
         yield held
 
 
-# Metrics of a front end's link to its controller (see docs/metrics.md).
+# Metrics of a front end's link to its controller (see docs/reference/metrics.md).
 
 
 class LinkCollector:

@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names where they exist, our own under moe_lora: (see docs/metrics.md)."""
+"""Prometheus metrics: vLLM's names where they exist, our own under moe_lora: (docs/reference/metrics.md)."""
 
 from __future__ import annotations
 
