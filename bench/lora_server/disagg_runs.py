@@ -16,7 +16,8 @@ from moe_lora.assemble import engine_processes, lora_server_processes
 from moe_lora.config import EmulationConfig, EngineConfig, LoraServerConfig
 from moe_lora.config.plan import ReplayOptions, WorkloadOptions
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.policies.routing import ByAdapter, balanced_assignment
+from moe_lora.policies.routers import PhiRouting
+from moe_lora.policies.routing import balanced_assignment
 from moe_lora.report.latency import RequestRecord, SloTargets
 from moe_lora.report.replay import replay
 from moe_lora.report.run_file import summarize
@@ -153,7 +154,8 @@ def started(
 ) -> Iterator[EngineClient]:
     """The system's processes; each adapter's requests go to one instance, balanced greedily."""
     loads = dict(zip(popularity.adapters, popularity.probabilities, strict=True))
-    router = ByAdapter(balanced_assignment(loads, config.num_instances))
+    owners = balanced_assignment(loads, config.num_instances)
+    router = PhiRouting({name: [(index, 1.0)] for name, index in owners.items()})
     with lora_server_processes(config, server) as joined, engine_processes(joined, router) as client:
         yield client
 

@@ -14,7 +14,8 @@ from bench.lora_server.disagg_device import Device
 from bench.lora_server.disagg_plan import Plan, System
 from bench.lora_server.disagg_runs import Files, planned, tokens_per_s
 from moe_lora.config.engine import StageTime
-from moe_lora.policies.routing import ByAdapter, balanced_assignment
+from moe_lora.policies.routers import PhiRouting
+from moe_lora.policies.routing import balanced_assignment
 from moe_lora.report.latency import ClientTiming, RequestRecord, SloTargets
 from moe_lora.report.run_file import summarize
 from moe_lora.sim.running import SimRequest
@@ -46,7 +47,10 @@ def simulated(device: Device, trace: Trace, config: dict[str, Any]) -> dict[str,
         for request in planned(trace, files, plan, config["arrivals"], config["rate_per_s"])
     ]
     shares = dict(zip(files.popularity.adapters, files.popularity.probabilities, strict=True))
-    router = partial(ByAdapter, balanced_assignment(shares, system.num_instances))
+    table = {
+        name: [(index, 1.0)] for name, index in balanced_assignment(shares, system.num_instances).items()
+    }
+    router = partial(PhiRouting, table)
     result = simulate(replace(_system_config(device, plan, system, trace), router=router), requests)
     return _summary(result.requests, plan)
 

@@ -96,6 +96,7 @@ class PhiRouting:
     requests an instance's number is below phi · n + 1, and above phi · n - (instances - 1).  Absent instances
     leave their share to the others.  The base model, adapters that the table does not have, and those of
     which no instance is there go where the least token work is left.
+    With one instance a row, each adapter's requests are where it is assigned to (InfiniLoRA, section 6.1).
     Source: LoRAServe, section IV, "Architecture Overview".
     """
 

@@ -145,23 +145,6 @@ class RoundRobin:
         return chosen
 
 
-class ByAdapter:
-    """Each adapter's requests on the instance it is assigned to (InfiniLoRA, section 6.1).
-
-    The base model, adapters without an instance, and those whose instance is absent go where the least
-    token work is left.  assignment: adapter -> instance index.
-    """
-
-    def __init__(self, assignment: Mapping[str, int]) -> None:
-        self._assignment = assignment
-        self._otherwise = LeastOutstanding()
-
-    def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        index = None if request.adapter is None else self._assignment.get(request.adapter)
-        own = next((one for one in instances if one.index == index), None)
-        return self._otherwise.choose(request, instances) if own is None else own
-
-
 def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[str, int]:
     """Adapter -> instance: the heaviest adapter first, each to the instance with the least load so far
     (of equal ones to that with the fewest adapters).

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.policies.routing import ByAdapter, LeastOutstanding, RoundRobin, balanced_assignment
+from moe_lora.policies.routers import PhiRouting
+from moe_lora.policies.routing import LeastOutstanding, RoundRobin, balanced_assignment
 
 
 @dataclass
@@ -64,14 +65,15 @@ def test_turns_are_fair(num_instances, num_requests):
 
 
 def test_adapters_go_to_their_instance_and_the_rest_where_least_is_to_do():
-    router = ByAdapter({"a": 0, "b": 1})
+    router = PhiRouting({"a": [(0, 1.0)], "b": [(1, 1.0)]})
     instances = [Instance(0, 9), Instance(1, 8), Instance(2, 1)]
     chosen = [router.choose(Request(name), instances).index for name in ("a", "b", "unassigned", None)]
     assert chosen == [0, 1, 2, 2]
 
 
 def test_adapter_whose_instance_is_absent_goes_where_least_is_to_do():
-    assert ByAdapter({"a": 1}).choose(Request("a"), [Instance(0, 5), Instance(2, 4)]).index == 2
+    router = PhiRouting({"a": [(1, 1.0)]})
+    assert router.choose(Request("a"), [Instance(0, 5), Instance(2, 4)]).index == 2
 
 
 def test_heaviest_first_balances():

@@ -6,7 +6,8 @@ import pytest
 
 from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.core.errors import CapacityError, ConfigError
-from moe_lora.policies.routing import ByAdapter, RoundRobin
+from moe_lora.policies.routers import PhiRouting
+from moe_lora.policies.routing import RoundRobin
 from moe_lora.sim.system import simulate
 
 from .systems import asked, coupled, flat_profile, served, server
@@ -144,6 +145,7 @@ def test_prompts_are_computed_in_chunks_where_prefill_is_here():
 def test_routers_of_the_real_front_end_choose_the_instance():
     plan = asked((0.0, "a", 1), (0.0, "b", 1), (0.0, "a", 1), (0.0, "a", 1))
     config = coupled(1, num_instances=2)
-    for router, expected in ((RoundRobin, [0, 1, 0, 1]), (lambda: ByAdapter({"a": 1, "b": 0}), [1, 0, 1, 1])):
+    table = {"a": [(1, 1.0)], "b": [(0, 1.0)]}
+    for router, expected in ((RoundRobin, [0, 1, 0, 1]), (lambda: PhiRouting(table), [1, 0, 1, 1])):
         requests = run(replace(config, router=router), plan)
         assert [request.instance for request in requests] == expected
