@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moe_lora.cache.orders import Copy, LoadAdapter, Namespace, Order, Readiness
 from moe_lora.cache.unified import UnifiedCache
@@ -16,9 +20,10 @@ from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
 from moe_lora.workload.conversations import TurnRequest
 
-from .cached_requests import CachedRequest, CachedResult
+from .cached_requests import PARTS, CachedRequest
 from .events import EventQueue
 from .step_time import TransformerTime
+from .system import mean, percentile
 
 # Adapters of a simulated instance, as its scheduler sees them.
 
@@ -190,24 +195,23 @@ class CachedConfig:
         )
 
 
-@dataclass(eq=False)
-class _State:
-    done: list[CachedRequest] = field(default_factory=list)
-    samples: list[Mapping[str, int]] = field(default_factory=list)
-    num_steps: int = 0
-    last_step_s: float = 0.0
-    computing: bool = False
-    aborted: bool = False
-
-
 class CachedInstance:
-    """Continuous batching in steps; a request whose bytes are on their way waits alone."""
+    """Continuous batching in steps; a request whose bytes are on their way waits alone.
+
+    done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: more requests waited than
+    allowed.
+    """
 
     def __init__(
         self, config: CachedConfig, policy: CachingPolicy, requests: Sequence[TurnRequest], max_waiting: int
     ) -> None:
         self.events = EventQueue()
-        self.state = _State()
+        self.done: list[CachedRequest] = []
+        self.samples: list[Mapping[str, int]] = []
+        self.num_steps = 0
+        self.aborted = False
+        self._computing = False
+        self._last_step_s = 0.0
         self._config = config
         self._requests = requests
         self._max_waiting = max_waiting
@@ -241,7 +245,7 @@ class CachedInstance:
 
     @property
     def _over(self) -> bool:
-        return self.state.aborted or len(self.state.done) == len(self._requests)
+        return self.aborted or len(self.done) == len(self._requests)
 
     def _arrive(self, index: int) -> None:
         if index == len(self._requests):
@@ -251,7 +255,7 @@ class CachedInstance:
         def come() -> None:
             self._arrive(index + 1)
             self.scheduler.add(CachedRequest(planned))
-            self.state.aborted |= len(self.scheduler.waiting) > self._max_waiting
+            self.aborted |= len(self.scheduler.waiting) > self._max_waiting
             self._step()
 
         self.events.at(planned.arrival_s, come)
@@ -261,11 +265,11 @@ class CachedInstance:
             return
         now_s = self.events.now_s()
         oldest = self.scheduler.oldest
-        if oldest is not None and now_s - STUCK_S > max(self.state.last_step_s, oldest.arrival_s):
+        if oldest is not None and now_s - STUCK_S > max(self._last_step_s, oldest.arrival_s):
             index = oldest.planned.index
             raise CapacityError(f"request {index} alone has no room; raise num_device_pages or shorten it")
-        if now_s >= len(self.state.samples) * SAMPLE_S:
-            self.state.samples.append(self.cache.usage())
+        if now_s >= len(self.samples) * SAMPLE_S:
+            self.samples.append(self.cache.usage())
         self.cache.tick(now_s, len(self.scheduler.running))
         self.links.submit(self.cache.take_orders(), urgent=False)
         self.events.at(now_s + self._config.tick_s, self._tick)
@@ -277,7 +281,7 @@ class CachedInstance:
 
     def _step(self) -> None:
         """Begin a step unless one is under way or there is nothing to compute."""
-        if self.state.computing or self._over:
+        if self._computing or self._over:
             return
         plan = self.scheduler.schedule()
         now_s = self.events.now_s()
@@ -286,8 +290,8 @@ class CachedInstance:
                 self.links.hurry(request.adapter_uid)
         self.links.submit(self.cache.take_orders(), urgent=True)
         if plan:
-            self.state.computing = True
-            self.state.num_steps += 1
+            self._computing = True
+            self.num_steps += 1
             self.events.at(now_s + self._step_s(plan), lambda: self._end(plan))
 
     def _step_s(self, plan: Plan) -> float:
@@ -304,20 +308,53 @@ class CachedInstance:
 
     def _end(self, plan: Plan) -> None:
         now_s = self.events.now_s()
-        self.state.computing, self.state.last_step_s = False, now_s
+        self._computing, self._last_step_s = False, now_s
         self.scheduler.advance(plan)
         for item in plan:
             request = item.sequence
             if not request.num_uncomputed and request.append(now_s):
                 self.scheduler.finish(request)
-                self.state.done.append(request)
+                self.done.append(request)
         self._step()
+
+    def summary(self, since_s: float = 0.0) -> dict[str, Any]:
+        """Means over the requests that arrived at since_s or later (ms), shares over the whole run.
+
+        ttft = queue + adapter_cold + history_cold + prefill.  invalid_kv_share: of the device's KV, whose
+        adapter is not there; each look weighs alike.  *_usage: shares of the arenas.
+        """
+        judged = [request for request in self.done if request.arrival_s >= since_s]
+        ttft_ms = _milliseconds(judged, "ttft_s")
+        looks = [look for second, look in enumerate(self.samples) if second >= since_s]
+        num_device_pages, num_host_pages = self._config.num_device_pages, max(1, self._config.num_host_pages)
+        counters, end_s = self.cache.counters, self.events.now_s()
+        num_acquires = counters.adapter_hits + counters.adapter_misses
+        return {
+            "num_requests": len(judged),
+            "ttft_ms": mean(ttft_ms),
+            "p99_ttft_ms": percentile(ttft_ms, 99),
+            **{f"{part}_ms": mean(_milliseconds(judged, f"{part}_s")) for part in PARTS},
+            "tpot_ms": mean(_milliseconds(judged, "tpot_s")),
+            "adapter_hit_rate": _share(counters.adapter_hits, num_acquires),
+            "kv_device_hit_rate": _share(counters.kv_device_hit_tokens, counters.kv_query_tokens),
+            "kv_host_hit_rate": _share(counters.kv_host_hit_tokens, counters.kv_query_tokens),
+            "invalid_kv_share": mean(
+                [_share(look["device_kv_invalid"], look["device_kv"]) or 0.0 for look in looks]
+            ),
+            "device_usage": mean([1 - look["device_free"] / num_device_pages for look in looks]),
+            "device_adapter_usage": mean([look["device_adapters"] / num_device_pages for look in looks]),
+            "host_usage": mean([1 - look["host_free"] / num_host_pages for look in looks]),
+            "link_in_busy": self.links.busy_s[0] / end_s,
+            "link_out_busy": self.links.busy_s[1] / end_s,
+            "num_preemptions": self.scheduler.num_preemptions,
+            "aborted": self.aborted,
+        }
 
 
 def simulate_cached(
     config: CachedConfig, policy: CachingPolicy, requests: Sequence[TurnRequest], *, max_waiting: int = 10**9
-) -> CachedResult:
-    """Every request to its last token.  Nothing is drawn: equal arguments, equal results.
+) -> CachedInstance:
+    """The instance after every request's last token.  Nothing is drawn: equal arguments, equal results.
 
     requests: by arrival; each answer has a token at least.  max_waiting: stop when more wait for room than
     that (far above saturation the rest tells nothing).  Raises CapacityError for a request that never finds
@@ -325,16 +362,14 @@ def simulate_cached(
     """
     instance = CachedInstance(config, policy, requests, max_waiting)
     instance.events.run()
-    state = instance.state
-    return CachedResult(
-        requests=state.done,
-        counters=instance.cache.counters,
-        samples=state.samples,
-        num_preemptions=instance.scheduler.num_preemptions,
-        num_steps=state.num_steps,
-        copied_s=(instance.links.busy_s[0], instance.links.busy_s[1]),
-        end_s=instance.events.now_s(),
-        num_device_pages=config.num_device_pages,
-        num_host_pages=config.num_host_pages,
-        aborted=state.aborted,
-    )
+    return instance
+
+
+def _milliseconds(requests: Sequence[CachedRequest], name: str) -> NDArray[np.float64]:
+    """An attribute in seconds of all that have it."""
+    values = np.array([getattr(request, name) for request in requests], dtype=np.float64)
+    return values[~np.isnan(values)] * 1e3
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

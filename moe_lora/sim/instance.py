@@ -17,8 +17,8 @@ from moe_lora.policies.routing import InstanceLoad
 
 from .events import EventQueue
 from .running import RunningRequests, SimRequest, WaitingRequests
-from .sources import AdapterSource, SimResidency
-from .step_time import StepTimer, delayed_step_s
+from .sources import AdapterSource
+from .step_time import StepTime, delayed_step_s
 from .system_config import InstanceConfig
 
 # Equal steps taken together.
@@ -75,7 +75,7 @@ class SimInstance:
         self,
         index: int,
         config: InstanceConfig,
-        step_time: StepTimer,
+        step_time: StepTime,
         events: EventQueue,
         on_finish: Callable[[SimRequest], None],
     ) -> None:
@@ -94,7 +94,6 @@ class SimInstance:
 
     def connect(self, source: AdapterSource) -> None:
         self._source = source
-        self._residency = SimResidency(source, self._events)
 
     @property
     def num_steps(self) -> int:
@@ -116,7 +115,7 @@ class SimInstance:
         request.instance = self.index
         self._outstanding_tokens += self._running.work(request)
         self.load.add(request.adapter, request.prompt_tokens)
-        self._residency.wait(request)
+        self._source.wait(request)
         self._waiting.add(request)
         self.look_again()
 
@@ -171,7 +170,7 @@ class SimInstance:
     def _first_step_s(self, step_s: float, started: list[SimRequest], now_s: float) -> float:
         """A step that has prompt tokens, and waits for the adapters of those that start with it."""
         step_s += self._step_time.prompts_s(self._running)
-        loaded_s = self._residency.loaded_s(started)
+        loaded_s = self._source.loaded_s(started)
         if loaded_s is None:
             return step_s
         first_layer_s, last_layer_s = (moment_s - now_s for moment_s in loaded_s)
@@ -184,18 +183,19 @@ class SimInstance:
         if not self._waiting or not self._has_room:
             return started
         whole = True
-        turned_away: set[int | None] = set()
+        turned_away: set[str | None] = set()
 
         def acquire(request: SimRequest) -> bool:
-            found = self._residency.acquire(request)
+            found = self._source.acquire(request)
             if not found:
-                turned_away.add(request.adapter_uid)
+                turned_away.add(request.adapter)
             return found
 
         queue = self._waiting.candidates()
         for request in admissible(queue, acquire, now_s, self._source.starvation_s):
             if request.num_tokens > self._free_kv_tokens:
-                self._residency.give_back(request)
+                self._source.wait(request)
+                self._source.release(request)
                 whole = False
                 break
             admitted.append(request)
@@ -214,7 +214,7 @@ class SimInstance:
     def _take(self, request: SimRequest, now_s: float) -> bool:
         """Give the request its place; whether it starts now."""
         self._free_kv_tokens -= request.num_tokens
-        adapter = self._residency.adapter(request)
+        adapter = self._source.adapter(request)
         if adapter is not None and adapter.told_s > now_s:
             self._running.join_at(adapter.told_s, request)
             return False
@@ -223,7 +223,7 @@ class SimInstance:
 
     def _start(self, request: SimRequest, now_s: float) -> None:
         request.admitted_s = now_s
-        adapter = self._residency.adapter(request)
+        adapter = self._source.adapter(request)
         if adapter is not None and self._source.loads_first:
             request.admitted_s = max(now_s, adapter.first_layer_s)
         self.load.start(request.adapter, request.prompt_tokens)
@@ -232,6 +232,6 @@ class SimInstance:
     def _finish(self, request: SimRequest) -> None:
         self._free_kv_tokens += request.num_tokens
         self.load.end(request.adapter, request.prompt_tokens, started=True)
-        if self._residency.release(request):
+        if self._source.release(request):
             self._waiting.freed()
         self._on_finish(request)

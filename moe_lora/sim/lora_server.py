@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from moe_lora.core.clock import Clock
 from moe_lora.dist.lora_server.server.leases import LeaseTable
 from moe_lora.dist.lora_server.server.residency import Grant, Load
 
-from .sources import LoadLink, SimAdapter
+from .sources import AdapterSource, LoadLink, SimAdapter
 from .system_config import AdapterBytes, SimLoraServerConfig, bytes_of
-
-
-class SimLease(NamedTuple):
-    """When its instance hears of it, and when first and last layer are loaded."""
-
-    told_s: float
-    first_layer_s: float
-    last_layer_s: float
 
 
 class SimLoraServer:
@@ -29,48 +20,44 @@ class SimLoraServer:
         self, config: SimLoraServerConfig, adapter_bytes: AdapterBytes, num_layers: int, clock: Clock
     ) -> None:
         self.link = LoadLink(config.load_bytes_per_s, num_layers, layer_wise=config.layer_wise)
+        self.clock = clock
         self._table = LeaseTable(config.capacity, (), 1, starvation_s=config.starvation_s)
         self._adapter_bytes = adapter_bytes
         self._num_stages = config.num_stages
         self._control_s = config.control_s
-        self._clock = clock
         self._clients: list[RemoteAdapters] = []
         self._registered: set[str] = set()
         self._loaded_s: dict[str, tuple[float, float]] = {}
-        self._layer_s: list[float] = []
-        self._delta_s: list[float] = []
         self._prefetch(config.prefetched)
 
     def client(self, on_grant: Callable[[], None], on_contention: Callable[[], None]) -> RemoteAdapters:
         """A further instance's access.  on_grant: an adapter that it waited for is ready, or being loaded.
         on_contention: its layers may take another time from now on, because of other instances.
         """
-        client = RemoteAdapters(self, len(self._clients), on_grant, on_contention)
+        client = RemoteAdapters(self, str(len(self._clients)), on_grant, on_contention)
         self._clients.append(client)
-        self._layer_s.append(0.0)
-        self._delta_s.append(0.0)
         return client
 
-    def acquire(self, index: int, name: str) -> None:
+    def acquire(self, instance: str, name: str) -> None:
         """Give the instance its lease, now or when there is room."""
         self._register(name)
-        self._table.acquire(str(index), name, self._clock.now_s())
+        self._table.acquire(instance, name, self.clock.now_s())
         self._carry_out()
 
-    def release(self, index: int, name: str) -> None:
-        self._table.release(str(index), name, self._clock.now_s())
+    def release(self, instance: str, name: str) -> None:
+        self._table.release(instance, name, self.clock.now_s())
         self._carry_out()
 
-    def work(self, index: int, layer_s: float, delta_s: float) -> float:
+    def work(self, client: RemoteAdapters, layer_s: float, delta_s: float) -> float:
         """See `AdapterSource.work`; tells the other instances where it makes a difference to them."""
-        before_s = sum(self._delta_s)
-        self._layer_s[index], self._delta_s[index] = layer_s, delta_s
-        after_s = sum(self._delta_s)
+        before_s = sum(one.delta_s for one in self._clients)
+        client.layer_s, client.delta_s = layer_s, delta_s
+        after_s = sum(one.delta_s for one in self._clients)
         if before_s != after_s:
             most_s = max(before_s, after_s) / self._num_stages
-            for client in self._clients:
-                if client.index != index and 0 < self._layer_s[client.index] < most_s:
-                    client.on_contention()
+            for other in self._clients:
+                if other is not client and 0 < other.layer_s < most_s:
+                    other.on_contention()
         return after_s / self._num_stages if delta_s else 0.0
 
     def _register(self, name: str) -> None:
@@ -90,60 +77,60 @@ class SimLoraServer:
         for event in self._table.take_events():
             if isinstance(event, Load):
                 num_bytes = bytes_of(self._adapter_bytes, event.adapter_id)
-                self._loaded_s[event.adapter_id] = self.link.load(self._clock.now_s(), num_bytes)
+                self._loaded_s[event.adapter_id] = self.link.load(self.clock.now_s(), num_bytes)
             elif isinstance(event, Grant):
-                told_s = self._clock.now_s() + self._control_s
-                lease = SimLease(told_s, *self._loaded_s[event.adapter_id])
-                self._clients[int(event.instance)].take(event.adapter_id, lease)
+                told_s = self.clock.now_s() + self._control_s
+                self._clients[int(event.instance)].take(
+                    event.adapter_id, told_s, *self._loaded_s[event.adapter_id]
+                )
 
 
-class RemoteAdapters:
+class RemoteAdapters(AdapterSource):
     """`AdapterSource` of one instance: an adapter is ready while the instance has a lease.
 
     The lease table stops those that come after a starving request.  Were the instances to do so too, each
     could keep the others waiting for ever: with leases given to it for requests behind a starving one, which
     itself waits for a slot.
+    layer_s, delta_s: what the instance said last (`work`).
     """
-
-    loads_first = False
-    starvation_s = math.inf
 
     def __init__(
         self,
         server: SimLoraServer,
-        index: int,
+        instance: str,
         on_grant: Callable[[], None],
         on_contention: Callable[[], None],
     ) -> None:
-        self.index = index
+        super().__init__(server.clock)
         self.on_contention = on_contention
+        self.layer_s = self.delta_s = 0.0
+        self._instance = instance
         self._on_grant = on_grant
         self._server = server
-        self._leases: dict[str, SimLease] = {}
+        self._leases: set[str] = set()
         self._waits: set[str] = set()
 
     def hold(self, adapter: SimAdapter) -> bool:
         name = adapter.name
         if name not in self._leases and name not in self._waits:
-            self._server.acquire(self.index, name)
+            self._server.acquire(self._instance, name)
             if name not in self._leases:
                 self._waits.add(name)
-        if name in self._waits:
-            return False
-        adapter.told_s, adapter.first_layer_s, adapter.last_layer_s = self._leases[name]
-        return True
+        return name in self._leases
 
     def let_go(self, adapter: SimAdapter) -> bool:
-        del self._leases[adapter.name]
-        self._server.release(self.index, adapter.name)
+        self._leases.remove(adapter.name)
+        self._server.release(self._instance, adapter.name)
         return False  # whoever finds room is told by a grant
 
-    def take(self, name: str, lease: SimLease) -> None:
-        """The lease is given."""
-        self._leases[name] = lease
+    def take(self, name: str, told_s: float, first_layer_s: float, last_layer_s: float) -> None:
+        """The lease is given: heard of at told_s, first and last layer loaded at the other times."""
+        self._leases.add(name)
+        adapter = self._adapters[name]
+        adapter.told_s, adapter.first_layer_s, adapter.last_layer_s = told_s, first_layer_s, last_layer_s
         if name in self._waits:
             self._waits.remove(name)
             self._on_grant()
 
     def work(self, layer_s: float, delta_s: float) -> float:
-        return self._server.work(self.index, layer_s, delta_s)
+        return self._server.work(self, layer_s, delta_s)

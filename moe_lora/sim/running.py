@@ -11,7 +11,6 @@ from itertools import chain, islice
 
 from moe_lora.policies.admission import shortest_first
 from moe_lora.policies.step_model import Row, StepModel, StepWork
-from moe_lora.workload.replay_plan import PlannedRequest
 
 # A request on its way through the simulated system.
 
@@ -20,7 +19,7 @@ from moe_lora.workload.replay_plan import PlannedRequest
 class SimRequest:
     """What is asked for, and when what happened to it (seconds; NaN: not yet).
 
-    arrival_s: at the instance that serves it.  adapter, adapter_uid: None for the base model.
+    arrival_s: at the instance that serves it.  adapter: None for the base model.
     admitted_s: it has left the queue, and the load of its adapter is over where that holds up the step.
     first_token_s, finish_s: first and last token.  decode_ttft_s: queue, adapter load and first decode step,
     without prefill (InfiniLoRA section 2.3, footnote).  at_once: it started with the first step after its
@@ -32,7 +31,6 @@ class SimRequest:
     index: int
     arrival_s: float
     adapter: str | None
-    adapter_uid: int | None
     prompt_tokens: int
     output_tokens: int
     lora_rank: int = 0
@@ -44,6 +42,11 @@ class SimRequest:
     first_token_s: float = math.nan
     decode_ttft_s: float = math.nan
     finish_s: float = math.nan
+
+    @property
+    def adapter_uid(self) -> str | None:
+        """For admission: a name stands for one adapter here."""
+        return self.adapter
 
     @property
     def num_left(self) -> int:
@@ -61,21 +64,6 @@ class SimRequest:
         if self.output_tokens < 2:
             return math.nan
         return (self.finish_s - self.first_token_s) / (self.output_tokens - 1)
-
-
-def from_plan(planned: PlannedRequest, adapter_uid: int | None, lora_rank: int = 0) -> SimRequest:
-    """The planned request before anything happens to it.  Raises ValueError for an answer of no token."""
-    if planned.output_tokens < 1:
-        raise ValueError(f"request {planned.index} has output_tokens={planned.output_tokens}; give 1 or more")
-    return SimRequest(
-        planned.index,
-        planned.arrival_s,
-        planned.adapter,
-        adapter_uid,
-        planned.prompt_tokens,
-        planned.output_tokens,
-        lora_rank,
-    )
 
 
 @dataclass(slots=True)
@@ -144,7 +132,7 @@ class RunningRequests:
 
     def start(self, request: SimRequest) -> None:
         """Compute the request from the next step on."""
-        self.num_with_adapter += request.adapter_uid is not None
+        self.num_with_adapter += request.adapter is not None
         if self._prefill_tokens is None:
             self._add_row(request, request.output_tokens)
         else:
@@ -196,7 +184,7 @@ class RunningRequests:
                 done.append(request)
         for request in done:
             request.finish_s = now_s
-            self.num_with_adapter -= request.adapter_uid is not None
+            self.num_with_adapter -= request.adapter is not None
         return done
 
     def _add_row(self, request: SimRequest, num_steps: int) -> None:
@@ -257,18 +245,18 @@ class WaitingRequests:
         return [*islice(self._refused.values(), 1), *self._new.values()]
 
     def scanned(
-        self, started: Iterable[SimRequest], turned_away: Collection[int | None], *, whole: bool
+        self, started: Iterable[SimRequest], turned_away: Collection[str | None], *, whole: bool
     ) -> None:
         """These of the candidates have started.  whole: none of the others wants anything but its adapter.
 
-        turned_away: uids of adapters that got no slot.
+        turned_away: adapters that got no slot.
         """
         for request in started:
             request.at_once = self._num_steps == request.num_steps_before + 1
             if self._new.pop(request.index, None) is None:
                 del self._refused[request.index]
         for request in self._new.values():
-            request.waited_for_adapter = whole or request.adapter_uid in turned_away
+            request.waited_for_adapter = whole or request.adapter in turned_away
         self._refused.update(self._new)
         self._new.clear()
         self._freed = not whole

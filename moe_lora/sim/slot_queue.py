@@ -9,11 +9,9 @@ it waits; when a slot frees, waiting requests are scanned first come first serve
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -124,10 +122,8 @@ def simulate_admission(
     `moe_lora.workload.popularity.popularity`; num_arrivals is at least 20, warm_up at least 0.
     """
     probabilities = checked_probabilities(popularity)
-    batch, slots = (
-        checked_global_batch(global_batch),
-        SlotQueue(len(probabilities), checked_capacity(capacity)),
-    )
+    batch = checked_global_batch(global_batch)
+    slots = SlotQueue(len(probabilities), checked_capacity(capacity))
     if num_arrivals < NUM_BATCHES:
         raise ValueError(
             f"num_arrivals={num_arrivals} is too few; choose {NUM_BATCHES} or more (100000 usual)"
@@ -136,37 +132,28 @@ def simulate_admission(
         raise ValueError(f"warm_up={warm_up} is not allowed; choose a number of mean service times >= 0")
     draws = _draws(probabilities, np.random.default_rng(seed))
     _run(slots, draws, batch, math.ceil(warm_up * batch))
-    sizes = np.diff(np.linspace(0, num_arrivals, NUM_BATCHES + 1).astype(int)).tolist()
-    tallies = [_run(slots, draws, batch, size) for size in sizes]
-    shares = [tally.num_started / size for tally, size in zip(tallies, sizes, strict=True)]
-    total = _Tally(*(sum(column) for column in zip(*tallies, strict=True)))
+    sizes = np.diff(np.linspace(0, num_arrivals, NUM_BATCHES + 1).astype(int))
+    tallies = np.array([_run(slots, draws, batch, size) for size in sizes.tolist()])
+    num_started, duration, *integrals = tallies.sum(axis=0)
+    active, waiting_adapters, waiting, in_service = (float(integral / duration) for integral in integrals)
     return AdmissionResult(
         num_arrivals=num_arrivals,
-        immediate_admissibility_rate=total.num_started / num_arrivals,
-        standard_error=statistics.stdev(shares) / math.sqrt(NUM_BATCHES),
-        mean_active=total.active / total.duration,
-        mean_waiting_adapters=total.waiting_adapters / total.duration,
-        mean_waiting=total.waiting / total.duration,
-        mean_in_service=total.in_service / total.duration,
-        mean_wait=total.waiting / total.duration / batch,
+        immediate_admissibility_rate=float(num_started / num_arrivals),
+        standard_error=float(np.std(tallies[:, 0] / sizes, ddof=1) / math.sqrt(NUM_BATCHES)),
+        mean_active=active,
+        mean_waiting_adapters=waiting_adapters,
+        mean_waiting=waiting,
+        mean_in_service=in_service,
+        mean_wait=waiting / batch,
     )
-
-
-class _Tally(NamedTuple):
-    """Requests that started at once, and integrals over time."""
-
-    num_started: int
-    duration: float
-    active: float
-    waiting_adapters: float
-    waiting: float
-    in_service: float
 
 
 def _run(
     slots: SlotQueue, draws: Iterator[tuple[float, int]], global_batch: float, num_arrivals: int
-) -> _Tally:
-    """Let events happen until so many requests came."""
+) -> tuple[float, ...]:
+    """Let events happen until so many requests came: those that started at once, the time, and integrals over
+    it of active adapters, waiting adapters, waiting requests and requests in service.
+    """
     num_started = 0
     duration = active = waiting_adapters = waiting = in_service = 0.0
     while num_arrivals:
@@ -184,7 +171,7 @@ def _run(
             num_started += slots.arrive(adapter)
         else:
             slots.finish(min(int(point - global_batch), len(slots.in_service) - 1))
-    return _Tally(num_started, duration, active, waiting_adapters, waiting, in_service)
+    return num_started, duration, active, waiting_adapters, waiting, in_service
 
 
 def _draws(probabilities: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[float, int]]:

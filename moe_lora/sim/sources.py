@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from moe_lora.core.clock import Clock
 from moe_lora.policies.admission import least_recently_used
@@ -23,7 +23,6 @@ class SimAdapter:
     """
 
     name: str
-    uid: int
     num_running: int = 0
     num_waiting: int = 0
     last_used_s: float = -math.inf
@@ -32,31 +31,82 @@ class SimAdapter:
     last_layer_s: float = -math.inf
 
 
-class AdapterSource(Protocol):
-    """Makes adapters ready for one instance; the twin of `engine.adapters.adapter_loader.AdapterLoader`."""
+class AdapterSource(ABC):
+    """Counts one instance's requests of each adapter and makes adapters ready for them, as
+    `engine.adapters.manager` does.
 
-    loads_first: bool
-    """Whether a request leaves the queue only when its adapter is there, holding up the step meanwhile."""
-    starvation_s: float
-    """See `policies.admission.admissible`; inf where somebody else sees to it."""
+    loads_first: a request leaves the queue only when its adapter is there, holding up the step meanwhile.
+    starvation_s: see `policies.admission.admissible`; inf where somebody else sees to it.
+    """
 
+    loads_first = False
+    starvation_s = math.inf
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._adapters: dict[str, SimAdapter] = {}
+
+    @abstractmethod
     def hold(self, adapter: SimAdapter) -> bool:
         """Make the adapter ready, or begin to, and keep it so; False if that can't be done now.
 
         Sets the adapter's times.
         """
-        ...
 
+    @abstractmethod
     def let_go(self, adapter: SimAdapter) -> bool:
         """Its last running request ended; whether another adapter of this instance may find room by that."""
-        ...
 
     def work(self, layer_s: float, delta_s: float) -> float:
         """From now on the instance's layers take layer_s each, of which a server computes for delta_s.
 
         Returns the time that a server needs for a layer of all instances.
         """
-        ...
+        return 0.0
+
+    def adapter(self, request: SimRequest) -> SimAdapter | None:
+        """The request's adapter; None for the base model."""
+        name = request.adapter
+        if name is None:
+            return None
+        if name not in self._adapters:
+            self._adapters[name] = SimAdapter(name)
+        return self._adapters[name]
+
+    def wait(self, request: SimRequest) -> None:
+        """The request has joined the queue."""
+        adapter = self.adapter(request)
+        if adapter is not None:
+            adapter.num_waiting += 1
+
+    def acquire(self, request: SimRequest) -> bool:
+        """Have the adapter made ready and hold it for the request; False if there is no place now."""
+        adapter = self.adapter(request)
+        if adapter is None:
+            return True
+        if not self.hold(adapter):
+            return False
+        adapter.num_running += 1
+        adapter.num_waiting -= 1
+        adapter.last_used_s = self._clock.now_s()
+        return True
+
+    def release(self, request: SimRequest) -> bool:
+        """The request has ended; whether another adapter may find room by that."""
+        adapter = self.adapter(request)
+        if adapter is None:
+            return False
+        adapter.num_running -= 1
+        adapter.last_used_s = self._clock.now_s()
+        return adapter.num_running == 0 and self.let_go(adapter)
+
+    def loaded_s(self, requests: Iterable[SimRequest]) -> tuple[float, float] | None:
+        """When first and last layer of all their adapters are there; None if they have none."""
+        adapters = [adapter for request in requests if (adapter := self.adapter(request)) is not None]
+        if not adapters:
+            return None
+        first_layer_s = max(adapter.first_layer_s for adapter in adapters)
+        return first_layer_s, max(adapter.last_layer_s for adapter in adapters)
 
 
 class LoadLink:
@@ -66,13 +116,12 @@ class LoadLink:
     after the other, of which nothing is ready before all is.
     """
 
-    def __init__(self, bytes_per_s: float, num_layers: int, *, layer_wise: bool) -> None:
+    def __init__(self, bytes_per_s: float, num_layers: int = 1, *, layer_wise: bool = False) -> None:
         self._bytes_per_s = bytes_per_s
         self._num_layers = num_layers if layer_wise else 1
         self._free_s = -math.inf
         self._under_way: list[float] = []
         self.num_loads = 0
-        self.busy_s = 0.0
 
     def load(self, now_s: float, num_bytes: float) -> tuple[float, float]:
         """When the first and the last part are there.
@@ -85,17 +134,14 @@ class LoadLink:
         before = len(self._under_way)
         self._under_way.append(self._free_s)
         self.num_loads += 1
-        self.busy_s += load_s
         if self._num_layers == 1:
             return self._free_s, self._free_s
         return min(self._free_s, now_s + (before + 1) * load_s / self._num_layers), self._free_s
 
 
-# A coupled instance: adapters in slots of its own, loaded by itself, idle ones evicted.
-
-
-class LocalAdapters:
-    """`AdapterSource` of `capacity` slots; a load holds up the step, as it does in vLLM's S-LoRA.
+class LocalAdapters(AdapterSource):
+    """Of a coupled instance: `capacity` slots of its own, idle adapters evicted; a load holds up the step, as
+    it does in vLLM's S-LoRA.
 
     link: from the host's memory.  fetches: to it, from other hosts', one after the other.
     """
@@ -103,13 +149,13 @@ class LocalAdapters:
     loads_first = True
 
     def __init__(self, config: LocalConfig, adapter_bytes: AdapterBytes, clock: Clock) -> None:
-        self.link = LoadLink(config.load_bytes_per_s, 1, layer_wise=False)
-        self.fetches = LoadLink(config.fetch_bytes_per_s, 1, layer_wise=False)
+        super().__init__(clock)
+        self.link = LoadLink(config.load_bytes_per_s)
+        self.fetches = LoadLink(config.fetch_bytes_per_s)
         self.starvation_s = config.starvation_s
         self._capacity = config.capacity
         self._adapter_bytes = adapter_bytes
-        self._clock = clock
-        self._resident: dict[int, SimAdapter] = {}
+        self._resident: dict[str, SimAdapter] = {}
         self._on_host: set[str] | None = None
 
     def begin_with(self, names: Iterable[str]) -> None:
@@ -122,14 +168,14 @@ class LocalAdapters:
             self._on_host &= set(names)
 
     def hold(self, adapter: SimAdapter) -> bool:
-        if adapter.uid in self._resident:
+        if adapter.name in self._resident:
             return True
         if len(self._resident) >= self._capacity:
             victim = least_recently_used(self._resident.values())
             if victim is None:
                 return False
-            del self._resident[victim.uid]
-        self._resident[adapter.uid] = adapter
+            del self._resident[victim.name]
+        self._resident[adapter.name] = adapter
         num_bytes = bytes_of(self._adapter_bytes, adapter.name)
         there_s = self._clock.now_s()
         if self._on_host is not None and adapter.name not in self._on_host:
@@ -140,67 +186,3 @@ class LocalAdapters:
 
     def let_go(self, adapter: SimAdapter) -> bool:
         return True  # it stays, but may be evicted now
-
-    def work(self, layer_s: float, delta_s: float) -> float:
-        return 0.0
-
-
-# Which adapters an instance's requests hold or wait for.
-
-
-class SimResidency:
-    """Counts requests of each adapter and asks the source for adapters, as `engine.adapters.manager` does."""
-
-    def __init__(self, source: AdapterSource, clock: Clock) -> None:
-        self._source = source
-        self._clock = clock
-        self._adapters: dict[int, SimAdapter] = {}
-
-    def adapter(self, request: SimRequest) -> SimAdapter | None:
-        """The request's adapter; None for the base model."""
-        if request.adapter is None or request.adapter_uid is None:
-            return None
-        adapter = self._adapters.get(request.adapter_uid)
-        if adapter is None:
-            adapter = self._adapters[request.adapter_uid] = SimAdapter(request.adapter, request.adapter_uid)
-        return adapter
-
-    def wait(self, request: SimRequest) -> None:
-        """The request has joined the queue."""
-        adapter = self.adapter(request)
-        if adapter is not None:
-            adapter.num_waiting += 1
-
-    def acquire(self, request: SimRequest) -> bool:
-        """Have the adapter made ready and pin it for the request; False if there is no place now."""
-        adapter = self.adapter(request)
-        if adapter is None:
-            return True
-        if not self._source.hold(adapter):
-            return False
-        adapter.num_running += 1
-        adapter.num_waiting -= 1
-        adapter.last_used_s = self._clock.now_s()
-        return True
-
-    def give_back(self, request: SimRequest) -> None:
-        """The request, whose adapter was acquired, waits on after all."""
-        self.wait(request)
-        self.release(request)
-
-    def release(self, request: SimRequest) -> bool:
-        """The request has ended; whether another adapter may find room by that."""
-        adapter = self.adapter(request)
-        if adapter is None:
-            return False
-        adapter.num_running -= 1
-        adapter.last_used_s = self._clock.now_s()
-        return adapter.num_running == 0 and self._source.let_go(adapter)
-
-    def loaded_s(self, requests: Iterable[SimRequest]) -> tuple[float, float] | None:
-        """When first and last layer of all their adapters are there; None if they have none."""
-        adapters = [adapter for request in requests if (adapter := self.adapter(request)) is not None]
-        if not adapters:
-            return None
-        first_layer_s = max(adapter.first_layer_s for adapter in adapters)
-        return first_layer_s, max(adapter.last_layer_s for adapter in adapters)

@@ -5,88 +5,46 @@ a performance model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from moe_lora.config.engine import StageTime, StepProfile
-from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import StepModel
 
 from .running import RunningRequests
 from .system_config import InstanceConfig
 
 
-class StepTimer(Protocol):
-    """Asked before each step; it has decode rows, or prompt tokens, or both."""
+class StepTime:
+    """Asked before each step; it has decode rows, or prompt tokens, or both.  remote: a LoRA Server computes
+    the deltas.
+
+    By a profile, a layer of T rows: attention(T) + experts(T) + lora(T), deltas on the instance;
+    attention(T) + max(experts(T), transfer(T) + lora(T)), or the sum without overlap, when they are remote.
+    By a model: a decode step over the decode rows and a prefill step over the prompts, one after the other;
+    the whole is then one layer.
+    """
+
+    def __init__(self, config: InstanceConfig, *, remote: bool) -> None:
+        self._config = config
+        self._remote = remote
 
     def layer_s(self, running: RunningRequests) -> tuple[float, float]:
         """Seconds of a layer's decode rows, the LoRA Server working for nobody else, and of their deltas."""
-        ...
-
-    def step_s(self, layer_s: float, server_s: float) -> float:
-        """Decode rows of all layers.  server_s: see `StepTime.step_s`."""
-        ...
-
-    def prompts_s(self, running: RunningRequests) -> float:
-        """What the prompt tokens add."""
-        ...
-
-
-def step_timer(config: InstanceConfig, *, remote: bool) -> StepTimer:
-    """remote: a LoRA Server computes the deltas."""
-    if config.steps is not None:
-        return ModelTime(config.steps)
-    assert config.profile is not None
-    return StepTime(
-        profile=config.profile, num_layers=config.num_layers, remote=remote, prefill=config.prefill
-    )
-
-
-@dataclass(frozen=True)
-class ModelTime:
-    """A decode step over the decode rows and a prefill step over the prompts, one after the other."""
-
-    model: StepModel
-
-    def layer_s(self, running: RunningRequests) -> tuple[float, float]:
-        assert running.decode is not None
-        return self.model.seconds("decode", running.decode), 0.0
-
-    def step_s(self, layer_s: float, server_s: float) -> float:
-        return layer_s
-
-    def prompts_s(self, running: RunningRequests) -> float:
-        return self.model.prefill_step_s(running.prompts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Decode steps of `num_layers` equal layers; prefill: time of the prompt tokens in them, None: none.
-
-    A layer of T rows: attention(T) + experts(T) + lora(T), deltas on the instance;
-    attention(T) + max(experts(T), transfer(T) + lora(T)), or the sum without overlap, when they are remote.
-    """
-
-    profile: StepProfile
-    num_layers: int
-    remote: bool
-    prefill: StageTime | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_layers < 1:
-            raise ConfigError(f"num_layers={self.num_layers} makes no model; choose 1 or more")
-
-    def layer_s(self, running: RunningRequests) -> tuple[float, float]:
-        profile, num_rows = self.profile, running.num_rows
+        profile, num_rows = self._config.profile, running.num_rows
+        if profile is None:
+            assert self._config.steps is not None
+            assert running.decode is not None
+            return self._config.steps.seconds("decode", running.decode), 0.0
         base_s = profile.experts.seconds(num_rows)
         lora_s = delta_s = profile.lora.seconds(num_rows) if running.num_with_adapter else 0.0
-        if self.remote and running.num_with_adapter:
+        if self._remote and running.num_with_adapter:
             delta_s += profile.transfer.seconds(num_rows)
-        side_by_side = self.remote and profile.overlap
+        side_by_side = self._remote and profile.overlap
         both_s = max(base_s, delta_s) if side_by_side else base_s + delta_s
         return profile.attention.seconds(num_rows) + both_s, lora_s
 
     def prompts_s(self, running: RunningRequests) -> float:
-        return 0.0 if self.prefill is None else self.prefill.seconds(running.num_prompt_tokens)
+        """What the prompt tokens add."""
+        if self._config.steps is not None:
+            return self._config.steps.prefill_step_s(running.prompts)
+        prefill = self._config.prefill
+        return 0.0 if prefill is None else prefill.seconds(running.num_prompt_tokens)
 
     def step_s(self, layer_s: float, server_s: float = 0.0) -> float:
         """A step whose layers take layer_s each, and for each of which the server is busy for server_s.
@@ -94,7 +52,7 @@ class StepTime:
         server_s: of a layer, for all instances together.  It works for one at a time, so none gets through a
         layer faster than that; instances that step alike fall into line, and below that nobody waits.
         """
-        return self.num_layers * max(layer_s, server_s)
+        return self._config.num_layers * max(layer_s, server_s)
 
 
 def delayed_step_s(step_s: float, num_layers: int, first_layer_s: float, last_layer_s: float) -> float:

@@ -18,9 +18,9 @@ from moe_lora.workload.replay_plan import PlannedRequest
 from .events import EventQueue
 from .instance import SimInstance
 from .lora_server import SimLoraServer
-from .running import SimRequest, from_plan
+from .running import SimRequest
 from .sources import LoadLink, LocalAdapters
-from .step_time import step_timer
+from .step_time import StepTime
 from .system_config import PlacementConfig, SimLoraServerConfig, SystemConfig
 
 # Placements made while requests come, as the front end's controller makes them, on the virtual clock.
@@ -119,13 +119,13 @@ class SimResult:
         return {
             "kind": self.kind,
             "num_requests": len(at_once),
-            "admitted_at_once": _mean(at_once),
-            "waited_for_adapter": _mean(for_adapter),
-            "waited_for_room": _mean(1 - at_once - for_adapter),
-            "mean_ttft_s": _mean(ttft_s),
+            "admitted_at_once": mean(at_once),
+            "waited_for_adapter": mean(for_adapter),
+            "waited_for_room": mean(1 - at_once - for_adapter),
+            "mean_ttft_s": mean(ttft_s),
             "p50_ttft_s": percentile(ttft_s, 50),
             "p95_ttft_s": percentile(ttft_s, 95),
-            "mean_tpot_s": _mean(tpot_s[~np.isnan(tpot_s)]),
+            "mean_tpot_s": mean(tpot_s[~np.isnan(tpot_s)]),
         }
 
 
@@ -134,8 +134,9 @@ def percentile(values: NDArray[np.float64], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if len(values) else None
 
 
-def _mean(values: NDArray[np.float64]) -> float | None:
-    return float(values.mean()) if len(values) else None
+def mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
+    """None of no values."""
+    return float(np.mean(values)) if len(values) else None
 
 
 def simulate(
@@ -180,10 +181,8 @@ class System:
         self._give_up = give_up
         self._num_expected = 0
         self._router = config.router()
-        self._uids: dict[str, int] = {}
-        remote = isinstance(config.adapters, SimLoraServerConfig)
         instance = config.instance
-        step_time = step_timer(instance, remote=remote)
+        step_time = StepTime(instance, remote=isinstance(config.adapters, SimLoraServerConfig))
         self._lora_ranks = config.lora_ranks
         self.instances = [
             SimInstance(index, instance, step_time, self.events, self._finish)
@@ -209,9 +208,18 @@ class System:
 
     def _arrive(self, planned: PlannedRequest, later: Iterator[PlannedRequest]) -> None:
         self._expect(later)
-        name = planned.adapter
-        uid = None if name is None else self._uids.setdefault(name, len(self._uids) + 1)
-        request = from_plan(planned, uid, 0 if name is None else self._lora_ranks.get(name, 0))
+        if planned.output_tokens < 1:
+            raise ValueError(
+                f"request {planned.index} has output_tokens={planned.output_tokens}; give 1 or more"
+            )
+        request = SimRequest(
+            planned.index,
+            planned.arrival_s,
+            planned.adapter,
+            planned.prompt_tokens,
+            planned.output_tokens,
+            0 if planned.adapter is None else self._lora_ranks.get(planned.adapter, 0),
+        )
         self._router.choose(request, self.instances).add(request)
 
     def _finish(self, request: SimRequest) -> None:

@@ -28,6 +28,12 @@ def bytes_of(adapter_bytes: AdapterBytes, name: str) -> float:
     return adapter_bytes[name]
 
 
+def _positive(place: str, value: float) -> None:
+    """Infinity is allowed: at once."""
+    if not value > 0:
+        raise ConfigError(f"{place}={value} brings nothing; choose more than 0")
+
+
 def _not_negative(place: str, value: float) -> None:
     """Infinity is allowed: nobody is stopped for another."""
     if not value >= 0:
@@ -75,15 +81,9 @@ class LocalConfig(Settings):
     """
 
     capacity: int = setting(least=1)
-    load_bytes_per_s: float = math.inf
-    fetch_bytes_per_s: float = math.inf
+    load_bytes_per_s: float = setting(math.inf, check=_positive)
+    fetch_bytes_per_s: float = setting(math.inf, check=_positive)
     starvation_s: float = setting(5.0, check=_not_negative)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("load_bytes_per_s", "fetch_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} brings nothing; choose more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ def asked(*rows):
 def simulated(requests, policy="lru", **changes):
     config = config_of(**changes)
     result = simulate_cached(config, make_caching_policy(policy, config.costs()), requests)
-    return sorted(result.requests, key=lambda request: request.planned.index), result
+    return sorted(result.done, key=lambda request: request.planned.index), result
 
 
 def test_first_request_waits_for_its_adapter_and_then_a_step_per_token():
@@ -62,7 +62,7 @@ def test_first_request_waits_for_its_adapter_and_then_a_step_per_token():
     assert request.first_token_s == pytest.approx(1.5 + COPY_S)
     assert request.finish_s == pytest.approx(1.7 + COPY_S)
     assert request.tpot_s == pytest.approx(STEP_S)
-    assert result.copied_s[0] == pytest.approx(0.4 + COPY_S)
+    assert result.links.busy_s[0] == pytest.approx(0.4 + COPY_S)
 
 
 def test_others_compute_while_one_waits_for_its_bytes():
@@ -110,7 +110,7 @@ def test_every_request_ends_with_stamps_in_order_however_little_room_there_is(po
     room = {"num_device_pages": 80, "num_host_pages": 100, "link_bytes_per_s": 1e4}
     done, result = simulated(requests, policy, num_adapters=6, **room)
     assert len(done) == len(requests)
-    assert result.num_preemptions or result.counters.adapter_evictions
+    assert result.scheduler.num_preemptions or result.cache.counters.adapter_evictions
     for request in done:
         assert request.tokens == [*request.planned.prompt, *request.planned.answer]
         parts = [getattr(request, f"{part}_s") for part in PARTS]
@@ -144,7 +144,7 @@ def test_overload_can_be_given_up():
     policy = make_caching_policy("lru", config.costs())
     result = simulate_cached(config, policy, many(rate_per_s=50.0), max_waiting=20)
     assert result.aborted
-    assert len(result.requests) < len(many(rate_per_s=50.0))
+    assert len(result.done) < len(many(rate_per_s=50.0))
 
 
 def test_a_request_that_never_finds_room_is_named():

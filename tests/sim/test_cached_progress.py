@@ -62,7 +62,7 @@ def num_left(config, policy, requests):
     policy = make_caching_policy(policy, config.costs())
     instance = CachedInstance(config, policy, requests, max_waiting=len(requests))
     instance.events.run(requests[-1].arrival_s + ALONE_S * len(requests))
-    return len(requests) - len(instance.state.done)
+    return len(requests) - len(instance.done)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,6 +7,7 @@ import pytest
 from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
 from moe_lora.sim.step_time import StepTime, delayed_step_s
+from moe_lora.sim.system_config import InstanceConfig
 
 ATTENTION, EXPERTS = StageTime(fixed_s=5.0, per_row_s=0.5), StageTime(least_s=12.0, per_row_s=1.0)
 LORA, TRANSFER = StageTime(fixed_s=3.0, per_row_s=0.25), StageTime(fixed_s=6.0, per_row_s=1.0)
@@ -38,12 +39,12 @@ def paced_layer_s(profile, num_rows, remote, has_adapters=True):
 def test_a_layer_takes_as_long_as_on_an_emulated_device(num_rows, remote, overlap, has_adapters):
     profile = StepProfile(attention=ATTENTION, experts=EXPERTS, lora=LORA, transfer=TRANSFER, overlap=overlap)
     batch = SimpleNamespace(num_rows=num_rows, num_with_adapter=int(has_adapters))
-    found, _ = StepTime(profile=profile, num_layers=3, remote=remote).layer_s(batch)
+    found, _ = StepTime(InstanceConfig(profile=profile, num_layers=3), remote=remote).layer_s(batch)
     assert found == pytest.approx(paced_layer_s(profile, num_rows, remote, has_adapters))
 
 
 def test_nobody_gets_through_a_layer_faster_than_the_server_serves_all():
-    step_time = StepTime(profile=StepProfile(), num_layers=10, remote=True)
+    step_time = StepTime(InstanceConfig(profile=StepProfile(), num_layers=10), remote=True)
     assert step_time.step_s(2.0, 1.5) == 20.0
     assert step_time.step_s(2.0, 3.5) == 35.0
 
@@ -63,4 +64,4 @@ def test_a_step_waits_for_the_layers_being_loaded(first_s, last_s, expected):
 
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ConfigError, match="num_layers=0"):
-        StepTime(profile=StepProfile(), num_layers=0, remote=False)
+        InstanceConfig(profile=StepProfile(), num_layers=0)
