@@ -181,8 +181,8 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         shape = spec.shape
-        self.qkv = LoraLinear(shape, "qkv", bias=spec.qkv_bias)
-        self.o = LoraLinear(shape, "o", bias=spec.o_bias)
+        self.qkv = LoraLinear(shape, "qkv", bias=spec.attention_bias)
+        self.o = LoraLinear(shape, "o", bias=spec.attention_bias)
         self.q_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
         self.k_norm = Norm(shape.head_dim, spec, kind="rms") if spec.qk_norm else None
         self.sinks = parameter(shape.num_heads) if spec.sinks else None

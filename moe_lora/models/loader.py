@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.hf_config import read_config
+from moe_lora.kernels.cpu.library import advise_huge_pages
 
 from .causal_lm import CausalLM, ExpertLinear
-from .spec import ModelSpec
+from .spec import ModelSpec, model_spec
+from .weights import Piece, WeightMap, weight_map
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -23,27 +25,34 @@ RECOMPUTED = "rotary_emb.inv_freq"  # buffers that old checkpoints keep; config.
 NUM_NAMED = 5  # unexpected tensors that an error message names
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One checkpoint tensor and the part of a model parameter that it fills.
+def load_model(
+    model_dir: Path, dtype: torch.dtype, device: torch.device, experts: range | None = None
+) -> CausalLM:
+    """Build the model of a checkpoint directory and load its weights.
 
-    `index` addresses the parameter (slices and expert numbers); `transform` maps the checkpoint's tensor
-    (and those of `extra_keys`) to that part's shape, as a view where it can.
+    experts: those of each layer to load, None = all; the others' weights are neither allocated nor read.
     """
-
-    key: str
-    index: tuple[Any, ...] = ()
-    transform: Callable[..., torch.Tensor] | None = None
-    extra_keys: tuple[str, ...] = ()
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """All checkpoint tensors that it reads."""
-        return self.key, *self.extra_keys
+    spec = model_spec(read_config(model_dir))
+    model = _empty_model(spec, dtype, device, experts)
+    checkpoint = Checkpoint(model_dir)
+    _fill(model, checkpoint, weight_map(spec, checkpoint))
+    return model
 
 
-WeightMap = dict[str, list[Piece]]
-"""Model parameter name -> the checkpoint tensors it is made of."""
+def _empty_model(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, experts: range | None = None
+) -> CausalLM:
+    """A model whose weights are allocated but not filled."""
+    with torch.device("meta"):
+        model = CausalLM(spec, experts).to(dtype)
+    model = model.to_empty(device=device)
+    for weight in model.parameters():
+        advise_huge_pages(weight)
+    frequencies = torch.tensor(spec.rope.inverse_frequencies, dtype=torch.float32, device=device)
+    model.register_buffer("inverse_frequencies", frequencies, persistent=False)
+    if spec.tie_word_embeddings:
+        model.head = model.embedding
+    return model.eval()
 
 
 class Checkpoint:
@@ -81,7 +90,7 @@ class Checkpoint:
                 raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
         return self._files[path]
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._file_of
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -109,7 +118,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error
 
 
-def fill(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:
+def _fill(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:
     """Copy the checkpoint into the model's parameters, converting to their dtype.
 
     Each value is copied once, from the mapped file into place; experts that the model does not hold are not
@@ -174,86 +183,3 @@ def _refuse_unexpected(model: CausalLM, checkpoint: Checkpoint, weights: WeightM
             f"{model.spec.shape.family} as config.json describes it does not use: {named}"
             f"{', ...' if len(unexpected) > NUM_NAMED else ''}; the model would compute something else"
         )
-
-
-# Where the families' checkpoints keep the parameters of a layer stack (see `WeightMap`).
-#
-# Legend: E experts, F expert inner size, H hidden size.
-
-
-def stem_weights(
-    spec: ModelSpec, *, embedding: str = "model.embed_tokens.weight", norm: str = "model.norm.weight"
-) -> WeightMap:
-    """Embedding, last norm and head."""
-    weights = {"embedding": [Piece(embedding)], "norm.weight": [Piece(norm)]}
-    if not spec.tie_word_embeddings:
-        weights["head"] = [Piece("lm_head.weight")]
-    return weights
-
-
-def attention_weights(spec: ModelSpec, layer: int) -> WeightMap:
-    """Norms and attention of one layer, named alike in every family but DBRX."""
-    source, target = f"model.layers.{layer}", f"layers.{layer}"
-    site = spec.shape.site("qkv")
-    weights: WeightMap = {
-        f"{target}.attention_norm.weight": [Piece(f"{source}.input_layernorm.weight")],
-        f"{target}.mlp_norm.weight": [Piece(f"{source}.post_attention_layernorm.weight")],
-    }
-    for kind in _kinds(spec.qkv_bias):
-        weights[f"{target}.attention.qkv.{kind}"] = [
-            Piece(f"{source}.self_attn.{name}_proj.{kind}", (slice(column, column + width),))
-            for name, column, width in zip("qkv", site.columns, site.out_features, strict=True)
-        ]
-    for kind in _kinds(spec.o_bias):
-        weights[f"{target}.attention.o.{kind}"] = [Piece(f"{source}.self_attn.o_proj.{kind}")]
-    for name in ("q_norm", "k_norm") if spec.qk_norm else ():
-        weights[f"{target}.attention.{name}.weight"] = [Piece(f"{source}.self_attn.{name}.weight")]
-    if spec.sinks:
-        weights[f"{target}.attention.sinks"] = [Piece(f"{source}.self_attn.sinks")]
-    return weights
-
-
-def dense_mlp_weights(spec: ModelSpec, layer: int) -> WeightMap:
-    """Gate, up and down projections of a dense layer."""
-    source, target = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp"
-    inner = spec.shape.intermediate_size
-    weights: WeightMap = {}
-    for kind in _kinds(spec.mlp_bias):
-        weights[f"{target}.gate_up.{kind}"] = [
-            Piece(f"{source}.gate_proj.{kind}", (slice(0, inner),)),
-            Piece(f"{source}.up_proj.{kind}", (slice(inner, 2 * inner),)),
-        ]
-        weights[f"{target}.down.{kind}"] = [Piece(f"{source}.down_proj.{kind}")]
-    return weights
-
-
-def expert_weights(
-    shape: ModelShape, layer: int, checkpoint: Checkpoint, module: str, names: tuple[str, str, str]
-) -> WeightMap:
-    """Gate and experts of one layer in either form that transformers writes.
-
-    The older form keeps one matrix per expert under `module`, with `names` for gate, up and down; the fused
-    form keeps `mlp.experts.gate_up_proj` [E, 2F, H] (gate rows first) and `mlp.experts.down_proj` [E, H, F].
-    """
-    fused, target = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp"
-    if f"{fused}.experts.gate_up_proj" in checkpoint:
-        return {
-            f"{target}.gate.weight": [Piece(f"{fused}.gate.weight")],
-            f"{target}.gate_up.weight": [Piece(f"{fused}.experts.gate_up_proj")],
-            f"{target}.down.weight": [Piece(f"{fused}.experts.down_proj")],
-        }
-    source, inner = f"model.layers.{layer}.{module}", shape.intermediate_size
-    gate, up, down = names
-    rows = ((gate, slice(0, inner)), (up, slice(inner, 2 * inner)))
-    experts = range(shape.num_experts)
-    return {
-        f"{target}.gate.weight": [Piece(f"{source}.gate.weight")],
-        f"{target}.gate_up.weight": [
-            Piece(f"{source}.experts.{e}.{name}.weight", (e, part)) for e in experts for name, part in rows
-        ],
-        f"{target}.down.weight": [Piece(f"{source}.experts.{e}.{down}.weight", (e,)) for e in experts],
-    }
-
-
-def _kinds(bias: bool) -> tuple[str, ...]:
-    return ("weight", "bias") if bias else ("weight",)

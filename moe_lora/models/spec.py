@@ -1,4 +1,4 @@
-"""What distinguishes the model families, as data."""
+"""What distinguishes the model families, as data, read from a config.json."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class ModelSpec:
     window: tuple[int, ...]
     norm: Literal["rms", "layer"] = "rms"
     qk_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
+    attention_bias: bool = False
     sinks: bool = False
     clip_qkv: float | None = None
     gate: Literal["softmax_topk", "topk_softmax"] = "softmax_topk"
@@ -48,10 +47,98 @@ class ModelSpec:
     tie_word_embeddings: bool = False
 
 
-# Options of a config.json that change what a model computes, checked so that none is ignored.
+DBRX_NORM_EPS = 1e-5  # not in DBRX's config.json: torch's default
+_DEFAULT_THETA_AND_EPS = {
+    "llama": (1e4, 1e-6),
+    "mixtral": (1e6, 1e-5),
+    "qwen3_moe": (1e4, 1e-6),
+    "gpt_oss": (150000.0, 1e-5),
+    "dbrx": (1e4, DBRX_NORM_EPS),
+}
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
-def require(config: Mapping[str, Any], section: str = "", **allowed: tuple[Any, ...]) -> None:
+def model_spec(config: dict[str, Any]) -> ModelSpec:
+    """The architecture that a config.json describes.
+
+    Raises ConfigError for a family or an option that is not supported.
+    """
+    shape = ModelShape.from_hf_config(config)
+    _require(config, hidden_act=("silu", "swish"))
+    quantisation = config.get("quantization_config") or {}
+    if quantisation and shape.family != "gpt_oss":
+        raise ConfigError(
+            f"config.json has quantization_config with quant_method="
+            f"{quantisation.get('quant_method')!r}, which is not supported here; "
+            "save the checkpoint in bfloat16 or float32"
+        )
+    theta, eps = _DEFAULT_THETA_AND_EPS[shape.family]
+    fields: dict[str, Any] = {
+        "norm_eps": config.get("rms_norm_eps", eps),
+        "window": (0,) * shape.num_layers,
+        "attention_bias": bool(config.get("attention_bias", shape.family == "gpt_oss")),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings")),
+    }
+    fields |= _family_fields(config, shape)
+    return ModelSpec(shape=shape, rope=_rope_spec(config, shape, theta), **fields)
+
+
+def _family_fields(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Where the family's models differ from those that leave `ModelSpec` at its defaults."""
+    window = config.get("sliding_window") or 0
+    match shape.family:
+        case "llama":
+            return {"mlp_bias": bool(config.get("mlp_bias"))}
+        case "mixtral":
+            _require(config, attention_bias=(False,))
+            return {"window": (window,) * shape.num_layers}
+        case "qwen3_moe":
+            return {
+                "qk_norm": True,
+                "window": (window if config.get("use_sliding_window") else 0,) * shape.num_layers,
+                "gate_norm": 1.0 if config.get("norm_topk_prob") else None,
+            }
+        case "dbrx":
+            attention, ffn = config.get("attn_config") or {}, config.get("ffn_config") or {}
+            _require(config, tie_word_embeddings=(False,))
+            _require(ffn.get("ffn_act_fn") or {}, "ffn_config.ffn_act_fn", name=("silu",))
+            return {
+                "norm": "layer",
+                "clip_qkv": attention.get("clip_qkv"),
+                "gate_norm": ffn.get("moe_normalize_expert_weights", 1.0),
+            }
+    _require(config.get("quantization_config") or {}, "quantization_config", quant_method=("mxfp4",))
+    _require(config, swiglu_alpha=(1.702,))
+    return {
+        "window": _windows(config, shape.num_layers, window),
+        "sinks": True,
+        "gate": "topk_softmax",
+        "gate_bias": True,
+        "mlp_bias": True,
+        "activation": "gpt_oss",
+        "activation_limit": config.get("swiglu_limit", 7.0),
+    }
+
+
+def _windows(config: Mapping[str, Any], num_layers: int, window: int) -> tuple[int, ...]:
+    """Attention window of each layer of GPT-OSS; without layer_types every other layer slides."""
+    pattern = ("sliding_attention", "full_attention")
+    kinds = config.get("layer_types") or [pattern[layer % 2] for layer in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= set(pattern):
+        raise ConfigError(
+            f"config.json has layer_types={kinds!r}; needed are {num_layers} of {' or '.join(pattern)}"
+        )
+    return tuple(window if kind == pattern[0] else 0 for kind in kinds)
+
+
+def _require(config: Mapping[str, Any], section: str = "", **allowed: tuple[Any, ...]) -> None:
     """Raise ConfigError if an option is present, not null, and not one of its allowed values.
 
     section: name of the part of config.json that `config` is, for the message.
@@ -60,22 +147,10 @@ def require(config: Mapping[str, Any], section: str = "", **allowed: tuple[Any, 
         given = config.get(key)
         if given is not None and given not in values:
             name = f"{section}.{key}" if section else key
-            choices = " or ".join(repr(value) for value in values) or "no such entry"
+            choices = " or ".join(repr(value) for value in values)
             raise ConfigError(
                 f"config.json has {name}={given!r}, which is not supported; supported is {choices}"
             )
-
-
-def require_plain(config: Mapping[str, Any]) -> None:
-    """What every family asks for: the SiLU activation and weights that are not quantised."""
-    require(config, hidden_act=("silu", "swish"))
-    quantisation = config.get("quantization_config")
-    if quantisation:
-        raise ConfigError(
-            f"config.json has quantization_config with quant_method="
-            f"{quantisation.get('quant_method')!r}, which is not supported here; "
-            "save the checkpoint in bfloat16 or float32"
-        )
 
 
 # Rotary embedding parameters from a config.json, in the old and the new spelling.
@@ -83,16 +158,20 @@ def require_plain(config: Mapping[str, Any]) -> None:
 # Legend: d head_dim, i index of a frequency in [0, d / 2).
 
 
-def rope_spec(config: Mapping[str, Any], head_dim: int, default_theta: float) -> RopeSpec:
+def _rope_spec(config: Mapping[str, Any], shape: ModelShape, default_theta: float) -> RopeSpec:
     """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4).
 
     default_theta: base of a config that names none.  Raises ConfigError for a scaling type or an option
     that is not supported, or a missing parameter.
     """
-    section = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    require(section, "rope_parameters", partial_rotary_factor=(1.0,))
-    require(config, partial_rotary_factor=(1.0,))
-    theta = float(section.get("rope_theta") or config.get("rope_theta") or default_theta)
+    head_dim, attention = shape.head_dim, config.get("attn_config") or {}
+    section = config.get("rope_parameters") or config.get("rope_scaling")
+    if not section:
+        section = _GPT_OSS_YARN if shape.family == "gpt_oss" else {}
+    _require(section, "rope_parameters", partial_rotary_factor=(1.0,))
+    _require(config, partial_rotary_factor=(1.0,))
+    thetas = (section.get("rope_theta"), config.get("rope_theta"), attention.get("rope_theta"))
+    theta = float(next(filter(None, thetas), default_theta))
     kind = section.get("rope_type") or section.get("type") or "default"
     plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     if kind == "default":

@@ -14,12 +14,12 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter, Pair, assemble, pack_layer
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError
+from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.core.shape import DEFAULT_TARGETS, MAX_LORA_RANK, ModelShape, Site
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.rank import DTYPES, kv_layout, resolved
-from moe_lora.models.families import read_config
 from moe_lora.workload.replay_plan import PlannedRequest
 
 # Adapters of stated ranks with random values, for timing.

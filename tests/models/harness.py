@@ -15,7 +15,7 @@ from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, local_routing
 from moe_lora.models.causal_lm import DecoderLayer
-from moe_lora.models.families import load_model
+from moe_lora.models.loader import load_model
 from tests.slots import write_slot
 
 BLOCK_SIZE = 4

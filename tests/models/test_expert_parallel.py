@@ -22,7 +22,7 @@ from moe_lora.engine.runner import ExecutionContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import local_routing
-from moe_lora.models.families import load_model
+from moe_lora.models.loader import load_model
 from tests.families import MOE_FAMILIES, NUM_EXPERTS, NUM_LAYERS
 
 from .generated_code import operations

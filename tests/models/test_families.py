@@ -11,7 +11,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.models.causal_lm import CausalLM
-from moe_lora.models.families import family_of
+from moe_lora.models.spec import model_spec
 from tests.families import FAMILIES, make_checkpoint, tiny_config
 from tests.oracle import reference_logits
 
@@ -91,12 +91,12 @@ REFUSED = [
 def test_option_that_is_not_supported_is_refused_by_name(family, changes, message):
     config = config_of(family, **changes)
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        family_of(config).spec(config)
+        model_spec(config)
 
 
 def test_unknown_model_type_names_the_supported_ones():
     with pytest.raises(ConfigError, match=r"'gpt2'.*llama, mixtral, qwen3_moe, gpt_oss, dbrx"):
-        family_of({"model_type": "gpt2"})
+        model_spec({"model_type": "gpt2"})
 
 
 def test_rope_in_the_old_spelling_is_read_alike():
@@ -107,14 +107,14 @@ def test_rope_in_the_old_spelling_is_read_alike():
         "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
     }
     del old["rope_parameters"]
-    assert family_of(old).spec(old).rope == family_of(new).spec(new).rope
+    assert model_spec(old).rope == model_spec(new).rope
 
 
 def test_dbrx_base_is_read_from_its_attention_section():
     new = config_of("dbrx", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     old = {**new, "attn_config": {**DBRX_ATTENTION, "rope_theta": 500000.0}}
     del old["rope_parameters"]
-    assert family_of(old).spec(old).rope == family_of(new).spec(new).rope
+    assert model_spec(old).rope == model_spec(new).rope
 
 
 def test_dbrx_without_clip_is_as_one_that_never_clips(tmp_path):
@@ -131,7 +131,7 @@ def test_dbrx_without_clip_is_as_one_that_never_clips(tmp_path):
 
 def test_gpt_oss_without_layer_types_alternates_from_a_sliding_layer():
     config = config_of("gpt_oss", layer_types=None, num_hidden_layers=4)
-    assert family_of(config).spec(config).window == (16, 0, 16, 0)
+    assert model_spec(config).window == (16, 0, 16, 0)
 
 
 def test_scaled_moe_is_a_mixtral_config():
@@ -140,7 +140,7 @@ def test_scaled_moe_is_a_mixtral_config():
     depth = {"num_hidden_layers": 18, "num_local_experts": 32, "num_experts_per_tok": 4}
     config = {**mixtral, **sizes, **depth, "num_key_value_heads": 8, "rope_theta": 1e6}
     with torch.device("meta"):
-        model = CausalLM(family_of(config).spec(config))
+        model = CausalLM(model_spec(config))
     assert len(model.layers) == 18
     assert model.layers[0].mlp.gate_up.weight.shape == (32, 2 * 14336, 4096)
     assert model.layers[0].mlp.top_k == 4

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.models.families import load_model
-from moe_lora.models.loader import INDEX_NAME, SINGLE_NAME, Checkpoint
+from moe_lora.models.loader import INDEX_NAME, SINGLE_NAME, Checkpoint, load_model
 from tests.families import FAMILIES, make_checkpoint
 from tests.families import load_model as load_transformers
 

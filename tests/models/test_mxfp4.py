@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.models.families import load_model
-from moe_lora.models.gpt_oss import dequantise
-from moe_lora.models.loader import SINGLE_NAME
+from moe_lora.models.loader import SINGLE_NAME, load_model
+from moe_lora.models.weights import dequantise
 from tests.families import make_checkpoint
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_lora.models.causal_lm import CausalLM
-from moe_lora.models.families import family_of
+from moe_lora.models.spec import model_spec
 
 MIXTRAL_8X7B = {
     "model_type": "mixtral",
@@ -143,18 +143,18 @@ LLAMA_3_1_8B = {
 )
 def test_released_model_has_the_published_number_of_parameters(config, num_parameters):
     with torch.device("meta"):
-        model = CausalLM(family_of(config).spec(config))
+        model = CausalLM(model_spec(config))
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
 def test_dbrx_keeps_the_base_of_its_attention_section():
-    spec = family_of(DBRX).spec(DBRX)
+    spec = model_spec(DBRX)
     assert spec.rope.inverse_frequencies[1] == pytest.approx(500000 ** (-2 / 128))
     assert spec.clip_qkv == 8
 
 
 def test_gpt_oss_keeps_its_rope_and_windows():
-    spec = family_of(GPT_OSS_20B).spec(GPT_OSS_20B)
+    spec = model_spec(GPT_OSS_20B)
     assert spec.rope.attention_factor == pytest.approx(1.3465735902799727)  # 0.1 ln 32 + 1
     assert spec.rope.inverse_frequencies[0] == 1.0
     assert spec.rope.inverse_frequencies[-1] == pytest.approx(150000 ** (-62 / 64) / 32)

@@ -25,7 +25,7 @@ from moe_lora.lora.backend import LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.paced import PacedBackend
 from moe_lora.lora.row_routing import Source
-from moe_lora.models.families import load_model
+from moe_lora.models.loader import load_model
 
 from .exchange import ExpertExchange, choose_exchange, open_group
 from .followers import RENDEZVOUS
