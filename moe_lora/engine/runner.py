@@ -21,7 +21,7 @@ from moe_lora.engine.adapters.adapter_loader import AdapterVersion
 from moe_lora.engine.ranks.exchange import ExpertExchange
 from moe_lora.kernels import ops, reference
 from moe_lora.kernels.cpu import cpu
-from moe_lora.kernels.operands import KvLayout, StepTables
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend
 from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, no_terms
 from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
@@ -87,7 +87,7 @@ _NO_DELTA = 0
 
 
 class ExecutionContext:
-    """Answers the channel operations of one model instance (`kernels.ops.ChannelHandler`).
+    """Answers the channel operations of one model instance (see `kernels.ops`).
 
     `channels[l]` is what layer l passes to its operations.  exchange: how this rank gets the outputs of
     experts that other ranks hold; None where it holds all.
@@ -129,19 +129,12 @@ class ExecutionContext:
         if number != _NO_DELTA:
             self._begun.pop(number)(y)
 
-    def paged_attention(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        scale: float,
-        window: int,
-    ) -> torch.Tensor:
+    def paged_attention(self, layer: int, *operands: Any) -> torch.Tensor:
+        """operands: q to window of `AttentionOperands`."""
         assert self._step is not None, "begin_step comes first"
-        attend = cpu.paged_attention if q.is_cpu else reference.paged_attention
-        return attend(q, k, v, sinks, scale, window, layer, self._step, self._layout, self._arena)
+        attention = AttentionOperands._make((*operands, layer, self._step, self._layout, self._arena))
+        attend = cpu.paged_attention if attention.q.is_cpu else reference.paged_attention
+        return attend(attention)
 
     def exchange_experts(self, y: torch.Tensor, ids: torch.Tensor) -> None:
         assert self.exchange is not None, "a model that holds some of its experts needs an exchange"

@@ -179,3 +179,23 @@ class StepTables:
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
         return replace(self, **moved)
+
+
+class AttentionOperands(NamedTuple):
+    """What paged attention of one layer works on.
+
+    q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype (head h reads kv head
+    h // (heads / kv heads)).  sinks: [heads] logits that join the softmax without a value (GPT-OSS), or None.
+    window: each row sees its last `window` tokens, itself included; 0 = all.  arena: where K and V lie.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None
+    scale: float
+    window: int
+    layer: int
+    step: StepTables
+    layout: KvLayout
+    arena: torch.Tensor

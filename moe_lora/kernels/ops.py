@@ -10,45 +10,23 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from . import reference
 from .cpu import cpu
 
-TICKET_SIZE = 1
-
-
-class ChannelHandler(Protocol):
-    """What answers the operations of one engine (see `engine.runner`)."""
-
-    def lora_begin(
-        self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None
-    ) -> torch.Tensor: ...
-
-    def lora_add_to(self, ticket: torch.Tensor, y: torch.Tensor) -> None: ...
-
-    def paged_attention(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        scale: float,
-        window: int,
-    ) -> torch.Tensor: ...
-
-    def exchange_experts(self, y: torch.Tensor, ids: torch.Tensor) -> None: ...
-
-
-_handlers: weakref.WeakValueDictionary[int, ChannelHandler] = weakref.WeakValueDictionary()
+_handlers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
 
 
-def open_channels(handler: ChannelHandler, num_layers: int) -> list[torch.Tensor]:
-    """One channel per layer for this handler; they stay valid as long as the handler lives."""
+def open_channels(handler: Any, num_layers: int) -> list[torch.Tensor]:
+    """One channel per layer for this handler; they stay valid as long as the handler lives.
+
+    handler: answers the operations of one engine that take a channel (see `engine.runner.ExecutionContext`).
+    """
     handle = next(_next_handle)
     _handlers[handle] = handler
     return [torch.tensor([handle, layer], dtype=torch.int64) for layer in range(num_layers)]
@@ -63,17 +41,9 @@ def _lora_add_to(channel: torch.Tensor, ticket: torch.Tensor, y: torch.Tensor) -
     _handlers[channel.tolist()[0]].lora_add_to(ticket, y)
 
 
-def _paged_attention(
-    channel: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
+def _paged_attention(channel: torch.Tensor, *operands: Any) -> torch.Tensor:
     handle, layer = channel.tolist()
-    return _handlers[handle].paged_attention(layer, q, k, v, sinks, scale, window)
+    return _handlers[handle].paged_attention(layer, *operands)
 
 
 def _exchange_experts(channel: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
@@ -95,57 +65,36 @@ def _expert_linear(
 
 
 _library = torch.library.Library("moe_lora", "FRAGMENT")
-_OPS = {
-    "lora_begin(Tensor(a!) channel, Tensor(b!) x, Tensor? ids, int site) -> Tensor": _lora_begin,
-    "lora_add_to(Tensor(a!) channel, Tensor ticket, Tensor(b!) y) -> ()": _lora_add_to,
+_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "lora_begin(Tensor(a!) channel, Tensor(b!) x, Tensor? ids, int site) -> Tensor": (
+        _lora_begin,
+        lambda channel, x, ids, site: torch.empty(1, dtype=torch.int64),
+    ),
+    "lora_add_to(Tensor(a!) channel, Tensor ticket, Tensor(b!) y) -> ()": (_lora_add_to, lambda *_: None),
     "paged_attention(Tensor(a!) channel, Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, "
-    "int window) -> Tensor": _paged_attention,
-    "exchange_experts(Tensor(a!) channel, Tensor(b!) y, Tensor ids) -> ()": _exchange_experts,
-    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor": _linear,
-    "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor ids) -> Tensor": _expert_linear,
+    "int window) -> Tensor": (
+        _paged_attention,
+        lambda channel, q, *_: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    ),
+    "exchange_experts(Tensor(a!) channel, Tensor(b!) y, Tensor ids) -> ()": (
+        _exchange_experts,
+        lambda *_: None,
+    ),
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor": (
+        _linear,
+        lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+    ),
+    "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor ids) -> Tensor": (
+        _expert_linear,
+        lambda x, weight, bias, ids: x.new_empty(ids.numel(), weight.shape[1]),
+    ),
 }
-for _schema, _implementation in _OPS.items():
+"""By schema: what the operation does, and its result's shape and dtype alone, for the compiler."""
+for _schema, (_does, _fake) in _OPS.items():
+    _name = _schema.partition("(")[0]
     _library.define(_schema)
-    _library.impl(_schema.partition("(")[0], _implementation, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("moe_lora::lora_begin", lib=_library)
-def _(channel: torch.Tensor, x: torch.Tensor, ids: torch.Tensor | None, site: int) -> torch.Tensor:
-    return torch.empty(TICKET_SIZE, dtype=torch.int64)
-
-
-@torch.library.register_fake("moe_lora::lora_add_to", lib=_library)
-def _(channel: torch.Tensor, ticket: torch.Tensor, y: torch.Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("moe_lora::paged_attention", lib=_library)
-def _(
-    channel: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-@torch.library.register_fake("moe_lora::exchange_experts", lib=_library)
-def _(channel: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("moe_lora::linear", lib=_library)
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@torch.library.register_fake("moe_lora::expert_linear", lib=_library)
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(ids.numel(), weight.shape[1])
-
+    _library.impl(_name, _does, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_lora::{_name}", _fake, lib=_library)
 
 lora_begin = torch.ops.moe_lora.lora_begin
 lora_add_to = torch.ops.moe_lora.lora_add_to

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .operands import KvLayout, LoraOperands, StepTables
+from .operands import AttentionOperands, KvLayout, LoraOperands
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -97,25 +97,12 @@ def kv_views(arena: torch.Tensor, layout: KvLayout, layer: int) -> tuple[torch.T
     return typed.as_strided(size, stride, start), typed.as_strided(size, stride, start + half)
 
 
-def paged_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int,
-    layer: int,
-    step: StepTables,
-    layout: KvLayout,
-    arena: torch.Tensor,
-) -> torch.Tensor:
+def paged_attention(operands: AttentionOperands) -> torch.Tensor:
     """Write this step's K and V to their pages, then causal attention of each row over its sequence.
 
-    q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] (head h reads kv head h // (heads / kv heads)).
-    sinks: [heads] logits that join the softmax without a value (GPT-OSS), or None.
-    window: each row sees its last `window` tokens, itself included; 0 = all.  Returns [T, heads, head_dim];
-    rows of padding sequences are zero.  Softmax in fp32.
+    Returns [T, heads, head_dim]; rows of padding sequences are zero.  Softmax in fp32.
     """
+    q, k, v, _, _, _, layer, step, layout, arena = operands
     keys, values = kv_views(arena, layout, layer)
     out = torch.zeros_like(q)
     starts, lens = step.query_start.tolist(), step.seq_lens.tolist()
@@ -131,30 +118,24 @@ def paged_attention(
         values[page, :, offset] = v[begin:end].to(layout.dtype)
         seq_k = keys[pages].transpose(1, 2).flatten(0, 1)[:seq_len]
         seq_v = values[pages].transpose(1, 2).flatten(0, 1)[:seq_len]
-        out[begin:end] = _attend(q[begin:end], seq_k, seq_v, sinks, scale, window, position)
+        out[begin:end] = _attend(operands, q[begin:end], seq_k, seq_v, position)
     return out
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int,
-    position: torch.Tensor,
+    operands: AttentionOperands, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
     """Attention of the rows at `position` over one sequence.  q: [Q, heads, D], k, v: [C, kv heads, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1).float(), v.repeat_interleave(group, 1).float()
-    logits = torch.einsum("qhd,chd->hqc", q.float(), k) * scale
+    logits = torch.einsum("qhd,chd->hqc", q.float(), k) * operands.scale
     column = torch.arange(k.shape[0], device=q.device)
     hidden = column[None, :] > position[:, None]
-    if window > 0:
-        hidden |= column[None, :] <= position[:, None] - window
+    if operands.window > 0:
+        hidden |= column[None, :] <= position[:, None] - operands.window
     logits.masked_fill_(hidden[None], float("-inf"))
-    if sinks is not None:
-        sink = sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
+    if operands.sinks is not None:
+        sink = operands.sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
         logits = torch.cat([logits, sink], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., : k.shape[0]]
     return torch.einsum("hqc,chd->qhd", weights, v).to(q.dtype)

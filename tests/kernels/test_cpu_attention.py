@@ -9,9 +9,14 @@ import torch
 
 from moe_lora.kernels import reference
 from moe_lora.kernels.cpu import cpu
-from moe_lora.kernels.operands import KvLayout
+from moe_lora.kernels.operands import AttentionOperands, KvLayout
 
 from .kernel_cases import paged_case, random, strided
+
+
+def attend(*operands):
+    return cpu.paged_attention(AttentionOperands(*operands))
+
 
 DECODE = [(1, 1), (1, 16), (1, 17), (0, 0), (1, 300)]
 MIXED = [(5, 5), (1, 33), (40, 40), (0, 0), (7, 150), (0, 0)]
@@ -34,8 +39,8 @@ def test_attention_agrees_with_reference(isa, dtype, generator, group, sequences
     for window, sinks in ((0, None), (20, random(generator, 2 * group, dtype=dtype))):
         args = (q, k, v, sinks, head_dim**-0.5, window, 1, step, layout)
         expected_arena, actual_arena = arena.clone(), arena.clone()
-        expected = reference.paged_attention(*args, expected_arena)
-        actual = cpu.paged_attention(*args, actual_arena)
+        expected = reference.paged_attention(AttentionOperands(*args, expected_arena))
+        actual = attend(*args, actual_arena)
         assert torch.equal(actual_arena, expected_arena)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -45,7 +50,7 @@ def test_rows_after_the_last_sequence_are_zero(dtype, generator):
     layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=4, dtype=dtype)
     step, arena, (q, k, v) = operands(generator, layout, [(1, 9), (2, 2)], 2, dtype)
     step.seq_lens[1] = 0
-    out = cpu.paged_attention(q, k, v, None, 0.25, 0, 0, step, layout, arena)
+    out = attend(q, k, v, None, 0.25, 0, 0, step, layout, arena)
     assert (out[1:] == 0).all()
     assert (out[0] != 0).any()
 
@@ -53,21 +58,21 @@ def test_rows_after_the_last_sequence_are_zero(dtype, generator):
 def test_pages_that_left_the_window_are_not_read(dtype, generator):
     layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=16, dtype=dtype)
     step, arena, (q, k, v) = operands(generator, layout, [(1, 100)], 2, dtype)
-    before = cpu.paged_attention(q, k, v, None, 0.25, 20, 0, step, layout, arena.clone())
+    before = attend(q, k, v, None, 0.25, 20, 0, step, layout, arena.clone())
     step.block_tables[0, :5] = 10**6
-    assert torch.equal(cpu.paged_attention(q, k, v, None, 0.25, 20, 0, step, layout, arena), before)
+    assert torch.equal(attend(q, k, v, None, 0.25, 20, 0, step, layout, arena), before)
 
 
 def test_a_row_is_bit_identical_decoded_or_in_a_prefill_chunk(isa, dtype, generator):
     layout = KvLayout(num_layers=1, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype)
     step, arena, (q, k, v) = operands(generator, layout, [(150, 150)], 8, dtype)
-    together = cpu.paged_attention(q, k, v, None, 0.2, 70, 0, step, layout, arena)
+    together = attend(q, k, v, None, 0.2, 70, 0, step, layout, arena)
     torch.set_num_threads(2)
-    assert torch.equal(cpu.paged_attention(q, k, v, None, 0.2, 70, 0, step, layout, arena), together)
+    assert torch.equal(attend(q, k, v, None, 0.2, 70, 0, step, layout, arena), together)
     for row in (0, 1, 64, 127, 128, 149):
         step.query_start[1], step.seq_lens[0] = 1, row + 1
         one = slice(row, row + 1)
-        alone = cpu.paged_attention(q[one], k[one], v[one], None, 0.2, 70, 0, step, layout, arena)
+        alone = attend(q[one], k[one], v[one], None, 0.2, 70, 0, step, layout, arena)
         assert torch.equal(alone, together[one])
 
 
@@ -77,7 +82,7 @@ def test_operands_that_do_not_fit_are_refused(generator):
 
     def attend(q=q, k=k, v=v, sinks=None, scale=0.25, **changed):
         tables = type(step)(**{**step.__dict__, **changed})
-        cpu.paged_attention(q, k, v, sinks, scale, 0, 0, tables, layout, arena)
+        cpu.paged_attention(AttentionOperands(q, k, v, sinks, scale, 0, 0, tables, layout, arena))
 
     attend()
     refused = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_lora.kernels.operands import KvLayout, LoraOperands, StepTables
+from moe_lora.kernels.operands import AttentionOperands, LoraOperands
 
 from . import library
 from .library import check_rows, checked, dtype_code, kv_pages, lib, lora_site, lora_slots, row_stride
@@ -161,18 +161,6 @@ def _redeemed(shrunk: CpuShrunk, y: torch.Tensor, name: str) -> tuple[int, int, 
     return shrunk.redeem(), y.data_ptr(), stride
 
 
-__all__ = [
-    "LINEAR_MAX_ROWS",
-    "CpuShrunk",
-    "expert_linear",
-    "isa",
-    "linear",
-    "lora_delta",
-    "lora_expand",
-    "lora_shrink",
-    "paged_attention",
-]
-
 isa = library.isa
 
 _MAX_ROWS = {"avx512_bf16": (128, 4096), "avx512": (32, 4096), "amx_bf16": (16, 4096), "avx2": (16, 16)}
@@ -233,30 +221,22 @@ def expert_linear(
     return out
 
 
-def paged_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int,
-    layer: int,
-    step: StepTables,
-    layout: KvLayout,
-    arena: torch.Tensor,
-) -> torch.Tensor:
+def paged_attention(operands: AttentionOperands) -> torch.Tensor:
     """Write this step's K and V to their pages, then causal attention; see `reference.paged_attention`.
 
-    q: [T, heads, head_dim], k and v: [T, kv heads, head_dim] in the layout's dtype; rows may be strided
-    (parts of one fused qkv buffer).  Returns [T, heads, head_dim]. Raises ValueError for what doesn't fit.
+    Rows of q, k and v may be strided (parts of one fused qkv buffer).  Returns [T, heads, head_dim].  Raises
+    ValueError for what doesn't fit.
     """
+    q, k, v, sinks, scale, window, layer, step, layout, arena = operands
     code = dtype_code(q)
     rows, heads, dim = q.shape
-    if not (q.dtype == k.dtype == v.dtype == layout.dtype and dim == layout.head_dim and scale > 0):
-        raise ValueError(library.attention_error(q, k, v, scale, layout))
-    kv_shape = (rows, layout.num_kv_heads, dim)
-    if k.shape != kv_shape or v.shape != kv_shape or heads % layout.num_kv_heads:
-        raise ValueError(library.attention_error(q, k, v, scale, layout))
+    kv_shape = (rows, layout.num_kv_heads, layout.head_dim)
+    if (
+        not (q.dtype == k.dtype == v.dtype == layout.dtype and dim == layout.head_dim and scale > 0)
+        or not (k.shape == v.shape == kv_shape)
+        or heads % layout.num_kv_heads
+    ):
+        raise ValueError(library.attention_error(operands))
     num_seqs, table_stride = step.block_tables.shape
     if sinks is not None and sinks.dtype != torch.float32:
         sinks = sinks.float()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_lora.config import LORA_KERNELS
-from moe_lora.kernels.operands import KvLayout, LoraOperands, SlotTable
+from moe_lora.kernels.operands import AttentionOperands, KvLayout, LoraOperands, SlotTable
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
@@ -265,8 +265,9 @@ def target_error(y: torch.Tensor, name: str, site: Site, num_rows: int, dtype: t
     )
 
 
-def attention_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, layout: KvLayout) -> str:
+def attention_error(operands: AttentionOperands) -> str:
     """What is wrong with the operands of attention."""
+    q, k, v, _, scale, _, _, _, layout, _ = operands
     return (
         f"q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)} and "
         f"scale={scale} do not fit {layout}; need its dtype and head_dim, k and v with its "
