@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CachingPolicy
@@ -192,7 +193,7 @@ class UnifiedCache:
             raise ValueError(f"the adapter of namespace {namespace!r} is not on the device; hold it first")
         return first_pages(node, node.device_pages)
 
-    def place(self, namespace: Namespace) -> str:
+    def place(self, namespace: Namespace) -> Literal["device", "host", "disk"]:
         """Where its bytes are: "device" (ready there), "host", or "disk" (in neither arena)."""
         node = self._tree.adapters[namespace]
         if node.on_device:

@@ -14,17 +14,16 @@ from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
-from moe_lora.core.clock import Clock, WallClock
+from moe_lora.core.clock import WallClock
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape, check_expert_parallel
 from moe_lora.dist.transport.contract import make_transport
-from moe_lora.engine.adapters.adapter_loader import AdapterLoader, AdapterStore, ShardSizes
-from moe_lora.engine.adapters.local_loader import AdapterRoom, LocalLoader
+from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
+from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.pool_store import PoolAdapters
-from moe_lora.engine.adapters.remote_loader import RemoteLoader, SharedLoader
-from moe_lora.engine.adapters.transfers import Mover, Ranks, Transfers
+from moe_lora.engine.adapters.transfers import Mover, Transfers
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.text.text import read_eos_token_ids
@@ -33,69 +32,10 @@ from moe_lora.policies.caching_policies import FastLibra, Recency, make_caching_
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .arena_size import ArenaSize, arena_size, max_model_len
-from .core import CacheFigures, EngineCore
+from .core import EngineCore, cache_figures
 from .ranks import exchange
 from .runner import ModelRunner
 from .sequence import Sequence
-
-# From an `EngineConfig` to the cache of a rank 0 and what carries out its orders.
-
-
-def build_cache(
-    config: EngineConfig,
-    rank: Rank,
-    size: ArenaSize,
-    sizes: ShardSizes,
-    followers: Followers | None,
-    clock: Clock,
-    lasting: HostStore | None = None,
-    pool: PoolAdapters | None = None,
-) -> tuple[UnifiedCache, AdapterLoader, Transfers]:
-    """The cache, what brings adapters in, and what carries out the cache's orders.
-
-    lasting: a store that has every adapter that is read.  pool: what keeps adapters; None: all are kept here.
-    """
-    cache = UnifiedCache(
-        num_device_pages=size.num_pages,
-        num_host_pages=size.num_host_pages,
-        block_size=config.block_size,
-        policy=caching_policy(config, size, rank.layout.page_bytes),
-        max_kv_pages=size.max_kv_pages,
-        max_adapters=config.max_loras,
-        prefix_caching=config.prefix_caching,
-        upper=config.swap_out_above,
-        lower=config.swap_in_below,
-    )
-    kept = _kept_adapters(rank, size, followers, lasting) if pool is None else pool
-    ranks = Ranks(rank.copier(kept.find, pool), rank.layout.page_bytes, followers)
-    local = LocalLoader(
-        cache,
-        kept,
-        sizes,
-        clock,
-        room=AdapterRoom(
-            num_slots=config.max_loras,
-            num_pages=size.num_pages - size.request_pages,
-            page_bytes=rank.layout.page_bytes,
-        ),
-        clear=lambda order: ranks.begin(order)(),
-    )
-    transfers = Transfers(
-        cache,
-        ranks,
-        clock,
-        translate=local.translate,
-        on_done=local.arrived,
-        make_mover=partial(
-            Mover,
-            rank.device,
-            bytes_per_s=None if (rate := config.emulation.load_gb_per_s) is None else rate * 1e9,
-        ),
-        interval_s=config.swap_interval_s,
-    )
-    if rank.lora_server is None:
-        return cache, local, transfers
-    return cache, SharedLoader(local, RemoteLoader(rank.lora_server)), transfers
 
 
 def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> CachingPolicy:
@@ -117,19 +57,25 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
     return policy
 
 
-def _kept_adapters(
-    rank: Rank, size: ArenaSize, followers: Followers | None, lasting: HostStore | None
+def _store(
+    config: EngineConfig, rank: Rank, size: ArenaSize, followers: Followers | None, contents: AdapterContents
 ) -> AdapterStore:
     """Adapters in files where other processes read them, or where the host arena is what memory is for."""
+    if config.pool is not None:
+        return _pool(config, contents)
+    options: dict[str, Any] = {}
     if followers is not None:
 
         def all_read() -> None:
             followers.tell(RankReport())
             followers.settle(exchange.TIMEOUT_S)
 
-        return AdapterStore(store=HostStore(followers.directory / HOST_STORE), before_removal=all_read)
-    # With a LoRA Server they are mapped already, from its store.
-    return AdapterStore(in_files=rank.lora_server is None and size.num_host_pages > 0, lasting=lasting)
+        options = {"store": HostStore(followers.directory / HOST_STORE), "before_removal": all_read}
+    if rank.lora_server is not None:
+        return LeasedAdapters(rank.lora_server, **options)
+    if followers is None and size.num_host_pages:
+        options = {"in_files": True, "store": contents.store}
+    return AdapterStore(**options)
 
 
 logger = logging.getLogger(__name__)
@@ -183,13 +129,41 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         followers.settle()
     runner = _runner(rank, followers)
     clock = WallClock()
-    pool = _pool(config, contents)
-    cache, placement, transfers = build_cache(
-        config, rank, size, sizes, followers, clock, contents.store, pool
+    cache = UnifiedCache(
+        num_device_pages=size.num_pages,
+        num_host_pages=size.num_host_pages,
+        block_size=config.block_size,
+        policy=caching_policy(config, size, layout.page_bytes),
+        max_kv_pages=size.max_kv_pages,
+        max_adapters=config.max_loras,
+        prefix_caching=config.prefix_caching,
+        upper=config.swap_out_above,
+        lower=config.swap_in_below,
     )
-    residency = AdapterManager(placement, clock)
+    store = _store(config, rank, size, followers, contents)
+    pool = store if isinstance(store, PoolAdapters) else None
+    manager = AdapterManager(
+        cache,
+        store,
+        sizes,
+        clock,
+        num_slots=config.max_loras,
+        num_pages=size.num_pages - size.request_pages,
+        leases=store if isinstance(store, LeasedAdapters) else None,
+    )
+    load_rate = config.emulation.load_gb_per_s
+    transfers = Transfers(
+        cache,
+        manager.versions,
+        rank.copier(store.find, pool),
+        clock,
+        num_slots=config.max_loras,
+        make_mover=partial(Mover, rank.device, bytes_per_s=None if load_rate is None else load_rate * 1e9),
+        interval_s=config.swap_interval_s,
+        followers=followers,
+    )
     for packed, path in adapters:
-        residency.add(packed, path)
+        manager.add(packed, path)
         contents.serve(packed.name, packed.content_hash)
     runner.warm_up()
     if followers is not None:
@@ -197,7 +171,7 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         followers.settle()
     scheduler: Scheduler[Sequence] = Scheduler(
         cache,
-        residency,
+        manager,
         clock,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -210,8 +184,8 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         *(info.name, len(adapters), size.num_pages * layout.page_bytes / 1e6, rank.device),
         *(size.num_host_pages * layout.page_bytes / 1e6, config.expert_parallel),
     )
-    figures = CacheFigures(cache, layout.page_bytes, size.max_kv_pages)
-    parts = (scheduler, runner, residency, transfers, figures, contents, clock)
+    figures = partial(cache_figures, cache, layout.page_bytes, size.max_kv_pages)
+    parts = (scheduler, runner, manager, transfers, figures, contents, clock)
     return EngineCore(info, shape, dtype, *parts, config.seed, followers, pool)
 
 
@@ -223,10 +197,9 @@ def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
     return AdapterContents(rank.shape, rank.dtype, store)
 
 
-def _pool(config: EngineConfig, contents: AdapterContents) -> PoolAdapters | None:
-    """This instance's part of the adapter pool, if there is one."""
-    if config.pool is None:
-        return None
+def _pool(config: EngineConfig, contents: AdapterContents) -> PoolAdapters:
+    """This instance's part of the adapter pool."""
+    assert config.pool is not None
     options: dict[str, Any] = {}
     if config.pool.transport == "gloo":
         options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}

@@ -54,46 +54,30 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
             raise ValueError(f"{name} has token id {bad}, outside the vocabulary of {info.vocab_size}")
 
 
-# What the cache holds and has done, as `EngineStats` tells it.
-
-
-class CacheFigures:
-    """Pages of the cache as bytes.  max_kv_pages: what KV may take of the device."""
-
-    def __init__(self, cache: UnifiedCache, page_bytes: int, max_kv_pages: int) -> None:
-        self._cache = cache
-        self._page_bytes = page_bytes
-        self._max_kv_pages = max_kv_pages
-
-    def stats(self) -> dict[str, Any]:
-        """Fields of `EngineStats`."""
-        counters, pages = self._cache.counters, self._cache.usage()
-        return {
-            "kv_usage": pages["device_kv_used"] / self._max_kv_pages,
-            "adapter_loads": counters.adapter_loads,
-            "adapter_evictions": counters.adapter_evictions,
-            "kv_query_tokens": counters.kv_query_tokens,
-            "kv_device_hit_tokens": counters.kv_device_hit_tokens,
-            "kv_host_hit_tokens": counters.kv_host_hit_tokens,
-        } | {name: num_pages * self._page_bytes for name, num_pages in self._bytes(pages).items()}
-
-    def _bytes(self, pages: dict[str, int]) -> dict[str, int]:
-        counters = self._cache.counters
-        totals = {
-            f"{tier}_bytes": sum(pages[f"{tier}_{part}"] for part in ("kv", "adapters", "free"))
-            for tier in ("device", "host")
-        }
-        return totals | {
-            "adapter_load_bytes": counters.pages_loaded,
-            "swapped_in_bytes": counters.pages_in,
-            "swapped_out_bytes": counters.pages_out,
-            "kv_lost_bytes": counters.pages_dropped,
-            "device_kv_bytes": pages["device_kv"],
-            "device_kv_invalid_bytes": pages["device_kv_invalid"],
-            "device_adapter_bytes": pages["device_adapters"],
-            "host_kv_bytes": pages["host_kv"],
-            "host_adapter_bytes": pages["host_adapters"],
-        }
+def cache_figures(cache: UnifiedCache, page_bytes: int, max_kv_pages: int) -> dict[str, Any]:
+    """Fields of `EngineStats`: what the cache holds and has done.  max_kv_pages: what KV may take."""
+    counters, pages = cache.counters, cache.usage()
+    num_pages = {
+        "adapter_load_bytes": counters.pages_loaded,
+        "swapped_in_bytes": counters.pages_in,
+        "swapped_out_bytes": counters.pages_out,
+        "kv_lost_bytes": counters.pages_dropped,
+        "device_kv_bytes": pages["device_kv"],
+        "device_kv_invalid_bytes": pages["device_kv_invalid"],
+        "device_adapter_bytes": pages["device_adapters"],
+        "host_kv_bytes": pages["host_kv"],
+        "host_adapter_bytes": pages["host_adapters"],
+    }
+    for tier in ("device", "host"):
+        num_pages[f"{tier}_bytes"] = sum(pages[f"{tier}_{part}"] for part in ("kv", "adapters", "free"))
+    return {
+        "kv_usage": pages["device_kv_used"] / max_kv_pages,
+        "adapter_loads": counters.adapter_loads,
+        "adapter_evictions": counters.adapter_evictions,
+        "kv_query_tokens": counters.kv_query_tokens,
+        "kv_device_hit_tokens": counters.kv_device_hit_tokens,
+        "kv_host_hit_tokens": counters.kv_host_hit_tokens,
+    } | {name: number * page_bytes for name, number in num_pages.items()}
 
 
 logger = logging.getLogger(__name__)
@@ -106,7 +90,7 @@ class EngineCore:
     """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
 
     Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.  pool: its
-    adapters, where they lie in a pool.
+    adapters, where they lie in a pool.  figures: of the cache (see `cache_figures`).
     """
 
     def __init__(
@@ -116,9 +100,9 @@ class EngineCore:
         dtype: torch.dtype,
         scheduler: Scheduler[Sequence],
         runner: ModelRunner,
-        residency: AdapterManager,
+        adapters: AdapterManager,
         transfers: Transfers,
-        figures: CacheFigures,
+        figures: Callable[[], dict[str, Any]],
         contents: AdapterContents,
         clock: Clock,
         seed: int,
@@ -130,7 +114,7 @@ class EngineCore:
         self._dtype = dtype
         self._scheduler = scheduler
         self._runner = runner
-        self._residency = residency
+        self._adapters = adapters
         self._transfers = transfers
         self._contents = contents
         self._clock = clock
@@ -153,14 +137,16 @@ class EngineCore:
         """Call, from other threads, `on_loss` when another process of this engine ends unasked, and
         `on_change` when a request that could not start may be able to now.
         """
-        self._residency.placement.on_change = self._transfers.on_change = on_change
+        self._transfers.on_change = on_change
+        if self._adapters.leases is not None:
+            self._adapters.leases.on_change = on_change
         if self._followers is not None:
             self._followers.watch(on_loss)
 
     def close(self, *, at_once: bool = False) -> None:
         """End connections and the engine's other processes; `at_once`: without waiting for what they do."""
         self._transfers.close()
-        self._residency.placement.close()
+        self._adapters.store.close()
         if self._followers is not None:
             self._followers.close(at_once=at_once)
 
@@ -187,13 +173,13 @@ class EngineCore:
         Returns in how many seconds it needs that again, whatever happens; None: not before something does.
         """
         self._transfers.settle()
-        self._residency.placement.bring_pinned()
+        self._adapters.bring_pinned()
         return self._transfers.tick(len(self._scheduler.running))
 
     def _refuse_impossible(self) -> list[TokenOutput]:
         """End the oldest request if, time and again, nothing runs or moves that could make room for it."""
         sequence = self._scheduler.oldest
-        waits = sequence in self._scheduler.waiting and self._residency.placement.waits_for_others
+        waits = sequence in self._scheduler.waiting and self._adapters.waits_for_others
         if sequence is None or waits or self._transfers.busy:
             self._num_empty = 0
             return []
@@ -233,7 +219,7 @@ class EngineCore:
         check_request(request, self.info)
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is already running")
-        adapter = None if request.adapter is None else self._residency.current(request.adapter)
+        adapter = None if request.adapter is None else self._adapters.current(request.adapter)
         if adapter is not None and request.adapter_version not in (None, adapter.version):
             raise AdapterVersionError(
                 f"the answer was begun with version {request.adapter_version} of adapter {adapter.name!r}, "
@@ -259,17 +245,17 @@ class EngineCore:
 
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
         """Read an adapter's files (see `AdapterContents.read`); safe to call from another thread."""
-        return self._residency.prepare(self._contents.read(name, path, content_hash))
+        return self._adapters.store.prepare(self._contents.read(name, path, content_hash))
 
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory; safe to call from another thread."""
-        return self._residency.prepare(pack_state_dict(tensors, config, self._shape, self._dtype, name))
+        return self._adapters.store.prepare(pack_state_dict(tensors, config, self._shape, self._dtype, name))
 
     def add_adapter(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
     ) -> AdapterInfo:
         """Serve an adapter from now on (see `AdapterManager.add`)."""
-        adapter = self._residency.add(packed, path, replace=replace, version=version)
+        adapter = self._adapters.add(packed, path, replace=replace, version=version)
         self._contents.serve(adapter.name, adapter.packed.content_hash)
         self._transfers.send()
         logger.info(
@@ -279,11 +265,11 @@ class EngineCore:
             packed.max_lora_rank,
             packed.nbytes,
         )
-        return self._residency.info(adapter)
+        return self._adapters.info(adapter)
 
     def remove_adapter(self, name: str) -> frozenset[int]:
         """Refuse new requests for an adapter; uids of its versions, replaced ones too, still in use."""
-        self._residency.remove(name)
+        self._adapters.remove(name)
         self._contents.forget(name)
         self._transfers.send()
         logger.info("adapter %s removed", name)
@@ -299,24 +285,24 @@ class EngineCore:
 
         Raises AdapterNotFoundError.
         """
-        adapter = self._residency.current(name)
-        return self._residency.info(adapter), adapter.packed
+        adapter = self._adapters.current(name)
+        return self._adapters.info(adapter), adapter.packed
 
     def list_adapters(self) -> list[AdapterInfo]:
-        return [self._residency.info(adapter) for adapter in self._residency.known()]
+        return [self._adapters.info(adapter) for adapter in self._adapters.known()]
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
         """Keep an adapter on the device from now on, or no longer.
 
         Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
         """
-        adapter, placement = self._residency.current(name), self._residency.placement
+        adapter = self._adapters.current(name)
         if pinned:
-            placement.pin(adapter)
+            self._adapters.pin(adapter)
         else:
-            placement.unpin(adapter)
+            self._adapters.unpin(adapter)
         self._transfers.send()
-        return self._residency.info(adapter)
+        return self._adapters.info(adapter)
 
     def stats(self) -> EngineStats:
         def names(sequences: list[Sequence]) -> tuple[str, ...]:
@@ -327,13 +313,13 @@ class EngineCore:
             num_waiting=self._scheduler.num_waiting,
             running_adapters=names(self._scheduler.running),
             waiting_adapters=names([*self._scheduler.loading, *self._scheduler.waiting]),
-            resident_adapters=tuple(sorted({a.name for a in self._residency.resident()})),
+            resident_adapters=tuple(sorted({a.name for a in self._adapters.resident()})),
             num_preemptions=self._scheduler.num_preemptions,
             num_put_back=self._scheduler.num_put_back,
             adapter_hits=self._scheduler.num_adapter_hits,
             adapter_misses=self._scheduler.num_adapter_misses,
-            **self._residency.placement.counters(),
-            **self._figures.stats(),
+            **self._adapters.store.counters(),
+            **self._figures(),
             **self._counters,
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_lora.engine.adapters.adapter_loader import AdapterVersion
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.ranks.exchange import ExpertExchange
 from moe_lora.kernels import ops, reference
 from moe_lora.kernels.cpu import cpu

@@ -8,7 +8,7 @@ import torch
 
 from moe_lora.cache.pages import BlockTable
 from moe_lora.core.request import FinishReason, GenerateRequest, RequestTiming
-from moe_lora.engine.adapters.adapter_loader import AdapterVersion
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.scheduling.views import Waits
 
 

@@ -27,7 +27,6 @@ from moe_lora.dist.lora_server.client import attach
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.dist.net.codec import decoder_of
 from moe_lora.engine import build
-from moe_lora.engine.adapters.remote_loader import SharedLoader
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.follower import follow
 from moe_lora.engine.ranks.followers import Followers, instance_directory
@@ -110,9 +109,9 @@ def served_tokens(model: ServedModel, row: Row, *, eager: bool = True, **changes
         stack.enter_context(server_processes(config, Layout.parse(server.layout).num_ranks))
         engine = stack.enter_context(instance(config))
         tokens = answers(engine, requests_to(model))
-        placement = engine._residency.placement
-        assert isinstance(placement, SharedLoader)
-        stats = placement._remote._leases.stats()
+        leases = engine._adapters.leases
+        assert leases is not None
+        stats = leases._leases.stats()
         assert stats is not None, "the leader does not answer"
         tallies = [read_tally(server.store_dir, rank) for rank in range(expert_parallel)]
     return Outcome(tokens, tallies, stats["num_evictions"])

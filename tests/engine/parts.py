@@ -15,11 +15,11 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.engine.adapters.adapter_loader import AdapterStore, AdapterVersion, ShardSizes
+from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion, ShardSizes
 from moe_lora.engine.adapters.copies import RankCopier
-from moe_lora.engine.adapters.local_loader import AdapterRoom, LocalLoader
+from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
-from moe_lora.engine.adapters.transfers import Ranks, Transfers
+from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.arena_size import ArenaSize
 from moe_lora.engine.build import caching_policy
 from moe_lora.engine.sequence import Sequence
@@ -75,13 +75,13 @@ class HeldMover:
         self._orders.clear()
 
 
-class PromptPlacement(LocalLoader):
+class PromptManager(AdapterManager):
     """Adapters are there as soon as they are asked for."""
 
     bring_now: Callable[[], None]
 
-    def hold(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
-        readiness = super().hold(adapter, again=again)
+    def _hold(self, adapter: AdapterVersion, *, again: bool) -> Readiness:
+        readiness = super()._hold(adapter, again=again)
         self.bring_now()
         return readiness if readiness is Readiness.NO_ROOM else self.readiness(adapter)
 
@@ -108,6 +108,7 @@ class Parts:
         policy: str = "fastlibra",
         prompt: bool = True,
         clock: VirtualClock | None = None,
+        leases: LeasedAdapters | None = None,
     ) -> None:
         self.clock = clock or VirtualClock()
         room_pages = num_pages - 1 if room_pages is None else room_pages
@@ -130,33 +131,32 @@ class Parts:
         self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
         self.host_arena = torch.zeros(num_host_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(max_loras, 1, 1, torch.device("cpu"))
-        self.kept = AdapterStore()
+        self.kept = AdapterStore() if leases is None else leases
         whole = np.ones(1, dtype=bool)
         shape = SimpleNamespace()
         arenas = (self.arena, self.host_arena, PAGE_BYTES)
-        ranks = Ranks(RankCopier(*arenas, self.slots, shape, whole, self.kept.find), PAGE_BYTES)
-        self.placement = (PromptPlacement if prompt else LocalLoader)(
+        self.manager = (PromptManager if prompt else AdapterManager)(
             self.cache,
             self.kept,
             ShardSizes(shape, PAGE_BYTES, [whole]),
             self.clock,
-            room=AdapterRoom(num_slots=max_loras, num_pages=room_pages, page_bytes=PAGE_BYTES),
-            clear=lambda order: ranks.begin(order)(),
+            num_slots=max_loras,
+            num_pages=room_pages,
+            leases=leases,
         )
         self.transfers = Transfers(
             self.cache,
-            ranks,
+            self.manager.versions,
+            RankCopier(*arenas, self.slots, shape, whole, self.kept.find),
             self.clock,
-            translate=self.placement.translate,
-            on_done=self.placement.arrived,
+            num_slots=max_loras,
             make_mover=self._make_mover,
             interval_s=0.1,
         )
-        self.placement.bring_now = self.move
-        self.residency = AdapterManager(self.placement, self.clock)
+        self.manager.bring_now = self.move
         self.scheduler = Scheduler(
             self.cache,
-            self.residency,
+            self.manager,
             self.clock,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -184,8 +184,8 @@ class Parts:
 
     def acquire(self, adapter: AdapterVersion) -> bool:
         """Whether the adapter is there for a request now."""
-        self.placement.begin_round()
-        return self.residency.acquire(adapter) is Readiness.READY
+        self.manager.begin_round()
+        return self.manager.acquire(adapter) is Readiness.READY
 
     def add(self, name: str, prompt: range, adapter: AdapterVersion | None = None) -> Sequence:
         request = GenerateRequest(
@@ -223,7 +223,7 @@ class Parts:
     def step(self, token: int = 7) -> dict[str, int]:
         """Schedule and pretend to compute: request id -> tokens computed."""
         self.transfers.settle()
-        self.placement.bring_pinned()
+        self.manager.bring_pinned()
         self.transfers.tick(len(self.scheduler.running))
         plan = self.scheduler.schedule()
         self.transfers.send()

@@ -65,7 +65,7 @@ def test_every_request_ends_within_a_bounded_number_of_steps(mix):
     rng = random.Random(mix.seed)
     least = -(-MAX_LEN // BLOCK_SIZE) + LARGEST
     parts = Parts(num_pages=least + mix.spare_pages, room_pages=LARGEST, prompt=False, **mix.settings)
-    adapters = [parts.residency.add(packed(f"a{i}", pages), None) for i, pages in enumerate(mix.pages)]
+    adapters = [parts.manager.add(packed(f"a{i}", pages), None) for i, pages in enumerate(mix.pages)]
     answers = {str(number): row[3] for number, row in enumerate(mix.requests)}
     to_come = list(enumerate(mix.requests))
     num_left, delay = len(to_come), rng.randint(1, MAX_DELAY)

@@ -31,7 +31,7 @@ def test_engine_and_simulator_compute_the_same_steps(policy, seed):
     real = Parts(policy=policy, room_pages=3, max_loras=3, **ROOM)
     costs = CacheCosts(page_bytes=PAGE_BYTES)
     simulated = SimulatedParts(NUM_PAGES, policy=make_caching_policy(policy, costs), max_adapters=3, **ROOM)
-    versions = {name: real.residency.add(packed(name, pages), None) for name, pages in NUM_PAGES.items()}
+    versions = {name: real.manager.add(packed(name, pages), None) for name, pages in NUM_PAGES.items()}
     sequences, num_left = {}, {}
     for number in range(300):
         if number % 3 == 0 and number < 150:

@@ -32,12 +32,12 @@ def parts_for(rng: random.Random) -> Parts:
 
 def change_something(rng: random.Random, parts: Parts, live: list[Sequence], number: int) -> None:
     """A request comes or leaves, an adapter is published or removed."""
-    known = parts.residency.known()
+    known = parts.manager.known()
     if rng.random() < 0.15 or not known:
         name, num_pages = rng.choice("abcd"), rng.randint(1, 3)
-        parts.residency.add(packed(name, num_pages, value=rng.random()), None, replace=True)
+        parts.manager.add(packed(name, num_pages, value=rng.random()), None, replace=True)
     elif rng.random() < 0.1:
-        parts.residency.remove(rng.choice(known).name)
+        parts.manager.remove(rng.choice(known).name)
     elif rng.random() < 0.1 and live:
         parts.scheduler.finish(live.pop(rng.randrange(len(live))))
     else:
@@ -62,15 +62,15 @@ def test_random_traffic_gets_done_and_leaves_nothing_taken(seed):
         assert num_empty < NUM_TRIES, "requests wait and nothing is computed"
         if rng.random() < 0.5 or idle:
             parts.mover.work(rng.randint(1, 3))
-        assert len(parts.kept) >= len(parts.residency.known())
+        assert len(parts.kept) >= len(parts.manager.known())
         for sequence in [s for s in live if s.num_generated >= ANSWER_TOKENS]:
             parts.scheduler.finish(sequence)
             live.remove(sequence)
     assert not live
-    for adapter in parts.residency.known():
-        parts.residency.remove(adapter.name)
+    for adapter in parts.manager.known():
+        parts.manager.remove(adapter.name)
     parts.move()
-    assert list(parts.residency.resident()) == []
+    assert list(parts.manager.resident()) == []
     assert len(parts.kept) == 0
     usage = parts.cache.usage()
     assert (usage["device_kv_used"], usage["device_adapters"]) == (0, 0)

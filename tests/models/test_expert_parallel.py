@@ -15,7 +15,7 @@ from moe_lora.adapters import read_adapter
 from moe_lora.adapters.packed import entries_of_experts
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import experts_of_rank
-from moe_lora.engine.adapters.adapter_loader import ShardSizes
+from moe_lora.engine.adapters.adapter_store import ShardSizes
 from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
 from moe_lora.engine.ranks.exchange import RowExchange, open_group
 from moe_lora.engine.runner import ExecutionContext

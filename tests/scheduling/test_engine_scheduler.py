@@ -6,7 +6,7 @@ from tests.engine.parts import Parts, packed
 
 def test_equal_prompt_reuses_computed_blocks_of_its_adapter_version_only():
     parts = Parts()
-    adapter = parts.residency.add(packed("a"), None)
+    adapter = parts.manager.add(packed("a"), None)
     parts.add("first", range(9), adapter)
     parts.step()
     parts.add("again", range(9), adapter)
@@ -17,7 +17,7 @@ def test_equal_prompt_reuses_computed_blocks_of_its_adapter_version_only():
 
 def test_only_waiting_for_an_adapters_place_counts_as_that():
     parts = Parts(max_loras=1, max_num_seqs=3)
-    first, second = (parts.residency.add(packed(name), None) for name in ("first", "second"))
+    first, second = (parts.manager.add(packed(name), None) for name in ("first", "second"))
     running = [parts.add(name, range(3), first) for name in ("one", "two")]
     held_back = parts.add("three", range(3), second)
     parts.step()
@@ -42,7 +42,7 @@ def test_only_waiting_for_an_adapters_place_counts_as_that():
 
 def test_request_waits_while_every_slot_is_taken_and_others_pass_it():
     parts = Parts(max_loras=1)
-    first, second = (parts.residency.add(packed(name), None) for name in ("first", "second"))
+    first, second = (parts.manager.add(packed(name), None) for name in ("first", "second"))
     running = parts.add("one", range(3), first)
     parts.add("two", range(3), second)
     parts.add("three", range(3), first)
@@ -55,7 +55,7 @@ def test_request_waits_while_every_slot_is_taken_and_others_pass_it():
 
 def test_starving_request_gets_the_slot_before_younger_ones():
     parts = Parts(max_loras=1, starvation_s=1.0)
-    first, second = (parts.residency.add(packed(name), None) for name in ("first", "second"))
+    first, second = (parts.manager.add(packed(name), None) for name in ("first", "second"))
     running = parts.add("one", range(3), first)
     parts.step()
     parts.add("two", range(3), second)
@@ -68,21 +68,21 @@ def test_starving_request_gets_the_slot_before_younger_ones():
 
 def test_waiting_request_that_leaves_frees_its_retired_adapter():
     parts = Parts(max_loras=1, max_num_seqs=1)
-    adapter = parts.residency.add(packed("a"), None)
+    adapter = parts.manager.add(packed("a"), None)
     running = parts.add("one", range(3), adapter)
     waiting = parts.add("two", range(3), adapter)
     parts.step()
-    parts.residency.remove("a")
+    parts.manager.remove("a")
     parts.scheduler.finish(running)
     assert adapter.num_waiting == 1
     parts.scheduler.finish(waiting)
     assert adapter.slot is None
-    assert list(parts.residency.resident()) == []
+    assert list(parts.manager.resident()) == []
 
 
 def test_request_whose_adapter_is_on_its_way_waits_alone():
     parts = Parts(prompt=False)
-    adapter = parts.residency.add(packed("a"), None)
+    adapter = parts.manager.add(packed("a"), None)
     parts.add("base", range(3))
     parts.step()
     waiting = parts.add("one", range(10, 13), adapter)
@@ -127,7 +127,7 @@ def test_history_on_the_host_comes_back_while_others_run():
 
 def test_client_that_leaves_while_its_adapter_comes_gives_all_back():
     parts = Parts(prompt=False)
-    adapter = parts.residency.add(packed("a"), None)
+    adapter = parts.manager.add(packed("a"), None)
     waiting = parts.add("one", range(3), adapter)
     parts.step()
     parts.scheduler.finish(waiting)
@@ -139,7 +139,7 @@ def test_client_that_leaves_while_its_adapter_comes_gives_all_back():
 
 def test_younger_loading_request_gives_its_room_to_an_older_one():
     parts = Parts(num_pages=7, room_pages=4, prompt=False, max_num_batched_tokens=32)
-    old, young = (parts.residency.add(packed(name, num_pages=2), None) for name in ("old", "young"))
+    old, young = (parts.manager.add(packed(name, num_pages=2), None) for name in ("old", "young"))
     first = parts.add("first", range(16), old)
     second = parts.add("second", range(50, 54), young)
     parts.step()
@@ -154,14 +154,14 @@ def test_younger_loading_request_gives_its_room_to_an_older_one():
 
 def test_adapter_load_after_a_preemption_is_no_part_of_the_first_wait(monkeypatch):
     parts = Parts(num_pages=6, kv_pages=4, max_num_batched_tokens=32)
-    adapter = parts.residency.add(packed("a"), None)
-    bring_now = parts.placement.bring_now
+    adapter = parts.manager.add(packed("a"), None)
+    bring_now = parts.manager.bring_now
 
     def slowly():
         parts.clock.advance(2.0)
         bring_now()
 
-    parts.placement.bring_now = slowly
+    parts.manager.bring_now = slowly
     old = parts.add("old", range(8))
     young = parts.add("young", range(50, 58), adapter)
     parts.step()
@@ -175,7 +175,7 @@ def test_adapter_load_after_a_preemption_is_no_part_of_the_first_wait(monkeypatc
 
 def test_request_whose_adapter_fails_to_come_is_ended_and_others_go_on():
     parts = Parts(prompt=False)
-    broken, sound = (parts.residency.add(packed(name), None) for name in ("broken", "sound"))
+    broken, sound = (parts.manager.add(packed(name), None) for name in ("broken", "sound"))
     lost = parts.add("lost", range(3), broken)
     parts.add("fine", range(3), sound)
     parts.step()

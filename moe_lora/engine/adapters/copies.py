@@ -13,21 +13,13 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter, shard_layer
+from moe_lora.cache.orders import Copy
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.lora.local import LayerPart, part_bytes, point_slot
 
 from .pool_fetch import LayerReader, fetch_layers
 from .pool_store import PoolAdapters
-
-
-@dataclass(frozen=True)
-class CopyPages:
-    """Page device_pages[i] of the device's arena and host_pages[i] of the host's become equal."""
-
-    device_pages: tuple[int, ...]
-    host_pages: tuple[int, ...]
-    to_device: bool
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,7 @@ class BringAdapter:
     slot: int
     content_hash: str
     layer_first_pages: tuple[int, ...]
-    pages: CopyPages | None
+    pages: Copy | None
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class ClearSlot:
     slot: int
 
 
-RankOrder = CopyPages | BringAdapter | ClearSlot
+RankOrder = Copy | BringAdapter | ClearSlot
 
 
 class RankCopier:
@@ -73,6 +65,7 @@ class RankCopier:
         find: Callable[[str], PackedAdapter],
         pool: PoolAdapters | None = None,
     ) -> None:
+        self.page_bytes = page_bytes
         self._device = device.view(-1, page_bytes)
         self._host = None if host is None else host.view(-1, page_bytes)
         self._slots = slots
@@ -84,25 +77,21 @@ class RankCopier:
 
     def fetches(self, order: RankOrder) -> bool:
         """Whether the order waits for another process, or a disk."""
-        return self._reader(order) is not None
-
-    def _reader(self, order: RankOrder) -> LayerReader | None:
         if self._pool is None or not isinstance(order, BringAdapter) or order.pages is not None:
-            return None
-        return self._pool.reader(order.content_hash)
+            return False
+        return not self._pool.holds(order.content_hash)
 
     def begin(self, order: RankOrder) -> Callable[[], None]:
         """What carries the order out, on CUDA on the current stream.  The adapter may be forgotten since."""
-        if isinstance(order, CopyPages):
+        if isinstance(order, Copy):
             return partial(self._copy_pages, order)
-        if isinstance(order, BringAdapter):
-            reader = self._reader(order)
-            if reader is not None:
-                return partial(self._fetch, order, reader)
-            return partial(self._bring, order, self._find(order.content_hash))
-        return partial(self._slots.clear, order.slot)
+        if isinstance(order, ClearSlot):
+            return partial(self._slots.clear, order.slot)
+        if self._pool is not None and self.fetches(order):
+            return partial(self._fetch, order, self._pool.reader(order.content_hash))
+        return partial(self._bring, order, self._find(order.content_hash))
 
-    def _copy_pages(self, order: CopyPages) -> None:
+    def _copy_pages(self, order: Copy) -> None:
         host, device = self._host, self._device
         assert host is not None
         for first, host_first, count in _runs(order.device_pages, order.host_pages):
@@ -111,9 +100,8 @@ class RankCopier:
 
     def _fetch(self, order: BringAdapter, reader: LayerReader) -> None:
         """Each layer to its place as it comes."""
-        arena, page_bytes = self._device.view(-1), self._device.shape[1]
-        offsets = [max(0, first) * page_bytes for first in order.layer_first_pages]
-        sizes = reader.layer_bytes
+        arena, sizes = self._device.view(-1), reader.layer_bytes
+        offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
         targets = [arena[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
         packed = fetch_layers(reader, targets)
         assert self._pool is not None
@@ -121,8 +109,10 @@ class RankCopier:
         point_slot(self._slots, order.slot, packed, offsets)
 
     def _bring(self, order: BringAdapter, packed: PackedAdapter) -> None:
-        parts, page_bytes = self._parts(packed), self._device.shape[1]
-        offsets = [max(0, first) * page_bytes for first in order.layer_first_pages]
+        parts: Sequence[LayerPart] = packed.layers
+        if self._kept is not None:
+            parts = [shard_layer(layer, self._shape, self._kept) for layer in packed.layers]
+        offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
         if order.pages is not None:
             self._copy_pages(order.pages)
         else:
@@ -133,11 +123,6 @@ class RankCopier:
                 _copy(data, arena[offset : offset + len(data)])
         # Last, so that nothing leads to bytes that are not there.
         point_slot(self._slots, order.slot, packed, offsets, parts)
-
-    def _parts(self, packed: PackedAdapter) -> Sequence[LayerPart]:
-        if self._kept is None:
-            return packed.layers
-        return [shard_layer(layer, self._shape, self._kept) for layer in packed.layers]
 
 
 def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:

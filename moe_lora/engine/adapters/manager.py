@@ -1,34 +1,59 @@
-"""Which adapters the engine knows, their versions, and which of them requests hold."""
+"""Which adapters the engine knows, their versions, which of them requests hold, and which are pinned."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.cache.orders import Readiness
+from moe_lora.cache.orders import Namespace, Readiness
+from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from moe_lora.core.request import AdapterInfo
+from moe_lora.core.request import AdapterInfo, AdapterResidency
 
-from .adapter_loader import AdapterLoader, AdapterVersion
+from .adapter_store import AdapterStore, AdapterVersion, ShardSizes
+from .leased_adapters import LeasedAdapters
 
 
 class AdapterManager:
-    """Names, versions and users of adapters (the scheduler's `Adapters`); an `AdapterLoader` makes them
-    ready for computing.
+    """Names, versions, users and pins of adapters (the scheduler's `Adapters`).
+
+    The cache says which are on this device; store: has the bytes of all.  leases: those of the LoRA Server,
+    which computes some sites or all; an adapter is ready when it is leased and what belongs here is here.
+    num_slots: adapters on the device at once.  num_pages: what they may take there, beside one request's KV.
+    versions: by uid, replaced ones that requests still hold included.
     """
 
-    def __init__(self, placement: AdapterLoader, clock: Clock) -> None:
-        self.placement = placement
+    def __init__(
+        self,
+        cache: UnifiedCache,
+        store: AdapterStore,
+        sizes: ShardSizes,
+        clock: Clock,
+        *,
+        num_slots: int,
+        num_pages: int,
+        leases: LeasedAdapters | None = None,
+    ) -> None:
+        self.store = store
+        self.leases = leases
+        self.versions: dict[Namespace, AdapterVersion] = {}
+        self.waits_for_others = leases is not None
+        """Whether it may depend on another process that an adapter becomes ready."""
+        self._cache = cache
+        self._sizes = sizes
         self._clock = clock
+        self._num_slots = num_slots
+        self._max_pages = num_pages
         self._current: dict[str, AdapterVersion] = {}
         self._uids = itertools.count(1)
-        self._versions: dict[str, int] = {}
-
-    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """What takes long of an `add` that is to come; may be called from another thread."""
-        return self.placement.prepare(packed)
+        self._numbers: dict[str, int] = {}
+        self._pinned: set[AdapterVersion] = set()
+        self._to_bring: list[AdapterVersion] = []
+        self._refused_pages = sys.maxsize
 
     def add(
         self, packed: PackedAdapter, path: str | None, *, replace: bool = False, version: int | None = None
@@ -39,46 +64,26 @@ class AdapterManager:
         Raises AdapterExistsError if the name is taken and not to be replaced, CapacityError if there could
         never be room for it.
         """
+        name, previous = packed.name, self._current.get(packed.name)
         try:
-            return self._add(packed, path, replace, version)
+            if previous is not None and not replace:
+                raise AdapterExistsError(
+                    f"adapter {name!r} is already loaded; unload it first or load it in place"
+                )
+            number = self._numbers.get(name, 0) + 1 if version is None else version
+            adapter = AdapterVersion(next(self._uids), number, packed, path)
+            if previous is not None and previous.pinned:
+                self._hand_pin_over(previous, adapter)
+            else:
+                self._admit(adapter)
         except (AdapterExistsError, CapacityError):
-            self.placement.undo_prepare(packed)
+            self.store.undo_prepare(packed)
             raise
-
-    def _add(
-        self, packed: PackedAdapter, path: str | None, replace: bool, version: int | None
-    ) -> AdapterVersion:
-        name = packed.name
-        if name in self._current and not replace:
-            raise AdapterExistsError(
-                f"adapter {name!r} is already loaded; unload it first or load it in place"
-            )
-        number = self._versions.get(name, 0) + 1 if version is None else version
-        adapter = AdapterVersion(next(self._uids), number, packed, path)
-        previous = self._current.get(name)
-        if previous is not None and previous.pinned:
-            self._hand_pin_over(previous, adapter)
-        else:
-            self.placement.admit(adapter)
-        self._versions[name] = number
+        self._numbers[name] = number
         self._current[name] = adapter
         if previous is not None:
             self._retire(previous)
         return adapter
-
-    def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
-        """Admit a version that takes the pin of the one before it, and with that its room."""
-        self.placement.unpin(previous)
-        try:
-            self.placement.admit(adapter)
-            try:
-                self.placement.pin(adapter)
-            except CapacityError:
-                self.placement.drop(adapter)
-                raise
-        except CapacityError:
-            self.placement.pin(previous)
-            raise
 
     def current(self, name: str) -> AdapterVersion:
         """The version that new requests for `name` use.  Raises AdapterNotFoundError."""
@@ -97,11 +102,14 @@ class AdapterManager:
         return list(self._current.values())
 
     def resident(self) -> Iterator[AdapterVersion]:
-        return self.placement.resident()
+        """Adapters that are ready now."""
+        if self.leases is not None:
+            return self.leases.resident()
+        return (adapter for adapter in self.versions.values() if adapter.slot is not None)
 
     def info(self, adapter: AdapterVersion) -> AdapterInfo:
         """What clients are told of an adapter."""
-        residency, num_pages = self.placement.where(adapter)
+        residency, num_pages = self._where(adapter)
         last_used_s = adapter.last_used_s
         return AdapterInfo(
             name=adapter.name,
@@ -119,11 +127,6 @@ class AdapterManager:
             content_hash=adapter.packed.content_hash,
         )
 
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether it may depend on another process that an adapter becomes ready."""
-        return self.placement.waits_for_others
-
     def enqueue(self, adapter: AdapterVersion) -> None:
         """One more request of the adapter waits, holding nothing."""
         adapter.num_waiting += 1
@@ -131,18 +134,25 @@ class AdapterManager:
     def dequeue(self, adapter: AdapterVersion) -> None:
         """One of those holds the adapter now, or has left."""
         adapter.num_waiting -= 1
-        self.settle(adapter)
+        self._settle(adapter)
 
     def begin_round(self) -> None:
         """Requests are about to be admitted, one `acquire` after the other."""
-        self.placement.begin_round()
+        self._refused_pages = sys.maxsize
 
     def acquire(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
         """Hold the adapter for one request, its bytes on their way if they are not there.
 
-        NO_ROOM: it is not held, there is no place now.  again: this request held it before.
+        NO_ROOM: it is not held, there is no place now; a lease that came meanwhile is kept, unused.
+        again: this request held it before.
         """
-        readiness = self.placement.hold(adapter, again=again)
+        if self.leases is not None:  # asked for first: it takes longer
+            leased = self.leases.acquire(adapter)
+            if not adapter.num_pages:
+                self._cache.note_remote(adapter.uid, leased)
+            if not leased:
+                return Readiness.NO_ROOM
+        readiness = self._hold(adapter, again=again)
         if readiness is not Readiness.NO_ROOM:
             adapter.num_running += 1
             adapter.last_used_s = self._clock.now_s()
@@ -150,28 +160,157 @@ class AdapterManager:
 
     def has_unused_lease(self, adapter: AdapterVersion) -> bool:
         """Whether others wait for its place, which is kept for this engine, though no request uses it."""
-        return self.placement.has_unused_lease(adapter)
+        return self.leases is not None and self.leases.is_unused(adapter)
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         """Of an adapter that was acquired: whether its bytes are there."""
-        return self.placement.readiness(adapter)
+        return self._cache.readiness(adapter.uid)
 
     def release(self, adapter: AdapterVersion) -> None:
-        """One request of the adapter does not hold it any more."""
+        """One request of the adapter does not hold it any more; it stays while nobody else needs the room."""
         adapter.num_running -= 1
         adapter.last_used_s = self._clock.now_s()
-        self.placement.let_go(adapter)
-        self.settle(adapter)
+        if self.leases is not None and not adapter.num_running:
+            self.leases.release(adapter)
+        self._cache.let_go(adapter.uid, adapter.last_used_s)
+        self._settle(adapter)
 
-    def settle(self, adapter: AdapterVersion) -> None:
-        """If nobody holds the adapter any more, or waits for it: let it go; a retired one is freed."""
-        if adapter.num_running or adapter.num_waiting:
+    def pin(self, adapter: AdapterVersion) -> None:
+        """Bring the adapter in and keep it; of a LoRA Server's the part on this device, since that one
+        decides for itself.  Raises CapacityError if that left no room for a request.
+        """
+        if adapter.pinned:
             return
-        self.placement.stop_asking(adapter)
-        if adapter.retired:
-            self.placement.drop(adapter)
+        self._check_pin(adapter)
+        adapter.pinned = True
+        self._pinned.add(adapter)
+        self._cache.pin(adapter.uid)
+        self._to_bring.append(adapter)
+        self.bring_pinned()
+
+    def bring_pinned(self) -> None:
+        """Bring in what was pinned when there was no room; to be called again and again."""
+        for adapter in list(self._to_bring):
+            self.begin_round()
+            if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
+                self._cache.let_go(adapter.uid, self._clock.now_s())
+                self._to_bring.remove(adapter)
+
+    def unpin(self, adapter: AdapterVersion) -> None:
+        """Undo `pin`."""
+        if adapter.pinned:
+            adapter.pinned = False
+            self._pinned.discard(adapter)
+            if adapter in self._to_bring:
+                self._to_bring.remove(adapter)
+            self._cache.unpin(adapter.uid)
+
+    def _admit(self, adapter: AdapterVersion) -> None:
+        """Take on an adapter; `adapter.packed` becomes what to keep of it.  Raises CapacityError."""
+        with ExitStack() as undo:
+            layer_pages = self._sizes.layer_pages(adapter.packed)
+            adapter.num_pages = sum(layer_pages)
+            self._check_fits(adapter)
+            adapter.packed = self.store.keep(adapter.packed, adapter.path)
+            undo.callback(self.store.forget, adapter.packed)
+            previous = self._current.get(adapter.name)
+            inherits = None if previous is None else previous.uid
+            self._cache.add_adapter(adapter.uid, layer_pages, self._clock.now_s(), inherits=inherits)
+            self.versions[adapter.uid] = adapter
+            undo.pop_all()
+
+    def _drop(self, adapter: AdapterVersion) -> None:
+        """Undo `_admit`."""
+        self.unpin(adapter)
+        self._cache.forget(adapter.uid)
+        self.store.forget(adapter.packed)
+        del self.versions[adapter.uid]
+
+    def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
+        """Admit a version that takes the pin of the one before it, and with that its room."""
+        self.unpin(previous)
+        with ExitStack() as undo:
+            undo.callback(self.pin, previous)
+            self._admit(adapter)
+            undo.callback(self._drop, adapter)
+            self.pin(adapter)
+            undo.pop_all()
 
     def _retire(self, adapter: AdapterVersion) -> None:
         adapter.retired = True
-        self.placement.unpin(adapter)
-        self.settle(adapter)
+        self.unpin(adapter)
+        self._settle(adapter)
+
+    def _settle(self, adapter: AdapterVersion) -> None:
+        """If nobody holds the adapter any more, or waits for it: let it go; a retired one is freed."""
+        if adapter.is_idle:
+            if self.leases is not None:
+                self.leases.release(adapter)
+            if adapter.retired:
+                self._drop(adapter)
+
+    def _hold(self, adapter: AdapterVersion, *, again: bool) -> Readiness:
+        """Within a round, what found no room for few pages is not searched for more."""
+        if adapter.num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
+            return Readiness.NO_ROOM
+        readiness = self._cache.hold(adapter.uid, self._clock.now_s(), again=again)
+        if readiness is Readiness.NO_ROOM:
+            self._refused_pages = adapter.num_pages
+        return readiness
+
+    def _where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
+        """Where its bytes are, and how many pages of the device's arena they take there."""
+        place: AdapterResidency = self._cache.place(adapter.uid)
+        num_pages = adapter.num_pages if place == "device" else 0
+        if self.leases is not None:
+            place = "remote" if adapter.lease is not None else "device" if num_pages else "disk"
+        elif place == "disk":
+            place = self.store.place(adapter.packed.content_hash)
+        return place, num_pages
+
+    def _check_fits(self, adapter: AdapterVersion) -> None:
+        """Raises CapacityError if an adapter of so many pages could never be on the device."""
+        if not adapter.num_pages:
+            return
+        if len(self._pinned) >= self._num_slots:
+            raise CapacityError(
+                f"adapter {adapter.name!r} finds no slot: pinned ones take all "
+                f"max_loras={self._num_slots}; unpin one or raise max_loras"
+            )
+        pinned = sum(other.num_pages for other in self._pinned)
+        if pinned + adapter.num_pages > self._max_pages:
+            raise CapacityError(
+                f"adapter {adapter.name!r} needs {self._mb(adapter.num_pages)} MB; beside a request of "
+                f"max_model_len the arena has {self._mb(self._max_pages)} MB for adapters, of which "
+                f"{self._mb(pinned)} MB are pinned; raise arena_mb or unpin adapters"
+            )
+
+    def _check_pin(self, adapter: AdapterVersion) -> None:
+        """Raises CapacityError if one more pin left no slot or no room for a request of another adapter."""
+        name = adapter.name
+        if self.leases is not None and not adapter.num_pages:
+            raise CapacityError(
+                f"adapter {name!r} can't be pinned: the LoRA Server computes all of it, and decides "
+                "what it holds; raise its capacity instead"
+            )
+        others = (
+            other.num_pages
+            for other in self.versions.values()
+            if not (other.pinned or (other.name == name and other.is_idle))
+        )
+        largest = max(others, default=0)
+        if largest and len(self._pinned) + 1 >= self._num_slots:
+            raise CapacityError(
+                f"adapter {name!r} can't be pinned: of max_loras={self._num_slots} slots one must stay "
+                "free for others; unpin another adapter or raise max_loras"
+            )
+        pinned = sum(other.num_pages for other in self._pinned)
+        if pinned + adapter.num_pages + largest > self._max_pages:
+            raise CapacityError(
+                f"adapter {name!r} of {self._mb(adapter.num_pages)} MB can't be pinned: that would leave no "
+                f"room for a request of an adapter of {self._mb(largest)} MB; unpin another one or raise "
+                "arena_mb"
+            )
+
+    def _mb(self, num_pages: int) -> str:
+        return f"{num_pages * self._sizes.page_bytes / 1e6:.3f}"

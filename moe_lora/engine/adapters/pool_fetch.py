@@ -82,7 +82,7 @@ class LayerReader:
         read_again: Callable[[], PackedAdapter],
         counters: PoolCounters,
     ) -> None:
-        self._facts = facts
+        self.facts = facts
         self._layout = layout_of(facts)
         self._list_sources = sources
         self._peers = peers
@@ -103,7 +103,7 @@ class LayerReader:
         """
         head = torch.empty(self._layout.head_bytes, dtype=torch.uint8) if out is None else out
         self._try_all(lambda: self._head_into(head))
-        return adapter_without_data(self._facts, head)
+        return adapter_without_data(self.facts, head)
 
     def read(self, number: int, out: torch.Tensor) -> None:
         """out = the data of layer `number`: uint8, of its size, on the CPU.  Raises AdapterError likewise."""
@@ -128,7 +128,7 @@ class LayerReader:
             self.read_head(memory[: self._layout.head_bytes])
             for number, (start, length) in enumerate(self._layout.data):
                 self.read(number, memory[start : start + length])
-            packed = adapter_in(self._facts, memory)
+            packed = adapter_in(self.facts, memory)
             if is_intact(packed):
                 return packed
             assert self._packed is None, "what was read from disk was checked"
@@ -144,7 +144,7 @@ class LayerReader:
         if self._packed is None:
             self._peers.transport.get(self._open(), 0, head)
             return
-        bare = adapter_without_data(self._facts, head)
+        bare = adapter_without_data(self.facts, head)
         for layer, place in zip(self._packed.layers, bare.layers, strict=True):
             place.table.copy_(layer.table)
             place.scale.copy_(layer.scale)
@@ -165,7 +165,7 @@ class LayerReader:
         if self._left is None:
             self._left = list(self._list_sources())
         if self._packed is None and not self._left:
-            logger.info("adapter %s: no instance that holds it answers; read from disk", self._facts.name)
+            logger.info("adapter %s: no instance that holds it answers; read from disk", self.facts.name)
             try:
                 self._packed = self._from_directory()
             except AdapterError:
@@ -174,9 +174,9 @@ class LayerReader:
 
     def _from_directory(self) -> PackedAdapter:
         packed = self._read_again()
-        if packed.content_hash != self._facts.content_hash:
+        if packed.content_hash != self.facts.content_hash:
             raise AdapterError(
-                f"adapter {self._facts.name!r}: no instance holds it, and what lies in its directory now is "
+                f"adapter {self.facts.name!r}: no instance holds it, and what lies in its directory now is "
                 "not what was loaded; load it again with load_inplace=true"
             )
         return packed
@@ -193,7 +193,7 @@ class LayerReader:
 
     def _give_up(self, reason: str) -> None:
         """Leave this source for the next one."""
-        logger.warning("adapter %s: a source failed: %s", self._facts.name, reason)
+        logger.warning("adapter %s: a source failed: %s", self.facts.name, reason)
         self._counters.count("failed_sources")
         self._leave()
         if self._left:

@@ -24,7 +24,7 @@ from moe_lora.core.host import allow_many_files
 from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.transport.contract import Transport, Window
 
-from .adapter_loader import AdapterStore
+from .adapter_store import AdapterStore
 from .pool_fetch import LayerReader, PeerWindows, PoolCounters
 
 logger = logging.getLogger(__name__)
@@ -140,8 +140,8 @@ class PoolAdapters(AdapterStore):
         sources: as in `set_sources`.  Raises AdapterError if none has it, nor its directory, CapacityError if
         there is no memory for it.
         """
-        facts, reader = self._reader(content_hash, sources)
-        window = self._window(facts)
+        reader = self.reader(content_hash, sources)
+        window = self._window(reader.facts)
         done = False
         try:
             packed = reader.read_whole(window.bytes)
@@ -161,9 +161,23 @@ class PoolAdapters(AdapterStore):
         """Where to read an adapter from, in this order."""
         self._sources[content_hash] = tuple(sources)
 
-    def reader(self, content_hash: str) -> LayerReader | None:
-        """What reads an adapter that is not held here; None if it is."""
-        return None if content_hash in self._held else self._reader(content_hash)[1]
+    def holds(self, content_hash: str) -> bool:
+        """Whether its bytes are here."""
+        return content_hash in self._held
+
+    def reader(self, content_hash: str, sources: Sequence[bytes] | None = None) -> LayerReader:
+        """What reads an adapter that is not held here.  sources: None: those that are set when it begins."""
+        facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
+
+        def read_again() -> PackedAdapter:
+            if path is None:
+                raise AdapterError(f"adapter {facts.name!r} has no directory to be read from again")
+            return self._read(path, facts.name, content_hash)
+
+        def list_sources() -> Sequence[bytes]:
+            return self._sources.get(content_hash, ()) if sources is None else sources
+
+        return LayerReader(facts, list_sources, self._peers, read_again, self.counters_now)
 
     def learn_tables(self, packed: PackedAdapter) -> None:
         """Keep an adapter's tables and scales, fetched without its data; from any thread."""
@@ -190,21 +204,6 @@ class PoolAdapters(AdapterStore):
 
     def close(self) -> None:
         self._transport.close()
-
-    def _reader(
-        self, content_hash: str, sources: Sequence[bytes] | None = None
-    ) -> tuple[AdapterFacts, LayerReader]:
-        facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
-
-        def read_again() -> PackedAdapter:
-            if path is None:
-                raise AdapterError(f"adapter {facts.name!r} has no directory to be read from again")
-            return self._read(path, facts.name, content_hash)
-
-        def list_sources() -> Sequence[bytes]:
-            return self._sources.get(content_hash, ()) if sources is None else sources
-
-        return facts, LayerReader(facts, list_sources, self._peers, read_again, self.counters_now)
 
     def _place(self, packed: PackedAdapter) -> Held:
         facts = facts_of(packed)

@@ -7,20 +7,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 
-from moe_lora.cache.orders import Order
+from moe_lora.cache.orders import Copy, Namespace, Order
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.engine.ranks.followers import Followers
 
-from .copies import RankCopier, RankOrder
-
-# Copies beside the steps: one thread that carries out orders in turn, on a stream of its own on CUDA.
-
+from .adapter_store import AdapterVersion
+from .copies import BringAdapter, ClearSlot, RankCopier, RankOrder
 
 logger = logging.getLogger(__name__)
 
@@ -113,37 +111,17 @@ class Mover(threading.Thread):
 _Order = tuple[int, int, Callable[[], None], "torch.cuda.Event | None"]
 
 
-class Ranks:
-    """The memory of all ranks of an instance.
+class Transfers:
+    """Takes orders of the cache, has them carried out on all ranks beside the steps, confirms them.
+
+    adapters: the versions by uid; one that is on the device has a slot there, of num_slots.  copier: of this
+    rank.  make_mover: given what to call after each copy.  interval_s: time between two looks of the cache at
+    what to move ahead of need.  Adapters that a pool has elsewhere are brought by a second mover, so that
+    they hold no other copy up.  Called by the engine's own thread.
 
     Followers carry out what they are told in the order they are told it, steps included, before they hear of
     anything later.  That is safe though rank 0 copies beside its steps: it announces no step that needs a
     copy, nor reuses its pages, before its own copy is done, and by then the followers were told of it.
-    """
-
-    def __init__(self, own: RankCopier, page_bytes: int, followers: Followers | None = None) -> None:
-        self._own = own
-        self._followers = followers
-        self.page_bytes = page_bytes
-
-    def begin(self, order: RankOrder) -> Callable[[], None]:
-        """Tell the followers; what remains to be done on this rank."""
-        if self._followers is not None:
-            self._followers.tell(order)
-        return self._own.begin(order)
-
-    def fetches(self, order: RankOrder) -> bool:
-        """Whether the order waits for another process, or a disk."""
-        return self._own.fetches(order)
-
-
-class Transfers:
-    """Takes orders of the cache, has them carried out beside the steps, confirms them.
-
-    translate: an order as ranks understand it; None if nobody wants it any more.  on_done: told of each order
-    that was confirmed.  interval_s: time between two looks of the cache at what to move ahead of need.
-    Adapters that a pool has elsewhere are brought by a second mover, so that they hold no other copy up.
-    Called by the engine's own thread.
     """
 
     on_change: Callable[[], None] | None = None
@@ -152,26 +130,31 @@ class Transfers:
     def __init__(
         self,
         cache: UnifiedCache,
-        ranks: Ranks,
+        adapters: Mapping[Namespace, AdapterVersion],
+        copier: RankCopier,
         clock: Clock,
         *,
-        translate: Callable[[Order], tuple[RankOrder, int] | None],
-        on_done: Callable[[Order], None],
+        num_slots: int,
         make_mover: Callable[[Callable[[], None]], Mover],
         interval_s: float,
+        followers: Followers | None = None,
     ) -> None:
         self._cache = cache
-        self._ranks = ranks
+        self._adapters = adapters
+        self._copier = copier
         self._clock = clock
-        self._translate = translate
-        self._on_done = on_done
+        self._followers = followers
         self._make_mover = make_mover
         self._mover = make_mover(self._tell)
         self._fetcher: Mover | None = None
         self._interval_s = interval_s
         self._balanced = False
         self._next_tick_s = clock.now_s()
-        self._under_way: dict[int, Order] = {}
+        self._under_way: dict[int, AdapterVersion | None] = {}
+        """By the order's number the adapter that it brings, if any."""
+        self._slots: dict[Namespace, int] = {}
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        cache.on_departure = self._clear_slot
 
     @property
     def busy(self) -> bool:
@@ -182,12 +165,13 @@ class Transfers:
         """Confirm what is done, and what can't be done: the cache goes on without it."""
         finished = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
         for number, error in finished:
-            order = self._under_way.pop(number)
+            adapter = self._under_way.pop(number)
             if error is not None:
                 self._cache.failed(number)
                 continue
             self._cache.copied(number)
-            self._on_done(order)
+            if adapter is not None:
+                adapter.slot = self._slots.get(adapter.uid)
 
     def tick(self, batch_size: int) -> float | None:
         """Send what was ordered meanwhile; let the cache move pages ahead of need, if it is time.
@@ -209,29 +193,53 @@ class Transfers:
         self._balanced = False
         self._send()
 
-    def _send(self) -> bool:
-        orders = self._cache.take_orders()
-        for order in orders:
-            translated = self._translate(order)
-            if translated is None:
-                self._cache.failed(order.copy_id)
-                continue
-            rank_order, num_pages = translated
-            self._under_way[order.copy_id] = order
-            num_bytes = num_pages * self._ranks.page_bytes
-            mover = self._fetching() if self._ranks.fetches(rank_order) else self._mover
-            mover.submit(order.copy_id, num_bytes, self._ranks.begin(rank_order))
-        return bool(orders)
-
-    def _fetching(self) -> Mover:
-        if self._fetcher is None:
-            self._fetcher = self._make_mover(self._tell)
-        return self._fetcher
-
     def close(self) -> None:
         self._mover.close()
         if self._fetcher is not None:
             self._fetcher.close()
+
+    def _send(self) -> bool:
+        orders = self._cache.take_orders()
+        for order in orders:
+            self._begin(order)
+        return bool(orders)
+
+    def _begin(self, order: Order) -> None:
+        adapter: AdapterVersion | None = None
+        if isinstance(order, Copy) and not (order.is_adapter and order.to_device):
+            rank_order: RankOrder = order
+            num_pages = len(order.device_pages)
+        else:
+            adapter = self._adapters.get(order.namespace)
+            if adapter is None:  # it was dropped since
+                self._cache.failed(order.copy_id)
+                return
+            slot = self._slots[adapter.uid] = self._free_slots.pop()
+            first_pages = self._cache.layer_first_pages(adapter.uid)
+            pages = order if isinstance(order, Copy) else None
+            rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages)
+            num_pages = adapter.num_pages
+        self._under_way[order.copy_id] = adapter
+        mover = self._mover
+        if self._copier.fetches(rank_order):
+            mover = self._fetcher = self._fetcher or self._make_mover(self._tell)
+        mover.submit(order.copy_id, num_pages * self._copier.page_bytes, self._on_all_ranks(rank_order))
+
+    def _on_all_ranks(self, order: RankOrder) -> Callable[[], None]:
+        """Tell the followers; what remains to be done on this rank."""
+        if self._followers is not None:
+            self._followers.tell(order)
+        return self._copier.begin(order)
+
+    def _clear_slot(self, namespace: Namespace) -> None:
+        """An adapter's pages are another's from now on."""
+        slot = self._slots.pop(namespace, None)
+        if slot is None:
+            return
+        self._on_all_ranks(ClearSlot(slot))()
+        self._free_slots.append(slot)
+        if namespace in self._adapters:
+            self._adapters[namespace].slot = None
 
     def _tell(self) -> None:
         if self.on_change is not None:

@@ -11,8 +11,8 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.clock import VirtualClock
 from moe_lora.dist.lora_server.server.leases import LeaseTable
 from moe_lora.dist.lora_server.server.residency import Grant
-from moe_lora.engine.adapters.adapter_loader import AdapterVersion
-from moe_lora.engine.adapters.remote_loader import RemoteLoader, SharedLoader
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
+from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.sequence import Sequence
 from moe_lora.lora.row_routing import Lease
 from tests.engine.parts import Parts, packed
@@ -65,7 +65,7 @@ class TableClient:
 
 
 class TableServer:
-    """The leader's desk without connections."""
+    """The leader without connections."""
 
     def __init__(self, clock: VirtualClock, capacity: int, starvation_s: float) -> None:
         self.table = LeaseTable(capacity, [capacity], 1, starvation_s=starvation_s)
@@ -74,7 +74,7 @@ class TableServer:
         self._numbers: dict[tuple[str, str], int] = {}
 
     def attach(self, instance: str) -> Any:
-        """What `RemoteLoader` takes."""
+        """What `LeasedAdapters` takes."""
 
         def leases(on_change: Callable[[], None]) -> TableClient:
             return self._clients.setdefault(instance, TableClient(self, instance, on_change))
@@ -108,14 +108,12 @@ class LeasedParts(Parts):
     """`Parts` of an instance whose adapters are leased, and have pages here too unless they take none."""
 
     def __init__(self, server: TableServer, clock: VirtualClock, instance: str, **settings: Any) -> None:
-        super().__init__(clock=clock, **settings)
-        remote = RemoteLoader(server.attach(instance))
-        self.residency.placement = SharedLoader(self.placement, remote)
+        super().__init__(clock=clock, leases=LeasedAdapters(server.attach(instance)), **settings)
         self.client = server.client(instance)
 
     def adapters(self, *pages: int) -> list[AdapterVersion]:
         """One for each number of pages here, alike in all instances."""
-        return [self.residency.add(packed(f"a{i}", num), None) for i, num in enumerate(pages)]
+        return [self.manager.add(packed(f"a{i}", num), None) for i, num in enumerate(pages)]
 
     def _check_adapter(self, sequence: Sequence) -> None:
         """It is leased, and what of it belongs here is here."""

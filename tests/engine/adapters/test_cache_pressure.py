@@ -12,7 +12,7 @@ from moe_lora.config import CACHE_POLICIES
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats
 from moe_lora.engine.adapters.copies import RankCopier
-from moe_lora.engine.adapters.local_loader import LocalLoader
+from moe_lora.engine.adapters.manager import AdapterManager
 from tests.models.conftest import Served, served  # noqa: F401  (the fixture)
 
 NUM_TOKENS, NUM_TURNS, MIN_MARGIN = 10, 3, 1e-4
@@ -138,7 +138,7 @@ def test_pinned_adapter_is_replaced_time_and_again(expected):
 def test_request_that_finds_no_room_for_ever_ends_with_an_error_and_others_go_on(expected, monkeypatch):
     model, _, _ = expected
     pinned, other, *_ = (path.name for path in model.adapters)
-    monkeypatch.setattr(LocalLoader, "_check_pin", lambda *_: None)
+    monkeypatch.setattr(AdapterManager, "_check_pin", lambda *_: None)
     with LLM(model.model_dir, **settings(model, max_loras=1)) as llm:
         assert llm.pin_adapter(pinned).pinned
         answers = llm.generate([[5, 6, 7]] * 3, [pinned, other, None], GREEDY)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from moe_lora.adapters import read_adapter
 from moe_lora.adapters.packed import entries_of_experts
+from moe_lora.cache.orders import Copy
 from moe_lora.core.shape import ModelShape
-from moe_lora.engine.adapters.adapter_loader import AdapterStore, ShardSizes
-from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, CopyPages, RankCopier, _runs
+from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
+from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, RankCopier, _runs
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.reference import arena_rows
 from tests.families import make_adapter, make_checkpoint
@@ -28,6 +29,10 @@ def shape_and_adapter(tmp_path_factory):
     base = make_checkpoint("mixtral", folder / "base")
     shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
     return shape, read_adapter(make_adapter("mixtral", base, folder / "a", 5), shape, torch.float32)
+
+
+def page_copy(device_pages: tuple[int, ...], host_pages: tuple[int, ...], *, to_device: bool) -> Copy:
+    return Copy(0, 1, False, to_device, device_pages, host_pages)
 
 
 pages = st.lists(st.integers(0, 30), max_size=12, unique=True)
@@ -46,9 +51,9 @@ def test_pages_go_to_the_host_and_back():
     before = device.clone().view(8, PAGE_BYTES)
     slots = SlotTable(1, 1, 1, CPU)
     copier = RankCopier(device, host, PAGE_BYTES, slots, None, np.ones(1, bool), lambda _: None)
-    copier.begin(CopyPages((6, 7, 2), (1, 2, 4), to_device=False))()
+    copier.begin(page_copy((6, 7, 2), (1, 2, 4), to_device=False))()
     assert torch.equal(host.view(5, PAGE_BYTES)[[1, 2, 4]], before[[6, 7, 2]])
-    copier.begin(CopyPages((0, 1, 3), (4, 1, 2), to_device=True))()
+    copier.begin(page_copy((0, 1, 3), (4, 1, 2), to_device=True))()
     assert torch.equal(device.view(8, PAGE_BYTES)[[0, 1, 3]], before[[2, 6, 7]])
 
 
@@ -68,11 +73,11 @@ def test_every_kept_entry_leads_to_its_matrices(experts, through_host, shape_and
     if through_host:
         there, back = tuple(range(total, 2 * total)), tuple(range(total))
         scattered = tuple(reversed(range(total)))
-        copier.begin(CopyPages(there, scattered, to_device=False))()
+        copier.begin(page_copy(there, scattered, to_device=False))()
         copier.begin(ClearSlot(0))()
         assert not slots.lora_rank.any()
         device.fill_(0x7F)
-        pages = CopyPages(back, scattered, to_device=True)
+        pages = page_copy(back, scattered, to_device=True)
         copier.begin(BringAdapter(0, "hash", (0, layer_pages[0]), pages))()
     num_checked = 0
     for number, layer in enumerate(packed.layers):

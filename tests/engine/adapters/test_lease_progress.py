@@ -68,10 +68,10 @@ def test_adapter_that_the_lora_server_computes_all_of_cannot_be_pinned_and_takes
     parts = LeasedParts(TableServer(clock, 1, 1.0), clock, "i", max_loras=2)
     remote, local = parts.adapters(0, 1)
     with pytest.raises(CapacityError, match="the LoRA Server computes all of it"):
-        parts.residency.placement.pin(remote)
+        parts.manager.pin(remote)
     assert not remote.pinned
-    parts.residency.placement.pin(local)
-    assert parts.residency.info(local).residency == "device"
+    parts.manager.pin(local)
+    assert parts.manager.info(local).residency == "device"
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ import torch
 from moe_lora.adapters import read_adapter
 from moe_lora.adapters.host_store import adapter_without_data, facts_of, has_data, layout_of
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.cache.orders import Copy
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.transport import make_transport
-from moe_lora.engine.adapters.adapter_loader import ShardSizes
-from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, CopyPages, RankCopier
+from moe_lora.engine.adapters.adapter_store import ShardSizes
+from moe_lora.engine.adapters.copies import BringAdapter, ClearSlot, RankCopier
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.kernels.operands import SlotTable
@@ -102,7 +103,7 @@ def counted(instance: PoolAdapters) -> tuple[int, int, int]:
 def test_what_one_holds_the_other_fetches_and_does_not_keep(instances, packed):
     one, two = instances(), instances()
     source = holder_of(one, packed)
-    assert one.reader(packed.content_hash) is None
+    assert one.holds(packed.content_hash)
     assert has_data(one.find(packed.content_hash))
     kept = two.keep(bare(packed), "nowhere")
     two.set_sources(packed.content_hash, [source])
@@ -308,11 +309,13 @@ def test_fetched_adapter_is_on_the_device_and_comes_back_from_the_host_arena(ins
     device.copier.begin(order)()
     assert device.has(packed)
     pages = tuple(range(sum(device.layer_pages)))
-    device.copier.begin(CopyPages(pages, pages, to_device=False))()
+    device.copier.begin(Copy(0, 1, True, False, pages, pages))()
     device.copier.begin(ClearSlot(0))()
     device.arena.fill_(0)
     one.close()
-    back = BringAdapter(0, packed.content_hash, (0, device.layer_pages[0]), CopyPages(pages, pages, True))
+    back = BringAdapter(
+        0, packed.content_hash, (0, device.layer_pages[0]), Copy(1, 1, True, True, pages, pages)
+    )
     assert not device.copier.fetches(back)
     device.copier.begin(back)()
     assert device.has(packed)
@@ -345,8 +348,10 @@ def test_adapter_that_was_dropped_comes_back_from_the_host_arena(instances, pack
     copy()
     assert device.has(packed), "a copy ends with the bytes it began with"
     pages = tuple(range(sum(device.layer_pages)))
-    device.copier.begin(CopyPages(pages, pages, to_device=False))()
+    device.copier.begin(Copy(0, 1, True, False, pages, pages))()
     device.arena.fill_(0)
-    back = BringAdapter(0, packed.content_hash, (0, device.layer_pages[0]), CopyPages(pages, pages, True))
+    back = BringAdapter(
+        0, packed.content_hash, (0, device.layer_pages[0]), Copy(1, 1, True, True, pages, pages)
+    )
     device.copier.begin(back)()
     assert device.has(packed)

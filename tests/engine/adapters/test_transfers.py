@@ -7,12 +7,12 @@ from tests.engine.parts import HeldMover, Parts, packed
 def test_idle_engine_is_called_again_only_while_there_is_something_to_move():
     parts = Parts(prompt=False)
     assert parts.transfers.tick(0) is None
-    adapter = parts.residency.add(packed("a"), None)
-    parts.residency.acquire(adapter)
+    adapter = parts.manager.add(packed("a"), None)
+    parts.manager.acquire(adapter)
     parts.transfers.send()
     parts.mover.work()
     parts.transfers.settle()
-    parts.residency.release(adapter)
+    parts.manager.release(adapter)
     parts.clock.advance(0.04)
     assert abs(parts.transfers.tick(0) - 0.06) < 1e-9, "something happened since the last tick"
     parts.clock.advance(0.06)
@@ -38,14 +38,14 @@ def test_tick_moves_history_out_of_a_full_device_by_itself():
 
 def test_adapter_that_must_be_fetched_holds_no_other_copy_up():
     parts = Parts(prompt=False)
-    parts.transfers._ranks.fetches = lambda order: (
+    parts.transfers._copier.fetches = lambda order: (
         isinstance(order, BringAdapter) and "far" in order.content_hash
     )
     movers = [parts.mover]
     parts.transfers._make_mover = lambda on_done: movers.append(HeldMover(on_done)) or movers[-1]
-    far, near = (parts.residency.add(packed(name), None) for name in ("far", "near"))
+    far, near = (parts.manager.add(packed(name), None) for name in ("far", "near"))
     for adapter in (far, near):
-        parts.residency.acquire(adapter)
+        parts.manager.acquire(adapter)
     parts.transfers.send()
     movers[0].work()
     parts.transfers.settle()

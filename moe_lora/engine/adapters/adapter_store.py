@@ -1,24 +1,20 @@
-"""Where adapters' bytes lie while requests use them: the interface."""
+"""Adapters that are not in an arena: their versions, their packed bytes, and how much room they will take."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import numpy as np
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, shard_layer
-from moe_lora.cache.orders import Readiness
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.request import AdapterResidency
 from moe_lora.core.shape import ModelShape
 from moe_lora.lora.row_routing import Lease
-
-# One version of an adapter, as the engine keeps it.
 
 
 @dataclass(eq=False)
@@ -26,14 +22,15 @@ class AdapterVersion:
     """One version of an adapter.
 
     uid: its namespace in the cache.  num_running: requests that hold it, those that wait for its bytes
-    included.  num_waiting: requests that don't yet.  slot: while it is ready on this device.  lease: while
-    the LoRA Server holds it for this engine.
+    included.  num_waiting: requests that don't yet.  num_pages: what it takes on this device when it is
+    there.  slot: while it is ready there.  lease: while the LoRA Server holds it for this engine.
     """
 
     uid: int
     version: int
     packed: PackedAdapter
     path: str | None
+    num_pages: int = 0
     num_running: int = 0
     num_waiting: int = 0
     last_used_s: float | None = None
@@ -52,113 +49,22 @@ class AdapterVersion:
         return not (self.num_running or self.num_waiting)
 
 
-class AdapterLoader(Protocol):
-    """Makes adapters ready for computing.  Called by the engine's own thread only."""
-
-    on_change: Callable[[], None] | None
-    """Called, from another thread, when an adapter that was not ready may be now."""
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether it may depend on another process that an adapter becomes ready."""
-        ...
-
-    def counters(self) -> dict[str, int]:
-        """Counters of `EngineStats` by their names there."""
-        ...
-
-    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """What takes long of an `admit` that is to come; may be called from another thread."""
-        ...
-
-    def undo_prepare(self, packed: PackedAdapter) -> None:
-        """No `admit` of what was prepared will come."""
-        ...
-
-    def admit(self, adapter: AdapterVersion) -> None:
-        """Take on an adapter that `drop` will end; `adapter.packed` becomes what to keep of it.
-
-        Raises CapacityError if it could never be made ready.
-        """
-        ...
-
-    def begin_round(self) -> None:
-        """Requests are about to be admitted, one `hold` after the other."""
-        ...
-
-    def hold(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
-        """Keep the adapter ready for one request, or make it so; NO_ROOM: ask again later.
-
-        again: this is no further use of it: the request held it before.
-        """
-        ...
-
-    def has_unused_lease(self, adapter: AdapterVersion) -> bool:
-        """Whether others wait for its place, which is kept for this engine, though no request uses it."""
-        ...
-
-    def readiness(self, adapter: AdapterVersion) -> Readiness:
-        """Of an adapter that is held."""
-        ...
-
-    def let_go(self, adapter: AdapterVersion) -> None:
-        """Undo one `hold`: it stays ready while nobody else needs the room."""
-        ...
-
-    def stop_asking(self, adapter: AdapterVersion) -> None:
-        """Nobody holds the adapter, and nobody will ask again soon."""
-        ...
-
-    def drop(self, adapter: AdapterVersion) -> None:
-        """It will not be used again."""
-        ...
-
-    def pin(self, adapter: AdapterVersion) -> None:
-        """Bring the adapter in and keep it.  Raises CapacityError if that left no room for a request."""
-        ...
-
-    def bring_pinned(self) -> None:
-        """Bring in what was pinned when there was no room; to be called again and again."""
-        ...
-
-    def unpin(self, adapter: AdapterVersion) -> None:
-        """Undo `pin`."""
-        ...
-
-    def where(self, adapter: AdapterVersion) -> tuple[AdapterResidency, int]:
-        """Where its bytes are, and how many pages of the device's arena they take there."""
-        ...
-
-    def resident(self) -> Iterator[AdapterVersion]:
-        """Adapters that are ready now."""
-        ...
-
-    def close(self) -> None:
-        """The engine ends."""
-        ...
-
-
-# Adapters that are not in an arena: their packed bytes, and how much room they will take there.
-
-
 class AdapterStore:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
-    in_files: as files, which this process alone can read; lasting: a store that has them already.  store: as
-    files in this store, which others read too.  before_removal: called before such a file goes, returns when
-    none of them will open it any more.
+    in_files: as files without a name, which this process alone has.  store: as files of this store.
+    before_removal: they go from there when nobody keeps them; called before, returns when no other process
+    will open them any more.  None: they stay.
     """
 
     def __init__(
         self,
         *,
         in_files: bool = False,
-        lasting: HostStore | None = None,
         store: HostStore | None = None,
-        before_removal: Callable[[], None] = lambda: None,
+        before_removal: Callable[[], None] | None = None,
     ) -> None:
-        self._lasting = lasting
-        self.in_files = in_files or store is not None
+        self._in_files = in_files
         self._store = store
         self._before_removal = before_removal
         self._kept: dict[str, PackedAdapter] = {}
@@ -169,16 +75,15 @@ class AdapterStore:
         """What takes long of a `keep` that is to come; for another thread.  Raises CapacityError likewise."""
         if self._store is not None:
             return _stored(packed, self._store)
-        if self.in_files:
-            packed = self._prepared[packed.content_hash] = self._mapped(packed)
+        if self._in_files:
+            packed = self._prepared[packed.content_hash] = _nameless(packed)
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
         """No `keep` will come."""
-        content_hash = packed.content_hash
-        self._prepared.pop(content_hash, None)
-        if self._store is not None and not self._num_kept[content_hash] and content_hash in self._store:
-            self._store.remove(content_hash)
+        self._prepared.pop(packed.content_hash, None)
+        if packed.content_hash not in self._kept and self._store is not None and self._before_removal:
+            self._store.remove(packed.content_hash)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
         """Take on an adapter, once for each time that `forget` will end it; returns what to keep of it.
@@ -188,16 +93,12 @@ class AdapterStore:
         """
         if self._store is not None:
             packed = _stored(packed, self._store)
-        elif self.in_files:
-            known = packed.content_hash in self._prepared
-            packed = self._prepared.pop(packed.content_hash) if known else self._mapped(packed)
+        elif self._in_files:
+            prepared = packed.content_hash in self._prepared
+            packed = self._prepared.pop(packed.content_hash) if prepared else _nameless(packed)
         self._kept.setdefault(packed.content_hash, packed)
         self._num_kept[packed.content_hash] += 1
         return packed
-
-    def _mapped(self, packed: PackedAdapter) -> PackedAdapter:
-        """As a mapped file, whose name may go."""
-        return _nameless(packed) if self._lasting is None else _stored(packed, self._lasting)
 
     def find(self, content_hash: str) -> PackedAdapter:
         """A kept adapter."""
@@ -211,13 +112,13 @@ class AdapterStore:
             return
         del self._num_kept[content_hash]
         del self._kept[content_hash]
-        if self._store is not None:
+        if self._store is not None and self._before_removal is not None:
             self._before_removal()
             self._store.remove(content_hash)
 
     def place(self, content_hash: str) -> AdapterResidency:
         """Where a kept adapter's bytes are."""
-        return "disk" if self.in_files else "host"
+        return "host" if self._store is None and not self._in_files else "disk"
 
     def counters(self) -> dict[str, int]:
         """Counters of `EngineStats` by their names there."""
@@ -225,11 +126,6 @@ class AdapterStore:
 
     def close(self) -> None:
         """The engine ends."""
-
-    @property
-    def num_prepared(self) -> int:
-        """Adapters in files of their own that were prepared and neither kept nor refused yet."""
-        return len(self._prepared)
 
     def __len__(self) -> int:
         """Adapters kept, each as often as it was."""

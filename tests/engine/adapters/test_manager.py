@@ -7,27 +7,27 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.pages import BlockTable
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from moe_lora.engine.adapters.adapter_loader import AdapterStore, AdapterVersion
+from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion
 from tests.engine.parts import PAGE_BYTES, Parts, packed
 
 
 def test_adapter_lies_in_the_arena_where_its_slot_says():
     parts = Parts()
-    adapter = parts.residency.add(packed("a", num_pages=2, value=3.0), None)
+    adapter = parts.manager.add(packed("a", num_pages=2, value=3.0), None)
     assert parts.acquire(adapter)
     offset = int(parts.slots.a_offset[adapter.slot, 0, 0])
     assert parts.arena[offset : offset + 2 * PAGE_BYTES].view(torch.float32).eq(3.0).all()
     assert parts.slots.lora_rank[adapter.slot, 0, 0] == 1
-    info = parts.residency.info(adapter)
+    info = parts.manager.info(adapter)
     assert (info.residency, info.num_pages, info.pinned, info.idle_s) == ("device", 2, False, 0.0)
 
 
 def test_idle_adapter_makes_room_and_running_one_does_not():
     parts = Parts(max_loras=1)
-    a, b = (parts.residency.add(packed(name), None) for name in "ab")
+    a, b = (parts.manager.add(packed(name), None) for name in "ab")
     assert parts.acquire(a)
     assert not parts.acquire(b)
-    parts.residency.release(a)
+    parts.manager.release(a)
     assert parts.acquire(b)
     assert a.slot is None
     assert parts.cache.counters.adapter_evictions == 1
@@ -35,11 +35,11 @@ def test_idle_adapter_makes_room_and_running_one_does_not():
 
 def test_several_idle_adapters_leave_for_a_large_one():
     parts = Parts(num_pages=4, max_loras=4)
-    small = [parts.residency.add(packed(name), None) for name in "abc"]
+    small = [parts.manager.add(packed(name), None) for name in "abc"]
     for adapter in small:
         parts.acquire(adapter)
-        parts.residency.release(adapter)
-    large = parts.residency.add(packed("large", num_pages=3), None)
+        parts.manager.release(adapter)
+    large = parts.manager.add(packed("large", num_pages=3), None)
     assert parts.acquire(large)
     assert sum(adapter.slot is None for adapter in small) >= 2
 
@@ -47,9 +47,9 @@ def test_several_idle_adapters_leave_for_a_large_one():
 def test_idle_adapters_make_room_for_kv():
     parts = Parts(num_pages=6, max_loras=4)
     for name in "abc":
-        adapter = parts.residency.add(packed(name, num_pages=2), None)
+        adapter = parts.manager.add(packed(name, num_pages=2), None)
         assert parts.acquire(adapter)
-        parts.residency.release(adapter)
+        parts.manager.release(adapter)
     assert parts.num_free == 0
     parts.add("base", range(14))
     assert parts.step() == {"base": 14}
@@ -58,12 +58,12 @@ def test_idle_adapters_make_room_for_kv():
 def test_adapter_that_running_ones_leave_no_room_for_drives_nobody_out():
     parts = Parts(num_pages=5, max_loras=4)
     idle, held, large = (
-        parts.residency.add(packed(name, num_pages), None)
+        parts.manager.add(packed(name, num_pages), None)
         for name, num_pages in (("idle", 1), ("held", 2), ("large", 4))
     )
     for adapter in (idle, held):
         assert parts.acquire(adapter)
-    parts.residency.release(idle)
+    parts.manager.release(idle)
     assert not parts.acquire(large)
     assert idle.slot is not None
 
@@ -72,12 +72,12 @@ def test_adapter_waits_for_a_run_of_pages_where_kv_and_running_ones_leave_gaps()
     parts = Parts(num_pages=6, max_loras=4)
     table = BlockTable(None)
     assert parts.cache.grow(table, 12, 0.0)
-    first, gap, last = (parts.residency.add(packed(name), None) for name in ("first", "gap", "last"))
+    first, gap, last = (parts.manager.add(packed(name), None) for name in ("first", "gap", "last"))
     for adapter in (first, gap, last):
         assert parts.acquire(adapter)
-    parts.residency.release(gap)
-    parts.residency.remove("gap")
-    wide = parts.residency.add(packed("wide", num_pages=2), None)
+    parts.manager.release(gap)
+    parts.manager.remove("gap")
+    wide = parts.manager.add(packed("wide", num_pages=2), None)
     assert not parts.acquire(wide)
     assert parts.num_free == 1
     parts.cache.release(table, 0.0)
@@ -87,9 +87,9 @@ def test_adapter_waits_for_a_run_of_pages_where_kv_and_running_ones_leave_gaps()
 def test_failed_attempt_leaves_no_page_taken():
     parts = Parts(num_pages=4, max_loras=4)
     assert parts.cache.grow(BlockTable(None), 1, 0.0)
-    held = parts.residency.add(packed("held"), None)
+    held = parts.manager.add(packed("held"), None)
     parts.acquire(held)
-    large = parts.residency.add(packed("large", num_pages=3), None)
+    large = parts.manager.add(packed("large", num_pages=3), None)
     assert parts.num_free == 2
     assert not parts.acquire(large)
     assert parts.num_free == 2
@@ -98,8 +98,8 @@ def test_failed_attempt_leaves_no_page_taken():
 
 def test_adapter_is_ready_when_its_copy_is_done_and_not_before():
     parts = Parts(prompt=False)
-    adapter = parts.residency.add(packed("a", value=3.0), None)
-    assert parts.residency.acquire(adapter) is Readiness.LOADING
+    adapter = parts.manager.add(packed("a", value=3.0), None)
+    assert parts.manager.acquire(adapter) is Readiness.LOADING
     parts.transfers.send()
     assert (adapter.slot, parts.transfers.busy) == (None, True)
     assert not parts.slots.lora_rank.any()
@@ -108,43 +108,43 @@ def test_adapter_is_ready_when_its_copy_is_done_and_not_before():
     parts.mover.work()
     parts.transfers.settle()
     assert (told, parts.transfers.busy) == ([True], False)
-    assert parts.residency.readiness(adapter) is Readiness.READY
+    assert parts.manager.readiness(adapter) is Readiness.READY
     assert adapter.slot is not None
 
 
 def test_adapter_removed_while_it_comes_leaves_nothing_behind():
     parts = Parts(prompt=False)
-    adapter = parts.residency.add(packed("a", num_pages=2), None)
+    adapter = parts.manager.add(packed("a", num_pages=2), None)
     num_free = parts.num_free
-    parts.residency.acquire(adapter)
+    parts.manager.acquire(adapter)
     parts.transfers.send()
-    parts.residency.release(adapter)
-    parts.residency.remove("a")
+    parts.manager.release(adapter)
+    parts.manager.remove("a")
     assert len(parts.kept) == 0
     parts.mover.work()
     parts.transfers.settle()
     assert (parts.num_free, adapter.slot) == (num_free, None)
     assert not parts.slots.lora_rank.any()
-    again = parts.residency.add(packed("b"), None)
-    assert parts.residency.acquire(again) is Readiness.LOADING
+    again = parts.manager.add(packed("b"), None)
+    assert parts.manager.acquire(again) is Readiness.LOADING
 
 
 def test_new_version_serves_new_requests_while_the_old_one_finishes():
     parts = Parts()
-    old = parts.residency.add(packed("a", value=1.0), None)
+    old = parts.manager.add(packed("a", value=1.0), None)
     parts.acquire(old)
-    new = parts.residency.add(packed("a", value=2.0), None, replace=True)
-    assert parts.residency.current("a") is new
+    new = parts.manager.add(packed("a", value=2.0), None, replace=True)
+    assert parts.manager.current("a") is new
     assert new.version == 2
     assert old.slot is not None
-    parts.residency.release(old)
+    parts.manager.release(old)
     assert old.slot is None
 
 
 def test_version_has_the_number_that_is_given_or_the_next_one():
     parts = Parts()
     versions = [
-        parts.residency.add(packed("a", value=float(number or 0)), None, replace=True, version=number).version
+        parts.manager.add(packed("a", value=float(number or 0)), None, replace=True, version=number).version
         for number in (7, None, 8)
     ]
     assert versions == [7, 8, 8]
@@ -152,36 +152,36 @@ def test_version_has_the_number_that_is_given_or_the_next_one():
 
 def test_removed_adapter_is_unknown_and_its_pages_are_free():
     parts = Parts()
-    adapter = parts.residency.add(packed("a", num_pages=2), None)
+    adapter = parts.manager.add(packed("a", num_pages=2), None)
     free = parts.num_free
     parts.acquire(adapter)
-    parts.residency.release(adapter)
-    parts.residency.remove("a")
+    parts.manager.release(adapter)
+    parts.manager.remove("a")
     assert parts.num_free == free
     with pytest.raises(AdapterNotFoundError, match="'a' is not loaded"):
-        parts.residency.current("a")
+        parts.manager.current("a")
 
 
 def test_taken_name_and_impossible_size_are_refused():
     parts = Parts(room_pages=4)
-    parts.residency.add(packed("a"), None)
+    parts.manager.add(packed("a"), None)
     with pytest.raises(AdapterExistsError, match="'a' is already loaded"):
-        parts.residency.add(packed("a"), None)
+        parts.manager.add(packed("a"), None)
     with pytest.raises(CapacityError, match="raise arena_mb"):
-        parts.residency.add(packed("huge", num_pages=5), None)
+        parts.manager.add(packed("huge", num_pages=5), None)
     assert len(parts.kept) == 1
 
 
 def test_pinned_adapter_is_brought_in_and_stays_whoever_needs_room():
     parts = Parts(num_pages=5, room_pages=4, max_loras=3)
-    pinned, *others = (parts.residency.add(packed(name, num_pages=2), None) for name in "abc")
-    parts.placement.pin(pinned)
+    pinned, *others = (parts.manager.add(packed(name, num_pages=2), None) for name in "abc")
+    parts.manager.pin(pinned)
     for other in others * 2:
         assert parts.acquire(other)
-        parts.residency.release(other)
+        parts.manager.release(other)
     assert pinned.slot is not None
-    assert parts.residency.info(pinned).pinned
-    parts.placement.unpin(pinned)
+    assert parts.manager.info(pinned).pinned
+    parts.manager.unpin(pinned)
     table = BlockTable(None)
     assert parts.cache.grow(table, 5 * 4, 0.0)
     assert pinned.slot is None
@@ -189,34 +189,34 @@ def test_pinned_adapter_is_brought_in_and_stays_whoever_needs_room():
 
 def test_pins_that_leave_no_room_for_a_request_are_refused():
     parts = Parts(num_pages=6, room_pages=5, max_loras=4)
-    first, second, _ = (parts.residency.add(packed(name, num_pages=2), None) for name in "abc")
-    parts.placement.pin(first)
+    first, second, _ = (parts.manager.add(packed(name, num_pages=2), None) for name in "abc")
+    parts.manager.pin(first)
     with pytest.raises(CapacityError, match=r"'b' of 0\.000 MB can't be pinned.*raise arena_mb"):
-        parts.placement.pin(second)
+        parts.manager.pin(second)
     with pytest.raises(CapacityError, match="pinned; raise arena_mb or unpin"):
-        parts.residency.add(packed("large", num_pages=4), None)
-    parts.placement.unpin(first)
-    parts.placement.pin(second)
+        parts.manager.add(packed("large", num_pages=4), None)
+    parts.manager.unpin(first)
+    parts.manager.pin(second)
 
 
 def test_pins_leave_a_slot_for_others_as_long_as_there_are_others():
     parts = Parts(max_loras=1)
-    first, _ = (parts.residency.add(packed(name), None) for name in "ab")
+    first, _ = (parts.manager.add(packed(name), None) for name in "ab")
     with pytest.raises(CapacityError, match="must stay free for others; unpin another adapter or raise"):
-        parts.placement.pin(first)
-    parts.residency.remove("b")
-    parts.placement.pin(first)
+        parts.manager.pin(first)
+    parts.manager.remove("b")
+    parts.manager.pin(first)
     with pytest.raises(CapacityError, match=r"'c' finds no slot.*raise max_loras"):
-        parts.residency.add(packed("c"), None)
+        parts.manager.add(packed("c"), None)
 
 
 def test_new_version_of_a_pinned_adapter_is_pinned():
     parts = Parts()
-    old = parts.residency.add(packed("a"), None)
-    parts.placement.pin(old)
-    new = parts.residency.add(packed("a", value=2.0), None, replace=True)
+    old = parts.manager.add(packed("a"), None)
+    parts.manager.pin(old)
+    new = parts.manager.add(packed("a", value=2.0), None, replace=True)
     assert (old.pinned, new.pinned) == (False, True)
-    parts.residency.remove("a")
+    parts.manager.remove("a")
     assert parts.num_free == parts.cache.usage()["device_free"] == 20
 
 
@@ -227,20 +227,20 @@ def visits(parts: Parts, adapter: AdapterVersion) -> float:
 
 def test_pin_is_no_visit_and_a_new_version_inherits_those_of_the_old_one():
     parts = Parts()
-    old = parts.residency.add(packed("a"), None)
-    parts.placement.pin(old)
+    old = parts.manager.add(packed("a"), None)
+    parts.manager.pin(old)
     assert visits(parts, old) == 0
     for _ in range(3):
         assert parts.acquire(old)
-        parts.residency.release(old)
-    new = parts.residency.add(packed("a"), None, replace=True)
-    other = parts.residency.add(packed("b"), None)
+        parts.manager.release(old)
+    new = parts.manager.add(packed("a"), None, replace=True)
+    other = parts.manager.add(packed("b"), None)
     assert (visits(parts, new), visits(parts, other)) == (3, 0)
 
 
 def test_request_that_is_put_back_visits_its_adapter_once():
     parts = Parts(num_pages=6, max_num_batched_tokens=32)
-    adapter = parts.residency.add(packed("a"), None)
+    adapter = parts.manager.add(packed("a"), None)
     table = BlockTable(None)
     assert parts.cache.grow(table, 13, 0.0)
     waiting = parts.add("one", range(8), adapter)
@@ -255,13 +255,13 @@ def test_request_that_is_put_back_visits_its_adapter_once():
 
 def test_pinned_adapter_that_is_replaced_again_before_anything_moved_is_there_in_the_end():
     parts = Parts(num_pages=8, max_loras=4, prompt=False)
-    parts.placement.pin(parts.residency.add(packed("a"), None))
+    parts.manager.pin(parts.manager.add(packed("a"), None))
     for value in (2.0, 3.0, 4.0):
-        last = parts.residency.add(packed("a", value=value), None, replace=True)
+        last = parts.manager.add(packed("a", value=value), None, replace=True)
     parts.move()
-    assert parts.residency.info(last).residency == "device"
+    assert parts.manager.info(last).residency == "device"
     assert parts.num_free == 7
-    parts.residency.remove("a")
+    parts.manager.remove("a")
     assert (parts.num_free, len(parts.kept)) == (8, 0)
     assert not parts.slots.lora_rank.any()
 
@@ -269,8 +269,8 @@ def test_pinned_adapter_that_is_replaced_again_before_anything_moved_is_there_in
 def test_adapter_that_is_pinned_in_an_idle_engine_is_brought_at_the_next_tick():
     parts = Parts(prompt=False)
     assert parts.transfers.tick(0) is None
-    adapter = parts.residency.add(packed("a"), None)
-    parts.placement.pin(adapter)
+    adapter = parts.manager.add(packed("a"), None)
+    parts.manager.pin(adapter)
     parts.transfers.tick(0)
     assert parts.transfers.busy
 
@@ -281,15 +281,15 @@ def test_pinned_adapter_comes_though_history_is_saved_in_its_place_first(policy)
     history = parts.add("history", range(32))
     parts.step()
     parts.scheduler.finish(history)
-    adapter = parts.residency.add(packed("a", num_pages=2), None)
-    parts.placement.pin(adapter)
+    adapter = parts.manager.add(packed("a", num_pages=2), None)
+    parts.manager.pin(adapter)
     assert not parts.transfers.busy
     for _ in range(4):
         parts.step()
         parts.mover.work()
     parts.transfers.settle()
-    assert parts.residency.info(adapter).residency == "device"
-    parts.placement.unpin(adapter)
+    assert parts.manager.info(adapter).residency == "device"
+    parts.manager.unpin(adapter)
     assert parts.cache.grow(BlockTable(None), 8 * 4, 0.0)
 
 
@@ -297,9 +297,9 @@ def test_adapter_that_is_unpinned_before_it_came_is_not_brought_later():
     parts = Parts(num_pages=4, prompt=False)
     table = BlockTable(None)
     assert parts.cache.grow(table, 16, 0.0)
-    adapter = parts.residency.add(packed("a"), None)
-    parts.placement.pin(adapter)
-    parts.placement.unpin(adapter)
+    adapter = parts.manager.add(packed("a"), None)
+    parts.manager.pin(adapter)
+    parts.manager.unpin(adapter)
     parts.cache.release(table, 0.0)
     parts.step()
     assert not parts.transfers.busy
@@ -307,21 +307,21 @@ def test_adapter_that_is_unpinned_before_it_came_is_not_brought_later():
 
 def test_refused_adapter_leaves_nothing_of_what_was_prepared():
     parts = Parts(room_pages=4)
-    parts.kept.in_files = True
-    parts.residency.add(parts.residency.prepare(packed("a")), None)
+    parts.kept._in_files = True
+    parts.manager.add(parts.kept.prepare(packed("a")), None)
     for refused, error in (
         (packed("a", value=2.0), AdapterExistsError),
         (packed("huge", num_pages=5), CapacityError),
     ):
-        prepared = parts.residency.prepare(refused)
+        prepared = parts.kept.prepare(refused)
         with pytest.raises(error):
-            parts.residency.add(prepared, None)
-    assert (len(parts.kept), parts.kept.num_prepared) == (1, 0)
+            parts.manager.add(prepared, None)
+    assert (len(parts.kept), len(parts.kept._prepared)) == (1, 0)
 
 
 def test_refused_adapter_leaves_no_file_for_other_ranks_but_one_that_is_served_stays(tmp_path):
     store = HostStore(tmp_path)
-    kept = AdapterStore(store=store)
+    kept = AdapterStore(store=store, before_removal=lambda: None)
     served = kept.keep(kept.prepare(packed("a")))
     for refused in (packed("a"), packed("b")):
         kept.undo_prepare(kept.prepare(refused))
@@ -331,18 +331,18 @@ def test_refused_adapter_leaves_no_file_for_other_ranks_but_one_that_is_served_s
 @pytest.mark.parametrize("settings", [{"max_loras": 1}, {"num_pages": 4, "room_pages": 3}])
 def test_pinned_adapter_is_replaced_where_two_do_not_fit(settings):
     parts = Parts(**settings)
-    old = parts.residency.add(packed("a", num_pages=2), None)
-    parts.placement.pin(old)
-    new = parts.residency.add(packed("a", num_pages=2, value=2.0), None, replace=True)
+    old = parts.manager.add(packed("a", num_pages=2), None)
+    parts.manager.pin(old)
+    new = parts.manager.add(packed("a", num_pages=2, value=2.0), None, replace=True)
     assert (old.slot, new.slot is None, new.pinned) == (None, False, True)
 
 
 def test_pinned_adapter_stays_pinned_when_its_new_version_is_refused():
     parts = Parts(num_pages=5, room_pages=4)
-    old = parts.residency.add(packed("a", num_pages=2), None)
-    parts.placement.pin(old)
+    old = parts.manager.add(packed("a", num_pages=2), None)
+    parts.manager.pin(old)
     with pytest.raises(CapacityError, match="raise arena_mb"):
-        parts.residency.add(packed("a", num_pages=5), None, replace=True)
-    assert parts.residency.current("a") is old
+        parts.manager.add(packed("a", num_pages=5), None, replace=True)
+    assert parts.manager.current("a") is old
     assert old.pinned
     assert len(parts.kept) == 1

@@ -1,0 +1,134 @@
+"""Adapters that the LoRA Server computes: kept in its host store, ready when they are leased."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.core.errors import CapacityError
+from moe_lora.dist.lora_server.client.attach import LoraServerClient
+
+from .adapter_store import AdapterStore, AdapterVersion
+
+logger = logging.getLogger(__name__)
+
+
+class LeasedAdapters(AdapterStore):
+    """`AdapterStore` whose adapters are registered with the LoRA Server, which leases them to all instances.
+
+    A request whose adapter finds no room there waits; while the server is away requests start all the same,
+    and their deltas are computed here.  Other arguments: those of `AdapterStore`, which has what of them is
+    needed here.
+    """
+
+    on_change: Callable[[], None] | None = None
+    """Called, from another thread, when an adapter that was not leased may be now."""
+
+    def __init__(
+        self,
+        server: LoraServerClient,
+        *,
+        store: HostStore | None = None,
+        before_removal: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(store=store, before_removal=before_removal)
+        self._server = server
+        self._lock = threading.Lock()
+        self._held: dict[int, AdapterVersion] = {}
+        self._mapped: dict[str, PackedAdapter] = {}
+        """By content hash, so that the server's host store can be given again what it has lost."""
+        self._leases = server.leases(self._take)
+
+    def prepare(self, packed: PackedAdapter) -> PackedAdapter:
+        """Put the adapter into the server's host store, from whichever thread."""
+        self._server.store.put(packed)
+        return packed
+
+    def undo_prepare(self, packed: PackedAdapter) -> None:
+        """Nothing to do: the server's host store is for all instances, and keeps what it has."""
+
+    def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
+        """Mapped from the server's host store: what was read into this process's memory may go.
+
+        Raises CapacityError if the server could never hold it.
+        """
+        content_hash = packed.content_hash
+        self._server.store.put(packed)
+        mapped = self._server.store.get(content_hash, packed.name)
+        packed = super().keep(mapped, path)
+        try:
+            self._leases.register(content_hash)
+        except CapacityError:
+            super().forget(packed)
+            raise
+        self._mapped.setdefault(content_hash, mapped)
+        return packed
+
+    def forget(self, packed: PackedAdapter) -> None:
+        super().forget(packed)
+        content_hash = packed.content_hash
+        if content_hash not in self._kept:
+            del self._mapped[content_hash]
+            self._leases.unregister(content_hash)
+
+    def acquire(self, adapter: AdapterVersion) -> bool:
+        """Whether there is a lease, or none can come; if not, it is asked for, and may come later."""
+        if adapter.uid in self._held:
+            return True
+        adapter_id = adapter.packed.content_hash
+        try:
+            self._server.store.restore(adapter_id)
+        except CapacityError as error:
+            logger.error("adapter %s: %s", adapter.name, error)
+        with self._lock:
+            lease = self._leases.lease(adapter_id)
+            if lease is None and self._leases.acquire(adapter_id):
+                lease = self._leases.lease(adapter_id)
+                if lease is None:
+                    return False
+            adapter.lease = lease
+            self._held[adapter.uid] = adapter
+        return True
+
+    def is_unused(self, adapter: AdapterVersion) -> bool:
+        """Whether there is a lease and no request of any version of this content holds it."""
+        adapter_id = adapter.packed.content_hash
+        if self._leases.lease(adapter_id) is None:
+            return False
+        users = (other for other in self._held.values() if other.packed.content_hash == adapter_id)
+        return not any(other.num_running for other in users)
+
+    def release(self, adapter: AdapterVersion) -> None:
+        """Give the lease back, or stop asking for it."""
+        adapter_id = adapter.packed.content_hash
+        with self._lock:
+            self._held.pop(adapter.uid, None)
+            adapter.lease = None
+            if all(other.packed.content_hash != adapter_id for other in self._held.values()):
+                self._leases.release(adapter_id)
+
+    def resident(self) -> Iterator[AdapterVersion]:
+        """Adapters that requests can use now."""
+        return iter(list(self._held.values()))
+
+    def counters(self) -> dict[str, int]:
+        backend = self._server.backend
+        return {
+            "lora_server_requests": backend.num_requests,
+            "lora_server_fallback_rows": backend.num_fallback_rows,
+        }
+
+    def close(self) -> None:
+        self._leases.stop()
+        self._server.close()
+
+    def _take(self) -> None:
+        """Leases came or went."""
+        with self._lock:
+            for adapter in self._held.values():
+                adapter.lease = self._leases.lease(adapter.packed.content_hash)
+        if self.on_change is not None:
+            self.on_change()

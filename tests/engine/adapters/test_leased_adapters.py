@@ -1,0 +1,138 @@
+"""Adapters that are ready when the LoRA Server has leased them, and when it is away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from moe_lora.core.errors import CapacityError
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
+from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
+from tests.dist.lora_server.cluster import Cluster, random_adapter, until
+from tests.dist.lora_server.shapes import model_shape
+
+SHAPE = model_shape(num_experts=4, num_layers=2)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(SHAPE, capacity=1, lease_timeout_s=1.0, memory_gb=0.0005) as made:
+        yield made
+
+
+@pytest.fixture
+def leases(cluster) -> Iterator[LeasedAdapters]:
+    made = LeasedAdapters(cluster.client("one"))
+    yield made
+    made.close()
+
+
+def add(leases: LeasedAdapters, name: str, uid: int, lora_rank: int = 3) -> AdapterVersion:
+    return AdapterVersion(uid, 1, leases.keep(random_adapter(name, SHAPE, lora_rank)), None)
+
+
+def changes(leases: LeasedAdapters) -> threading.Event:
+    """Set at each change from now on."""
+    changed = threading.Event()
+    leases.on_change = changed.set
+    return changed
+
+
+def held(leases: LeasedAdapters, adapter: AdapterVersion) -> None:
+    until(lambda: leases.acquire(adapter), f"{adapter.name} is held")
+
+
+def test_adapter_is_ready_once_it_is_leased_and_change_is_told(leases):
+    adapter = add(leases, "a", 1)
+    changed = changes(leases)
+    assert not leases.acquire(adapter)
+    assert changed.wait(20.0)
+    assert leases.acquire(adapter)
+    assert adapter.lease is not None
+    assert list(leases.resident()) == [adapter]
+    leases.release(adapter)
+    assert adapter.lease is None
+    assert list(leases.resident()) == []
+
+
+def test_adapter_without_room_waits_until_another_is_let_go(leases):
+    first, second = add(leases, "a", 1), add(leases, "b", 2)
+    held(leases, first)
+    assert not leases.acquire(second)
+    changed = changes(leases)
+    leases.release(first)
+    assert changed.wait(20.0)
+    assert leases.acquire(second)
+
+
+def test_grant_that_crosses_the_release_leaves_no_lease_behind(leases):
+    """The adapter is asked for and given back at once, as when its only request is aborted."""
+    first, second = add(leases, "a", 1), add(leases, "b", 2)
+    for _ in range(20):
+        leases.acquire(first)
+        leases.release(first)
+    held(leases, second)
+    assert not leases.acquire(first), "the one place is taken, so this lease would be a ghost"
+
+
+def test_two_versions_of_one_content_share_the_lease(leases):
+    one, same = add(leases, "a", 1), add(leases, "a", 2)
+    held(leases, one)
+    held(leases, same)
+    lease = one.lease
+    leases.release(one)
+    leases.forget(one.packed)
+    assert same.lease == lease
+    assert leases.acquire(same)
+
+
+def test_lease_is_unused_until_a_request_of_any_version_of_its_content_holds_it(leases):
+    one, same = add(leases, "a", 1), add(leases, "a", 2)
+    assert not leases.is_unused(one)
+    leases.acquire(one)
+    until(lambda: leases.is_unused(one), "the lease comes")
+    held(leases, one)
+    assert leases.is_unused(same)
+    one.num_running = 1
+    assert not leases.is_unused(same)
+
+
+def test_waiting_request_starts_without_a_lease_when_the_server_goes(cluster, leases):
+    first, second = add(leases, "a", 1), add(leases, "b", 2)
+    held(leases, first)
+    assert not leases.acquire(second)
+    changed = changes(leases)
+    cluster.stop(0)
+    assert changed.wait(20.0), "a stalled engine would never look again"
+    until(lambda: first.lease is None)
+    assert leases.acquire(second)
+    assert second.lease is None
+    leases.release(second)
+    cluster.start(0)
+    until(lambda: first.lease is not None, "the lease is given again")
+    assert not leases.acquire(second)
+
+
+def test_adapter_that_a_new_server_has_no_room_for_is_computed_here(cluster, leases):
+    large = add(leases, "large", 1, lora_rank=30)
+    cluster.stop(0)
+    cluster.config = cluster.config.__class__(**{**vars(cluster.config), "memory_gb": 0.0001})
+    changed = changes(leases)
+    cluster.start(0)
+    until(lambda: leases._leases.connected)
+    assert changed.wait(20.0)
+    held(leases, large)
+    assert large.lease is None
+
+
+def test_adapter_that_could_never_be_ready_is_refused_and_forgotten(leases):
+    with pytest.raises(CapacityError, match=r"lora_server\.memory_gb"):
+        add(leases, "huge", 1, lora_rank=500)
+    assert len(leases) == 0
+
+
+def test_counters_are_those_of_the_backend(leases):
+    leases._server.backend.num_requests = 3
+    assert leases.counters() == {"lora_server_requests": 3, "lora_server_fallback_rows": 0}
