@@ -107,7 +107,7 @@ def profile_steps(model_dir: str, out: str, force: bool, **options: Any) -> None
 
 def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run the batches on an engine per kernel; the file's content."""
-    from moe_lora.policies.step_model import FORMS
+    from moe_lora.config import PERFORMANCE_FORMS
     from moe_lora.profiling.step_times import StepClock
     from moe_lora.provision.performance.performance_models import (
         adapter_names,
@@ -146,7 +146,7 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     fitted = [
         fit_model(steps[kernel], kernel=kernel, form=form, expert_share=expert_share)
         for kernel in steps
-        for form in FORMS
+        for form in PERFORMANCE_FORMS
     ]
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     name = Path(model_dir).resolve().name

@@ -33,7 +33,7 @@ class CostModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Books:
+class _Work:
     """What an instance had to do when it was last looked at, as the model counts it."""
 
     load: InstanceLoad
@@ -50,26 +50,26 @@ class _Known:
     def __init__(self, model: StepModel, ranks: Mapping[str, int]) -> None:
         self._model = model
         self._ranks = ranks
-        self._books: dict[int, _Books] = {}
+        self._found: dict[int, _Work] = {}
 
-    def of(self, instance: InstanceView) -> _Books:
-        load, books = instance.load, self._books.get(instance.index)
-        if books is None or books.load is not load or books.num_changes != load.num_changes:
-            books = self._books[instance.index] = self._count(load)
-        return books
+    def of(self, instance: InstanceView) -> _Work:
+        load, work = instance.load, self._found.get(instance.index)
+        if work is None or work.load is not load or work.num_changes != load.num_changes:
+            work = self._found[instance.index] = self._count(load)
+        return work
 
     def row(self, adapter: str | None, num_tokens: int) -> Row:
         """The base model, and an adapter whose rank is not known, have rank 0."""
         return Row(adapter, 0 if adapter is None else self._ranks.get(adapter, 0), num_tokens)
 
-    def _count(self, load: InstanceLoad) -> _Books:
+    def _count(self, load: InstanceLoad) -> _Work:
         model = self._model
         queue = model.work(self.row(adapter, num) for adapter, num in load.waiting_prompts.items())
         everything = model.work(
             self.row(adapter, num) for part in (load.running, load.waiting) for adapter, num in part.items()
         )
         times = (model.seconds("prefill", queue), model.seconds("decode", everything))
-        return _Books(load, load.num_changes, queue, everything, *times)
+        return _Work(load, load.num_changes, queue, everything, *times)
 
 
 class RankAware:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
-# What a front end knows of the requests that it gave to an instance; the simulator keeps the same books.
+# What a front end knows of the requests that it gave to an instance; the simulator keeps the same.
 
 
 MAX_RECENT = 64

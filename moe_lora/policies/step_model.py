@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
@@ -30,24 +29,13 @@ expert_ranks    sum R_a (1 - (1 - p)^T_a): likewise of the experts that the adap
 """
 
 
-class StepRow(Protocol):
-    """A request in a step.  lora_rank 0 and adapter None: the base model."""
-
-    @property
-    def adapter(self) -> str | None: ...
-
-    @property
-    def lora_rank(self) -> int: ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of it that the step computes: 1 in decode, its prompt's in prefill."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A `StepRow`, or several of one adapter in one: only their tokens count."""
+    """A request in a step, or several of one adapter in one: only their tokens count.
+
+    lora_rank 0 and adapter None: the base model.  num_tokens: that the step computes: 1 in decode, the
+    prompt's in prefill.
+    """
 
     adapter: str | None
     lora_rank: int
@@ -57,7 +45,7 @@ class Row:
 class StepWork:
     """The rows of a step; one more or less takes constant time.  expert_share: p, 1 of a dense model."""
 
-    def __init__(self, expert_share: float, rows: Iterable[StepRow] = ()) -> None:
+    def __init__(self, expert_share: float, rows: Iterable[Row] = ()) -> None:
         self.num_tokens = 0
         self._unused = 1.0 - expert_share
         self._ranks = 0
@@ -68,14 +56,14 @@ class StepWork:
         for row in rows:
             self.add(row)
 
-    def add(self, row: StepRow) -> None:
+    def add(self, row: Row) -> None:
         self._change(row, row.num_tokens)
 
-    def take(self, row: StepRow) -> None:
+    def take(self, row: Row) -> None:
         """A row like one that was added leaves."""
         self._change(row, -row.num_tokens)
 
-    def features(self, more: StepRow | None = None) -> dict[str, float]:
+    def features(self, more: Row | None = None) -> dict[str, float]:
         """All of `FEATURES`; more: as if this row were there as well."""
         largest = max(self._tokens_of_rank, default=0)
         num_tokens, ranks = self.num_tokens, self._ranks
@@ -97,7 +85,7 @@ class StepWork:
             "expert_ranks": expert_ranks,
         }
 
-    def _change(self, row: StepRow, num_tokens: int) -> None:
+    def _change(self, row: Row, num_tokens: int) -> None:
         distinct, share = self._gain(row, num_tokens)
         self._adapter_ranks += distinct
         self._expert_ranks += share
@@ -109,7 +97,7 @@ class StepWork:
         if not self.num_tokens:
             self._expert_ranks = 0.0  # what rounding left
 
-    def _gain(self, row: StepRow, num_tokens: int) -> tuple[int, float]:
+    def _gain(self, row: Row, num_tokens: int) -> tuple[int, float]:
         """By how much so many tokens of the row's adapter more (or less) change its ranks, and experts'."""
         if row.adapter is None:
             return 0, 0.0
@@ -119,7 +107,7 @@ class StepWork:
         return distinct, row.lora_rank * (self._unused**before - self._unused**after)
 
 
-def features(rows: Iterable[StepRow], expert_share: float) -> dict[str, float]:
+def features(rows: Iterable[Row], expert_share: float) -> dict[str, float]:
     """All of `FEATURES` of a step; expert_share: p, 1 of a dense model."""
     return StepWork(expert_share, rows).features()
 
@@ -130,7 +118,6 @@ def _count(counts: Counter, key: object, change: int) -> None:
         del counts[key]
 
 
-FORMS = PERFORMANCE_FORMS
 PHASES = ("decode", "prefill")
 _OF_RANKS = {"sgmv": "ranks", "mbgmv": "ranks", "bgmv": "padded_ranks"}
 
@@ -144,7 +131,7 @@ def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
     """
     for name, value, allowed in (
         ("kernel", kernel, LORA_KERNELS),
-        ("form", form, FORMS),
+        ("form", form, PERFORMANCE_FORMS),
         ("phase", phase, PHASES),
     ):
         if value not in allowed:
@@ -186,11 +173,11 @@ class StepModel:
                 if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                     raise ConfigError(f"{phase}_s[{name!r}]={value!r} must be a number of seconds >= 0")
 
-    def work(self, rows: Iterable[StepRow] = ()) -> StepWork:
+    def work(self, rows: Iterable[Row] = ()) -> StepWork:
         """A batch, to ask `seconds` about."""
         return StepWork(self.expert_share, rows)
 
-    def seconds(self, phase: str, work: StepWork, more: StepRow | None = None) -> float:
+    def seconds(self, phase: str, work: StepWork, more: Row | None = None) -> float:
         """Of a step of this phase over the batch, and one row more if given; 0 without any."""
         if more is None and not work.num_tokens:
             return 0.0
@@ -198,10 +185,10 @@ class StepModel:
         coefficients = self.decode_s if phase == "decode" else self.prefill_s
         return math.fsum([value * found[name] for name, value in coefficients.items()])
 
-    def decode_step_s(self, rows: Iterable[StepRow]) -> float:
+    def decode_step_s(self, rows: Iterable[Row]) -> float:
         """DecPerf of Toppings Algorithm 1: seconds of a step with one token of each request; 0 for none."""
         return self.seconds("decode", self.work(Row(row.adapter, row.lora_rank) for row in rows))
 
-    def prefill_step_s(self, rows: Iterable[StepRow]) -> float:
+    def prefill_step_s(self, rows: Iterable[Row]) -> float:
         """PrePerf of Toppings Algorithm 1: seconds of a step with all these prompts; 0 for none."""
         return self.seconds("prefill", self.work(rows))

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_lora.config import PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.step_model import FORMS, Row, StepModel, feature_names
+from moe_lora.policies.step_model import Row, StepModel, feature_names
 from moe_lora.provision.performance.performance_models import (
     MeasuredStep,
     adapter_names,
@@ -67,7 +68,7 @@ def steps_of(model: StepModel, noise: float = 0.0) -> list[MeasuredStep]:
 
 
 @pytest.mark.parametrize("kernel", ["sgmv", "bgmv", "mbgmv"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PERFORMANCE_FORMS)
 def test_coefficients_are_recovered(kernel: str, form: str) -> None:
     known = truth(kernel, form)
     fitted = fit_model(steps_of(known), kernel=kernel, form=form, expert_share=SHARE)
@@ -169,7 +170,7 @@ def written(path: Path, *kernels: str) -> Path:
     fitted = [
         fit_model(steps[kernel], kernel=kernel, form=form, expert_share=SHARE)
         for kernel in kernels
-        for form in FORMS
+        for form in PERFORMANCE_FORMS
     ]
     content = file_content(fitted, steps, model="m", settings={"rounds": 3}, env={})
     path.write_text(json.dumps(content, allow_nan=False))
