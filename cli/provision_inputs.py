@@ -17,8 +17,9 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import AdapterMix, KnownModel, known_model
 from moe_lora.provision.profile_file import read_profile
-from moe_lora.workload import Popularity, TraceStatistics, parse_popularity, trace_statistics
-from moe_lora.workload.popularity.named import USUAL_ZIPF
+from moe_lora.workload.popularity.named import USUAL_ZIPF, parse_popularity
+from moe_lora.workload.popularity.popularity import Popularity
+from moe_lora.workload.statistics import TraceStatistics, trace_statistics
 
 _HALF_TIME = 0.5
 _OF_TRACE = "the trace's adapters"

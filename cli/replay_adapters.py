@@ -5,20 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from moe_lora.report.load_client import ServedModels
-from moe_lora.workload import (
-    AdapterChoice,
-    Trace,
-    map_adapters,
-    parse_popularity,
-    read_counts,
-    read_invocations,
-    with_invocations,
-)
+from moe_lora.workload.popularity.functions import map_adapters, read_invocations, with_invocations
+from moe_lora.workload.popularity.named import parse_popularity
+from moe_lora.workload.popularity.popularity import Popularity, read_counts
+from moe_lora.workload.traces.records import Trace
 
 _MOST_NAMES_SHOWN = 20
 
 
-def adapter_popularity(options: dict[str, Any], served: ServedModels) -> AdapterChoice | None:
+def adapter_popularity(options: dict[str, Any], served: ServedModels) -> Popularity | None:
     """From --lora-modules, --num-adapters, --adapter-counts and --popularity; None without any of them."""
     _exclusive(options, "lora_modules", "num_adapters", "adapter_counts")
     _exclusive(options, "zipf", "adapter_counts", "popularity", "functions")

@@ -14,8 +14,10 @@ from moe_lora.report.load_client import ServedModels
 from moe_lora.report.replay import replay, served_models
 from moe_lora.report.run_file import run_result, without_arrays
 from moe_lora.report.tables import summary_table
-from moe_lora.workload import PlannedRequest, Trace, make_plan, read_trace
 from moe_lora.workload.prompts import read_prompts
+from moe_lora.workload.replay_plan import PlannedRequest, make_plan
+from moe_lora.workload.traces.records import Trace
+from moe_lora.workload.traces.traces import read_trace
 
 from .progress import progress
 from .replay_adapters import adapter_popularity, check_served, popularity_text, with_identities

@@ -96,7 +96,7 @@ def quantiles(values: list[float]) -> list[float]:
 
 def measure(path: str) -> dict[str, list[float] | float]:
     """The statistics of a trace that this file quotes."""
-    from moe_lora.workload import read_trace
+    from moe_lora.workload.traces.traces import read_trace
 
     requests = read_trace(path).requests
     gaps = [later.arrival_s - earlier.arrival_s for earlier, later in pairwise(requests)]

@@ -10,8 +10,8 @@ from moe_lora.policies.caching_policies import FastLibra, make_caching_policy, s
 from moe_lora.sim.cached_instance import CachedConfig
 from moe_lora.sim.step_time import TransformerTime
 from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues, mooncake_chats
-from moe_lora.workload.popularity.named import Distinct, Drifting, gaussian
-from moe_lora.workload.popularity.popularity import AdapterChoice, uniform, zipf
+from moe_lora.workload.popularity.named import Drifting, distinct, gaussian
+from moe_lora.workload.popularity.popularity import Popularity, uniform, zipf
 from moe_lora.workload.traces.records import Trace
 
 # FastLibra, table 1: 256 TFLOPS FP16 and 64 GB of HBM a card, PCIe 4.0 x16, 256 GB of main memory.
@@ -93,16 +93,17 @@ class Application:
     since_s: float
     moves_per_s: float = 0.0
 
-    def popularity(self, num_adapters: int) -> AdapterChoice:
+    def popularity(self, num_adapters: int) -> Popularity:
         base = zipf(adapter_names(num_adapters), self.zipf_s)
         if not self.moves_per_s:
             return base
-        return Drifting(base, round(self.moves_per_s * self.duration_s))
+        num_moves = round(self.moves_per_s * self.duration_s)
+        return Drifting(base.adapters, base.probabilities, num_moves=num_moves)
 
     def judged_from(self, requests: Sequence[TurnRequest]) -> float:
         return self.since_s
 
-    def requests(self, popularity: AdapterChoice, rate_per_s: float) -> list[TurnRequest]:
+    def requests(self, popularity: Popularity, rate_per_s: float) -> list[TurnRequest]:
         return dialogues(self.shape, popularity, rate_per_s=rate_per_s, duration_s=self.duration_s)
 
 
@@ -137,24 +138,24 @@ class MooncakeChats:
     zipf_s: float = 1.0
     warm_share: float = 0.25
 
-    def popularity(self, num_adapters: int) -> AdapterChoice:
+    def popularity(self, num_adapters: int) -> Popularity:
         return zipf(adapter_names(num_adapters), self.zipf_s)
 
     def judged_from(self, requests: Sequence[TurnRequest]) -> float:
         return requests[int(self.warm_share * len(requests))].arrival_s
 
-    def requests(self, popularity: AdapterChoice, rate_per_s: float) -> list[TurnRequest]:
+    def requests(self, popularity: Popularity, rate_per_s: float) -> list[TurnRequest]:
         return mooncake_chats(self.trace, popularity, rate_per_s=rate_per_s, block_tokens=BLOCK_TOKENS)
 
 
 LARGE_POPULARITIES = ("distinct", "uniform", "skewed-0.1", "skewed-0.3")
 
 
-def popularity_of(name: str, num_adapters: int) -> AdapterChoice:
+def popularity_of(name: str, num_adapters: int) -> Popularity:
     """The paper's distributions over thousands of adapters (section 6.9)."""
     names = adapter_names(num_adapters)
     if name == "distinct":
-        return Distinct(tuple(names))
+        return distinct(names)
     if name == "uniform":
         return uniform(names)
     return gaussian(names, float(name.removeprefix("skewed-")))

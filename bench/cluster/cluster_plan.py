@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from bench.harness.random_model import TINY, ModelSize
 from moe_lora.workload.popularity.named import parse_popularity
-from moe_lora.workload.popularity.popularity import AdapterChoice
+from moe_lora.workload.popularity.popularity import Popularity
 
 PADDED, TRUE_RANK = "bgmv", "sgmv"
 LORA_RANKS = (8, 16, 32, 64, 128)
@@ -122,7 +122,7 @@ class Plan:
         """As LoRAServe deals them: the adapters in order, evenly over the ranks."""
         return dict(zip(self.adapters, self.popularity("poisson uniform").lora_ranks, strict=True))
 
-    def popularity(self, trace: str) -> AdapterChoice:
+    def popularity(self, trace: str) -> Popularity:
         return parse_popularity(TRACES[trace][0], self.adapters)
 
     def chosen_cells(self, only: str | None) -> list[Cell]:

@@ -28,7 +28,7 @@ from moe_lora.provision.placement.optimal import optimal_placement
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.placement.placement_problem import Table, placement_quality
 from moe_lora.report import append_result
-from moe_lora.workload import parse_popularity
+from moe_lora.workload.popularity.named import parse_popularity
 
 from .placement_exact import exact_worst_load
 

@@ -33,7 +33,8 @@ from moe_lora.provision.plan.plan import Plan, cluster_of, make_plan
 from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, read_load, replays, verdicts
 from moe_lora.provision.profile_file import read_profile
 from moe_lora.report.results import append_result
-from moe_lora.workload import trace_statistics, zipf
+from moe_lora.workload.popularity.popularity import zipf
+from moe_lora.workload.statistics import trace_statistics
 
 TRACE = Path(__file__).parents[2] / "demo" / "trace.csv"
 RATES, ADAPTERS, EXPONENTS = (100, 200, 400), (128, 512, 2000), (0.6, 1.2)

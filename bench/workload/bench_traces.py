@@ -27,7 +27,8 @@ import numpy as np
 from bench.harness.interleave import interleave, ratio
 from bench.harness.records import environment
 from moe_lora.report import append_result
-from moe_lora.workload import iter_trace, trace_statistics
+from moe_lora.workload.statistics import trace_statistics
+from moe_lora.workload.traces.traces import iter_trace
 
 GOAL_LINES, GOAL_BYTES = 5_000_000, 1 << 30
 NUM_PAIRS = 7

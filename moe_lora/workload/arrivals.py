@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lora.workload.traces.records import need
+
 FloatArray = NDArray[np.float64]
 
 
-def _positive(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value} is not allowed; choose a finite number > 0")
+def positive(name: str, value: float) -> float:
+    """The value.  Raises ValueError unless it is finite and > 0."""
+    need(0 < value < math.inf, name, value, "a finite number > 0")
     return float(value)
 
 
@@ -26,7 +28,7 @@ def original_arrivals(arrivals_s: Sequence[float], request_rate_per_s: float | N
     times = times - times[0]
     if request_rate_per_s is None:
         return times
-    rate = _positive("request_rate", request_rate_per_s)
+    rate = positive("request_rate", request_rate_per_s)
     if times[-1] == 0.0:
         raise ValueError(
             "the trace's requests all arrive at once, so its times can't be scaled to --request-rate"
@@ -41,8 +43,8 @@ def gamma_arrivals(
 
     Same meaning of `burstiness` as in vLLM's benchmark client; the gaps' variation is 1 / sqrt(burstiness).
     """
-    rate = _positive("request_rate", request_rate_per_s)
-    shape = _positive("burstiness", burstiness)
+    rate = positive("request_rate", request_rate_per_s)
+    shape = positive("burstiness", burstiness)
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), size=num_requests))
 
 
@@ -50,9 +52,7 @@ def gamma_arrivals_until(
     duration_s: float, request_rate_per_s: float, burstiness: float, rng: np.random.Generator
 ) -> FloatArray:
     """As `gamma_arrivals`, as many as fall before duration_s (none, if the first comes later)."""
-    block = (
-        math.ceil(_positive("duration_s", duration_s) * _positive("request_rate", request_rate_per_s)) + 16
-    )
+    block = math.ceil(positive("duration_s", duration_s) * positive("request_rate", request_rate_per_s)) + 16
     times = gamma_arrivals(block, request_rate_per_s, burstiness, rng)
     while times[-1] < duration_s:
         times = np.concatenate(
@@ -63,12 +63,12 @@ def gamma_arrivals_until(
 
 def cut_duration(arrivals_s: FloatArray, duration_s: float) -> FloatArray:
     """Arrivals before duration_s."""
-    return arrivals_s[arrivals_s < _positive("duration_s", duration_s)]
+    return arrivals_s[arrivals_s < positive("duration_s", duration_s)]
 
 
 def busiest_stretch(arrivals_s: Sequence[float], duration_s: float) -> slice:
     """Indices of the most arrivals that fall within duration_s of each other; the first such stretch."""
     times = np.asarray(arrivals_s, dtype=np.float64)
-    ends = np.searchsorted(times, times + _positive("duration_s", duration_s), side="left")
+    ends = np.searchsorted(times, times + positive("duration_s", duration_s), side="left")
     first = int(np.argmax(ends - np.arange(len(times))))
     return slice(first, int(ends[first]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lora.workload.popularity.popularity import AdapterChoice
+from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.traces.records import Trace
 
 from .arrivals import gamma_arrivals_until
@@ -60,7 +60,7 @@ class DialogueShape:
 
 
 def dialogues(
-    shape: DialogueShape, adapters: AdapterChoice, *, rate_per_s: float, duration_s: float, seed: int = 0
+    shape: DialogueShape, adapters: Popularity, *, rate_per_s: float, duration_s: float, seed: int = 0
 ) -> list[TurnRequest]:
     """Requests by arrival: a dialogue begins at random (Poisson), asks one adapter, and each turn's prompt is
     all that was said before and a new question.  Equal arguments give equal requests.
@@ -110,7 +110,7 @@ def _turns(
 
 def mooncake_chats(
     trace: Trace,
-    adapters: AdapterChoice,
+    adapters: Popularity,
     *,
     rate_per_s: float,
     block_tokens: int = 32,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_lora.config.plan import WorkloadOptions
-from moe_lora.workload.popularity.popularity import AdapterChoice
+from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .arrivals import (
@@ -44,7 +44,7 @@ class PlannedRequest:
 def make_plan(
     trace: Trace,
     options: WorkloadOptions,
-    popularity: AdapterChoice | None = None,
+    popularity: Popularity | None = None,
     rows: Sequence[PromptRow] | None = None,
 ) -> list[PlannedRequest]:
     """The requests to send, sorted by arrival; equal arguments give equal plans.

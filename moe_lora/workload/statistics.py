@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_lora.workload.arrivals import positive
 from moe_lora.workload.popularity.popularity import Popularity, from_weights
 from moe_lora.workload.traces.records import RowReader
 from moe_lora.workload.traces.traces import detect_format, iter_requests
@@ -112,8 +113,7 @@ def trace_statistics(
     window_s: length of the window of the peak rate.
     Raises ValueError as `iter_trace` does: for an empty trace, a bad value, times that go backwards.
     """
-    if not (math.isfinite(window_s) and window_s > 0):
-        raise ValueError(f"window_s={window_s} is not allowed; choose a finite number > 0")
+    positive("window_s", window_s)
     name = format or detect_format(path)
     reader = RowReader(str(path))
     prompts, outputs, window = _Lengths(), _Lengths(), _Window(window_s)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.workload.bench_traces import FORMATS, write_trace
-from moe_lora.workload import detect_format, iter_trace
+from moe_lora.workload.traces.traces import detect_format, iter_trace
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -17,8 +17,9 @@ from moe_lora.config.cluster import read_cluster
 from moe_lora.provision.admission.iar import expected_active
 from moe_lora.provision.plan import verify as replayed
 from moe_lora.provision.plan.checked import SEEDS
-from moe_lora.workload import FORMATS, zipf
 from moe_lora.workload.popularity.named import long_tail, production_ranks, shifting_ranks
+from moe_lora.workload.popularity.popularity import zipf
+from moe_lora.workload.traces.traces import FORMATS
 
 ROOT = Path(__file__).parents[2]
 

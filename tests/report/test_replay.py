@@ -26,7 +26,7 @@ from moe_lora.report.replay import (
     request_body,
     served_models,
 )
-from moe_lora.workload import PlannedRequest
+from moe_lora.workload.replay_plan import PlannedRequest
 from tests.sse_server import Served, running_server
 
 

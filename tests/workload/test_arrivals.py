@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.workload import cut_duration, gamma_arrivals, original_arrivals
-from moe_lora.workload.arrivals import gamma_arrivals_until
+from moe_lora.workload.arrivals import cut_duration, gamma_arrivals, gamma_arrivals_until, original_arrivals
 
 rates = st.floats(0.01, 1e4)
 bursts = st.floats(0.05, 50)

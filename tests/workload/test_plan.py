@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from moe_lora.config.plan import WorkloadOptions
-from moe_lora.workload import Trace, TraceRequest, make_plan, uniform, zipf
+from moe_lora.workload.popularity.popularity import uniform, zipf
 from moe_lora.workload.prompts import PromptRow, choose_rows, cut_text, random_token_ids, read_prompts
+from moe_lora.workload.replay_plan import make_plan
+from moe_lora.workload.traces.records import Trace, TraceRequest
 
 TRACE = Trace(
     "t.csv",

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.workload import read_trace, trace_statistics
+from moe_lora.workload.statistics import trace_statistics
+from moe_lora.workload.traces.traces import read_trace
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 

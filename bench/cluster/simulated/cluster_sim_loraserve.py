@@ -17,7 +17,7 @@ from moe_lora.sim.running import SimRequest
 from moe_lora.sim.system import SimResult, percentile
 from moe_lora.sim.system import simulate as run_system
 from moe_lora.sim.system_config import SystemConfig
-from moe_lora.workload import parse_popularity
+from moe_lora.workload.popularity.named import parse_popularity
 
 from .cluster_sim_plan import Load, Systems, simulated_points, step_models
 

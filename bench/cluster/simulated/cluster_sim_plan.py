@@ -30,7 +30,7 @@ from moe_lora.provision.performance.operating_points import (
 )
 from moe_lora.provision.placement.placement_problem import Table
 from moe_lora.sim.system_config import InstanceConfig, LocalConfig, PlacementConfig, SystemConfig
-from moe_lora.workload.popularity.popularity import AdapterChoice
+from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.replay_plan import PlannedRequest
 
 HIDDEN, NUM_LAYERS, DTYPE_BYTES = 4096, 32, 2
@@ -83,7 +83,7 @@ def _model(kernel: str, decode_s: Mapping[str, float], prefill_s: Mapping[str, f
 class Load:
     """Requests, at any rate.  lengths: (prompt, answer) tokens of so many requests."""
 
-    popularity: AdapterChoice
+    popularity: Popularity
     ranks: Mapping[str, int]
     lengths: Callable[[int, np.random.Generator], tuple[Sequence[int], Sequence[int]]]
     tokens_per_request: float

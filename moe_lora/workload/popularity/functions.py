@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.workload.arrivals import FloatArray
+from moe_lora.workload.arrivals import FloatArray, positive
 from moe_lora.workload.traces.csv_formats import function_counts, is_2019, rows_2019, rows_2021
-from moe_lora.workload.traces.records import Trace
+from moe_lora.workload.traces.records import Trace, need
 
 from .popularity import Popularity, from_weights
 
@@ -31,8 +31,7 @@ def map_identities(counts: Mapping[str, int], adapters: Sequence[str], skewness:
 
     skewness: identities per block of the round robin; the larger, the more uneven the adapters' load.
     """
-    if skewness < 1:
-        raise ValueError(f"skewness={skewness} is not allowed; choose a whole number >= 1")
+    need(skewness >= 1, "skewness", skewness, "a whole number >= 1")
     if not adapters:
         raise ValueError("no adapter to map to; name at least one")
     ranked = sorted(counts, key=lambda name: (-counts[name], name))
@@ -99,8 +98,8 @@ def read_invocations(
     Raises ValueError as `function_counts`, for a rate above the file's own, and above MAX_INVOCATIONS.
     """
     for name, value in (("request_rate", request_rate_per_s), ("duration_s", duration_s)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name}={value} is not allowed; choose a finite number > 0")
+        if value is not None:
+            positive(name, value)
     counts = function_counts(path)
     mapping = map_identities(counts, adapters, skewness)
     rng = np.random.default_rng(seed)

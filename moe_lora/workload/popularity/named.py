@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lora.workload.statistics import trace_statistics
+from moe_lora.workload.traces.records import need
 
 from .functions import functions_popularity, mapped_popularity
-from .popularity import AdapterChoice, Popularity, from_weights, read_counts, uniform, zipf
+from .popularity import Popularity, from_weights, read_counts, uniform, zipf
 
 # Shapes of popularity beside Zipf and uniform: two levels, Dirichlet, long tail, Gaussian, turns, shifts.
 
@@ -22,18 +23,13 @@ from .popularity import AdapterChoice, Popularity, from_weights, read_counts, un
 _STEEPEST = 60.0  # a power law this steep leaves nothing to the second adapter
 
 
-def _need(allowed: bool, name: str, value: float, range_text: str) -> None:
-    if not allowed:
-        raise ValueError(f"{name}={value} is not allowed; choose {range_text}")
-
-
 def two_level(adapters: Sequence[str], num_hot: int, hot_share: float) -> Popularity:
     """The first num_hot adapters have hot_share of the requests, evenly; the others the rest, evenly.
 
     num_hot = 1 is one hot adapter.
     """
-    _need(1 <= num_hot < len(adapters), "num_hot", num_hot, f"1 to {len(adapters) - 1}, below all adapters")
-    _need(0 <= hot_share <= 1, "hot_share", hot_share, "a number from 0 to 1")
+    need(1 <= num_hot < len(adapters), "num_hot", num_hot, f"1 to {len(adapters) - 1}, below all adapters")
+    need(0 <= hot_share <= 1, "hot_share", hot_share, "a number from 0 to 1")
     num_cold = len(adapters) - num_hot
     weights = [hot_share / num_hot] * num_hot + [(1 - hot_share) / num_cold] * num_cold
     return from_weights(adapters, weights)
@@ -41,13 +37,8 @@ def two_level(adapters: Sequence[str], num_hot: int, hot_share: float) -> Popula
 
 def dirichlet(adapters: Sequence[str], concentration: float, seed: int = 0) -> Popularity:
     """One draw from the symmetric Dirichlet distribution; the smaller the concentration, the more uneven."""
-    _need(
-        math.isfinite(concentration) and concentration > 0,
-        "concentration",
-        concentration,
-        "a finite number > 0",
-    )
-    _need(seed >= 0, "seed", seed, "a whole number >= 0")
+    need(0 < concentration < math.inf, "concentration", concentration, "a finite number > 0")
+    need(seed >= 0, "seed", seed, "a whole number >= 0")
     drawn = np.random.default_rng(seed).gamma(concentration, size=len(adapters))
     if not drawn.any():
         raise ValueError(f"concentration={concentration} is too small to draw from; choose a larger one")
@@ -62,9 +53,9 @@ def long_tail(adapters: Sequence[str], num_head: int = 5, head_share: float = 0.
     from scipy.optimize import brentq  # a third of a second, for this shape only
 
     num_adapters = len(adapters)
-    _need(1 <= num_head < num_adapters, "num_head", num_head, f"1 to {num_adapters - 1}, below all adapters")
+    need(1 <= num_head < num_adapters, "num_head", num_head, f"1 to {num_adapters - 1}, below all adapters")
     least = num_head / num_adapters
-    _need(least <= head_share < 1, "head_share", head_share, f"from {least:.4g} (all even) to below 1")
+    need(least <= head_share < 1, "head_share", head_share, f"from {least:.4g} (all even) to below 1")
     places = np.arange(1, num_adapters + 1, dtype=np.float64)
 
     def beyond(s: float) -> float:
@@ -82,66 +73,69 @@ def gaussian(adapters: Sequence[str], sigma: float) -> Popularity:
     Cut to [0, 1]: the adapters in the middle are asked for most.
     Source: FastLibra section 6.9 (Skewed-0.1, Skewed-0.3); it gives the deviation, not the mean or the unit.
     """
-    _need(math.isfinite(sigma) and sigma > 0, "sigma", sigma, "a finite number > 0 (0.1 and 0.3 are usual)")
+    need(0 < sigma < math.inf, "sigma", sigma, "a finite number > 0 (0.1 and 0.3 are usual)")
     num_adapters = len(adapters)
-    _need(num_adapters >= 1, "number of adapters", num_adapters, "at least one")
+    need(num_adapters >= 1, "number of adapters", num_adapters, "at least one")
     edges = [math.erf((i / num_adapters - 0.5) / (sigma * math.sqrt(2))) for i in range(num_adapters + 1)]
     return from_weights(adapters, [right - left for left, right in pairwise(edges)])
 
 
 @dataclass(frozen=True, slots=True)
-class Distinct:
+class Distinct(Popularity):
     """Adapters in turn, each as often as the others ("distinct").
 
     Source: FastLibra section 6.9.
     """
 
-    adapters: tuple[str, ...]
-    lora_ranks: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        uniform(self.adapters)  # which refuses none at all and names given twice
-
-    def at(self, time_share: float) -> Popularity:
-        return uniform(self.adapters)
-
     def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
         return [self.adapters[index % len(self.adapters)] for index in range(len(time_shares))]
 
 
-@dataclass(frozen=True, slots=True)
-class Shifting:
-    """P(t) = (1 - t) · start + t · end, with t the share of the time that has passed."""
+def distinct(adapters: Sequence[str]) -> Distinct:
+    even = uniform(adapters)
+    return Distinct(even.adapters, even.probabilities)
 
-    start: Popularity
-    end: Popularity
 
-    def __post_init__(self) -> None:
-        if self.start.adapters != self.end.adapters or self.start.lora_ranks != self.end.lora_ranks:
-            raise ValueError("start and end of a shift must name the same adapters and ranks, in one order")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shifting(Popularity):
+    """P(t) = (1 - t) · probabilities + t · end, with t the share of the time that has passed."""
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        return self.start.adapters
-
-    @property
-    def lora_ranks(self) -> tuple[int, ...]:
-        return self.start.lora_ranks
+    end: tuple[float, ...]
 
     def at(self, time_share: float) -> Popularity:
         """Raises ValueError for a time outside 0 to 1."""
-        _need(0 <= time_share <= 1, "time_share", time_share, "a number from 0 (start) to 1 (end)")
-        mixed = (1 - time_share) * np.asarray(self.start.probabilities) + time_share * np.asarray(
-            self.end.probabilities
-        )
+        need(0 <= time_share <= 1, "time_share", time_share, "a number from 0 (start) to 1 (end)")
+        mixed = (1 - time_share) * np.asarray(self.probabilities) + time_share * np.asarray(self.end)
         return from_weights(self.adapters, mixed.tolist(), self.lora_ranks)
 
     def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        """A request at t draws from `end` with probability t, else from `start`: that is P(t)."""
+        """A request at t draws by `end` with probability t, else by `probabilities`: that is P(t)."""
         from_end = rng.random(len(time_shares)) < time_shares
-        early = self.start.sample(len(time_shares), rng)
-        late = self.end.sample(len(time_shares), rng)
+        early = self.sample(len(time_shares), rng)
+        late = Popularity(self.adapters, self.end).sample(len(time_shares), rng)
         return [late[i] if from_end[i] else early[i] for i in range(len(time_shares))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drifting(Popularity):
+    """The k-th of N adapters at time share t is as popular as the (k + m) mod N-th of `probabilities`, with
+    m = int(t · num_moves).
+
+    Every 1 / num_moves of the time the least popular adapter becomes the most popular one, as when a new
+    function is rolled out, and all others lose a place (probabilities: falling).
+    """
+
+    num_moves: int
+
+    def at(self, time_share: float) -> Popularity:
+        shift = -int(time_share * self.num_moves)
+        return from_weights(self.adapters, np.roll(self.probabilities, shift).tolist(), self.lora_ranks)
+
+    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
+        probabilities = np.asarray(self.probabilities)
+        places = rng.choice(len(probabilities), size=len(time_shares), p=probabilities)
+        moved = (places - (time_shares * self.num_moves).astype(int)) % len(probabilities)
+        return [self.adapters[index] for index in moved.tolist()]
 
 
 # LoRAServe's popularities, which are over ranks: 8, 16, 32, 64, 128, each with its own adapters.
@@ -188,8 +182,7 @@ def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity
 
     The paper does not state the decay; 1.0 gives 64, 23, 9, 3 and 1 %.
     """
-    if not (math.isfinite(decay) and decay >= 0):
-        raise ValueError(f"decay={decay} is not allowed; choose a finite number >= 0 (0 is uniform)")
+    need(0 <= decay < math.inf, "decay", decay, "a finite number >= 0 (0 is uniform)")
     return _over_ranks(adapters, [math.exp(-decay * place) for place in range(len(LORA_RANKS))])
 
 
@@ -199,16 +192,16 @@ def power_ranks(adapters: Sequence[str], alpha: float = 1.0) -> Popularity:
     alpha was 1/3 … 3 over 100 adapters. That places are ranks, not single adapters, follows from the largest
     rank's share: 16 % at alpha = 1/3, as the paper says (14 % over single adapters).
     """
-    if not (math.isfinite(alpha) and alpha >= 0):
-        raise ValueError(f"alpha={alpha} is not allowed; choose a finite number >= 0 (1/3 to 3 are usual)")
+    need(0 <= alpha < math.inf, "alpha", alpha, "a finite number >= 0 (1/3 to 3 are usual)")
     return _over_ranks(adapters, [place**-alpha for place in range(1, len(LORA_RANKS) + 1)])
 
 
 def shifting_ranks(adapters: Sequence[str]) -> Shifting:
     """Rank 128 has half of the requests, moving linearly to rank 8 having half; the others share the rest."""
     others = _HALF / (len(LORA_RANKS) - 1)
-    start = [others] * (len(LORA_RANKS) - 1) + [_HALF]
-    return Shifting(_over_ranks(adapters, start), _over_ranks(adapters, start[::-1]))
+    shares = [others] * (len(LORA_RANKS) - 1) + [_HALF]
+    start, end = _over_ranks(adapters, shares), _over_ranks(adapters, shares[::-1])
+    return Shifting(start.adapters, start.probabilities, start.lora_ranks, end=end.probabilities)
 
 
 def production_ranks(adapters: Sequence[str], *rank_shares: float) -> Popularity:
@@ -222,11 +215,11 @@ def production_ranks(adapters: Sequence[str], *rank_shares: float) -> Popularity
 USUAL_ZIPF = 1.2  # InfiniLoRA section 6.1
 
 # name: (what follows it, type of each argument, least number of arguments, shape)
-_Shape = tuple[str, tuple[type, ...], int, Callable[..., AdapterChoice]]
+_Shape = tuple[str, tuple[type, ...], int, Callable[..., Popularity]]
 _SHAPES: dict[str, _Shape] = {
     "uniform": ("", (), 0, uniform),
     "zipf": ("[:S]", (float,), 0, lambda adapters, s=USUAL_ZIPF: zipf(adapters, s)),
-    "distinct": ("", (), 0, lambda adapters: Distinct(tuple(adapters))),
+    "distinct": ("", (), 0, distinct),
     "gaussian": (":SIGMA", (float,), 1, gaussian),
     "long-tail": ("[:NUM_HEAD,SHARE]", (int, float), 0, long_tail),
     "two-level": (":NUM_HOT,SHARE", (int, float), 2, two_level),
@@ -245,7 +238,7 @@ POPULARITY_NAMES = (
 )
 
 
-def parse_popularity(text: str, adapters: Sequence[str] = ()) -> AdapterChoice:
+def parse_popularity(text: str, adapters: Sequence[str] = ()) -> Popularity:
     """The popularity that `text` names (`POPULARITY_NAMES`), over `adapters`.
 
     FILE holds counts and names the adapters itself (`read_counts`), so none may be given.  trace:FILE names
@@ -283,7 +276,7 @@ def _need_adapters(text: str, adapters: Sequence[str]) -> None:
         raise ValueError(f"popularity {text}: no adapter to choose from; name them, or how many there are")
 
 
-def _shape(text: str, name: str, arguments: str, adapters: Sequence[str]) -> AdapterChoice:
+def _shape(text: str, name: str, arguments: str, adapters: Sequence[str]) -> Popularity:
     rest, types, least, shape = _SHAPES[name]
     values = arguments.split(",") if arguments else []
     if not least <= len(values) <= len(types):
@@ -304,41 +297,3 @@ def _of_identities(text: str, name: str, path: str, adapters: Sequence[str], ske
     if popularity is None:
         raise ValueError(f"popularity {text}: the trace names no adapter; choose another popularity")
     return mapped_popularity(found.adapter_counts, adapters, skewness) if adapters else popularity
-
-
-# Popularity that moves from adapter to adapter.
-
-
-@dataclass(frozen=True, slots=True)
-class Drifting:
-    """The k-th of N adapters at time share t is as popular as the (k + m) mod N-th of `base`, with
-    m = int(t · num_moves).
-
-    Every 1 / num_moves of the time the least popular adapter becomes the most popular one, as when a new
-    function is rolled out, and all others lose a place (base: by falling popularity).
-    """
-
-    base: Popularity
-    num_moves: int
-
-    def __post_init__(self) -> None:
-        if self.num_moves < 0:
-            raise ValueError(f"num_moves={self.num_moves} is not allowed; choose 0 or more")
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        return self.base.adapters
-
-    @property
-    def lora_ranks(self) -> tuple[int, ...]:
-        return self.base.lora_ranks
-
-    def at(self, time_share: float) -> Popularity:
-        shift = -int(time_share * self.num_moves)
-        return from_weights(self.adapters, np.roll(self.base.probabilities, shift).tolist(), self.lora_ranks)
-
-    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        probabilities = np.asarray(self.base.probabilities)
-        places = rng.choice(len(probabilities), size=len(time_shares), p=probabilities)
-        moved = (places - (time_shares * self.num_moves).astype(int)) % len(probabilities)
-        return [self.adapters[index] for index in moved.tolist()]

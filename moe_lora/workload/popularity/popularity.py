@@ -10,39 +10,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_lora.workload.traces.csv_formats import table
-from moe_lora.workload.traces.records import RowReader, open_text
-
-
-class AdapterChoice(Protocol):
-    """How requests choose their adapters; constant over the trace (`Popularity`) or not.
-
-    lora_ranks: rank of each adapter, in the order of `adapters`; empty where the shape does not say.
-    """
-
-    @property
-    def adapters(self) -> tuple[str, ...]: ...
-
-    @property
-    def lora_ranks(self) -> tuple[int, ...]: ...
-
-    def at(self, time_share: float) -> Popularity:
-        """The popularity when `time_share` (0: start, 1: end) of the time has passed."""
-        ...
-
-    def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        """The adapter of each request, given when it arrives, as a share of the whole time."""
-        ...
+from moe_lora.workload.traces.records import RowReader, need, open_text
 
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """Probability of each adapter, the same at all times; `probabilities` sums to 1."""
+    """Probability of each adapter; `probabilities` sums to 1.  The same at all times, or as a subclass says.
+
+    lora_ranks: rank of each adapter, in the order of `adapters`; empty where the shape does not say.
+    """
 
     adapters: tuple[str, ...]
     probabilities: tuple[float, ...]
@@ -60,7 +42,7 @@ class Popularity:
             raise ValueError(f"{len(self.adapters)} adapters with {len(self.lora_ranks)} ranks")
 
     def at(self, time_share: float) -> Popularity:
-        """Itself, at any time."""
+        """The popularity when `time_share` (0: start, 1: end) of the time has passed."""
         return self
 
     def sample(self, num_requests: int, rng: np.random.Generator) -> list[str]:
@@ -69,7 +51,7 @@ class Popularity:
         return [self.adapters[index] for index in drawn]
 
     def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        """As `sample`: when a request arrives makes no difference."""
+        """The adapter of each request, given when it arrives, as a share of the whole time."""
         return self.sample(len(time_shares), rng)
 
 
@@ -93,8 +75,7 @@ def zipf(adapters: Sequence[str], s: float) -> Popularity:
 
     Source: InfiniLoRA section 6.1 (s = 1.2).
     """
-    if not (math.isfinite(s) and s >= 0):
-        raise ValueError(f"zipf={s} is not allowed; choose a finite number >= 0 (0 is uniform, 1.2 usual)")
+    need(0 <= s < math.inf, "zipf", s, "a finite number >= 0 (0 is uniform, 1.2 usual)")
     return from_weights(adapters, [(index + 1) ** -s for index in range(len(adapters))])
 
 

@@ -14,7 +14,7 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .records import RowReader, TraceRequest, open_text
+from .records import Requests, RowReader, open_text
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
@@ -84,31 +84,27 @@ def _minute_start(minute: str, zone: str | None) -> int:
     return int((moment - datetime(1970, 1, 1, tzinfo=timezone.utc)).total_seconds())
 
 
-def iter_azure(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+def iter_azure(lines: TextIO, reader: RowReader) -> Requests:
     """TIMESTAMP,ContextTokens,GeneratedTokens (Azure LLM inference traces, 2023 and 2024)."""
     start: tuple[int, int] | None = None
     for timestamp, context, generated in csv_rows(lines, reader, AZURE_COLUMNS):
         moment = parse_timestamp(timestamp, reader)
         start = start or moment
-        request = reader.request(
+        yield reader.request(
             (moment[0] - start[0]) + (moment[1] - start[1]) / 1e9,
             reader.count("ContextTokens", context),
             reader.count("GeneratedTokens", generated),
         )
-        if request is not None:
-            yield request
 
 
-def iter_burstgpt(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+def iter_burstgpt(lines: TextIO, reader: RowReader) -> Requests:
     """Timestamp (seconds), Request tokens, Response tokens; other columns vary between releases."""
     for timestamp, prompt, response in csv_rows(lines, reader, BURSTGPT_COLUMNS):
-        request = reader.request(
+        yield reader.request(
             reader.time("Timestamp", timestamp, "seconds"),
             reader.count("Request tokens", prompt),
             reader.count("Response tokens", response),
         )
-        if request is not None:
-            yield request
 
 
 # Readers of the Azure Functions traces, 2019 and 2021.  They hold arrivals and identities, no lengths.

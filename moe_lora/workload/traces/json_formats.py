@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
-from .records import RowReader, TraceRequest
+from .records import Requests, RowReader
 
 CHARS_PER_TOKEN = 4  # what English text takes with the vocabularies in use
 VLLM_OUTPUT_TOKENS = 256  # vLLM's default where a row does not say (--custom-output-len)
@@ -47,17 +47,15 @@ def _hash_ids(row: dict[str, Any], reader: RowReader) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def iter_mooncake(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+def iter_mooncake(lines: TextIO, reader: RowReader) -> Requests:
     """{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} a line."""
     for row in json_lines(lines, reader):
-        request = reader.request(
+        yield reader.request(
             reader.time("timestamp", _need(row, "timestamp", reader), "milliseconds") / 1e3,
             reader.count("input_length", _need(row, "input_length", reader)),
             reader.count("output_length", _need(row, "output_length", reader)),
             hash_ids=_hash_ids(row, reader),
         )
-        if request is not None:
-            yield request
 
 
 def _text(row: dict[str, Any], key: str, reader: RowReader) -> str | None:
@@ -67,7 +65,7 @@ def _text(row: dict[str, Any], key: str, reader: RowReader) -> str | None:
     return value
 
 
-def iter_own(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+def iter_own(lines: TextIO, reader: RowReader) -> Requests:
     """{"arrival_s", "prompt_tokens", "output_tokens"[, "adapter", "prompt", "hash_ids"]} a line.
 
     With "prompt" given, "prompt_tokens" may be left out and is then estimated. Unknown keys are errors.
@@ -80,7 +78,7 @@ def iter_own(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
         length = row.get("prompt_tokens")
         if length is None and prompt is not None:
             length = estimate_tokens(prompt)
-        request = reader.request(
+        yield reader.request(
             reader.time("arrival_s", _need(row, "arrival_s", reader), "seconds"),
             reader.count("prompt_tokens", _need(row, "prompt_tokens", reader) if length is None else length),
             reader.count("output_tokens", _need(row, "output_tokens", reader)),
@@ -88,11 +86,9 @@ def iter_own(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
             prompt=prompt,
             hash_ids=_hash_ids(row, reader),
         )
-        if request is not None:
-            yield request
 
 
-def iter_vllm(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+def iter_vllm(lines: TextIO, reader: RowReader) -> Requests:
     """{"prompt": text[, "output_tokens": n]} a line, what `vllm bench serve --dataset-name custom` reads.
 
     Prompt lengths are estimates (`estimate_tokens`); no arrival times; other keys are passed over.
@@ -104,14 +100,12 @@ def iter_vllm(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
         if prompt is None:
             raise reader.error("prompt", "null", "non-empty text")
         output_tokens = row.get("output_tokens")
-        request = reader.request(
+        yield reader.request(
             0.0,
             estimate_tokens(prompt),
             VLLM_OUTPUT_TOKENS if output_tokens is None else reader.count("output_tokens", output_tokens),
             prompt=prompt,
         )
-        if request is not None:
-            yield request
 
 
 # Readers of conversations: ShareGPT and LMSYS-Chat, as a JSON array or as JSON lines, read as a stream.
@@ -160,7 +154,7 @@ def _first_turns(item: Any, reader: RowReader, text_key: str, example: str) -> t
     return prompt, answer
 
 
-def iter_sharegpt(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+def iter_sharegpt(lines: TextIO, reader: RowReader) -> Requests:
     """[{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, ...]}, ...].
 
     The first two turns are prompt and answer; lengths are estimates (`estimate_tokens`); no arrival times.
@@ -171,12 +165,10 @@ def iter_sharegpt(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
         if texts is None:
             continue
         prompt, answer = texts
-        request = reader.request(0.0, estimate_tokens(prompt), estimate_tokens(answer), prompt=prompt)
-        if request is not None:
-            yield request
+        yield reader.request(0.0, estimate_tokens(prompt), estimate_tokens(answer), prompt=prompt)
 
 
-def iter_lmsys(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
+def iter_lmsys(lines: TextIO, reader: RowReader) -> Requests:
     """{"model": name, "conversation": [{"role", "content"}, ...][, "tstamp": s]}: the model is the adapter.
 
     The first two turns are prompt and answer; lengths are estimates. LMSYS-Chat-1M has no times; the "tstamp"
@@ -194,8 +186,6 @@ def iter_lmsys(lines: TextIO, reader: RowReader) -> Iterator[TraceRequest]:
         if texts is None:
             continue
         prompt, answer = texts
-        request = reader.request(
+        yield reader.request(
             arrival_s, estimate_tokens(prompt), estimate_tokens(answer), adapter=model, prompt=prompt
         )
-        if request is not None:
-            yield request

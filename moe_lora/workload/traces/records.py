@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
-MAX_COUNT = 2**31 - 1  # far above any length; sums of millions of them stay exact
+from moe_lora.config.settings import MAX_COUNT
+
 _COUNT_ALLOWED = f"a whole number >= 0 and <= {MAX_COUNT}"
+
+
+def need(allowed: bool, name: str, value: object, range_text: str) -> None:
+    """Raises ValueError that says what may be chosen, unless the value is allowed."""
+    if not allowed:
+        raise ValueError(f"{name}={value} is not allowed; choose {range_text}")
 
 
 @contextmanager
@@ -43,6 +50,10 @@ class TraceRequest:
     adapter: str | None = None
     prompt: str | None = None
     hash_ids: tuple[int, ...] = ()
+
+
+Requests: TypeAlias = Iterator["TraceRequest | None"]
+"""What a reader of a format finds; None where a row was left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from .csv_formats import (
     normalise,
 )
 from .json_formats import iter_lmsys, iter_mooncake, iter_own, iter_sharegpt, iter_vllm
-from .records import RowReader, Trace, TraceRequest, open_text
+from .records import Requests, RowReader, Trace, TraceRequest, open_text
 
-FORMATS: dict[str, Callable[[TextIO, RowReader], Iterator[TraceRequest]]] = {
+FORMATS: dict[str, Callable[[TextIO, RowReader], Requests]] = {
     "azure": iter_azure,
     "burstgpt": iter_burstgpt,
     "mooncake": iter_mooncake,
@@ -87,7 +87,7 @@ def iter_requests(reader: RowReader, format: str | None = None) -> Iterator[Trac
         raise ValueError(f"--format {name} is unknown; choose one of {', '.join(FORMATS)}")
     with open_text(path, "trace") as lines:
         first_s = last_s = None
-        for request in FORMATS[name](lines, reader):
+        for request in filter(None, FORMATS[name](lines, reader)):
             first_s = request.arrival_s if first_s is None else first_s
             if last_s is not None and request.arrival_s < last_s:
                 problem = f"goes back in time by {last_s - request.arrival_s:.6g} s"

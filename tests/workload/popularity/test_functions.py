@@ -8,16 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_lora.workload import (
-    Trace,
-    TraceRequest,
-    detect_format,
-    functions_popularity,
-    parse_popularity,
-    read_invocations,
-    with_invocations,
-)
+from moe_lora.workload.popularity.functions import functions_popularity, read_invocations, with_invocations
+from moe_lora.workload.popularity.named import parse_popularity
 from moe_lora.workload.traces.csv_formats import function_counts
+from moe_lora.workload.traces.records import Trace, TraceRequest
+from moe_lora.workload.traces.traces import detect_format
 
 HEADER = "HashOwner,HashApp,HashFunction,Trigger,1,2,3"
 WIDE = f"{HEADER}\no,p,f,http,0,2,1\no,p,g,timer,5,0,0\no,q,f,http,0,0,1\no,q,idle,http,0,0,0\n"

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.workload import Trace, TraceRequest, map_adapters, map_identities, mapped_popularity
+from moe_lora.workload.popularity.functions import map_adapters, map_identities, mapped_popularity
+from moe_lora.workload.traces.records import Trace, TraceRequest
 
 
 def test_identities_go_round_robin_in_blocks() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.workload import Popularity, read_counts, uniform, zipf
+from moe_lora.workload.popularity.popularity import Popularity, read_counts, uniform, zipf
 
 
 def names(num_adapters: int) -> list[str]:

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.config.plan import WorkloadOptions
-from moe_lora.workload import (
+from moe_lora.workload.popularity.named import (
+    LORA_RANKS,
     POPULARITY_NAMES,
-    AdapterChoice,
-    Popularity,
-    Trace,
-    TraceRequest,
-    make_plan,
+    dirichlet,
+    gaussian,
+    long_tail,
     parse_popularity,
-    uniform,
-    zipf,
+    two_level,
 )
-from moe_lora.workload.popularity.named import LORA_RANKS, Shifting, dirichlet, gaussian, long_tail, two_level
+from moe_lora.workload.popularity.popularity import Popularity, uniform, zipf
+from moe_lora.workload.replay_plan import make_plan
+from moe_lora.workload.traces.records import Trace, TraceRequest
 
 
 def names(num_adapters: int) -> list[str]:
@@ -227,11 +227,10 @@ def test_ranks_need_an_adapter_each() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Shifting(uniform(names(2)), uniform(names(3))),
         lambda: Popularity(("x", "y"), (0.5, 0.5), (8,)),
         lambda: gaussian([], 0.1),
     ],
 )
-def test_shapes_that_can_not_be_are_refused(make: Callable[[], AdapterChoice]) -> None:
+def test_shapes_that_can_not_be_are_refused(make: Callable[[], Popularity]) -> None:
     with pytest.raises(ValueError):
         make()

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from moe_lora.workload import read_trace
+from moe_lora.workload.traces.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[3]
 REAL = ROOT.parent / "shared" / "traces" / "azure_llm_2023_code.csv"

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_lora.workload import iter_trace, read_counts, read_invocations, trace_statistics
+from moe_lora.workload.popularity.functions import read_invocations
+from moe_lora.workload.popularity.popularity import read_counts
+from moe_lora.workload.statistics import trace_statistics
+from moe_lora.workload.traces.traces import iter_trace
 from tests.workload.popularity.test_functions import LONG, WIDE
 
 from .test_traces import SAMPLES

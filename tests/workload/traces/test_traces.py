@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.workload import FORMATS, TraceRequest, detect_format, iter_trace, read_trace
+from moe_lora.workload.traces.records import TraceRequest
+from moe_lora.workload.traces.traces import FORMATS, detect_format, iter_trace, read_trace
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
