@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import click
 
 from bench.harness.records import environment
-from moe_lora.report.results import append_result, read_results
+from moe_lora.report.results import append_result
 from moe_lora.workload.traces.traces import read_trace
 
 from .cache_plan import (
@@ -26,7 +26,6 @@ from .cache_plan import (
     config_of,
     popularity_of,
 )
-from .cache_plot import write_plot
 from .cache_report import cell_table, comparison, measured_comparison, measured_table
 from .cache_simulated import Cell, run_cell
 
@@ -108,17 +107,12 @@ def measure(out: Path | None, *, quick: bool, only: str | None) -> None:
 )
 @click.option("--quick", is_flag=True, help="One small cell.")
 @click.option("--only", help="Cells whose name has this in it; measured ones are named by application.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="PNG of all records in --out.")
-def main(
-    out: Path | None, part: str, trace: str | None, quick: bool, only: str | None, plot: Path | None
-) -> None:
+def main(out: Path | None, part: str, trace: str | None, quick: bool, only: str | None) -> None:
     """Compare the policies of the cache."""
     if part == "measured":
         measure(out, quick=quick, only=only)
     else:
         simulate(trace, out, quick=quick, only=only)
-    if plot is not None and out is not None:
-        write_plot(read_results(out), plot)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 #
 #   bench/gpu/gpu_check.sh [FOLDER]     PYTHON=python3.12 bench/gpu/gpu_check.sh    BENCH_ARGS=--quick bench/gpu/gpu_check.sh
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 OUT=${1:-bench/results}
 PYTHON=${PYTHON:-python3}
 BENCH_ARGS=${BENCH_ARGS:-}
@@ -38,6 +38,6 @@ find moe_lora/kernels/triton/configs -name '*.json' ! -name default.json -exec c
 part 110 tests "$PYTHON" -m pytest -m gpu -q --durations=5 tests/kernels tests/engine
 # shellcheck disable=SC2086
 part 180 lora "$PYTHON" -m bench.kernels.bench_lora_kernels --device cuda --budget-s 150 $BENCH_ARGS \
-    --out "$OUT/lora_kernels_gpu.jsonl" --plot "$OUT/lora_kernels_gpu.png"
+    --out "$OUT/lora_kernels_gpu.jsonl"
 part 75 smoke "$PYTHON" -m bench.gpu.gpu_smoke --out "$OUT/gpu_smoke.jsonl"
 exit "$worst"

@@ -1,6 +1,6 @@
 """Speed of the LoRA kernels beside other ways to compute deltas and the machine's own limits; see README.md.
 
-python -m bench.kernels.bench_lora_kernels --out FILE.jsonl [--plot FILE.png] [--quick | --tiny]
+python -m bench.kernels.bench_lora_kernels --out FILE.jsonl [--quick | --tiny]
     [--device cpu|cuda]
 """
 
@@ -92,9 +92,6 @@ def device_name(device: torch.device) -> str:
 @click.option(
     "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON lines file."
 )
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Figure of the figure-19 cases."
-)
 @click.option("--quick", "mode", flag_value="quick", help="Few cases, about a minute.")
 @click.option("--tiny", "mode", flag_value="tiny", help="Tiny sizes, seconds: does it run at all?")
 @click.option("--full", "mode", flag_value="full", default=True, hidden=True)
@@ -121,7 +118,6 @@ def device_name(device: torch.device) -> str:
 @click.option("--num-threads", type=int, default=os.cpu_count(), show_default="all cores")
 def main(
     out: Path,
-    plot: Path | None,
     mode: str,
     device: str,
     dtype: str,
@@ -153,10 +149,6 @@ def main(
     run(chosen, contestants, place, out, RunOptions(budget_s=budget, use_graphs=graphs))
     records = read_results(out)
     click.echo(verdict_table(records))
-    if plot is not None:
-        from .lora_kernel_plot import write_plot
-
-        write_plot(records, plot)
     if any(record["config"]["role"] not in ("peer", "outside") for record in wrong(records)):
         raise SystemExit(1)
 

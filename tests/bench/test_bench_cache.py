@@ -35,8 +35,8 @@ def test_measured_part_compares_policies_that_answer_alike(tmp_path):
 
 @pytest.mark.slow
 def test_simulated_part_has_every_policy_and_a_figure(tmp_path):
-    out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
-    printed = run("--out", str(out), "--plot", str(plot))
+    out = tmp_path / "out.jsonl"
+    printed = run("--out", str(out))
     records = read_results(out)
     assert [record["config"]["policy"] for record in records] == list(POLICIES)
     assert {record["kind"] for record in records} == {"simulated"}
@@ -45,7 +45,6 @@ def test_simulated_part_has_every_policy_and_a_figure(tmp_path):
         parts = ("queue_ms", "adapter_cold_ms", "history_cold_ms", "prefill_ms")
         assert sum(result[part] for part in parts) == pytest.approx(result["ttft_ms"])
         assert result["settings"][record["config"]["setting"]] == min(result["settings"].values())
-    assert plot.stat().st_size > 0
     assert "paper" in printed
 
 
