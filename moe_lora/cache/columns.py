@@ -168,21 +168,6 @@ class Ghosts:
         del self._place[self._key[place]]
 
 
-_COLUMNS = {
-    "is_adapter": np.bool_,
-    "pages": np.int64,
-    "visits": np.float64,
-    "recent": np.float64,
-    "last_used_s": np.float64,
-    "first_token": np.int64,
-    "num_tokens": np.int64,
-    "wanted": np.int64,
-    "turn": np.int64,
-    "adapter_row": np.int64,
-    "flags": np.uint8,
-}
-
-
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
@@ -191,19 +176,20 @@ class Columns:
     dropped.
     """
 
-    is_adapter: NDArray[np.bool_]
-    pages: NDArray[np.int64]
-    visits: NDArray[np.float64]
-    recent: NDArray[np.float64]
-    last_used_s: NDArray[np.float64]
-    first_token: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-    wanted: NDArray[np.int64]
-    turn: NDArray[np.int64]
-    adapter_row: NDArray[np.int64]
-    flags: NDArray[np.uint8]
-
     def __init__(self, adapter_recent_s: float, *, block_size: int, learns_reuse: bool) -> None:
+        self._capacity = size = 1024
+        self.is_adapter = np.zeros(size, np.bool_)
+        self.pages = np.zeros(size, np.int64)
+        self.visits = np.zeros(size)
+        self.recent = np.zeros(size)
+        self.last_used_s = np.zeros(size)
+        self.first_token = np.zeros(size, np.int64)
+        self.num_tokens = np.zeros(size, np.int64)
+        self.wanted = np.zeros(size, np.int64)
+        self.turn = np.zeros(size, np.int64)
+        self.adapter_row = np.zeros(size, np.int64)
+        self.flags = np.zeros(size, np.uint8)
+        self._names = [name for name, value in vars(self).items() if isinstance(value, np.ndarray)]
         self._adapter_recent_s = adapter_recent_s
         self._learns_reuse = learns_reuse
         self._now_s = 0.0
@@ -211,9 +197,6 @@ class Columns:
         self.ghosts = Ghosts(self.reuse, block_size)
         self.nodes: list[Node | None] = []
         self._vacant: list[int] = []
-        self._capacity = 1024
-        for name, dtype in _COLUMNS.items():
-            setattr(self, name, np.zeros(self._capacity, dtype=dtype))
 
     def __len__(self) -> int:
         """Rows in use, vacant ones between them included."""
@@ -225,7 +208,7 @@ class Columns:
             return self._vacant.pop()
         self.nodes.append(None)
         if len(self.nodes) > self._capacity:
-            for name in _COLUMNS:
+            for name in self._names:
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.zeros_like(column))))
             self._capacity *= 2
@@ -242,7 +225,7 @@ class Columns:
                 self.reuse.note(uses, depth, max(0.0, self._now_s - last_used_s), visited=False)
             else:
                 self.ghosts.add(node, uses, last_used_s, self._now_s)
-        for name in _COLUMNS:
+        for name in self._names:
             getattr(self, name)[row] = 0
         self._vacant.append(row)
 

@@ -20,27 +20,18 @@ if TYPE_CHECKING:
 
 
 class PageAllocator:
-    """Hands out page numbers 0 .. num_pages - 1; knows nothing of what they hold."""
+    """Hands out page numbers 0 .. num_pages - 1, num_free of them now; knows nothing of what they hold."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._num_free = num_pages
+        self.num_free = num_pages
         # A byte a page, 1 if it is free: searched by the C library, and quicker than an array's elements.
         self._free = bytearray(b"\1") * num_pages
         self._end = num_pages  # no free page from here on
 
-    @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    def alloc_page(self) -> int | None:
-        """The highest free page, or None if all are taken."""
-        pages = self.alloc_pages(1)
-        return pages[0] if pages else None
-
     def alloc_pages(self, num_pages: int) -> list[int] | None:
         """The highest free pages, or None (and none taken) if there are too few."""
-        if num_pages > self._num_free:
+        if num_pages > self.num_free:
             return None
         taken, free, end = [], self._free, self._end
         for _ in range(num_pages):
@@ -48,7 +39,7 @@ class PageAllocator:
             free[end] = 0
             taken.append(end)
         self._end = end
-        self._num_free -= num_pages
+        self.num_free -= num_pages
         return taken
 
     def alloc_run(self, num_pages: int) -> int | None:
@@ -62,7 +53,7 @@ class PageAllocator:
             return None
         start = int(long_enough[0])
         self._free[start : start + num_pages] = bytes(num_pages)
-        self._num_free -= num_pages
+        self.num_free -= num_pages
         return start
 
     def free(self, first: int, num_pages: int = 1) -> None:
@@ -76,7 +67,7 @@ class PageAllocator:
             assert not free[page], "page freed twice"
             free[page] = 1
         self._end = max(self._end, max(pages, default=-1) + 1)
-        self._num_free += len(pages)
+        self.num_free += len(pages)
 
 
 # Pages of one arena, device or host: which are free, and whose the others are.
@@ -86,26 +77,21 @@ FREE, PRIVATE = -1, -2
 """Owners that are no rows: nobody, and a sequence whose blocks are not in the tree."""
 
 
-class Tier:
+class Tier(PageAllocator):
     """Takes pages for rows of `Columns` and gives them back.
 
     owner [num_pages] int64: row, `FREE` or `PRIVATE`.  num_kv, num_adapter: pages in use for each.
     """
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+        super().__init__(num_pages)
         self.owner: NDArray[np.int64] = np.full(num_pages, FREE, dtype=np.int64)
         self._owner = self.owner.data  # the same numbers, quicker one at a time
         self.num_kv = self.num_adapter = 0
-        self._allocator = PageAllocator(num_pages)
-
-    @property
-    def num_free(self) -> int:
-        return self._allocator.num_free
 
     def take(self, num_pages: int, owner: int, *, is_adapter: bool = False) -> list[int] | None:
         """Any pages, the highest ones first; None if there are too few."""
-        pages = self._allocator.alloc_pages(num_pages)
+        pages = self.alloc_pages(num_pages)
         if pages is not None:
             self.hand_over(pages, owner)
             self._count(num_pages, is_adapter)
@@ -119,25 +105,19 @@ class Tier:
         total = sum(lengths)
         if total > self.num_free:
             return None
-        whole = self._allocator.alloc_run(total)
-        runs = self._separate_runs(lengths) if whole is None else [(whole, total)]
-        if runs is None:
-            return None
+        whole = self.alloc_run(total)
+        runs = [] if whole is None else [(whole, total)]
+        for length in filter(None, lengths if whole is None else ()):
+            first = self.alloc_run(length)
+            if first is None:
+                for run in runs:
+                    self.free(*run)
+                return None
+            runs.append((first, length))
         pages = [page for start, length in runs for page in range(start, start + length)]
         self.hand_over(pages, owner)
         self._count(total, True)
         return pages
-
-    def _separate_runs(self, lengths: Sequence[int]) -> list[tuple[int, int]] | None:
-        runs: list[tuple[int, int]] = []
-        for length in filter(None, lengths):
-            first = self._allocator.alloc_run(length)
-            if first is None:
-                for run in runs:
-                    self._allocator.free(*run)
-                return None
-            runs.append((first, length))
-        return runs
 
     def hand_over(self, pages: Sequence[int], owner: int) -> None:
         """The pages are another owner's of the same kind now."""
@@ -148,7 +128,7 @@ class Tier:
     def give_back(self, pages: Sequence[int], *, is_adapter: bool = False) -> None:
         """The pages are free."""
         if pages:
-            self._allocator.free_pages(pages)
+            self.free_pages(pages)
             self.hand_over(pages, FREE)
             self._count(-len(pages), is_adapter)
 

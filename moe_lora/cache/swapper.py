@@ -10,11 +10,11 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.policies.caching import Floats, Traits
+from moe_lora.policies.caching import Floats
 
 from .node import BACKED, CAN_ENTER, CAN_LEAVE, Node
 from .ranking import Ranking, ascending
-from .room import Room, take_host
+from .room import Room
 
 # Values that are asked for again and again within one decision.
 
@@ -38,128 +38,36 @@ class KnownValues:
         return self._known[rows]
 
 
-# Puts nodes of the host in the place of less valued ones of a full device, ahead of need.
-
-
 WORTH = 2.0
 """How many times the value of what gives way a node must have: less, and the two would take turns."""
 MAX_ENTERING = 8
-"""Nodes that a tick brings in: it holds up the engine's thread."""
-
-
-class TierExchange:
-    """Only nodes that the host has too give way, so that nothing is lost and nothing is copied out.
-
-    upper: share of the device in use at most.  max_pages: on their way to the device at most: pages that
-    are, can't give way to a request.
-    """
-
-    def __init__(self, room: Room, *, upper: float, max_pages: int) -> None:
-        self._room = room
-        self._ranking = room.ranking
-        self._mover = room.mover
-        self._columns = room.ranking.columns
-        self._kept_free = int((1 - upper) * room.mover.device.num_pages)
-        self._max_pages = max_pages
-
-    def tick(self, now_s: float) -> None:
-        """One decision: the most valued first, each for the least valued that make its room.  A kind that is
-        at its limit, and has nothing to give way, does not keep the other out.
-        """
-        columns = self._columns
-        left = self._max_pages - sum(node.num_pages for node in self._mover.moving.values() if node.moving_in)
-        known, full = KnownValues(self._ranking, now_s), np.zeros(2, dtype=np.bool_)
-        for _ in range(MAX_ENTERING):
-            rows = columns.where(CAN_ENTER)
-            rows = rows[(columns.pages[rows] <= left) & ~full[columns.is_adapter[rows].astype(int)]]
-            if not rows.size:
-                return
-            values = known.of(rows)
-            best = int(np.argmax(values))
-            entering = columns.nodes[int(rows[best])]
-            assert entering is not None
-            if self._enter(entering, float(values[best]), known):
-                left -= entering.num_pages
-            elif self._over_limit(entering) > 0:
-                full[int(entering.is_adapter)] = True
-            else:
-                return
-
-    def _enter(self, entering: Node, value: float, known: KnownValues) -> bool:
-        device = self._mover.device
-        victims = self._victims(entering, value, known)
-        if victims is None:
-            return False
-        for victim in victims:
-            self._mover.drop(victim)
-        if entering.is_adapter:
-            pages = self._room.take_free_runs(entering)
-        else:
-            pages = device.take(entering.num_pages, entering.row)
-        if pages is None:
-            return False
-        self._mover.bring_in(entering, pages)
-        return True
-
-    def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
-        """What gives way: one of its kind where that has reached its limit.  None if that would be worth too
-        much.
-        """
-        columns = self._columns
-        missing = entering.num_pages + self._kept_free - self._mover.device.num_free
-        over = self._over_limit(entering)
-        if missing <= 0 and over <= 0:
-            return []
-        rows = columns.where(CAN_LEAVE)
-        rows = rows[columns.has(rows, BACKED)]
-        if over > 0:
-            rows, missing = rows[columns.is_adapter[rows] == entering.is_adapter], max(missing, over)
-        at_most = missing + 2  # each has a page, and its parent and adapter are passed over
-        rows = ascending(rows, known.of(rows), at_most)
-        victims: list[Node] = []
-        for row, lost in zip(rows.tolist(), known.of(rows).tolist(), strict=True):
-            if missing <= 0 or lost * WORTH > value:
-                break
-            victim = columns.nodes[row]
-            if victim is None or victim in (entering.parent, entering.adapter):
-                continue
-            victims.append(victim)
-            missing -= victim.num_pages
-        return victims if missing <= 0 else None
-
-    def _over_limit(self, entering: Node) -> int:
-        """Pages of its kind that must leave for it, however many are free: of adapters, those of any one."""
-        mover, limits = self._mover, self._room.limits
-        if entering.is_adapter:
-            return int(mover.num_device_adapters >= limits.num_adapters)
-        return mover.device.num_kv + entering.num_pages - limits.kv_pages
-
-
+"""Nodes that a tick brings in for others: it holds up the engine's thread."""
 MAX_MOVES = 256
-"""Nodes that a tick moves either way: it holds up the engine's thread."""
+"""Nodes that a tick moves either way."""
 MAX_ROUNDS = 8
 """Times a tick looks at the candidates that its own choices brought up."""
+BACK_UPS = 20
+"""Ticks that may copy all of the device to free pages of the host before their room is needed."""
 
 
 class Swapper:
     """Keeps the share of the device's pages in use between `lower` and `upper`.
 
-    Above, the least valued leaves go to the host; below, the most valued host roots come back.
-
-    back_up_pages: pages that a tick may copy to free ones of the host before their room is needed, for
-    policies that do.
+    Above, the least valued leaves go to the host; below, the most valued host roots come back.  Where the
+    policy says so, nodes of the host also take the place of less valued ones of a full device: only of those
+    that the host has too, so that nothing is lost and nothing is copied out.
     """
 
-    def __init__(self, room: Room, traits: Traits, *, upper: float, lower: float, back_up_pages: int) -> None:
+    def __init__(self, room: Room, *, upper: float, lower: float) -> None:
         self._room = room
         self._ranking: Ranking = room.ranking
         self._mover = room.mover
+        self._device = room.mover.device
         self._columns = room.ranking.columns
-        self._traits = traits
+        self._traits = room.ranking.policy.traits
         self._upper = upper
         self._lower = lower
-        self._back_up_pages = back_up_pages
-        self._exchange = TierExchange(room, upper=upper, max_pages=max(1, back_up_pages // 2))
+        self._back_up_pages = max(1, self._device.num_pages // BACK_UPS)
         self._wanted: list[Node] = []
         self._is_short = False
 
@@ -183,7 +91,7 @@ class Swapper:
         if self._traits.swaps_in:
             self._swap_in(self._lower, now_s)
         if self._traits.exchanges:
-            self._exchange.tick(now_s)
+            self._exchange(now_s)
         return more
 
     def swap_out(self, node: Node, now_s: float) -> bool:
@@ -191,7 +99,7 @@ class Swapper:
         if node.dying or node.host_pages is not None or (node.is_adapter and not self._mover.host.num_pages):
             self._mover.drop(node)
             return True
-        pages = take_host(self._ranking, node, now_s)
+        pages = self._room.take_host(node, now_s)
         if pages is None:
             return False
         self._mover.send_out(node, pages, leaves=True)
@@ -216,18 +124,17 @@ class Swapper:
 
     def _swap_out(self, now_s: float) -> None:
         """Per part of the device if it is partitioned."""
-        device, limits = self._mover.device, self._room.limits
-        leaving = sum(node.num_pages for node in self._mover.moving.values() if node.leaves)
+        device = self._device
+        leaving = [node for node in self._mover.moving.values() if node.leaves]
+        num_leaving = sum(node.num_pages for node in leaving)
         if self._traits.adapter_share is None:
-            used = device.num_pages - device.num_free - leaving
+            used = device.num_pages - device.num_free - num_leaving
             self._swap_out_pages(used - self._upper * device.num_pages, None, now_s)
             return
-        adapters = sum(
-            node.num_pages for node in self._mover.moving.values() if node.leaves and node.is_adapter
-        )
-        kv_over = device.num_kv - (leaving - adapters) - self._upper * limits.kv_pages
+        adapters = sum(node.num_pages for node in leaving if node.is_adapter)
+        kv_over = device.num_kv - (num_leaving - adapters) - self._upper * self._room.max_kv_pages
         self._swap_out_pages(kv_over, False, now_s)
-        adapters_over = device.num_adapter - adapters - self._upper * limits.adapter_pages
+        adapters_over = device.num_adapter - adapters - self._upper * self._room.max_adapter_pages
         self._swap_out_pages(adapters_over, True, now_s)
 
     def _swap_out_pages(self, num_pages: float, is_adapter: bool | None, now_s: float) -> None:
@@ -247,31 +154,35 @@ class Swapper:
 
     def _swap_in(self, share: float, now_s: float, *, only_wanted: bool = False) -> None:
         """Bring host roots in while no more than that share of the device is used; nothing gives way."""
-        device, columns, num_moved = self._mover.device, self._columns, 0
+        columns, num_moved = self._columns, 0
         for _ in range(MAX_ROUNDS):
-            room = int(share * device.num_pages) - (device.num_pages - device.num_free)
+            room = self._room_below(share)
             if room <= 0:
                 return
             rows = columns.where(CAN_ENTER)
             if only_wanted:
                 rows = rows[columns.wanted[rows] > 0]
             chosen = self._ranking.highest(rows, room, now_s) if rows.size else []
-            moved = sum(self._bring_in(node, share) for node in chosen[: MAX_MOVES - num_moved])
+            moved = sum(
+                node.num_pages <= self._room_below(share) and self._bring_in(node)
+                for node in chosen[: MAX_MOVES - num_moved]
+            )
             num_moved += moved
             if not moved:
                 return
 
-    def _bring_in(self, node: Node, share: float) -> bool:
-        device = self._mover.device
-        used = device.num_pages - device.num_free
-        if used + node.num_pages > share * device.num_pages:
-            return False
+    def _room_below(self, share: float) -> int:
+        """Pages until that share of the device is used."""
+        return int(share * self._device.num_pages) - (self._device.num_pages - self._device.num_free)
+
+    def _bring_in(self, node: Node) -> bool:
+        """Order a node into free pages, if its kind may have them."""
         if node.is_adapter:
             pages = self._room.take_free_runs(node)
-        elif device.num_kv + node.num_pages > self._room.limits.kv_pages:
+        elif self._over_limit(node) > 0:
             pages = None
         else:
-            pages = device.take(node.num_pages, node.row)
+            pages = self._device.take(node.num_pages, node.row)
         if pages is None:
             return False
         self._mover.bring_in(node, pages)
@@ -283,7 +194,67 @@ class Swapper:
             if left <= 0:
                 return
             left -= node.num_pages
-            pages = take_host(self._ranking, node, now_s)
+            pages = self._room.take_host(node, now_s)
             if pages is None:
                 return
             self._mover.send_out(node, pages, leaves=False)
+
+    def _exchange(self, now_s: float) -> None:
+        """The most valued first, each for the least valued that make its room.  A kind that is at its limit,
+        and has nothing to give way, does not keep the other out.  Of pages on their way to the device, which
+        can't give way to a request, there are half as many at most as a tick may back up.
+        """
+        columns, left = self._columns, max(1, self._back_up_pages // 2)
+        left -= sum(node.num_pages for node in self._mover.moving.values() if node.moving_in)
+        known, full = KnownValues(self._ranking, now_s), np.zeros(2, dtype=np.bool_)
+        for _ in range(MAX_ENTERING):
+            rows = columns.where(CAN_ENTER)
+            rows = rows[(columns.pages[rows] <= left) & ~full[columns.is_adapter[rows].astype(int)]]
+            if not rows.size:
+                return
+            values = known.of(rows)
+            best = int(np.argmax(values))
+            entering = columns.nodes[int(rows[best])]
+            assert entering is not None
+            victims = self._victims(entering, float(values[best]), known)
+            for victim in victims or ():
+                self._mover.drop(victim)
+            if victims is not None and self._bring_in(entering):
+                left -= entering.num_pages
+            elif self._over_limit(entering) > 0:
+                full[int(entering.is_adapter)] = True
+            else:
+                return
+
+    def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
+        """What gives way: one of its kind where that has reached its limit.  None if that would be worth too
+        much.
+        """
+        columns = self._columns
+        kept_free = int((1 - self._upper) * self._device.num_pages)
+        missing = entering.num_pages + kept_free - self._device.num_free
+        over = self._over_limit(entering)
+        if missing <= 0 and over <= 0:
+            return []
+        rows = columns.where(CAN_LEAVE)
+        rows = rows[columns.has(rows, BACKED)]
+        if over > 0:
+            rows, missing = rows[columns.is_adapter[rows] == entering.is_adapter], max(missing, over)
+        at_most = missing + 2  # each has a page, and its parent and adapter are passed over
+        rows = ascending(rows, known.of(rows), at_most)
+        victims: list[Node] = []
+        for row, lost in zip(rows.tolist(), known.of(rows).tolist(), strict=True):
+            if missing <= 0 or lost * WORTH > value:
+                break
+            victim = columns.nodes[row]
+            if victim is None or victim in (entering.parent, entering.adapter):
+                continue
+            victims.append(victim)
+            missing -= victim.num_pages
+        return victims if missing <= 0 else None
+
+    def _over_limit(self, entering: Node) -> int:
+        """Pages of its kind that must leave for it, however many are free: of adapters, those of any one."""
+        if entering.is_adapter:
+            return int(self._mover.num_device_adapters >= self._room.max_adapters)
+        return self._device.num_kv + entering.num_pages - self._room.max_kv_pages

@@ -79,10 +79,11 @@ class DependencyTree:
         parent.num_children += 1
         return node
 
-    def walk(self, adapter: Node, tokens: Sequence[int], most: int) -> tuple[list[Node], Node | None, int]:
-        """Nodes that the first `most` tokens begin with, in order; and, if they end or diverge within the
+    def walk(self, adapter: Node, tokens: Sequence[int]) -> tuple[list[Node], Node | None, int]:
+        """Nodes that the tokens but the last begin with, in order; and, if they end or diverge within the
         next node, that node and how many of its blocks still agree.
         """
+        most = max(0, len(tokens) - 1) // self.block_size * self.block_size
         path: list[Node] = []
         node, at, size, find = adapter, 0, self._block_bytes, self._child.get
         prompt, limit = b"", most * TOKEN_BYTES

@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Literal
 
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CachingPolicy
 
-from .history import History
-from .node import DYING, HAS_DEVICE_PAGES
+from .node import DYING, HAS_DEVICE_PAGES, TOKEN_BYTES, Node, encode
 from .node_mover import NodeMover, first_pages
-from .orders import CacheCounters, Namespace, Order, Readiness
-from .pages import BlockTable, Tier
+from .orders import Namespace, Order, Readiness
+from .pages import PRIVATE, BlockTable, Tier
 from .ranking import Ranking
-from .room import Limits, Room, blocked_rows
+from .room import Room
 from .swapper import Swapper
 from .tree import DependencyTree
-
-# Who has how many pages.
-
-
-def usage(ranking: Ranking) -> dict[str, int]:
-    """See `UnifiedCache.usage`."""
-    device, host, columns = ranking.mover.device, ranking.mover.host, ranking.columns
-    rows = columns.where(HAS_DEVICE_PAGES)
-    rows = rows[~columns.is_adapter[rows]]
-    pages, used = columns.pages[rows], blocked_rows(ranking, moving=False)[rows]
-    invalid = ~columns.has(columns.adapter_row[rows], HAS_DEVICE_PAGES) & ~columns.has(rows, DYING)
-    return {
-        "device_kv": device.num_kv,
-        "device_adapters": device.num_adapter,
-        "device_free": device.num_free,
-        "host_kv": host.num_kv,
-        "host_adapters": host.num_adapter,
-        "host_free": host.num_free,
-        "device_kv_used": device.num_kv - int(pages[~used].sum()),
-        "device_kv_invalid": int(pages[invalid].sum()),
-    }
 
 
 class UnifiedCache:
@@ -45,11 +24,8 @@ class UnifiedCache:
 
     One thread only.  Time comes in as now_s, never decreasing.  Nothing waits: what needs bytes moved leaves
     an order (`take_orders`) that the caller has executed and then confirms (`copied`, `failed`), from the
-    same thread.  on_departure: called with a namespace at the moment its adapter's device pages are given up
-    (also where its load failed).
+    same thread.  counters: totals since the start.
     """
-
-    on_departure: Callable[[Namespace], None] | None = None
 
     def __init__(
         self,
@@ -78,21 +54,11 @@ class UnifiedCache:
             adapter_recent_s=policy.adapter_recent_s,
         )
         self._mover = NodeMover(self._tree, Tier(num_device_pages), Tier(num_host_pages))
-        self._mover.on_departure = self._note_departure
         self._ranking = Ranking(self._mover, policy)
-        limits = _limits(num_device_pages, traits.adapter_share, max_kv_pages, max_adapters)
-        self._room = Room(
-            self._ranking,
-            limits,
-            partitioned=traits.adapter_share is not None,
-            saves=traits.uses_host_for_kv and num_host_pages > 0,
-        )
-        self._history = History(
-            self._room, self._mover, keeps_history=traits.keeps_history, sharing=prefix_caching
-        )
-        self._swapper = Swapper(
-            self._room, traits, upper=upper, lower=lower, back_up_pages=max(1, num_device_pages // 20)
-        )
+        self._room = Room(self._ranking, max_kv_pages, max_adapters)
+        self._swapper = Swapper(self._room, upper=upper, lower=lower)
+        self._sharing = prefix_caching
+        self.counters = self._mover.counters
         self._traits = traits
         self._base = self._tree.add_adapter(None, (), 0.0)
         self._base.device_pages = []
@@ -115,7 +81,7 @@ class UnifiedCache:
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
-        num_pages, limit = sum(layer_pages), self._room.limits.adapter_pages
+        num_pages, limit = sum(layer_pages), self._room.max_adapter_pages
         if num_pages > limit:
             raise CapacityError(
                 f"the adapter needs {num_pages} pages, the device keeps at most {limit} for adapters; raise "
@@ -211,27 +177,81 @@ class UnifiedCache:
         table is not `ready` yet), else the match ends before them.
         Counts as a visit of each node, unless this request was matched before (`again`).
         """
-        return self._history.match(namespace, tokens, now_s, again=again)
+        adapter = self._tree.adapters[namespace]
+        assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
+        table, path = BlockTable(namespace), list[Node]()
+        if self._sharing and not adapter.gone:
+            path, partial, common = self._tree.walk(adapter, tokens)
+            if partial is not None and not partial.moving:
+                path.append(self._mover.split(partial, common))
+        depth = self._take(table, path)
+        if depth < len(path):
+            worth = self._ranking.policy.worth_loading  # up to a node that is rather computed anew
+            rest = takewhile(lambda n: worth(n.first_token, n.num_tokens, n.num_pages), path[depth:])
+            self._bring_in(list(rest), now_s)
+            depth += self._take(table, path[depth:])
+        table.num_matched = table.num_shared * self._tree.block_size
+        if not again:
+            counters = self.counters
+            self._ranking.num_queries += 1
+            self._tree.columns.visit(path[:depth], now_s)
+            coming = sum([node.num_tokens for node in table.arriving])
+            counters.kv_query_tokens += len(tokens)
+            counters.kv_host_hit_tokens += coming
+            counters.kv_device_hit_tokens += table.num_matched - coming
+        return table
 
     def grow(self, table: BlockTable, num_tokens: int, now_s: float) -> bool:
         """Make room for `num_tokens` in all; False (and nothing taken) if pages run out.
 
         Evicts at once, without copies: nodes that the host has too first, then the least valued.
         """
-        grown = self._history.grow(table, num_tokens, now_s)
-        if not grown:
-            self._swapper.note_shortage()
-        return grown
+        missing = -(-num_tokens // self._tree.block_size) - len(table.pages)
+        if missing > 0:
+            pages = self._room.take_kv(missing, PRIVATE, now_s)
+            if pages is None:
+                self._swapper.note_shortage()
+                return False
+            table.pages += pages
+        return True
 
     def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
         """Make the full blocks of the first `num_computed` tokens findable; equal blocks become one, so
         `table.pages` may change.
         """
-        self._history.publish(table, tokens, num_computed, now_s)
+        size = self._tree.block_size
+        if (table.num_shared + 1) * size > num_computed:
+            return
+        adapter = self._tree.adapters.get(table.namespace)
+        if not self._sharing or adapter is None or adapter.gone or (table.tail and table.tail.gone):
+            return
+        while (table.num_shared + 1) * size <= num_computed:
+            start = table.num_shared * size
+            fresh = encode(tokens[start : num_computed // size * size])
+            parent = table.tail or adapter
+            twin = self._tree.child(parent, fresh)
+            if twin is None:
+                self._insert(table, parent, fresh, now_s)
+                return
+            common = self._tree.common(twin.tokens, fresh)
+            if common < twin.num_pages:
+                if twin.moving:
+                    return
+                twin = self._mover.split(twin, common)
+            if not self._adopt(table, twin):
+                return
 
     def release(self, table: BlockTable, now_s: float) -> None:
         """The sequence is done (or preempted): its findable blocks stay, if the policy keeps history."""
-        self._history.release(table)
+        tail = table.tail
+        self._mover.device.give_back(table.pages[table.num_shared :])
+        table.pages, table.num_shared, table.arriving = [], 0, []
+        table.tail, table.owns_tail = None, False
+        if tail is not None:
+            self._mover.unpin(tail)
+            if not self._traits.keeps_history:
+                self._discard_up(tail)
+        self._mover.sweep()
 
     # -- moving
 
@@ -246,13 +266,19 @@ class UnifiedCache:
     def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int]]]) -> None:
         """Tell which adapters and prefixes the next queued requests need; replaces what was told before."""
         if self._traits.looks_ahead:
-            self._swapper.want(self._history.find(namespace, tokens) for namespace, tokens in queued)
+            self._swapper.want(self._find(namespace, tokens) for namespace, tokens in queued)
 
     def note_remote(self, namespace: Namespace, ready: bool) -> None:
         """Whether the LoRA Server holds an adapter that has no pages here."""
         node = self._tree.adapters[namespace]
         node.reachable = ready
         self._tree.refresh(node)
+
+    def watch(self, on_departure: Callable[[Namespace], None]) -> None:
+        """Call `on_departure` with a namespace at the moment its adapter's device pages are given up (also
+        where its load failed).
+        """
+        self._mover.on_departure = on_departure
 
     def take_orders(self) -> list[Order]:
         """Orders since the last call, to be executed in any order."""
@@ -268,29 +294,104 @@ class UnifiedCache:
 
     # -- figures
 
-    @property
-    def counters(self) -> CacheCounters:
-        """Totals since the start."""
-        return self._mover.counters
-
     def usage(self) -> dict[str, int]:
         """Pages now: device_kv, device_adapters, device_free, host_kv, host_adapters, host_free,
         device_kv_used (held by sequences), device_kv_invalid (KV whose adapter is not on the device).
         """
-        return usage(self._ranking)
+        device, host, columns = self._mover.device, self._mover.host, self._tree.columns
+        rows = columns.where(HAS_DEVICE_PAGES)
+        rows = rows[~columns.is_adapter[rows]]
+        pages, used = columns.pages[rows], self._room.blocked_rows(moving=False)[rows]
+        invalid = ~columns.has(columns.adapter_row[rows], HAS_DEVICE_PAGES) & ~columns.has(rows, DYING)
+        return {
+            "device_kv": device.num_kv,
+            "device_adapters": device.num_adapter,
+            "device_free": device.num_free,
+            "host_kv": host.num_kv,
+            "host_adapters": host.num_adapter,
+            "host_free": host.num_free,
+            "device_kv_used": device.num_kv - int(pages[~used].sum()),
+            "device_kv_invalid": int(pages[invalid].sum()),
+        }
 
-    def _note_departure(self, namespace: Namespace) -> None:
-        if self.on_departure is not None:
-            self.on_departure(namespace)
+    # -- KV: how it is found and kept
 
+    def _find(self, namespace: Namespace, tokens: Sequence[int]) -> list[Node]:
+        """Nodes that a request needs, its adapter first; changes nothing."""
+        adapter = self._tree.adapters.get(namespace)
+        if adapter is None or adapter.gone:
+            return []
+        path, partial, _ = self._tree.walk(adapter, tokens)
+        return [adapter, *path, *([partial] if partial is not None else ())]
 
-def _limits(
-    num_pages: int, adapter_share: float | None, max_kv_pages: int | None, max_adapters: int | None
-) -> Limits:
-    adapter_pages = num_pages if adapter_share is None else int(adapter_share * num_pages)
-    kv_pages = num_pages if adapter_share is None else num_pages - adapter_pages
-    return Limits(
-        kv_pages=kv_pages if max_kv_pages is None else min(kv_pages, max_kv_pages),
-        adapter_pages=adapter_pages,
-        num_adapters=num_pages if max_adapters is None else max_adapters,
-    )
+    def _bring_in(self, path: list[Node], now_s: float) -> bool:
+        """Order these nodes to the device, the first ones if there is no room for all; whether all."""
+        pages = self._room.take_kv(sum(node.num_pages for node in path), PRIVATE, now_s) if path else []
+        if pages is None:
+            middle = len(path) // 2
+            return (
+                middle > 0 and self._bring_in(path[:middle], now_s) and self._bring_in(path[middle:], now_s)
+            )
+        at = 0
+        for node in path:
+            part = pages[at : at + node.num_pages]
+            at += node.num_pages
+            self._mover.device.hand_over(part, node.row)
+            self._mover.bring_in(node, part)
+        return True
+
+    def _take(self, table: BlockTable, path: list[Node]) -> int:
+        """Let the table use these further nodes, as far as they have device pages; how many it uses."""
+        depth = 0
+        for node in path:
+            if node.device_pages is None:
+                break
+            depth += 1
+            table.pages += node.device_pages
+            if node.moving_in:
+                table.arriving.append(node)
+        if depth:
+            table.num_shared = len(table.pages)
+            self._move_tail(table, path[depth - 1], owned=False)
+        return depth
+
+    def _move_tail(self, table: BlockTable, tail: Node, *, owned: bool) -> None:
+        self._mover.pin(tail)
+        if table.tail is not None:
+            self._mover.unpin(table.tail)
+        table.tail, table.owns_tail = tail, owned
+
+    def _insert(self, table: BlockTable, parent: Node, tokens: bytes, now_s: float) -> None:
+        """Give the sequence's own full blocks to the tree: at the end of its own tail, or as a new node."""
+        end = table.num_shared + len(tokens) // (TOKEN_BYTES * self._tree.block_size)
+        pages = table.pages[table.num_shared : end]
+        tail = table.tail if table.owns_tail else None
+        if tail and tail.pins == 1 and not (tail.num_children or tail.host_pages is not None or tail.moving):
+            self._mover.device.hand_over(pages, tail.row)
+            self._tree.lengthen(tail, tokens, pages, now_s)
+        else:
+            node = self._tree.add_kv(parent, tokens, now_s)
+            self._mover.settle(node, pages)
+            self._move_tail(table, node, owned=True)
+        table.num_shared = end
+
+    def _adopt(self, table: BlockTable, twin: Node) -> bool:
+        """Share a node whose KV the sequence has computed too; False if it is still on its way."""
+        start = table.num_shared
+        own = table.pages[start : start + twin.num_pages]
+        if twin.device_pages is None:
+            self._mover.settle(twin, own)
+        elif twin.on_device:
+            table.pages[start : start + twin.num_pages] = twin.device_pages
+            self._mover.device.give_back(own)
+        else:
+            return False
+        table.num_shared += twin.num_pages
+        self._move_tail(table, twin, owned=False)
+        return True
+
+    def _discard_up(self, node: Node | None) -> None:
+        while node is not None and not (node.is_adapter or node.pins or node.num_children or node.moving):
+            parent = node.parent
+            self._mover.discard(node)
+            node = parent

@@ -77,7 +77,7 @@ def test_no_call_frees_more_than_a_slice_until_all_is_free(policy):
 def test_pages_and_slot_of_the_adapter_itself_are_free_at_once():
     cache = full_of()
     left: list[object] = []
-    cache.on_departure = left.append
+    cache.watch(left.append)
     cache.forget(1)
     assert left == [1]
     assert cache.usage()["device_adapters"] == 0

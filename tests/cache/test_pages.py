@@ -9,7 +9,7 @@ from moe_lora.cache.pages import PageAllocator
 
 def test_pages_come_from_the_top_and_runs_from_the_bottom():
     pages = PageAllocator(8)
-    assert [pages.alloc_page(), pages.alloc_page()] == [7, 6]
+    assert [pages.alloc_pages(1), pages.alloc_pages(1)] == [[7], [6]]
     assert pages.alloc_run(3) == 0
     assert pages.alloc_run(3) == 3
     assert pages.alloc_run(1) is None
@@ -40,7 +40,7 @@ def test_no_page_is_ever_owned_twice_or_lost(operations):
         if operation < 0 and held:
             pages.free(*held.pop(-operation % len(held)))
         elif operation >= 0:
-            first = pages.alloc_run(operation) if operation else pages.alloc_page()
+            first = pages.alloc_run(operation) if operation else (pages.alloc_pages(1) or [None])[0]
             if first is not None:
                 highest = max(set(range(16)) - {page for run in held for page in range(run[0], sum(run))})
                 assert operation or first == highest
@@ -51,7 +51,7 @@ def test_no_page_is_ever_owned_twice_or_lost(operations):
         assert pages.num_free == 16 - len(owned)
     for first, count in held:
         pages.free(first, count)
-    assert sorted(pages.alloc_page() for _ in range(16)) == list(range(16))
+    assert sorted(page for _ in range(16) for page in pages.alloc_pages(1)) == list(range(16))
 
 
 def test_several_pages_are_taken_at_once_or_none():
@@ -63,4 +63,4 @@ def test_several_pages_are_taken_at_once_or_none():
     pages.free(0, 2)
     assert pages.num_free == 5
     assert pages.alloc_pages(5) == [5, 3, 2, 1, 0]
-    assert pages.alloc_page() is None
+    assert pages.alloc_pages(1) is None

@@ -112,7 +112,7 @@ def test_prefix_on_the_host_comes_as_far_as_there_is_room(num_used, num_found):
     for number in range(3):
         tokens += history(number, 4)
         leave_history(cache, None, tokens, float(number))
-    for node in reversed(cache._history.find(None, [*tokens, 9])[1:]):
+    for node in reversed(cache._find(None, [*tokens, 9])[1:]):
         assert cache._swapper.swap_out(node, 10.0)
         confirm(cache)
     in_use = cache.match(None, [7], 11.0)

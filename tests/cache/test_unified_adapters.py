@@ -105,7 +105,7 @@ def test_known_namespace_is_refused():
 def test_least_recently_used_idle_adapter_gives_way():
     cache = cache_of(8)
     left: list[object] = []
-    cache.on_departure = left.append
+    cache.watch(left.append)
     for namespace in (1, 2, 3):
         cache.add_adapter(namespace, (4,), 0.0)
     bring(cache, 1, 0.0)

@@ -74,6 +74,6 @@ def test_random_traffic_gets_done_and_leaves_nothing_taken(seed):
     assert len(parts.kept) == 0
     usage = parts.cache.usage()
     assert (usage["device_kv_used"], usage["device_adapters"]) == (0, 0)
-    for_kv = parts.cache._room.limits.kv_pages
+    for_kv = parts.cache._room.max_kv_pages
     assert parts.cache.grow(BlockTable(None), for_kv * BLOCK_SIZE, parts.clock.now_s())
     assert parts.num_free == num_free - for_kv

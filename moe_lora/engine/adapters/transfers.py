@@ -154,7 +154,7 @@ class Transfers:
         """By the order's number the adapter that it brings, if any."""
         self._slots: dict[Namespace, int] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        cache.on_departure = self._clear_slot
+        cache.watch(self._clear_slot)
 
     @property
     def busy(self) -> bool:
