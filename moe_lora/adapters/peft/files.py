@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from moe_lora.core.errors import AdapterError
+from moe_lora.core.shape import ModelShape
 
 from .config import AdapterConfig
+from .places import STRANGERS, max_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_HEADER_BYTES = 100_000_000
 """That of the safetensors library."""
+_HEADER_BYTES_PER_TENSOR = 512
+_HEADER_BYTES_BESIDE = 1 << 20
 # As torch calls them.
 _DTYPES = {"F32": "torch.float32", "BF16": "torch.bfloat16", "F16": "torch.float16", "F64": "torch.float64"}
 
@@ -79,19 +82,19 @@ def weights_file(folder: Path) -> Path:
     raise AdapterError(f"{weights}: missing; save the adapter with safe_serialization=True")
 
 
-def read_files(folder: Path, check: Callable[[Path], None]) -> tuple[AdapterConfig, bytes, str]:
+def read_files(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, bytes, str]:
     """Config, bytes of the weights file, and how errors call that file.
 
     Both files are read once and whole, into memory of our own: a mapped file that somebody writes to ends
-    the process that looks at it.  check: is asked about the weights file before it is read.  Raises
-    AdapterError for files that can't be read or changed meanwhile.
+    the process that looks at it.  Raises AdapterError for files that can't be read or changed meanwhile, and
+    as `check_header_size` does.
     """
     try:
         # Once: a link that is set anew between the two files would join one adapter's to another's.
         real = Path(os.path.realpath(folder))
         before = _stamps(real)
         config = AdapterConfig.parse(_read_json(folder, real / CONFIG_FILE), str(folder / CONFIG_FILE))
-        check(weights_file(real))
+        check_header_size(weights_file(real), shape)
         weights = (real / WEIGHTS_FILE).read_bytes()
         after = _stamps(real)
     except OSError as error:
@@ -111,9 +114,23 @@ def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
     return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in facts]
 
 
-def check_whole(weights: Path) -> None:
-    """Raises AdapterError unless this is a safetensors file of the length that its header names."""
-    read_header(weights)
+def check_header_size(weights: Path, shape: ModelShape) -> None:
+    """Raises AdapterError for a safetensors header longer than that of an adapter of this model.
+
+    The header is not read, so that a file of no use costs no time: one of 500 000 tensors took 22 s.
+    """
+    limit = (max_tensors(shape) + STRANGERS) * _HEADER_BYTES_PER_TENSOR + _HEADER_BYTES_BESIDE
+    try:
+        with weights.open("rb") as file:
+            num_bytes = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise not_readable(weights, error) from error
+    if limit < num_bytes <= weights.stat().st_size:
+        raise AdapterError(
+            f"{weights}: a header of {num_bytes} bytes, at most {limit} are read for this base model, of "
+            f"which an adapter has at most {max_tensors(shape)} tensors; serve the adapter with the base it "
+            "was trained for, and save one adapter only"
+        )
 
 
 def read_header(weights: Path) -> dict[str, TensorEntry]:
@@ -123,20 +140,31 @@ def read_header(weights: Path) -> dict[str, TensorEntry]:
     """
     try:
         with weights.open("rb") as file:
+            header, start = header_of(file)
             num_bytes = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
-                raise ValueError("its header is cut short")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        start = 8 + length
         entries = {key: _entry(fields, start) for key, fields in header.items()}
         end = max((entry.span[1] for entry in entries.values()), default=start)
         if end != num_bytes:
             raise ValueError(f"it has {num_bytes} bytes, its header names {end}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise not_readable(weights, error) from error
     return entries
+
+
+def header_of(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file without its free text, and where the data begin.
+
+    Raises ValueError if there is none.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(_MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size - 8):
+        raise ValueError("its header is cut short")
+    try:
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+    except (AttributeError, RecursionError) as error:
+        raise ValueError("its header is none of safetensors") from error
+    return header, 8 + length
 
 
 def _entry(fields: dict[str, object], start: int) -> TensorEntry:

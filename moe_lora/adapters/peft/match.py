@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
 from .config import AdapterConfig
-from .places import PairSource, Place, PlaceMap, place_map
+from .places import (
+    STRANGERS,
+    PairSource,
+    Place,
+    PlaceMap,
+    Shaped,
+    check_pair,
+    is_swapped,
+    max_tensors,
+    place_map,
+)
+from .training_state import check_embeddings
 
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<path>.+?)(?P<nested>(?:\.base_layer)*)\.lora_(?P<part>[AB])(?:\.[^.]+)?\.weight"
@@ -26,6 +40,11 @@ _KNOWN_STRANGERS = (
     ),
 )
 
+_SAME_BASE = (
+    *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
+    *("num_heads", "num_kv_heads", "head_dim"),
+)
+
 
 @dataclass(frozen=True)
 class TensorName:
@@ -38,20 +57,29 @@ class TensorName:
 
 @dataclass(frozen=True)
 class Match:
-    """layers: per layer the LoRA pairs of the file.  warnings: what of the config has no effect, and why."""
+    """layers: per layer the LoRA pairs of the file.  swapped: see `is_swapped`.  warnings: what of the config
+    has no effect, and why."""
 
     layers: list[list[PairSource]]
+    swapped: bool
     warnings: tuple[str, ...]
 
 
-def match(keys: Iterable[str], config: AdapterConfig, shape: ModelShape, where: str) -> Match:
+def match(tensors: Mapping[str, Shaped], config: AdapterConfig, shape: ModelShape, where: str) -> Match:
     """The tensors of the file and their places in the model.
 
     A target name that matches nothing in the model is a warning, as in PEFT.  Raises AdapterError naming
-    `where` and the key if a tensor has no place in the model or is not targeted by the config, if a targeted
-    module has no tensors, or an A has no B.
+    `where` and the key if a tensor has no place in the model or is not targeted by the config, has another
+    shape than its place or is no float, if a targeted module has no tensors, or an A has no B.
     """
-    names = {key: _parse(key, where) for key in sorted(keys)}
+    _check_base(config, shape)
+    if len(tensors) > max_tensors(shape) + STRANGERS:
+        raise AdapterError(
+            f"{where}: {len(tensors)} tensors, an adapter of this base model has at most "
+            f"{max_tensors(shape)}; serve it with the base it was trained for, and save one adapter only"
+        )
+    check_embeddings(tensors, shape, where)
+    names = {key: _parse(key, where) for key in sorted(tensors)}
     if not names:
         raise AdapterError(f"{where}: holds no tensors, so the adapter would change nothing")
     old_mixtral = shape.family == "mixtral" and any(".block_sparse_moe." in n.path for n in names.values())
@@ -74,7 +102,31 @@ def match(keys: Iterable[str], config: AdapterConfig, shape: ModelShape, where: 
             layers[places.by_path[path][0]].append(source)
     for layer in layers:
         _check_one_form(layer, where)
-    return Match(layers, tuple(_unmatched_names(config, expected)))
+    sources = [source for layer in layers for source in layer]
+    swapped = is_swapped(sources, tensors, shape)
+    for source in sources:
+        check_pair(source, tensors, shape, where, swapped)
+    return Match(layers, swapped, tuple(_unmatched_names(config, expected)))
+
+
+def _check_base(config: AdapterConfig, shape: ModelShape) -> None:
+    """Raises AdapterError for an adapter whose base model lies here and has other sizes."""
+    if config.base_model is None:
+        return
+    base_config = os.path.join(config.base_model, "config.json")
+    if not os.path.isfile(base_config):
+        return
+    key = f"{config.where}: base_model_name_or_path={config.base_model!r}"
+    try:
+        base = ModelShape.from_hf_config(json.loads(Path(base_config).read_text(encoding="utf-8")))
+    except (ValueError, OSError, RecursionError) as error:
+        raise AdapterError(f"{key} is not a model that can be compared with the base ({error})") from error
+    for field in _SAME_BASE:
+        if getattr(base, field) != getattr(shape, field):
+            raise AdapterError(
+                f"{key} has {field}={getattr(base, field)}, the base model served has "
+                f"{getattr(shape, field)}; serve the adapter with the base it was trained for"
+            )
 
 
 def _parse(key: str, where: str) -> TensorName:

@@ -63,6 +63,16 @@ def place_map(shape: ModelShape, old_mixtral_names: bool = False) -> PlaceMap:
     return PlaceMap(by_path, layer_prefix)
 
 
+STRANGERS = 1000
+"""Of tensors beyond what an adapter can have, so that a few strangers are refused by name."""
+
+
+@lru_cache(maxsize=8)
+def max_tensors(shape: ModelShape) -> int:
+    """The most tensors an adapter of this model can have: an A and a B for each place."""
+    return 2 * sum(len(places) for _, places in place_map(shape).by_path.values())
+
+
 def _layer(shape: ModelShape, old_mixtral_names: bool) -> dict[str, tuple[Place, ...]]:
     places: dict[str, tuple[Place, ...]] = {
         f"self_attn.{name}_proj": (Place(site="qkv", modules=(i,)),) for i, name in enumerate("qkv")
@@ -149,12 +159,11 @@ class PairSource:
 
 
 def make_pair(
-    source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, where: str, swapped: bool
+    source: PairSource, tensors: Mapping[str, torch.Tensor], shape: ModelShape, swapped: bool
 ) -> Pair:
-    """Views [N, R, D] of the pair's tensors, no copy.  Raises AdapterError as `check_pair` does."""
+    """Views [N, R, D] of the pair's tensors, which `check_pair` has seen; no copy."""
     from moe_lora.adapters.packed import Pair
 
-    check_pair(source, tensors, shape, where, swapped)
     place, site = source.place, shape.site(source.place.site)
     a, b = tensors[source.key_a], tensors[source.key_b]
     experts = range(max(1, site.num_experts))

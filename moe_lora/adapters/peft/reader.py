@@ -12,20 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from moe_lora.adapters.packed import PackedAdapter, assemble, pack_layer, packed_bytes
-from moe_lora.adapters.registry.base_model import check_base
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
 from .config import AdapterConfig
-from .file_check import check_header_size, check_num_tensors
-from .files import not_readable, read_config, read_files, read_header, weights_file
-from .match import Match, match
-from .places import Shaped, check_pair, is_swapped, make_pair
-from .training_state import check_embeddings, config_fields, lora_tensors
+from .file_check import matched_header
+from .files import not_readable, read_files
+from .match import match
+from .places import make_pair
+from .training_state import config_fields, lora_tensors
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_adapter(
@@ -40,14 +37,12 @@ def read_adapter(
     alone is no error, since names move. log: write what `PackedAdapter.warnings` says to the log.
     """
     folder = Path(path)
-    config, weights, where = read_files(folder, lambda file: check_header_size(file, shape))
-    check_base(config, shape)
+    config, weights, where = read_files(folder, shape)
     try:
         tensors = load(weights)
     except (SafetensorError, KeyError) as error:
         raise not_readable(where, error) from error
     del weights  # the tensors are copies
-    check_num_tensors(len(tensors), shape, where)
     packed = _pack(tensors, config, shape, dtype, name or folder.resolve().name, where)
     return _logged(packed, log)
 
@@ -57,26 +52,12 @@ def adapter_layer_bytes(path: str | Path, shape: ModelShape, dtype: torch.dtype)
 
     Raises AdapterError as `read_adapter` does, but for values that are not finite.
     """
-    config = read_config(Path(path))
-    check_base(config, shape)
-    weights = weights_file(Path(path))
-    check_header_size(weights, shape)
-    entries = read_header(weights)
-    where = str(weights)
-    check_num_tensors(len(entries), shape, where)
-    matched, swapped = _matched(entries, config, shape, where)
-    sizes = []
-    for layer in matched.layers:
-        for source in layer:
-            check_pair(source, entries, shape, where, swapped)
-        keys = [key for source in layer for key in (source.key_a, source.key_b)]
-        tensors = {
-            key: torch.empty(entries[key].shape, dtype=_DTYPES[entries[key].code], device="meta")
-            for key in keys
-        }
-        pairs = [make_pair(source, tensors, shape, where, swapped) for source in layer]
-        sizes.append(packed_bytes(pairs, dtype))
-    return sizes
+    _, entries, matched = matched_header(Path(path), shape)
+    tensors = {key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in entries.items()}
+    return [
+        packed_bytes([make_pair(source, tensors, shape, matched.swapped) for source in layer], dtype)
+        for layer in matched.layers
+    ]
 
 
 def pack_state_dict(
@@ -95,7 +76,6 @@ def pack_state_dict(
     """
     where = f"adapter {name!r}"
     parsed = AdapterConfig.parse(config_fields(config, f"{where} config"), f"{where} config")
-    check_base(parsed, shape)
     return _logged(_pack(tensors_of(state_dict, shape, where), parsed, shape, dtype, name, where), True)
 
 
@@ -107,7 +87,6 @@ def tensors_of(
         if not isinstance(value, torch.Tensor):
             raise AdapterError(f"{where}: {key}: expected a tensor, found {type(value).__name__}")
     found = lora_tensors(state_dict, shape, where)
-    check_num_tensors(len(found), shape, where)
     return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
 
 
@@ -119,22 +98,12 @@ def _pack(
     name: str,
     where: str,
 ) -> PackedAdapter:
-    matched, swapped = _matched(tensors, config, shape, where)
+    matched = match(tensors, config, shape, where)
     layers = []
     for sources in matched.layers:
-        pairs = [make_pair(source, tensors, shape, where, swapped) for source in sources]
+        pairs = [make_pair(source, tensors, shape, matched.swapped) for source in sources]
         layers.append(pack_layer(pairs, shape, dtype, where))
     return assemble(name, layers, shape, matched.warnings)
-
-
-def _matched(
-    tensors: Mapping[str, Shaped], config: AdapterConfig, shape: ModelShape, where: str
-) -> tuple[Match, bool]:
-    """The places of the tensors, and whether the roles of A and B are exchanged."""
-    check_embeddings(tensors, shape, where)
-    matched = match(tensors, config, shape, where)
-    sources = [source for layer in matched.layers for source in layer]
-    return matched, is_swapped(sources, tensors, shape)
 
 
 def _logged(packed: PackedAdapter, log: bool) -> PackedAdapter:

@@ -12,7 +12,7 @@ from sqlite3 import Connection
 from typing import Any
 
 from moe_lora.adapters.peft.config import AdapterConfig
-from moe_lora.adapters.peft.files import check_whole, max_rank, read_config, target_names, weights_file
+from moe_lora.adapters.peft.files import max_rank, read_config, read_header, target_names, weights_file
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, RegistryError
 from moe_lora.core.request import name_problem
 
@@ -117,11 +117,11 @@ class Registry:
             raise AdapterError(f"owner must be at most {MAX_OWNER_CHARS} printable characters")
         source = Path(source)
         read_config(source)
-        check_whole(weights_file(source))
+        read_header(weights_file(source))
         with self._staged(source, link) as staged, self._database.writing() as connection:
             # Of what is stored: the source may have been another one when it was looked at.
             config = read_config(staged.folder)
-            check_whole(weights_file(staged.folder))
+            read_header(weights_file(staged.folder))
             current = self._current(name)
             if current is not None and current.base_hash != base_hash:
                 raise AdapterExistsError(

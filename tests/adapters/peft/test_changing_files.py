@@ -70,7 +70,7 @@ def test_file_rewritten_in_place_while_it_is_read_is_refused_and_the_process_liv
 
 
 def test_folder_exchanged_between_its_two_files_is_never_a_mixture(
-    checkpoint, adapter, tmp_path, monkeypatch
+    checkpoint, adapter, shape_of, tmp_path, monkeypatch
 ):
     other = shutil.copytree(adapter, tmp_path / "other")
     (other / CONFIG_FILE).write_text((adapter / CONFIG_FILE).read_text().replace("16", "8"))
@@ -87,12 +87,12 @@ def test_folder_exchanged_between_its_two_files_is_never_a_mixture(
         return text
 
     monkeypatch.setattr(Path, "read_text", switch)
-    config, weights, _ = read_files(link, lambda weights: None)
+    config, weights, _ = read_files(link, shape_of("mixtral"))
     assert config.lora_rank == 16
     assert weights == (adapter / WEIGHTS_FILE).read_bytes()
 
 
-def test_file_exchanged_while_the_other_is_read_is_refused(adapter, monkeypatch):
+def test_file_exchanged_while_the_other_is_read_is_refused(adapter, shape_of, monkeypatch):
     read_bytes = Path.read_bytes
 
     def rewrite(path: Path) -> bytes:
@@ -102,7 +102,7 @@ def test_file_exchanged_while_the_other_is_read_is_refused(adapter, monkeypatch)
 
     monkeypatch.setattr(Path, "read_bytes", rewrite)
     with pytest.raises(AdapterError, match="changed while they were read"):
-        read_files(adapter, lambda weights: None)
+        read_files(adapter, shape_of("mixtral"))
 
 
 def test_file_that_vanishes_while_it_is_read_is_an_adapter_error(adapter, shape_of, monkeypatch):
