@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -24,6 +23,8 @@ from moe_lora.kernels.operands import LoraOperands, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import local_routing
 from moe_lora.models.causal_lm import DecoderLayer
+
+from .step_times import random_adapter
 
 _REPEATS = 7
 _LAYER = 0
@@ -154,22 +155,15 @@ class LayerClock:
 
     def _random_adapters(self, lora_rank: int, num_adapters: int) -> tuple[SlotTable, torch.Tensor]:
         """One layer of so many adapters on the expert sites, packed as a server rank holds them."""
-        widths = torch.zeros(self.shape.num_entries, 2, dtype=torch.int64)
-        for site in (self.shape.site(name) for name in _EXPERT_SITES):
-            for place in range(site.num_entries):
-                out = site.out_features[place % len(site.modules)]
-                widths[site.entry_base + place] = torch.tensor([site.in_features, out])
-        sizes = (widths * lora_rank * self.dtype.itemsize + 63) // 64 * 64
-        ends = torch.tensor(list(accumulate(sizes.flatten().tolist())))
-        table = torch.zeros(self.shape.num_entries, 3, dtype=torch.int64)
-        table[:, :2] = (ends - sizes.flatten()).view_as(sizes) // self.dtype.itemsize
-        table[:, 2] = torch.where(widths[:, 0] > 0, lora_rank, 0)
-        adapter_bytes, scale = int(ends[-1]), torch.ones(self.shape.num_entries)
-        arena = self._random(num_adapters * adapter_bytes // self.dtype.itemsize).view(torch.uint8)
+        adapter = random_adapter(self.shape, self.dtype, "", lora_rank, seed=0, targets=_EXPERT_SITES)
+        layer = adapter.layers[_LAYER]
+        arena = layer.data.repeat(num_adapters).to(self.device).view(torch.uint8)
         slots = SlotTable(num_adapters, self.shape.num_layers, self.shape.num_entries, self.device)
         for slot in range(num_adapters):
-            slots.write_layer(slot, _LAYER, table, scale, self.dtype.itemsize, slot * adapter_bytes)
-            slots.max_lora_ranks[slot] = tuple(table[:, 2].tolist())
+            slots.write_layer(
+                slot, _LAYER, layer.table, layer.scale, self.dtype.itemsize, slot * layer.nbytes
+            )
+            slots.max_lora_ranks[slot] = tuple(layer.table[:, 2].tolist())
         return slots, arena
 
     def _tables(self, batch: int, blocks: int) -> StepTables:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_lora.adapters import read_adapter
 from moe_lora.adapters.host_store import (
     adapter_in,
     adapter_without_data,
@@ -21,7 +20,7 @@ from moe_lora.adapters.host_store import (
     write_adapter,
 )
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.adapters.peft.reader import adapter_layer_bytes
+from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
 from moe_lora.core.shape import ModelShape
 from tests.families import make_adapter, make_checkpoint
 

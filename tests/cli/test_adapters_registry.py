@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from moe_lora.adapters import Registry, base_model_hash
+from moe_lora.adapters.registry.base_model import base_model_hash
+from moe_lora.adapters.registry.registry import Registry
 from moe_lora.cli.main import main
 from tests.adapters.peft_folders import OTHER_BASE, alter, peft_folder
 

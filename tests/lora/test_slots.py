@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from moe_lora.adapters import read_adapter
+from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 from moe_lora.kernels.reference import arena_rows, lora_delta

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_lora.adapters import read_adapter
+from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.engine.runner import ExecutionContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.local import LocalBackend

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from moe_lora.adapters import read_adapter
 from moe_lora.adapters.packed import entries_of_experts
+from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import experts_of_rank
 from moe_lora.engine.adapters.adapter_store import ShardSizes

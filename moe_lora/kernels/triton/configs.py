@@ -128,26 +128,6 @@ def _staged_bytes(kernel: str, config: Config) -> int:
     return 2 * config["num_stages"] * (rows + tokens) * depth * config["programs_per_sm"]
 
 
-__all__ = [
-    "CONFIG_DIR",
-    "DTYPES",
-    "FALLBACK",
-    "KERNEL_NAMES",
-    "PHASES",
-    "SPACES",
-    "Choice",
-    "Config",
-    "ConfigEntry",
-    "ConfigTable",
-    "check_config",
-    "config_space",
-    "load_table",
-    "matches",
-    "override",
-    "save_table",
-    "table_path",
-]
-
 FALLBACK = "default"
 DTYPES = ("bf16", "fp16", "fp32")
 PHASES = ("decode", "prefill")

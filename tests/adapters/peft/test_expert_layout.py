@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from moe_lora.adapters import pack_state_dict, read_adapter
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.peft.reader import pack_state_dict, read_adapter
 from moe_lora.api import Registry, register_adapter
 from moe_lora.cli.adapters import adapters
 from moe_lora.core.errors import AdapterError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_lora.adapters import read_adapter
+from moe_lora.adapters.peft.reader import read_adapter
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.families import ALL_TARGETS, FAMILIES, MOE_FAMILIES, PER_EXPERT_FAMILIES, load_model, make_adapter
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from moe_lora.adapters import pack_state_dict, read_adapter
+from moe_lora.adapters.peft.reader import pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from tests.adapters.dense import assert_same_deltas, packed_deltas

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_lora.adapters import Registry, pack_state_dict, read_adapter, register_adapter
+from moe_lora.adapters.peft.reader import pack_state_dict, read_adapter
+from moe_lora.adapters.registry.publish import register_adapter
+from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.families import FAMILIES, load_model, make_adapter

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_lora.adapters import read_adapter
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.api import Registry, register_adapter
 from moe_lora.core.errors import AdapterError
 from tests.families import make_adapter

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.adapters import read_adapter
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.shape import ModelShape, Site
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.lora.backend import RoutedBackend

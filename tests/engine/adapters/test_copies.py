@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.adapters import read_adapter
 from moe_lora.adapters.packed import entries_of_experts
+from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.cache.orders import Copy
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.adapters import read_adapter
 from moe_lora.adapters.host_store import adapter_without_data, facts_of, has_data, layout_of
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.cache.orders import Copy
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
