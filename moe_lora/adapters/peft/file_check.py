@@ -11,9 +11,12 @@ import numpy as np
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
-from .files import TensorEntry, check_header_size, read_config, read_header, weights_file
+from .files import TensorEntry, not_readable, read_config, read_header, weights_file
 from .match import Match, match
+from .places import STRANGERS, max_tensors
 
+_HEADER_BYTES_PER_TENSOR = 512
+_HEADER_BYTES_BESIDE = 1 << 20
 _CHUNK_BYTES = 1 << 24
 # The bits of the exponent, all set in NaN and infinity, of a float as an unsigned integer.
 _EXPONENTS = {"F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7), "F16": ("<u2", 0x1F << 10)} | {
@@ -41,6 +44,25 @@ def matched_header(folder: Path, shape: ModelShape) -> tuple[Path, dict[str, Ten
     check_header_size(weights, shape)
     entries = read_header(weights)
     return weights, entries, match(entries, config, shape, str(weights))
+
+
+def check_header_size(weights: Path, shape: ModelShape) -> None:
+    """Raises AdapterError for a safetensors header longer than that of an adapter of this model.
+
+    The header is not read, so that a file of no use costs no time: one of 500 000 tensors took 22 s.
+    """
+    limit = (max_tensors(shape) + STRANGERS) * _HEADER_BYTES_PER_TENSOR + _HEADER_BYTES_BESIDE
+    try:
+        with weights.open("rb") as file:
+            num_bytes = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise not_readable(weights, error) from error
+    if limit < num_bytes <= weights.stat().st_size:
+        raise AdapterError(
+            f"{weights}: a header of {num_bytes} bytes, at most {limit} are read for this base model, of "
+            f"which an adapter has at most {max_tensors(shape)} tensors; serve the adapter with the base it "
+            "was trained for, and save one adapter only"
+        )
 
 
 def bad_adapters(

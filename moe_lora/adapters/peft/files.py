@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.shape import ModelShape
 
 from .config import AdapterConfig
-from .places import STRANGERS, max_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_HEADER_BYTES = 100_000_000
 """That of the safetensors library."""
-_HEADER_BYTES_PER_TENSOR = 512
-_HEADER_BYTES_BESIDE = 1 << 20
 # As torch calls them.
 _DTYPES = {"F32": "torch.float32", "BF16": "torch.bfloat16", "F16": "torch.float16", "F64": "torch.float64"}
 
@@ -41,7 +37,7 @@ class TensorEntry:
 def read_config(folder: Path) -> AdapterConfig:
     """The folder's adapter_config.json.  Raises AdapterError naming the file and the key."""
     path = folder / CONFIG_FILE
-    return AdapterConfig.parse(_read_json(folder, path), str(path))
+    return AdapterConfig.parse(read_json(folder, path), str(path))
 
 
 def adapter_folder(path: str, name: str) -> str:
@@ -80,57 +76,6 @@ def weights_file(folder: Path) -> Path:
             f"{WEIGHTS_FILE} with safetensors.torch.save_file"
         )
     raise AdapterError(f"{weights}: missing; save the adapter with safe_serialization=True")
-
-
-def read_files(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, bytes, str]:
-    """Config, bytes of the weights file, and how errors call that file.
-
-    Both files are read once and whole, into memory of our own: a mapped file that somebody writes to ends
-    the process that looks at it.  Raises AdapterError for files that can't be read or changed meanwhile, and
-    as `check_header_size` does.
-    """
-    try:
-        # Once: a link that is set anew between the two files would join one adapter's to another's.
-        real = Path(os.path.realpath(folder))
-        before = _stamps(real)
-        config = AdapterConfig.parse(_read_json(folder, real / CONFIG_FILE), str(folder / CONFIG_FILE))
-        check_header_size(weights_file(real), shape)
-        weights = (real / WEIGHTS_FILE).read_bytes()
-        after = _stamps(real)
-    except OSError as error:
-        raise AdapterError(
-            f"{folder}: can't be read ({error.strerror or error}); load it again once its files are whole"
-        ) from error
-    if after != before:
-        raise AdapterError(
-            f"{folder}: its files changed while they were read; load it again once they are whole"
-        )
-    return config, weights, str(folder / WEIGHTS_FILE)
-
-
-def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
-    """What changes when a file does."""
-    facts = [os.stat(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
-    return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in facts]
-
-
-def check_header_size(weights: Path, shape: ModelShape) -> None:
-    """Raises AdapterError for a safetensors header longer than that of an adapter of this model.
-
-    The header is not read, so that a file of no use costs no time: one of 500 000 tensors took 22 s.
-    """
-    limit = (max_tensors(shape) + STRANGERS) * _HEADER_BYTES_PER_TENSOR + _HEADER_BYTES_BESIDE
-    try:
-        with weights.open("rb") as file:
-            num_bytes = int.from_bytes(file.read(8), "little")
-    except OSError as error:
-        raise not_readable(weights, error) from error
-    if limit < num_bytes <= weights.stat().st_size:
-        raise AdapterError(
-            f"{weights}: a header of {num_bytes} bytes, at most {limit} are read for this base model, of "
-            f"which an adapter has at most {max_tensors(shape)} tensors; serve the adapter with the base it "
-            "was trained for, and save one adapter only"
-        )
 
 
 def read_header(weights: Path) -> dict[str, TensorEntry]:
@@ -192,7 +137,8 @@ def target_names(config: AdapterConfig) -> tuple[str, ...]:
     return tuple(sorted({*filter(None, names), *config.target_parameters}))
 
 
-def _read_json(folder: Path, path: Path) -> Any:
+def read_json(folder: Path, path: Path) -> Any:
+    """What the folder's JSON file holds.  Raises AdapterError if there is none, or it is no JSON."""
     if not folder.is_dir():
         raise AdapterError(f"{folder}: no such folder; give the folder that holds {CONFIG_FILE}")
     if not path.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
 from .config import AdapterConfig
-from .file_check import matched_header
-from .files import not_readable, read_files
+from .file_check import check_header_size, matched_header
+from .files import CONFIG_FILE, WEIGHTS_FILE, not_readable, read_json, weights_file
 from .match import match
 from .places import make_pair
 from .training_state import config_fields, lora_tensors
@@ -45,6 +46,38 @@ def read_adapter(
     del weights  # the tensors are copies
     packed = _pack(tensors, config, shape, dtype, name or folder.resolve().name, where)
     return _logged(packed, log)
+
+
+def read_files(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, bytes, str]:
+    """Config, bytes of the weights file, and how errors call that file.
+
+    Both files are read once and whole, into memory of our own: a mapped file that somebody writes to ends
+    the process that looks at it.  Raises AdapterError for files that can't be read or changed meanwhile, and
+    as `check_header_size` does.
+    """
+    try:
+        # Once: a link that is set anew between the two files would join one adapter's to another's.
+        real = Path(os.path.realpath(folder))
+        before = _stamps(real)
+        config = AdapterConfig.parse(read_json(folder, real / CONFIG_FILE), str(folder / CONFIG_FILE))
+        check_header_size(weights_file(real), shape)
+        weights = (real / WEIGHTS_FILE).read_bytes()
+        after = _stamps(real)
+    except OSError as error:
+        raise AdapterError(
+            f"{folder}: can't be read ({error.strerror or error}); load it again once its files are whole"
+        ) from error
+    if after != before:
+        raise AdapterError(
+            f"{folder}: its files changed while they were read; load it again once they are whole"
+        )
+    return config, weights, str(folder / WEIGHTS_FILE)
+
+
+def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
+    """What changes when a file does."""
+    facts = [os.stat(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
+    return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in facts]
 
 
 def adapter_layer_bytes(path: str | Path, shape: ModelShape, dtype: torch.dtype) -> list[int]:

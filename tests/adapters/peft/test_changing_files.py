@@ -15,8 +15,8 @@ import torch
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import content_hash
-from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, read_files
-from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.peft.reader import read_adapter, read_files
 from moe_lora.core.errors import AdapterError, StorageError
 from tests.adapters.peft_folders import alter
 from tests.families import make_adapter
