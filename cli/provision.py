@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -85,21 +86,24 @@ def provision(**options: Any) -> None:
     from moe_lora.core.errors import SloError
     from moe_lora.provision.plan.checked import checked_plan
     from moe_lora.provision.plan.plan_text import plan_lines
+    from moe_lora.provision.plan.verify import NUM_REQUESTS
     from moe_lora.report.results import check_targets
+    from moe_lora.workload.traces.traces import read_trace
 
     from .provision_inputs import model_dir_of, plan_inputs
 
     check_targets(out=options["out"], report=options["report"])
     inputs = plan_inputs(options)
+    trace = read_trace(options["trace"], options["format"], limit=NUM_REQUESTS)
     try:
-        plan = checked_plan(inputs, options["trace"], options["format"])
+        plan = checked_plan(inputs, trace)
     except SloError as error:
         raise click.ClickException(f"no plan holds this load: {error}") from error
-    content, lines, missed = plan.to_json(), plan_lines(plan), ""
+    content, lines, missed = asdict(plan), plan_lines(plan), ""
     if options["verify"]:
         from .provision_verify import verified
 
-        found, shown, missed = verified(inputs, plan, options["trace"], options["format"])
+        found, shown, missed = verified(inputs, plan, trace)
         content |= found
         lines += shown
     if missed:
@@ -111,9 +115,9 @@ def provision(**options: Any) -> None:
         from moe_lora.provision.admission.admitted import iar_curves
         from moe_lora.report.html import write_plan_report
 
-        write_plan_report(
-            options["report"], content, lines, iar_curves(inputs, plan.global_batch, 2 * plan.slots)
-        )
+        batch = plan.global_batch * inputs.adapter_share
+        curves = iar_curves(inputs.probabilities, batch, 2 * plan.slots)
+        write_plan_report(options["report"], content, lines, curves)
         click.echo(f"report: {options['report']}", err=options["as_json"])
     if missed:
         if options["out"] is not None:

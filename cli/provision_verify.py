@@ -4,36 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_lora.provision.plan.inputs import PlanInputs
     from moe_lora.provision.plan.plan import Plan
     from moe_lora.provision.plan.verify import Replay, Verdict
+    from moe_lora.workload.traces.records import Trace
 
 SEED = 1
 """Of arrivals and adapters; plans are chosen by others (`checked.SEEDS`)."""
 
-_TARGETS = {
-    "target_iar": "At once, at least {:.2%}",
-    "slo_ttft_s": "P95 TTFT, at most {:.3f} s",
-    "slo_tpot_s": "Mean TPOT, at most {:.4f} s",
-}
 _COLUMNS = ("at once", "waited for a slot", "waited for KV or batch", "P95 TTFT", "TPOT", "loads/s")
 
 
-def verified(
-    inputs: PlanInputs, plan: Plan, trace: str, format: str | None
-) -> tuple[dict[str, Any], list[str], str]:
+def verified(inputs: PlanInputs, plan: Plan, trace: Trace) -> tuple[dict[str, Any], list[str], str]:
     """Replays and verdicts as JSON, as lines, and in a line what was missed; "" if nothing."""
     from moe_lora.provision.plan.checked import place_of, planned_rate
-    from moe_lora.provision.plan.plan import cluster_of
-    from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, read_load, replays, verdicts
+    from moe_lora.provision.plan.cluster_size import Cluster
+    from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, planned_load, replays, verdicts
 
     place = place_of(plan)
-    load = read_load(inputs, planned_rate(inputs, plan), trace, format, seed=SEED)
-    found = replays(inputs, cluster_of(inputs), place.layout, place.num_instances, load)
+    load = planned_load(inputs, planned_rate(inputs, plan), trace, seed=SEED)
+    found = replays(Cluster(inputs), place.layout, place.num_instances, load)
     judged = verdicts(inputs, found, OTHER_DRAWS)
     held = holds(inputs, found, OTHER_DRAWS)
     content = {
@@ -67,31 +60,25 @@ def _replay_lines(found: Sequence[Replay]) -> list[str]:
 
 def _verdict_lines(judged: Sequence[Verdict]) -> list[str]:
     """A line a target, and one for each kind of arrivals that missed it."""
-    from moe_lora.provision.plan.verify import missed_text
+    from moe_lora.provision.plan.verify import TARGETS, missed_texts
 
     lines = []
-    for target, group in groupby(judged, lambda verdict: verdict.target):
-        kinds = list(group)
-        missed = [verdict for verdict in kinds if verdict.held is False]
+    for target in TARGETS:
+        kinds = [verdict for verdict in judged if verdict.target == target.goal]
+        missed = missed_texts(kinds)
         known = sum(verdict.held is not None for verdict in kinds)
-        lines.append(f"{_TARGETS[target].format(kinds[0].goal)}: {_outcome(len(missed), known)}")
-        lines += [f"  {missed_text(verdict)}" for verdict in missed]
+        outcome = f"{'missed' if missed else 'held'} in {len(missed) or known} of {known} kinds of arrivals"
+        wanted = f"at {'least' if target.share else 'most'} {target.form.format(kinds[0].goal)}"
+        name = target.name[0].upper() + target.name[1:]
+        lines.append(f"{name}, {wanted}: {outcome if known else 'not judged, as no request shows it'}")
+        lines += [f"  {text}" for text in missed]
     return lines
 
 
-def _outcome(num_missed: int, num_judged: int) -> str:
-    if num_judged == 0:
-        return "not judged, as no request shows it"
-    if num_missed == 0:
-        return f"held in {num_judged} of {num_judged} kinds of arrivals"
-    return f"missed in {num_missed} of {num_judged} kinds of arrivals"
-
-
 def _missed(judged: Sequence[Verdict]) -> str:
-    from moe_lora.provision.plan.verify import missed_text
+    from moe_lora.provision.plan.verify import missed_texts
 
-    said = [missed_text(one) for one in judged if one.held is False]
-    return f"This plan does not hold its own check: {'; '.join(said)}"
+    return f"This plan does not hold its own check: {'; '.join(missed_texts(judged))}"
 
 
 def _row(cells: Sequence[str]) -> str:

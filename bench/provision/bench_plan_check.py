@@ -27,14 +27,16 @@ import numpy as np
 from bench.harness.records import environment
 from moe_lora.core.errors import SloError
 from moe_lora.provision.plan.checked import PlaceSearch, SizedCluster, checked_plan, place_of, searched_loads
+from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix, known_model
-from moe_lora.provision.plan.plan import Plan, cluster_of, make_plan
-from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, read_load, replays, verdicts
+from moe_lora.provision.plan.plan import Plan, make_plan
+from moe_lora.provision.plan.verify import NUM_REQUESTS, OTHER_DRAWS, holds, planned_load, replays, verdicts
 from moe_lora.provision.profile_file import read_profile
 from moe_lora.report.results import append_result
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.statistics import trace_statistics
+from moe_lora.workload.traces.traces import read_trace
 
 TRACE = Path(__file__).parents[2] / "demo" / "trace.csv"
 RATES, ADAPTERS, EXPONENTS = (100, 200, 400), (128, 512, 2000), (0.6, 1.2)
@@ -73,15 +75,16 @@ def inputs_of(cell: dict[str, Any]) -> PlanInputs:
 
 def measure(cell: dict[str, Any]) -> dict[str, Any]:
     """The plan, its check, and the fewest GPUs that were found to hold."""
-    inputs, started = inputs_of(cell), time.process_time()
+    inputs, trace = inputs_of(cell), read_trace(TRACE, limit=NUM_REQUESTS)
+    started = time.process_time()
     modelled, refusal = _planned(lambda: make_plan(inputs))
     model_s = time.process_time() - started
-    plan, refusal = _planned(lambda: checked_plan(inputs, TRACE))
+    plan, refusal = _planned(lambda: checked_plan(inputs, trace))
     plan_s = time.process_time() - started - model_s
-    cluster = cluster_of(inputs)
+    cluster = Cluster(inputs)
     assert inputs.rate_per_s is not None
-    loads = searched_loads(inputs, inputs.rate_per_s, TRACE, seeds=SEEDS)
-    search = PlaceSearch(inputs, cluster, loads, farthest=FARTHEST, busiest=BUSIEST)
+    loads = searched_loads(inputs, inputs.rate_per_s, trace, seeds=SEEDS)
+    search = PlaceSearch(cluster, loads, farthest=FARTHEST, busiest=BUSIEST)
     result: dict[str, Any] = {
         "modelled": _outline(modelled),
         "plan": _outline(plan),
@@ -93,8 +96,8 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
         found = _any(search)
     else:
         place = place_of(plan)
-        load = read_load(inputs, inputs.rate_per_s, TRACE, seed=SEED)
-        checked = replays(inputs, cluster, place.layout, place.num_instances, load)
+        load = planned_load(inputs, inputs.rate_per_s, trace, seed=SEED)
+        checked = replays(cluster, place.layout, place.num_instances, load)
         result |= {
             "tpot_s": plan.tpot_s,
             "p95_ttft_s": plan.p95_ttft_s,

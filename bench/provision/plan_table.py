@@ -34,7 +34,7 @@ QWEN_TRIED = (
 def planned(case: Case, estimator: str) -> dict[str, Any]:
     """The plan as JSON; what is in the way instead, where the budget does not hold the load."""
     try:
-        return make_plan(case_inputs(case, estimator=estimator)).to_json()
+        return asdict(make_plan(case_inputs(case, estimator=estimator)))
     except SloError as error:
         return {"error": str(error)}
 

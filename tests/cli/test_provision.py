@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from moe_lora.cli import load_options
+from moe_lora.cli import load_options, provision_verify
 from moe_lora.cli.main import main
 from moe_lora.config.cluster import read_cluster
 from moe_lora.provision.admission.iar import expected_active
 from moe_lora.provision.plan import verify as replayed
-from moe_lora.provision.plan.checked import SEEDS
 from moe_lora.workload.popularity.named import long_tail, production_ranks, shifting_ranks
 from moe_lora.workload.popularity.popularity import zipf
-from moe_lora.workload.traces.traces import FORMATS
+from moe_lora.workload.traces.traces import FORMATS, read_trace
 
 ROOT = Path(__file__).parents[2]
 
@@ -224,22 +223,15 @@ def test_plan_that_misses_its_check_says_so_first_and_is_not_written(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Checked by another trace than it was made for: eight times the answers.
-    written, read = tmp_path / "plan.yaml", replayed.read_trace
-    longer = write_trace(tmp_path / "longer.jsonl", [{"output_tokens": 1600} for _ in range(100)])
-    chosen: list[Path] = []
-
-    def other(path: Path, format: str | None = None, limit: int | None = None) -> Any:
-        chosen.append(path)
-        return read(path if len(chosen) <= len(SEEDS) else longer, format, limit=limit)
-
-    monkeypatch.setattr(replayed, "read_trace", other)
+    written, verified = tmp_path / "plan.yaml", provision_verify.verified
+    longer = read_trace(write_trace(tmp_path / "longer.jsonl", [{"output_tokens": 1600} for _ in range(100)]))
+    monkeypatch.setattr(provision_verify, "verified", lambda inputs, plan, _: verified(inputs, plan, longer))
     words = ("--adapters", "512", "--zipf", "0.6", "--request-rate", "20", "--verify")
     result = run(trace, *words, "--out", str(written))
     assert result.exit_code == 1, result.output
     assert result.stdout.splitlines()[0].startswith("This plan does not hold its own check: ")
     assert "was not written" in result.output
     assert not written.exists()
-    chosen.clear()
     content = json.loads(run(trace, *words, "--json").stdout)
     assert content["held"] is False
 

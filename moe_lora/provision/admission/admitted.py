@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.provision.plan.cluster_size import largest
-from moe_lora.provision.plan.inputs import PlanInputs
-
 from .corrected import corrected_admissibility_rate
-from .iar import expected_active, immediate_admissibility_rate, min_capacity
+from .iar import expected_active, first_from, immediate_admissibility_rate, min_capacity
 
 Admitted = Callable[[NDArray[np.float64], float, int], float]
 
@@ -22,36 +20,24 @@ ADMITTED: dict[str, Admitted] = {
 }
 
 
+def largest(holds: Callable[[int], bool], most: int, least: int = 1) -> int:
+    """The largest n <= most for which `holds`, by bisection; it does at `least`, and not from some n on."""
+    return least + bisect_left(range(least + 1, most + 1), True, key=lambda n: not holds(n))
+
+
 def smallest_capacity_of(
     estimator: str, probabilities: NDArray[np.float64], global_batch: float, target: float
 ) -> int:
     """The smallest capacity whose IAR reaches the target, by that estimator.
 
-    "paper": algorithm 1.  "corrected": its IAR grows with the capacity, so in steps that double, from the
-    paper's answer on, which is mostly near, and then by bisection.
+    "paper": algorithm 1.  "corrected": its IAR grows with the capacity, and the paper's answer is
+    mostly near.
     """
     near = min_capacity(probabilities, global_batch, target)
     if estimator == "paper":
         return near
     admitted, num_used = ADMITTED[estimator], int(np.count_nonzero(probabilities))
-    low, high, step = 0, num_used, 1
-    if admitted(probabilities, global_batch, near) >= target:
-        high = near
-        while high - step > 0 and admitted(probabilities, global_batch, high - step) >= target:
-            high, step = high - step, 2 * step
-        low = max(0, high - step)
-    else:
-        low = near
-        while low + step < num_used and admitted(probabilities, global_batch, low + step) < target:
-            low, step = low + step, 2 * step
-        high = min(num_used, low + step)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if admitted(probabilities, global_batch, middle) >= target:
-            high = middle
-        else:
-            low = middle
-    return high
+    return first_from(near, 1, num_used, lambda size: admitted(probabilities, global_batch, size) >= target)
 
 
 def rates_at(probabilities: NDArray[np.float64], global_batch: float, capacity: int) -> dict[str, float]:
@@ -65,16 +51,16 @@ def rates_at(probabilities: NDArray[np.float64], global_batch: float, capacity: 
 NUM_POINTS = 25
 
 
-def iar_curves(inputs: PlanInputs, global_batch: float, up_to: int) -> dict[str, list[tuple[int, float]]]:
+def iar_curves(
+    probabilities: NDArray[np.float64], global_batch: float, up_to: int
+) -> dict[str, list[tuple[int, float]]]:
     """(capacity, IAR) points of each estimator at a global batch, from 1 to up_to (or all) adapters."""
-    batch = global_batch * inputs.adapter_share
-    most = min(up_to, int(np.count_nonzero(inputs.probabilities)))
+    most = min(up_to, int(np.count_nonzero(probabilities)))
     capacities = sorted({round(place) for place in np.linspace(1, most, min(NUM_POINTS, most))})
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for capacity in capacities:
-        for name, rate in rates_at(inputs.probabilities, batch, capacity).items():
-            curves.setdefault(name, []).append((capacity, rate))
-    return curves
+    return {
+        name: [(capacity, admitted(probabilities, global_batch, capacity)) for capacity in capacities]
+        for name, admitted in ADMITTED.items()
+    }
 
 
 # Capacities that hold for a load and for every smaller one.
@@ -129,32 +115,29 @@ class NeededCapacity:
         batch = global_batch * self._share
         return smallest_capacity_of(self._estimator, self._probabilities, batch, self._target)
 
+    def largest_load(self, slots: int, most: int) -> int:
+        """The largest global batch, at most `most`, up to which `slots` adapters admit the target share.
 
-def largest_load(
-    probabilities: NDArray[np.float64], target_iar: float, slots: int, most: int, admitted: Admitted
-) -> int:
-    """The largest global batch, at most `most`, up to which `slots` adapters admit the target share.
+        0 if there is none.  The first failure is looked for, upwards over the grid from where half the slots
+        are in use.
+        """
+        if slots >= np.count_nonzero(self._probabilities):
+            return most
 
-    0 if there is none.  The first failure is looked for, upwards over the grid from where half the slots are
-    in use.
-    """
-    if slots >= np.count_nonzero(probabilities):
-        return most
+        def holds(global_batch: float) -> bool:
+            return self._admits(float(global_batch), slots)
 
-    def holds(global_batch: float) -> bool:
-        return admitted(probabilities, float(global_batch), slots) >= target_iar
+        def half_used(global_batch: int) -> bool:
+            return expected_active(self._probabilities, float(global_batch)) <= slots / 2
 
-    def half_used(global_batch: int) -> bool:
-        return expected_active(probabilities, float(global_batch)) <= slots / 2
-
-    held = largest(half_used, most)
-    if not holds(held):
-        return largest(holds, held) if holds(1) else 0
-    while held < most:
-        tried = GRID_RATIO ** (math.floor(math.log(held + 1, GRID_RATIO)) + 1)
-        if tried >= most:
-            return most if holds(most) else largest(holds, most - 1, held)
-        if not holds(tried):
-            return largest(holds, math.floor(tried), held)
-        held = max(held + 1, math.floor(tried))
-    return held
+        held = largest(half_used, most)
+        if not holds(held):
+            return largest(holds, held) if holds(1) else 0
+        while held < most:
+            tried = GRID_RATIO ** (math.floor(math.log(held + 1, GRID_RATIO)) + 1)
+            if tried >= most:
+                return most if holds(most) else largest(holds, most - 1, held)
+            if not holds(tried):
+                return largest(holds, math.floor(tried), held)
+            held = max(held + 1, math.floor(tried))
+        return held

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import numbers
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
@@ -278,21 +280,23 @@ def smallest_capacity(model: AdmissibilityModel, target: float) -> int:
     found = _leftmost(model, target, 1, min(first_monotone, model.num_used) - 1)
     if found is not None:
         return found
-    return _bisect(model, target, min(first_monotone, model.num_used))
+    low = min(first_monotone, model.num_used)
+    return first_from(low, low, model.num_used, lambda capacity: model.rate(capacity) >= target)
 
 
-def _bisect(model: AdmissibilityModel, target: float, low: int) -> int:
-    """The smallest capacity from low up that reaches the target, where the rate grows with the capacity."""
-    high, step = low, 1
-    while high < model.num_used and model.rate(high) < target:  # the answer is mostly near
-        low, high, step = high + 1, min(high + step, model.num_used), 2 * step
-    while low < high:
-        middle = (low + high) // 2
-        if model.rate(middle) >= target:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def first_from(near: int, least: int, most: int, reaches: Callable[[int], bool]) -> int:
+    """The smallest n from `least` up that reaches, as all above it and `most` do; in steps that double from
+    `near`, where the answer mostly is, and then by bisection."""
+    step = 1
+    if near < most and not reaches(near):
+        low, high = near + 1, min(near + step, most)
+        while high < most and not reaches(high):
+            low, high, step = high + 1, min(high + 2 * step, most), 2 * step
+    else:
+        low, high = near, near
+        while low > least and reaches(low - 1):
+            low, high, step = max(least, low - 1 - step), low - 1, 2 * step
+    return low + bisect_left(range(low, high), True, key=reaches)
 
 
 def _leftmost(model: AdmissibilityModel, target: float, low: int, high: int) -> int | None:

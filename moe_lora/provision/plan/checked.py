@@ -10,19 +10,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
 
 from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.provision.admission.iar import expected_active
+from moe_lora.workload.traces.records import Trace
 
 from . import verify
 from .cluster_size import Cluster
 from .inputs import PlanInputs
-from .plan import CHECK, Plan, cluster_of, make_plan, plan_of
+from .plan import CHECK, Plan, make_plan, plan_of
 from .sizing import candidate
-from .verify import PlannedLoad, Replay, holds, missed_text, read_load, replays, verdicts
+from .verify import PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
 
 TRIED_AT_ONCE = 4
 """Clusters of equally many GPUs that are replayed before more GPUs are."""
@@ -57,17 +56,15 @@ class PlaceSearch:
 
     def __init__(
         self,
-        inputs: PlanInputs,
         cluster: Cluster,
         loads: Sequence[PlannedLoad],
         *,
         farthest: float = FARTHEST,
         busiest: float = BUSIEST,
     ) -> None:
-        self._inputs, self._cluster, self._loads = inputs, cluster, loads
+        self._inputs, self._cluster, self._loads = cluster.inputs, cluster, loads
         self._farthest, self._busiest = farthest, busiest
         self._found: dict[SizedCluster, list[Replay]] = {}
-        self._nearness: dict[SizedCluster, float] = {}
         self._layouts: dict[int, list[Layout]] = defaultdict(list)
         for layout in cluster.layouts:
             self._layouts[layout.num_ranks].append(layout)
@@ -86,12 +83,7 @@ class PlaceSearch:
         if place not in self._found:
             for load in self._loads:
                 self._found[place] = replays(
-                    self._inputs,
-                    self._cluster,
-                    place.layout,
-                    place.num_instances,
-                    load,
-                    to_the_end=False,
+                    self._cluster, place.layout, place.num_instances, load, to_the_end=False
                 )
                 if not holds(self._inputs, self._found[place]):
                     break
@@ -99,28 +91,24 @@ class PlaceSearch:
 
     def of(self, num_gpus: int) -> list[SizedCluster]:
         """Clusters of so many GPUs that may hold by the models, those with most to spare first."""
-        near = [place for place in self._all_of(num_gpus) if self.nearness(place) <= self._farthest]
-        return sorted(near, key=lambda place: (self.nearness(place), place.layout.ep))
+        near = [(self._nearness(place), place.layout.ep, place) for place in self._all_of(num_gpus)]
+        near = [one for one in near if one[0] <= self._farthest]
+        return [place for *_, place in sorted(near, key=lambda one: one[:2])]
 
     def holding(self, num_gpus: int, at_most: int = TRIED_AT_ONCE) -> SizedCluster | None:
         """The first of the most promising ones that holds."""
         return next((place for place in self.of(num_gpus)[:at_most] if self.holds(place)), None)
 
-    @cached_property
-    def fewest_gpus(self) -> int | None:
-        """Of any cluster that may hold; None if none does."""
-        most = 64 * self._inputs.instance_gpus
-        return next((number for number in range(1, most) if self.of(number)), None)
-
-    def nearness(self, place: SizedCluster) -> float:
-        """The largest of what the models predict, by what is allowed; infinite where out of question."""
-        if place not in self._nearness:
-            self._nearness[place] = self._predicted(place)
-        return self._nearness[place]
+    def fewest_gpus(self, refusal: str) -> int:
+        """Of any cluster that may hold.  Raises SloError with the refusal if none does."""
+        for number in range(1, 64 * self._inputs.instance_gpus):
+            if self.of(number):
+                return number
+        raise SloError(refusal)
 
     def shortfall(self, place: SizedCluster, most: int) -> str:
         """Why a load is refused: what this place misses.  most: GPUs, up to which others were tried."""
-        said = [missed_text(one) for one in verdicts(self._inputs, self.replayed(place)) if one.held is False]
+        said = missed_texts(verdicts(self._inputs, self.replayed(place)))
         return (
             f"simulated, none of {self.num_replayed} clusters of up to {most} GPUs holds it; the models' "
             f"one, {place.num_instances} instances and {place.layout}, {'; '.join(said)}; raise --slo-ttft-s "
@@ -134,19 +122,22 @@ class PlaceSearch:
                 for layout in self._layouts.get(num_gpus - num_instances * each, ()):
                     yield SizedCluster(layout, num_instances)
 
-    def _predicted(self, place: SizedCluster) -> float:
-        cluster, layout, num_instances = self._cluster, place.layout, place.num_instances
+    def _nearness(self, place: SizedCluster) -> float:
+        """The largest of what the models predict, by what is allowed; infinite where out of question."""
+        cluster, layout, num_instances, inputs = (
+            self._cluster,
+            place.layout,
+            place.num_instances,
+            self._inputs,
+        )
         most = cluster.max_batch[0]
-        alone = cluster.batch(layout.ep, num_instances)
+        alone = cluster.batch(layout, num_instances, loads=False)
         slots = cluster.slots(layout)
         if alone > self._farthest * most or slots < 1:
             return math.inf
-        probabilities, inputs = self._inputs.probabilities, self._inputs
-        batch = cluster.batch(layout.ep, num_instances, layout)
+        batch = cluster.batch(layout, num_instances, loads=True)
         if batch > self._farthest * most:  # loads that the links can't keep up with, or nearly
             batch = alone
-        # A slot is held for a step more than a request has tokens: while its lease is asked for.
-        held = batch * num_instances * inputs.adapter_share * (1 + 1 / inputs.output_tokens)
         one = candidate(cluster, layout, 1, num_instances, batch)
         busy = one.queue.utilisation
         if inputs.global_batch is None:
@@ -154,21 +145,22 @@ class PlaceSearch:
             busy = cluster.load_queue(layout, inputs.rate_per_s * (1 + cluster.margin)).utilisation
         if busy > self._busiest:
             return math.inf
+        # A slot is held for a step more than a request has tokens: while its lease is asked for.
+        held = batch * num_instances * inputs.adapter_share * (1 + 1 / inputs.output_tokens)
         return max(
             busy,
             batch / most,
-            expected_active(probabilities, held) / slots if slots < len(probabilities) else 0.0,
+            expected_active(inputs.probabilities, held) / slots if slots < len(inputs.probabilities) else 0.0,
             one.p95_ttft_s / inputs.slo_ttft_s if busy < 1 else 1.0,
             one.step_s / inputs.slo_tpot_s if busy < 1 else 1.0,
         )
 
 
-def checked_plan(inputs: PlanInputs, trace: str | Path, format: str | None = None) -> Plan:
+def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     """The plan of `make_plan`, or the nearest one that holds in replays of the trace and of Poisson arrivals.
 
     Raises SloError where none is found, and as `make_plan`.
     """
-    cluster = cluster_of(inputs)
     modelled: Plan | None = None
     refusal = ""
     try:
@@ -178,11 +170,12 @@ def checked_plan(inputs: PlanInputs, trace: str | Path, format: str | None = Non
         if inputs.rate_per_s is None or inputs.gpus is not None:
             raise
         refusal, rate_per_s = str(refused), inputs.rate_per_s * (1 + inputs.load_margin)
-    search = PlaceSearch(inputs, cluster, searched_loads(inputs, rate_per_s, trace, format))
+    cluster = Cluster(inputs)
+    search = PlaceSearch(cluster, searched_loads(inputs, rate_per_s, trace))
     place = _smallest(search, modelled, refusal)
     if modelled is None or place != place_of(modelled):
         modelled = replace(
-            plan_of(inputs, cluster, place.num_instances, place.layout),
+            plan_of(cluster, place.num_instances, place.layout),
             binding_constraint=CHECK,
             serviceable_rate_per_s=None if modelled is None else modelled.serviceable_rate_per_s,
             rate_limited_by=None if modelled is None else modelled.rate_limited_by,
@@ -191,19 +184,14 @@ def checked_plan(inputs: PlanInputs, trace: str | Path, format: str | None = Non
 
 
 def searched_loads(
-    inputs: PlanInputs,
-    rate_per_s: float,
-    trace: str | Path,
-    format: str | None = None,
-    *,
-    seeds: tuple[int, int] = SEEDS,
-) -> tuple[PlannedLoad, PlannedLoad]:
+    inputs: PlanInputs, rate_per_s: float, trace: Trace, seeds: tuple[int, int] = SEEDS
+) -> list[PlannedLoad]:
     """What places are tried with: two thirds of the requests of a check, and then as many by other draws."""
     number = max(1, 2 * verify.NUM_REQUESTS // 3)
-    return (
-        read_load(inputs, rate_per_s, trace, format, num_requests=number, seed=seeds[0]),
-        read_load(inputs, rate_per_s, trace, format, seed=seeds[1]),
-    )
+    return [
+        planned_load(inputs, rate_per_s, trace, num_requests=number, seed=seeds[0]),
+        planned_load(inputs, rate_per_s, trace, seed=seeds[1]),
+    ]
 
 
 def place_of(plan: Plan) -> SizedCluster:
@@ -222,14 +210,13 @@ def planned_rate(inputs: PlanInputs, plan: Plan) -> float:
 def _smallest(search: PlaceSearch, modelled: Plan | None, refusal: str) -> SizedCluster:
     if modelled is not None and modelled.serviceable_rate_per_s is not None:
         return _in_budget(search, modelled)
-    begin = search.fewest_gpus if modelled is None else modelled.total_gpus
-    if begin is None:
-        raise SloError(refusal)
-    most = MOST * begin + MORE
-    place, number, failed = None, begin, set[int]()
-    nearest = place_of(modelled) if modelled is not None else None
-    if nearest is not None and search.holds(nearest):
-        place = nearest
+    place, nearest, failed = None, None, set[int]()
+    if modelled is not None:
+        number, nearest = modelled.total_gpus, place_of(modelled)
+        place = nearest if search.holds(nearest) else None
+    else:
+        number = search.fewest_gpus(refusal)
+    most = MOST * number + MORE
     while place is None and number <= most:
         place = search.holding(number)
         if place is None:

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import suppress
+from functools import cache, cached_property, partial
 
+from moe_lora.config.plan import ESTIMATORS
 from moe_lora.core.errors import ConfigError, SloError
-from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.provision.profile import Gpu
+from moe_lora.provision.admission.admitted import NeededCapacity, largest
 
-from .memory import STEPS_TO_FIRST_TOKEN, AdapterLoads, AdapterMix, LoadQueue, kv_requests, server_slots
+from .inputs import PlanInputs
+from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_parameters, miss_share, server_bytes
 from .stages import StageTimes
 
 MEMORY, FIRST_TOKEN, LOADS = "ttft: cache capacity", "ttft: first token", "ttft: loads"
@@ -32,37 +33,41 @@ MS = 1e3
 _PRECISION = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What is sized: a model on a device, with its SLOs.  instance_gpus: of one LLM instance.
+    """What the inputs ask to size: a model on a device, with its SLOs.
 
-    The load is global_batch requests that decode at once, or tokens_per_s output tokens (rate times length):
-    then what keeps running follows from the layout's own TPOT, and a plan is made for load_margin more.
-    loads: of adapters, by its requests.
+    The load is a given global batch of requests that decode at once, or output tokens per second (rate times
+    length): then what keeps running follows from the layout's own TPOT, and a plan is made for the margin
+    more.  capacity_of: M* of a global batch, by estimator.
     """
 
-    shape: ModelShape
-    mix: AdapterMix
-    gpu: Gpu
-    stages: StageTimes
-    loads: AdapterLoads
-    instance_gpus: int
-    slo_ttft_s: float
-    slo_tpot_s: float
-    context_tokens: float
-    tokens_per_s: float | None = None
-    global_batch: float | None = None
-    load_margin: float = 0.0
-    _alone: dict[tuple[int, int], float] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    @property
-    def layer_budget_s(self) -> float:
+    def __init__(self, inputs: PlanInputs) -> None:
+        self.inputs = inputs
+        self.margin = inputs.load_margin if inputs.global_batch is None else 0.0
+        self.layer_budget_s = inputs.slo_tpot_s / inputs.shape.num_layers
         """SLO_Layer."""
-        return self.slo_tpot_s / self.shape.num_layers
+        self.stages = StageTimes(
+            inputs.profile,
+            inputs.shape,
+            inputs.mix.mean_rank,
+            inputs.instance_gpus,
+            inputs.context_tokens,
+            inputs.probabilities,
+        )
+        self.capacity_of = {
+            name: NeededCapacity(name, inputs.probabilities, inputs.target_iar, inputs.adapter_share)
+            for name in ESTIMATORS
+        }
+        self._miss_share = cache(partial(miss_share, inputs.probabilities))
+        self._alone: dict[tuple[int, int], float] = {}
 
     def ffn_budget_s(self, batch: float) -> float:
         """SLO_FFN."""
         return self.layer_budget_s - self.stages.attention_s(batch)
+
+    def needed(self, global_batch: float) -> int:
+        """M* of a global batch, by the estimator of the inputs."""
+        return self.capacity_of[self.inputs.estimator](global_batch)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -70,12 +75,26 @@ class Cluster:
 
         Raises ConfigError if an instance's GPUs can't share the experts.
         """
-        Partition(self.shape, Layout(), self.instance_gpus, sites="auto")
+        self._partition(Layout())
         return tuple(sorted(self._layouts(), key=lambda layout: (layout.num_ranks, layout.ep)))
 
     def slots(self, layout: Layout) -> int:
         """Adapters that a server of this layout holds."""
-        return server_slots(self.gpu, self.shape, self.mix, layout)
+        inputs = self.inputs
+        return int(server_bytes(inputs.profile.gpu) / inputs.mix.bytes_on_rank(inputs.shape, layout))
+
+    @cached_property
+    def kv_requests(self) -> float:
+        """Requests whose KV fits beside an instance's weights.  Raises ConfigError if those don't fit."""
+        shape, gpu, gpus = self.inputs.shape, self.inputs.profile.gpu, self.inputs.instance_gpus
+        usable = gpus * gpu.memory_bytes * gpu.instance_memory_share
+        weights = base_parameters(shape) * shape.dtype_bytes
+        if weights >= usable:
+            raise ConfigError(
+                f"the base model's {weights / 1e9:.1f} GB exceed what {gpus} GPUs give an instance "
+                f"({usable / 1e9:.1f} GB) by {(weights - usable) / 1e9:.1f} GB; raise --instance-gpus"
+            )
+        return (usable - weights) / (shape.kv_bytes_per_token() * self.inputs.context_tokens)
 
     @cached_property
     def max_batch(self) -> tuple[int, str]:
@@ -84,77 +103,82 @@ class Cluster:
         KV has to hold the mean and four standard deviations of a Poisson count: b + 4 sqrt(b) requests.
         Raises SloError if a single row takes longer than the SLO, ConfigError if the model does not fit.
         """
-        room = kv_requests(self.gpu, self.shape, self.instance_gpus, self.context_tokens)
+        room = self.kv_requests
         kv = max(1, int((math.sqrt(room + 4) - 2) ** 2))
         if room < 1:
             raise ConfigError(
-                f"the KV of one request of {self.context_tokens:.0f} tokens does not fit beside the weights "
-                f"of an instance; raise --instance-gpus={self.instance_gpus}"
+                f"the KV of one request of {self.inputs.context_tokens:.0f} tokens does not fit beside the "
+                f"weights of an instance; raise --instance-gpus={self.inputs.instance_gpus}"
             )
         if not self.base_holds(1):
             base_s = self.stages.attention_s(1) + self.stages.experts_s(1)
             raise SloError(
-                f"TPOT SLO {self.slo_tpot_s:g} s leaves {self.layer_budget_s * MS:.3f} ms a layer; attention "
-                f"+ experts of the base model alone take {base_s * MS:.3f} ms, "
+                f"TPOT SLO {self.inputs.slo_tpot_s:g} s leaves {self.layer_budget_s * MS:.3f} ms a layer; "
+                f"attention + experts of the base model alone take {base_s * MS:.3f} ms, "
                 f"{(base_s - self.layer_budget_s) * MS:.3f} ms more; raise --slo-tpot-s or --instance-gpus"
             )
         batch = largest(self.base_holds, kv)
         return batch, "kv" if batch == kv else "tpot"
 
-    def steady_rows(self, ep: int, num_instances: int, layout: Layout | None = None) -> float:
+    def steady_rows(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
         """Rows B of an instance that its own TPOT keeps running: B = tokens per second * tpot_s(B) / L.
 
         Little's law.  The smallest solution, approached from an idle cluster, so it does not depend on the
-        SLOs; or the first B on that way that is over a limit, where there is none within.  layout: steps wait
-        for its loads too; None: for none.
+        SLOs; or the first B on that way that is over a limit, where there is none within.  loads: whether
+        steps wait for those of adapters.
         """
-        if self.global_batch is not None:
-            return self.global_batch / num_instances
-        assert self.tokens_per_s is not None, "a cluster has one of the two"
-        if layout is None:
-            if (ep, num_instances) not in self._alone:
-                self._alone[ep, num_instances] = self._steady_rows(
-                    lambda rows: self.tpot_s(ep, rows), 0.0, num_instances
-                )
-            return self._alone[ep, num_instances]
-        queue = self.load_queue(layout, self.tokens_per_s / self.loads.output_tokens)
+        inputs = self.inputs
+        if inputs.global_batch is not None:
+            return inputs.global_batch / num_instances
+        key = layout.ep, num_instances
+        if not loads:
+            if key not in self._alone:
+                self._alone[key] = self._fixed_point(lambda rows: self.tpot_s(layout.ep, rows), 0.0, key[1])
+            return self._alone[key]
+        assert inputs.rate_per_s is not None, "a load has a rate or a global batch"
+        queue = self.load_queue(layout, inputs.rate_per_s)
         # No step is shorter than without loads, so the way leads over the rows of those.
-        return self._steady_rows(
-            lambda rows: queue.step_s(self.tpot_s(ep, rows), num_instances, self.shape.num_layers),
-            self.steady_rows(ep, num_instances),
+        return self._fixed_point(
+            lambda rows: queue.step_s(self.tpot_s(layout.ep, rows), num_instances, inputs.shape.num_layers),
+            self.steady_rows(layout, num_instances, loads=False),
             num_instances,
         )
 
-    def _steady_rows(self, longer_s: Callable[[float], float], rows: float, num_instances: int) -> float:
-        """The fixed point from `rows` on.  longer_s: a step of so many rows."""
-        assert self.tokens_per_s is not None
-        per_instance, most = self.tokens_per_s / num_instances, self.max_batch[0] / (1 + self.load_margin)
+    def _fixed_point(self, longer_s: Callable[[float], float], rows: float, num_instances: int) -> float:
+        """From `rows` on.  longer_s: a step of so many rows."""
+        assert self.inputs.rate_per_s is not None
+        per_instance = self.inputs.rate_per_s * self.inputs.output_tokens / num_instances
+        most = self.max_batch[0] / (1 + self.margin)
         tpot_s = longer_s(max(1.0, rows))
         while tpot_s * per_instance > rows * (1 + _PRECISION):
             rows = tpot_s * per_instance
-            if rows > most or tpot_s > self.slo_tpot_s:
+            if rows > most or tpot_s > self.inputs.slo_tpot_s:
                 break
             tpot_s = longer_s(rows)
         return rows
 
-    def batch(self, ep: int, num_instances: int, layout: Layout | None = None) -> float:
+    def batch(self, layout: Layout, num_instances: int, *, loads: bool) -> float:
         """Rows of an instance that a plan is made for: those that keep running, and the margin."""
-        return self.steady_rows(ep, num_instances, layout) * (1 + self.margin)
-
-    @property
-    def margin(self) -> float:
-        """load_margin; 0 of a given global batch."""
-        return self.load_margin if self.global_batch is None else 0.0
+        return self.steady_rows(layout, num_instances, loads=loads) * (1 + self.margin)
 
     def tokens_at(self, layout: Layout, num_instances: int, global_batch: float) -> float:
         """Output tokens per second of the load that a plan for this global batch is made for."""
         running = global_batch / (1 + self.margin)
         return running / self.step_s(layout, num_instances, running / num_instances)[0]
 
+    def load_s(self, layout: Layout) -> float:
+        """Of an adapter, over the link of the fullest rank."""
+        inputs = self.inputs
+        return inputs.mix.bytes_on_rank(inputs.shape, layout) / inputs.profile.gpu.load_bytes_per_s
+
     def load_queue(self, layout: Layout, requests_per_s: float) -> LoadQueue:
         """The loads of so many requests on the fullest rank of the layout."""
-        load_s = self.mix.bytes_on_rank(self.shape, layout) / self.gpu.load_bytes_per_s
-        return self.loads.queue(requests_per_s, self.slots(layout), load_s)
+        misses = self._miss_share(self.slots(layout))
+        return LoadQueue(
+            loads_per_s=requests_per_s * self.inputs.adapter_share * misses,
+            load_s=self.load_s(layout),
+            misses=misses,
+        )
 
     def step_s(self, layout: Layout, num_instances: int, batch: float) -> tuple[float, LoadQueue]:
         """A step of an instance that runs `batch` rows, waits for loads included, and those loads.
@@ -163,11 +187,11 @@ class Cluster:
         t = step(batch L / (output tokens t)) for every batch, found by bisection.
         """
         unhindered_s = self.tpot_s(layout.ep, batch)
-        requests = num_instances * max(1.0, batch) / self.loads.output_tokens
+        requests = num_instances * max(1.0, batch) / self.inputs.output_tokens
 
         def at(step_s: float) -> tuple[float, LoadQueue]:
             queue = self.load_queue(layout, requests / step_s)
-            return queue.step_s(unhindered_s, num_instances, self.shape.num_layers), queue
+            return queue.step_s(unhindered_s, num_instances, self.inputs.shape.num_layers), queue
 
         found = at(unhindered_s)
         if found[0] <= unhindered_s * (1 + _PRECISION):
@@ -182,7 +206,7 @@ class Cluster:
 
     def tpot_s(self, ep: int, batch: float) -> float:
         """layers * (attention + max(experts, LoRA round)) of a step, which has one row at least."""
-        return self.shape.num_layers * self.stages.layer_s(ep, max(1.0, batch))
+        return self.inputs.shape.num_layers * self.stages.layer_s(ep, max(1.0, batch))
 
     def first_token_s(self, layout: Layout, tpot_s: float) -> tuple[float, float]:
         """(load, steps): P95 decode TTFT of requests that start at once is their sum.
@@ -191,8 +215,9 @@ class Cluster:
         part; later layers come while earlier ones compute (InfiniLoRA section 5.3).  steps: 0.95 of the step
         under way at arrival, one during which the lease is asked for, and the request's first one.
         """
-        largest = self.mix.largest().bytes_on_rank(self.shape, Layout(ep=layout.ep))
-        load_s = largest / self.shape.num_layers / self.gpu.load_bytes_per_s
+        shape, gpu = self.inputs.shape, self.inputs.profile.gpu
+        largest = self.inputs.mix.largest().bytes_on_rank(shape, Layout(ep=layout.ep))
+        load_s = largest / shape.num_layers / gpu.load_bytes_per_s
         return load_s, STEPS_TO_FIRST_TOKEN * tpot_s
 
     def base_holds(self, batch: float) -> bool:
@@ -200,21 +225,11 @@ class Cluster:
         return self.stages.attention_s(batch) + self.stages.experts_s(batch) <= self.layer_budget_s
 
     def _layouts(self) -> Iterator[Layout]:
-        most = self.shape.num_experts or len(self.shape.sites)
-        for ep in range(1, most + 1):
-            for pp in range(1, self.shape.num_layers + 1):
-                layout = Layout(ep=ep, pp=pp)
-                try:
-                    Partition(self.shape, layout, self.instance_gpus, sites="auto")
-                except ConfigError:
-                    break  # what is wrong is x, whatever y
-                yield layout
+        shape = self.inputs.shape
+        for ep in range(1, (shape.num_experts or len(shape.sites)) + 1):
+            with suppress(ConfigError):  # what is wrong is x, whatever y
+                self._partition(Layout(ep=ep))
+                yield from (Layout(ep=ep, pp=pp) for pp in range(1, shape.num_layers + 1))
 
-
-def largest(holds: Callable[[int], bool], most: int, least: int = 1) -> int:
-    """The largest n <= most for which `holds`, by bisection; it does at `least`, and not from some n on."""
-    low, high = least, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    def _partition(self, layout: Layout) -> Partition:
+        return Partition(self.inputs.shape, layout, self.inputs.instance_gpus, sites="auto")

@@ -53,8 +53,10 @@ class PlanInputs(PlanGoals):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("output_tokens", "context_tokens", "rate_per_s", "instance_gpus"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                where = _FROM_TRACE.get(name, f"change --{name.replace('_', '-')}")
+                raise ConfigError(f"{name}={value} must be a finite number above 0; {where}")
         if not 0 < self.adapter_share <= 1:
             raise ConfigError(f"adapter_share={self.adapter_share} must be above 0 and at most 1")
         if self.rate_per_s is None and self.global_batch is None:
@@ -64,12 +66,9 @@ class PlanInputs(PlanGoals):
             )
 
     @property
-    def tokens_per_s(self) -> float | None:
-        """Output tokens per second that the load asks for; None where its global batch is given."""
-        if self.global_batch is not None:
-            return None
-        assert self.rate_per_s is not None  # checked above
-        return self.rate_per_s * self.output_tokens
+    def adapter_bytes(self) -> float:
+        """Mean bytes of an adapter."""
+        return self.mix.adapter_bytes(self.shape)
 
     def to_json(self) -> dict[str, Any]:
         """All that is not an array, as JSON holds it."""
@@ -82,9 +81,3 @@ class PlanInputs(PlanGoals):
             "adapter_form": self.mix.form,
             "hardware": self.profile.name,
         }
-
-
-def _positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        where = _FROM_TRACE.get(name, f"change --{name.replace('_', '-')}")
-        raise ConfigError(f"{name}={value} must be a finite number above 0; {where}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
+from scipy.special import lambertw
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import DEFAULT_TARGETS, MAX_LORA_RANK, ModelShape
@@ -226,30 +227,13 @@ def server_bytes(gpu: Gpu) -> float:
     return round(math.floor(usable_gb / unit) * unit, 9) * 1e9
 
 
-def server_slots(gpu: Gpu, shape: ModelShape, mix: AdapterMix, layout: Layout) -> int:
-    """Adapters of mean size that fit on a LoRA Server of this layout."""
-    return int(server_bytes(gpu) / mix.bytes_on_rank(shape, layout))
-
-
-def kv_requests(gpu: Gpu, shape: ModelShape, instance_gpus: int, context_tokens: float) -> float:
-    """Requests whose KV fits beside an instance's weights.  Raises ConfigError if the weights don't fit."""
-    usable = instance_gpus * gpu.memory_bytes * gpu.instance_memory_share
-    weights = base_parameters(shape) * shape.dtype_bytes
-    if weights >= usable:
-        raise ConfigError(
-            f"the base model's {weights / 1e9:.1f} GB exceed what {instance_gpus} GPUs give an instance "
-            f"({usable / 1e9:.1f} GB) by {(weights - usable) / 1e9:.1f} GB; raise --instance-gpus"
-        )
-    return (usable - weights) / (shape.kv_bytes_per_token() * context_tokens)
-
-
 # Loads of adapters into a LoRA Server: how many, how long they queue, and what that does to steps and TTFT.
 #
 # Legend: lambda loads per second, D seconds of one on the links of a rank (all ranks load their parts of an
 # adapter side by side, so their queues are alike), rho = lambda D, L instances, t seconds of a step, t0 of
 # one that waits for nothing, l layers.
 #
-# - Misses: Che's approximation of an LRU cache (`AdapterLoads`); a share of the requests, whatever their
+# - Misses: Che's approximation of an LRU cache (`miss_share`); a share of the requests, whatever their
 #   rate.
 # - Queue: M/D/1.  Its backlog exceeds x with probability exp(-theta x), lambda (exp(theta D) - 1) = theta
 #   (Lundberg's exponent, Kingman's bound); below rho = 1 only.
@@ -279,6 +263,8 @@ def miss_share(probabilities: NDArray[np.float64], slots: int) -> float:
     rates = probabilities[probabilities > 0]
     if slots >= len(rates):
         return 0.0
+    if slots < 1:
+        return 1.0
 
     def too_many(log_window: float) -> float:
         return float(-np.expm1(-rates * math.exp(log_window)).sum()) - slots
@@ -320,13 +306,8 @@ class LoadQueue:
             return 0.0
         if rho <= 0:
             return math.inf
-        low, high = 0.0, 1.0  # of theta D, by bisection of (exp(z) - 1) / z = 1 / rho
-        while math.expm1(high) / high < 1 / rho:
-            low, high = high, 2 * high
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (middle, high) if math.expm1(middle) / middle < 1 / rho else (low, middle)
-        return high / self.load_s
+        # z = theta D solves exp(z) = 1 + z / rho, so that -(rho + z) exp(-(rho + z)) = -rho exp(-rho).
+        return (-rho - float(lambertw(-rho * math.exp(-rho), -1).real)) / self.load_s
 
     def step_s(self, unhindered_s: float, num_instances: int, num_layers: int) -> float:
         """t of a step that takes t0 = unhindered_s where no load is late; infinite from rho = 1 on."""
@@ -355,23 +336,3 @@ class LoadQueue:
         if waiting <= _TAIL or math.isinf(decay):
             return unhindered_s
         return max(unhindered_s, 2 * step_s + math.log(waiting / _TAIL) / decay)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterLoads:
-    """Whom requests ask for.  probabilities: [N], of adapters.  adapter_share: of the requests, those with
-    an adapter.  output_tokens: mean of a request.
-    """
-
-    probabilities: NDArray[np.float64]
-    adapter_share: float
-    output_tokens: float
-    _found: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    def queue(self, requests_per_s: float, slots: int, load_s: float) -> LoadQueue:
-        """The queue at this rate before a server of `slots` adapters."""
-        if slots not in self._found:
-            self._found[slots] = miss_share(self.probabilities, slots) if slots else 1.0
-        misses = self._found[slots]
-        loads_per_s = requests_per_s * self.adapter_share * misses
-        return LoadQueue(loads_per_s=loads_per_s, load_s=load_s, misses=misses)

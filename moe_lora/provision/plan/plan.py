@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from moe_lora.config.plan import ESTIMATORS
 from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.protocol.partition import (
     Layout,
@@ -14,28 +13,28 @@ from moe_lora.dist.lora_server.protocol.partition import (
     communication_metrics,
     uniform_routing,
 )
-from moe_lora.provision.admission.admitted import ADMITTED, Admitted, NeededCapacity, rates_at
+from moe_lora.provision.admission.admitted import rates_at
 from moe_lora.provision.admission.corrected import corrected_wait
 from moe_lora.provision.admission.iar import expected_active
 from moe_lora.workload.popularity.popularity import checked_probabilities
 
 from .cluster_size import MS, Cluster
 from .inputs import PlanInputs
-from .memory import KNOWN_MODELS, AdapterLoads, bytes_text, server_bytes
+from .memory import KNOWN_MODELS, bytes_text, server_bytes
 from .sizing import (
     Candidate,
     ServerSize,
     Split,
     best_split,
-    candidate,
     candidates,
     fewest_instances,
+    loaded,
     most_rows,
     server_size,
     smallest_cluster,
     smallest_server,
+    with_capacity,
 )
-from .stages import StageTimes
 from .verify import Replay
 
 # Whether what was given, GPUs or instances, holds the load.
@@ -57,17 +56,16 @@ def check_budget(inputs: PlanInputs, split: Split) -> None:
     )
 
 
-def check_instances(inputs: PlanInputs, cluster: Cluster) -> None:
-    """Raises SloError if so many instances can't take the load, with the number that can."""
+def check_instances(cluster: Cluster, num_instances: int) -> None:
+    """Raises SloError if so many can't take the load, with the number that can."""
     most, limit = cluster.max_batch
-    assert inputs.instances is not None  # asked for only then
     least = fewest_instances(cluster)
-    if inputs.instances >= least:
+    if num_instances >= least:
         return
-    batch = min(cluster.batch(layout.ep, inputs.instances) for layout in cluster.layouts)
+    batch = min(cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts)
     why = "fit beside the weights" if limit == "kv" else "the base model decodes within the TPOT SLO"
     raise SloError(
-        f"--instances {inputs.instances}: {batch:.1f} requests each or more, {batch - most:.1f} more than "
+        f"--instances {num_instances}: {batch:.1f} requests each or more, {batch - most:.1f} more than "
         f"the {most} that {why}; give {least} or more"
     )
 
@@ -86,11 +84,12 @@ def assumptions(inputs: PlanInputs, global_batch: float) -> tuple[str, ...]:
     shape, mix = inputs.shape, inputs.mix
     other = "shared" if mix.form == "separate" else "separate"
     other_bytes = replace(mix, form=other).adapter_bytes(shape)
+    known = next((model for model in KNOWN_MODELS if model.name == inputs.model), None)
     sites = "adapters on every expert, none on attention" if shape.num_experts else "adapters on all sites"
-    usual = {model.name: model.lora_rank for model in KNOWN_MODELS}.get(inputs.model)
     ranks = ", ".join(f"{rank} of {share:.0%} of the requests" for rank, share in mix.ranks)
-    if mix.ranks == ((usual, 1.0),):
-        ranks = f"{usual}, the usual one of {inputs.model} (table 3 of InfiniLoRA); --lora-rank for another"
+    if known is not None and mix.ranks == ((known.lora_rank, 1.0),):
+        usual = f"the usual one of {inputs.model} (table 3 of InfiniLoRA)"
+        ranks = f"{known.lora_rank}, {usual}; --lora-rank for another"
     elif len(mix.ranks) == 1:
         ranks = f"{mix.ranks[0][0]}, as given"
     said = [
@@ -110,9 +109,8 @@ def assumptions(inputs: PlanInputs, global_batch: float) -> tuple[str, ...]:
             "adapters of mean size stand for the mix of ranks: in memory the mean over requests or over "
             "adapters, whichever is larger; in computation the one over requests"
         )
-    notes = {model.name: model.note for model in KNOWN_MODELS}
-    if notes.get(inputs.model):
-        said.append(f"{inputs.model}: {notes[inputs.model]}")
+    if known is not None and known.note:
+        said.append(f"{known.name}: {known.note}")
     return tuple(said)
 
 
@@ -215,10 +213,6 @@ class Plan:
     inputs: Mapping[str, Any]
     checked: tuple[Replay, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Every field, by name."""
-        return asdict(self)
-
 
 def make_plan(inputs: PlanInputs) -> Plan:
     """The smallest cluster for the load, or the best split of `inputs.gpus`.
@@ -226,101 +220,64 @@ def make_plan(inputs: PlanInputs) -> Plan:
     Raises SloError if none holds the SLOs, ConfigError for what can't be sized, ValueError for popularity
     that is none.
     """
-    cluster = cluster_of(inputs)
     checked_probabilities(inputs.probabilities)
-    capacity_of, split = _needed(inputs, inputs.estimator), None
+    cluster, split = Cluster(inputs), None
     if inputs.gpus is not None:
-        split = best_split(cluster, inputs.probabilities, inputs.target_iar, inputs.gpus, _admitted(inputs))
+        split = best_split(cluster)
         check_budget(inputs, split)
-        num_instances, num_ranks = split.num_instances, split.layout.num_ranks
-        found = candidates(cluster, capacity_of, num_instances)
-        server = smallest_server(cluster, found, num_instances, num_ranks)
+        found = candidates(cluster, split.num_instances)
+        server = smallest_server(cluster, found, split.layout.num_ranks)
     elif inputs.instances is not None:
-        num_instances = inputs.instances
-        check_instances(inputs, cluster)
-        server = smallest_server(cluster, candidates(cluster, capacity_of, num_instances), num_instances)
+        check_instances(cluster, inputs.instances)
+        server = smallest_server(cluster, candidates(cluster, inputs.instances))
     else:
-        num_instances, server = smallest_cluster(cluster, capacity_of)
-    return _plan(inputs, cluster, num_instances, server, split)
+        server = smallest_cluster(cluster)
+    return _plan(cluster, server, split)
 
 
-def plan_of(inputs: PlanInputs, cluster: Cluster, num_instances: int, layout: Layout) -> Plan:
+def plan_of(cluster: Cluster, num_instances: int, layout: Layout) -> Plan:
     """The plan of a cluster that was chosen otherwise, whatever the models say of it."""
-    found = candidates(cluster, _needed(inputs, inputs.estimator), num_instances)
-    batch = cluster.batch(layout.ep, num_instances, layout)
-    if batch > cluster.max_batch[0]:
-        batch = cluster.batch(layout.ep, num_instances)
-    capacity = _needed(inputs, inputs.estimator)(batch * num_instances)
-    chosen = candidate(cluster, layout, capacity, num_instances, batch)
-    return _plan(inputs, cluster, num_instances, server_size(chosen, found), None)
+    chosen = loaded(cluster, layout, num_instances)
+    chosen = with_capacity(chosen, cluster.needed(chosen.batch * num_instances))
+    return _plan(cluster, server_size(chosen, candidates(cluster, num_instances)), None)
 
 
-def cluster_of(inputs: PlanInputs) -> Cluster:
-    """What the inputs ask to size."""
-    stages = StageTimes(
-        inputs.profile,
-        inputs.shape,
-        inputs.mix.mean_rank,
-        inputs.instance_gpus,
-        inputs.context_tokens,
-        inputs.probabilities,
-    )
-    return Cluster(
-        shape=inputs.shape,
-        mix=inputs.mix,
-        gpu=inputs.profile.gpu,
-        stages=stages,
-        loads=AdapterLoads(
-            probabilities=inputs.probabilities,
-            adapter_share=inputs.adapter_share,
-            output_tokens=inputs.output_tokens,
-        ),
-        instance_gpus=inputs.instance_gpus,
-        slo_ttft_s=inputs.slo_ttft_s,
-        slo_tpot_s=inputs.slo_tpot_s,
-        context_tokens=inputs.context_tokens,
-        tokens_per_s=inputs.tokens_per_s,
-        global_batch=inputs.global_batch,
-        load_margin=inputs.load_margin,
-    )
-
-
-def _needed(inputs: PlanInputs, estimator: str) -> NeededCapacity:
-    return NeededCapacity(estimator, inputs.probabilities, inputs.target_iar, inputs.adapter_share)
-
-
-def _admitted(inputs: PlanInputs) -> Admitted:
-    """IAR at a global batch of which only a share asks for adapters."""
-    admitted, share = ADMITTED[inputs.estimator], inputs.adapter_share
-    return lambda probabilities, batch, capacity: admitted(probabilities, batch * share, capacity)
-
-
-def _plan(
-    inputs: PlanInputs, cluster: Cluster, num_instances: int, server: ServerSize, split: Split | None
-) -> Plan:
-    chosen, layout = server.chosen, server.chosen.layout
-    load = chosen.batch * num_instances
-    running = cluster.steady_rows(layout.ep, num_instances, layout)
+def _plan(cluster: Cluster, server: ServerSize, split: Split | None) -> Plan:
+    inputs, chosen, layout = cluster.inputs, server.chosen, server.chosen.layout
+    num_instances, load = chosen.num_instances, chosen.batch * chosen.num_instances
+    running = cluster.steady_rows(layout, num_instances, loads=True)
     if running > chosen.batch:  # the loads' model has no solution, the simulator had
-        running = cluster.steady_rows(layout.ep, num_instances)
+        running = cluster.steady_rows(layout, num_instances, loads=False)
     tpot_s, queue = cluster.step_s(layout, num_instances, running)
     p95_ttft_s = cluster.first_token_s(layout, tpot_s)[0] + queue.p95_ttft_s(tpot_s, num_instances)
     rate_per_s = inputs.rate_per_s
     if rate_per_s is None or inputs.global_batch is not None:
         rate_per_s = running * num_instances / (inputs.output_tokens * tpot_s)
+    probabilities, batch, capacity = inputs.probabilities, load * inputs.adapter_share, chosen.capacity
+    slots = min(chosen.slots, len(probabilities))
+    at_capacity, at_slots = (rates_at(probabilities, batch, size) for size in (capacity, slots))
     return Plan(
-        **_admission(inputs, chosen, load, tpot_s, p95_ttft_s),
+        capacity=capacity,
+        capacity_paper=cluster.capacity_of["paper"](load),
+        capacity_corrected=cluster.capacity_of["corrected"](load),
+        iar=at_capacity["paper"],
+        iar_corrected=at_capacity["corrected"],
+        expected_active=expected_active(probabilities, batch),
+        mean_wait_s=corrected_wait(probabilities, batch, capacity) * inputs.output_tokens * tpot_s,
         loads_per_s=queue.loads_per_s,
         loading_share=queue.utilisation,
         load_wait_s=queue.wait_s,
         lora_server_gpus=layout.num_ranks,
         layout=str(layout),
         instances=num_instances,
-        bytes_per_adapter=inputs.mix.adapter_bytes(inputs.shape),
-        memory_gb_per_rank=round(server_bytes(cluster.gpu) / 1e9, 9),
+        bytes_per_adapter=inputs.adapter_bytes,
+        memory_gb_per_rank=round(server_bytes(inputs.profile.gpu) / 1e9, 9),
         binding_constraint=server.binding if split is None else BUDGET,
         rate_limited_by=None if split is None else split.binding,
         gpus_by_constraint=server.gpus_by_constraint,
+        slots=slots,
+        slots_iar=at_slots["paper"],
+        slots_iar_corrected=at_slots["corrected"],
         total_gpus=layout.num_ranks + num_instances * inputs.instance_gpus,
         instance_gpus=inputs.instance_gpus,
         rate_per_s=rate_per_s,
@@ -328,6 +285,7 @@ def _plan(
         batch_per_instance=chosen.batch,
         running_per_instance=running,
         max_num_seqs=most_rows(cluster, layout, num_instances),
+        p95_ttft_s=p95_ttft_s if at_slots["corrected"] >= TAIL else None,
         tpot_s=tpot_s,
         tpot_at_load_s=chosen.step_s,
         serviceable_rate_per_s=None if split is None else split.tokens_per_s / inputs.output_tokens,
@@ -336,26 +294,3 @@ def _plan(
         assumptions=assumptions(inputs, load),
         inputs=inputs.to_json(),
     )
-
-
-def _admission(
-    inputs: PlanInputs, chosen: Candidate, load: float, tpot_s: float, p95_ttft_s: float
-) -> dict[str, Any]:
-    """Fields of a plan on adapters that are resident, and on requests that find theirs so."""
-    probabilities, batch, capacity = inputs.probabilities, load * inputs.adapter_share, chosen.capacity
-    slots = min(chosen.slots, len(probabilities))
-    at_capacity, at_slots = (rates_at(probabilities, batch, size) for size in (capacity, slots))
-    by_name = {name: _needed(inputs, name)(load) for name in ESTIMATORS}
-    return {
-        "capacity": capacity,
-        "capacity_paper": by_name["paper"],
-        "capacity_corrected": by_name["corrected"],
-        "iar": at_capacity["paper"],
-        "iar_corrected": at_capacity["corrected"],
-        "expected_active": expected_active(probabilities, batch),
-        "mean_wait_s": corrected_wait(probabilities, batch, capacity) * inputs.output_tokens * tpot_s,
-        "slots": slots,
-        "slots_iar": at_slots["paper"],
-        "slots_iar_corrected": at_slots["corrected"],
-        "p95_ttft_s": p95_ttft_s if at_slots["corrected"] >= TAIL else None,
-    }

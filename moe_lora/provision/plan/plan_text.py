@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import yaml
 
@@ -13,77 +13,61 @@ from .verify import ARRIVALS, Replay
 
 def plan_lines(plan: Plan) -> list[str]:
     """What to deploy, why, what to expect, and what was assumed."""
-    ms = plan.layer_ms
-    rows = [
-        ("GPUs in all", f"{plan.total_gpus} of {plan.inputs['hardware']}: {deployment(plan)}"),
-        *(("Simulated" if number == 0 else "", _replay(one)) for number, one in enumerate(plan.checked)),
-        ("Model", f"{plan.inputs['model']}, {plan.inputs['num_adapters']} adapters ({_source(plan)})"),
-        (
-            "Adapter",
-            f"LoRA rank {ranks_text(plan)}: {bytes_text(plan.bytes_per_adapter)}, "
-            f"{plan.inputs['adapter_form']} A for gate and up",
-        ),
-        (
-            "Requests at once",
-            f"{plan.global_batch:.1f}, using {plan.expected_active:.1f} adapters (expected)",
-        ),
-        (
-            "M*",
-            f"{plan.capacity} adapters for {plan.inputs['target_iar']:.1%} admitted at once "
-            f"(by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected})",
-        ),
-        ("IAR at M*", _rates(plan.iar, plan.iar_corrected)),
-        ("LoRA Server", f"{_gpus(plan.lora_server_gpus)} as {plan.layout}, holding {plan.slots} adapters"),
-        ("IAR there", _rates(plan.slots_iar, plan.slots_iar_corrected)),
-        (
-            "Loads",
-            f"{plan.loads_per_s:.2f} adapters/s, {plan.loading_share:.0%} of the links' time{_queue(plan)}",
-        ),
-        ("Bound by", f"{plan.binding_constraint} ({_needs(plan)})"),
-        (
-            "Instances",
-            f"{plan.instances} of {_gpus(plan.instance_gpus)}, {plan.batch_per_instance:.1f} requests each",
-        ),
-        ("P95 TTFT", _ttft(plan)),
-        (
-            "TPOT",
-            f"{plan.tpot_s * 1e3:.2f} ms, {plan.tpot_at_load_s * 1e3:.2f} ms at the batch sized for "
-            f"(SLO {plan.inputs['slo_tpot_s']:g} s)",
-        ),
-        (
-            "A layer",
-            f"attention {ms['attention']:.3f} ms, experts {ms['experts']:.3f} ms beside receive "
-            f"{ms['receive']:.3f} + compute {ms['compute']:.3f} + send {ms['send']:.3f} ms",
-        ),
-        ("Budgets", f"SLO_Layer {ms['slo_layer']:.3f} ms, SLO_FFN {ms['slo_ffn']:.3f} ms"),
-    ]
-
-    def place(name: str) -> int:
-        return [first for first, _ in rows].index(name)
-
-    if plan.serviceable_rate_per_s is not None:
-        rows.append(
-            (
-                "Serviceable rate",
-                f"{plan.serviceable_rate_per_s:.1f} requests/s ({plan.rate_limited_by} limits)",
-            )
-        )
-    if plan.slots_iar_corrected < plan.inputs["target_iar"]:
-        rows.insert(
-            place("IAR there") + 1,
-            ("", "below the target by the corrected model: --estimator corrected sizes by it"),
-        )
-    if plan.capacity < plan.expected_active:
-        rows.insert(
-            place("M*") + 1,
-            (
-                "",
-                f"fewer than are active: who has to wait, waits {plan.mean_wait_s:.2f} s for a slot on "
-                "average; raise --target-iar where that is too long",
-            ),
-        )
-    lines = [f"{name:<18} {text}" for name, text in rows]
+    lines = [f"{name:<18} {text}" for name, text in (*_deployed(plan), *_sized(plan), *_expected(plan))]
     return [*lines, "", "Assumed:", *(f"- {sentence}" for sentence in plan.assumptions)]
+
+
+def _deployed(plan: Plan) -> Iterator[tuple[str, str]]:
+    given = plan.inputs
+    yield "GPUs in all", f"{plan.total_gpus} of {given['hardware']}: {deployment(plan)}"
+    for number, one in enumerate(plan.checked):
+        yield "" if number else "Simulated", _replay(one)
+    source = given["popularity_source"] or "popularity as given"
+    yield "Model", f"{given['model']}, {given['num_adapters']} adapters ({source})"
+    size = bytes_text(plan.bytes_per_adapter)
+    yield "Adapter", f"LoRA rank {ranks_text(plan)}: {size}, {given['adapter_form']} A for gate and up"
+
+
+def _sized(plan: Plan) -> Iterator[tuple[str, str]]:
+    target = plan.inputs["target_iar"]
+    using = f"using {plan.expected_active:.1f} adapters (expected)"
+    yield "Requests at once", f"{plan.global_batch:.1f}, {using}"
+    by_each = f"by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected}"
+    yield "M*", f"{plan.capacity} adapters for {target:.1%} admitted at once ({by_each})"
+    if plan.capacity < plan.expected_active:
+        waits = f"who has to wait, waits {plan.mean_wait_s:.2f} s for a slot on average"
+        yield "", f"fewer than are active: {waits}; raise --target-iar where that is too long"
+    yield "IAR at M*", _rates(plan.iar, plan.iar_corrected)
+    held = f"{plan.layout}, holding {plan.slots} adapters"
+    yield "LoRA Server", f"{_gpus(plan.lora_server_gpus)} as {held}"
+    yield "IAR there", _rates(plan.slots_iar, plan.slots_iar_corrected)
+    if plan.slots_iar_corrected < target:
+        yield "", "below the target by the corrected model: --estimator corrected sizes by it"
+    wait = f", a wait of {plan.load_wait_s * 1e3:.1f} ms before one begins" if plan.loads_per_s else ""
+    yield "Loads", f"{plan.loads_per_s:.2f} adapters/s, {plan.loading_share:.0%} of the links' time{wait}"
+    needs = ", ".join(f"{name} alone: {gpus}" for name, gpus in plan.gpus_by_constraint.items())
+    yield "Bound by", f"{plan.binding_constraint} ({needs or 'by the models none meets them all'})"
+
+
+def _expected(plan: Plan) -> Iterator[tuple[str, str]]:
+    given, ms = plan.inputs, plan.layer_ms
+    each = f"{plan.batch_per_instance:.1f} requests each"
+    yield "Instances", f"{plan.instances} of {_gpus(plan.instance_gpus)}, {each}"
+    slo = f"SLO {given['slo_ttft_s']:g} s"
+    if plan.p95_ttft_s is None:
+        yield "P95 TTFT", f"not known: fewer than 95 % start at once, so the tail queues ({slo})"
+    else:
+        predicted = f"{plan.p95_ttft_s * 1e3:.1f} ms predicted"
+        yield "P95 TTFT", f"{predicted}, waits for loads included, without prefill ({slo})"
+    at_load = f"{plan.tpot_at_load_s * 1e3:.2f} ms at the batch sized for"
+    yield "TPOT", f"{plan.tpot_s * 1e3:.2f} ms, {at_load} (SLO {given['slo_tpot_s']:g} s)"
+    base = f"attention {ms['attention']:.3f} ms, experts {ms['experts']:.3f} ms"
+    served = f"receive {ms['receive']:.3f} + compute {ms['compute']:.3f} + send {ms['send']:.3f} ms"
+    yield "A layer", f"{base} beside {served}"
+    yield "Budgets", f"SLO_Layer {ms['slo_layer']:.3f} ms, SLO_FFN {ms['slo_ffn']:.3f} ms"
+    if plan.serviceable_rate_per_s is not None:
+        rate = f"{plan.serviceable_rate_per_s:.1f} requests/s"
+        yield "Serviceable rate", f"{rate} ({plan.rate_limited_by} limits)"
 
 
 def deployment(plan: Plan) -> str:
@@ -107,29 +91,8 @@ def _replay(one: Replay) -> str:
     return f"{ARRIVALS[one.arrivals]}: {at_once:.1%} at once, P95 TTFT {ttft_s * 1e3:.0f} ms{tpot}"
 
 
-def _source(plan: Plan) -> str:
-    return plan.inputs["popularity_source"] or "popularity as given"
-
-
 def _rates(paper: float, corrected: float) -> str:
     return f"{paper:.2%} by the paper's model, {corrected:.2%} by the corrected one"
-
-
-def _needs(plan: Plan) -> str:
-    if not plan.gpus_by_constraint:
-        return "by the models none meets them all"
-    return ", ".join(f"{name} alone: {gpus}" for name, gpus in plan.gpus_by_constraint.items())
-
-
-def _queue(plan: Plan) -> str:
-    return f", a wait of {plan.load_wait_s * 1e3:.1f} ms before one begins" if plan.loads_per_s else ""
-
-
-def _ttft(plan: Plan) -> str:
-    slo = f"SLO {plan.inputs['slo_ttft_s']:g} s"
-    if plan.p95_ttft_s is None:
-        return f"not known: fewer than 95 % start at once, so the tail queues ({slo})"
-    return f"{plan.p95_ttft_s * 1e3:.1f} ms predicted, waits for loads included, without prefill ({slo})"
 
 
 def _gpus(number: int) -> str:

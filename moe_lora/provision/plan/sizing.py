@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moe_lora.core.errors import SloError
 from moe_lora.dist.lora_server.protocol.partition import Layout
-from moe_lora.provision.admission.admitted import Admitted, largest_load
+from moe_lora.provision.admission.admitted import largest
 
-from .cluster_size import CONSTRAINTS, EQ5, EQ6, FIRST_TOKEN, LOADS, MEMORY, MS, Cluster, largest
-from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, bytes_text, kv_requests
+from .cluster_size import CONSTRAINTS, EQ5, EQ6, FIRST_TOKEN, LOADS, MEMORY, MS, Cluster
+from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, bytes_text
 from .stages import ServerRound
 
 # How one layout of a LoRA Server fares under a load: equations 5 and 6, memory, the first token.
@@ -23,19 +20,18 @@ from .stages import ServerRound
 
 MOST_ROWS = 1024
 ROUND = 8
-CapacityOf = Callable[[float], int]
-"""M* of a global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One layout under one load: what fits, how long a round takes, and which constraints it meets.
 
-    batch: rows of each instance.  capacity: adapters that the load needs.  step_s: of an instance, waits for
-    the loads of `queue` included.  p95_ttft_s: of requests that find a slot.
+    batch: rows of each of num_instances.  capacity: adapters that the load needs.  step_s: of an instance,
+    waits for the loads of `queue` included.  p95_ttft_s: of requests that find a slot.
     """
 
     layout: Layout
+    num_instances: int
     batch: float
     capacity: int
     slots: int
@@ -49,6 +45,11 @@ class Candidate:
     def feasible(self) -> bool:
         return all(self.met.values())
 
+    @property
+    def longest_s(self) -> float:
+        """Of the stages of a server's round, for all instances that a stage serves in turn (equation 6)."""
+        return self.round.longest[1] * math.ceil(self.num_instances / self.layout.pp)
+
 
 def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: int, batch: float) -> Candidate:
     """How this layout fares with M = capacity and L = num_instances of `batch` rows each."""
@@ -59,6 +60,7 @@ def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: in
     p95_ttft_s = first_load_s + queue.p95_ttft_s(step_s, num_instances)
     return Candidate(
         layout=layout,
+        num_instances=num_instances,
         batch=batch,
         capacity=capacity,
         slots=slots,
@@ -68,8 +70,8 @@ def candidate(cluster: Cluster, layout: Layout, capacity: int, num_instances: in
         p95_ttft_s=p95_ttft_s,
         met={
             MEMORY: slots >= capacity,
-            LOADS: p95_ttft_s <= cluster.slo_ttft_s and step_s <= cluster.slo_tpot_s,
-            FIRST_TOKEN: first_load_s + steps_s <= cluster.slo_ttft_s,
+            LOADS: p95_ttft_s <= cluster.inputs.slo_ttft_s and step_s <= cluster.inputs.slo_tpot_s,
+            FIRST_TOKEN: first_load_s + steps_s <= cluster.inputs.slo_ttft_s,
             **_equations(cluster, layout, num_instances, batch),
         },
     )
@@ -84,27 +86,26 @@ def _equations(cluster: Cluster, layout: Layout, num_instances: int, batch: floa
     }
 
 
-def candidates(cluster: Cluster, capacity_of: CapacityOf, num_instances: int) -> list[Candidate]:
+def candidates(cluster: Cluster, num_instances: int) -> list[Candidate]:
     """Every layout with the batch that it keeps running, but those whose batch the base model or KV forbid.
 
-    Where only the waits for loads make a batch too large, it is the one without them, and LOADS is not met.
     M* is asked for only of layouts that meet all but memory, up to the first that does that too; beyond, it
     is that one's, and of the others the one of the batch without loads.
     """
-    alone = {layout.ep: cluster.batch(layout.ep, num_instances) for layout in cluster.layouts}
+    alone = {layout: cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts}
     found = [
-        _loaded(cluster, layout, num_instances, alone[layout.ep])
-        for layout in cluster.layouts
-        if alone[layout.ep] <= cluster.max_batch[0]
+        loaded(cluster, layout, num_instances)
+        for layout, batch in alone.items()
+        if batch <= cluster.max_batch[0]
     ]
     if not any(one.feasible for one in found):
         return found
     fewest: int | None = None
     sized = []
     for one in found:
-        loaded = one.feasible and (fewest is None or one.layout.num_ranks == fewest)
-        batch = one.batch if loaded else alone[one.layout.ep]
-        needed = with_capacity(one, capacity_of(batch * num_instances))
+        own = one.feasible and fewest in (None, one.layout.num_ranks)
+        batch = one.batch if own else alone[one.layout]
+        needed = with_capacity(one, cluster.needed(batch * num_instances))
         if needed.feasible and fewest is None:
             fewest = one.layout.num_ranks
         sized.append(needed)
@@ -116,12 +117,15 @@ def with_capacity(one: Candidate, capacity: int) -> Candidate:
     return replace(one, capacity=capacity, met={**one.met, MEMORY: one.slots >= capacity})
 
 
-def _loaded(cluster: Cluster, layout: Layout, num_instances: int, alone: float) -> Candidate:
-    """With the batch that steps and loads keep running; alone: the one without loads."""
-    batch = cluster.batch(layout.ep, num_instances, layout)
+def loaded(cluster: Cluster, layout: Layout, num_instances: int) -> Candidate:
+    """With the batch that steps and loads keep running, for one adapter.
+
+    Where only the waits for loads make it too large, it is the batch without them, and LOADS is not met.
+    """
+    batch = cluster.batch(layout, num_instances, loads=True)
     if batch <= cluster.max_batch[0]:
         return candidate(cluster, layout, 1, num_instances, batch)
-    one = candidate(cluster, layout, 1, num_instances, alone)
+    one = candidate(cluster, layout, 1, num_instances, cluster.batch(layout, num_instances, loads=False))
     return replace(one, met={**one.met, LOADS: False})
 
 
@@ -135,10 +139,9 @@ def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
     def in_time(rows: int) -> bool:
         return cluster.base_holds(rows) and all(_equations(cluster, layout, num_instances, rows).values())
 
-    batch = cluster.batch(layout.ep, num_instances)
+    batch = cluster.batch(layout, num_instances, loads=False)
     least = math.ceil(batch + 4 * math.sqrt(batch))
-    room = int(kv_requests(cluster.gpu, cluster.shape, cluster.instance_gpus, cluster.context_tokens))
-    most = min(MOST_ROWS, room)
+    most = min(MOST_ROWS, int(cluster.kv_requests))
     if most <= least:
         return least
     found = largest(in_time, most, least)
@@ -148,7 +151,7 @@ def most_rows(cluster: Cluster, layout: Layout, num_instances: int) -> int:
 # Why no layout will do: which term exceeds which budget, and by how much.
 
 
-def shortfall(cluster: Cluster, found: Sequence[Candidate], num_instances: int) -> str:
+def shortfall(cluster: Cluster, found: Sequence[Candidate]) -> str:
     """What to tell a user whose load no candidate holds.
 
     The first constraint that no layout meets, by the layout that comes closest; else that none meets all.
@@ -167,14 +170,13 @@ def shortfall(cluster: Cluster, found: Sequence[Candidate], num_instances: int) 
             "raise --slo-tpot-s, or add instances"
         )
     if not any(one.met[EQ6] for one in found):
-        best = min(found, key=lambda one: one.round.longest[1] * math.ceil(num_instances / one.layout.pp))
+        best = min(found, key=lambda one: one.longest_s)
         name, longest_s = best.round.longest
-        total_s = longest_s * math.ceil(num_instances / best.layout.pp)
+        over_s = best.longest_s - cluster.layer_budget_s
         return (
-            f"eq. 6: {name} = {longest_s * MS:.3f} ms for each of {num_instances} instances over "
-            f"{best.layout.pp} stages = {total_s * MS:.3f} ms at best ({best.layout}) exceeds SLO_Layer = "
-            f"{cluster.layer_budget_s * MS:.3f} ms by {(total_s - cluster.layer_budget_s) * MS:.3f} ms; "
-            "raise --slo-tpot-s"
+            f"eq. 6: {name} = {longest_s * MS:.3f} ms for each of {best.num_instances} instances over "
+            f"{best.layout.pp} stages = {best.longest_s * MS:.3f} ms at best ({best.layout}) exceeds "
+            f"SLO_Layer = {cluster.layer_budget_s * MS:.3f} ms by {over_s * MS:.3f} ms; raise --slo-tpot-s"
         )
     if not any(one.met[FIRST_TOKEN] for one in found):
         return _first_token(cluster, found)
@@ -184,13 +186,14 @@ def shortfall(cluster: Cluster, found: Sequence[Candidate], num_instances: int) 
     capacity = most.capacity
     if most.slots < capacity:
         return (
-            f"memory: M* = {capacity} adapters of {bytes_text(cluster.mix.adapter_bytes(cluster.shape))}; "
+            f"memory: M* = {capacity} adapters of {bytes_text(cluster.inputs.adapter_bytes)}; "
             f"the largest layout, {most.layout}, holds {most.slots}, {capacity - most.slots} too few; lower "
             "--target-iar, the load or the ranks, or give more --gpus"
         )
     return (
         f"no layout meets memory (M* = {capacity}), first token, eq. 5 and 6 at once for "
-        f"{num_instances} instances of {best_round.batch:.1f} rows; raise --slo-tpot-s or give more --gpus"
+        f"{best_round.num_instances} instances of {best_round.batch:.1f} rows; raise "
+        "--slo-tpot-s or give more --gpus"
     )
 
 
@@ -201,17 +204,17 @@ def _loads(cluster: Cluster, found: Sequence[Candidate]) -> str:
         f"loads: {queue.loads_per_s:.1f} adapters/s of {queue.load_s * MS:.1f} ms keep the links of the LoRA "
         f"Server busy for {queue.utilisation:.0%} of the time at best ({best.layout}): P95 TTFT "
         f"{best.p95_ttft_s * MS:.0f} ms and TPOT {best.step_s * MS:.0f} ms, allowed are "
-        f"{cluster.slo_ttft_s * MS:.0f} and {cluster.slo_tpot_s * MS:.0f} ms; raise --slo-ttft-s, or give "
-        "adapters of smaller rank, or fewer"
+        f"{cluster.inputs.slo_ttft_s * MS:.0f} and {cluster.inputs.slo_tpot_s * MS:.0f} ms; raise "
+        "--slo-ttft-s, or give adapters of smaller rank, or fewer"
     )
 
 
 def _first_token(cluster: Cluster, found: Sequence[Candidate]) -> str:
     terms = (cluster.first_token_s(one.layout, cluster.tpot_s(one.layout.ep, one.batch)) for one in found)
     load_s, steps_s = min(terms, key=sum)
-    over_s = load_s + steps_s - cluster.slo_ttft_s
+    over_s = load_s + steps_s - cluster.inputs.slo_ttft_s
     return (
-        f"TTFT SLO {cluster.slo_ttft_s:g} s: without any queueing, loading the first layer takes "
+        f"TTFT SLO {cluster.inputs.slo_ttft_s:g} s: without any queueing, loading the first layer takes "
         f"{load_s * MS:.3f} ms and {STEPS_TO_FIRST_TOKEN} steps {steps_s * MS:.3f} ms, {over_s * MS:.3f} ms "
         f"too long in all; the {'load is' if load_s > steps_s else 'steps are'} the longer term; raise "
         "--slo-ttft-s"
@@ -231,9 +234,7 @@ class ServerSize:
         return max(self.gpus_by_constraint, key=lambda name: self.gpus_by_constraint[name], default=MEMORY)
 
 
-def smallest_server(
-    cluster: Cluster, found: Sequence[Candidate], num_instances: int, num_gpus: int | None = None
-) -> ServerSize:
+def smallest_server(cluster: Cluster, found: Sequence[Candidate], num_gpus: int | None = None) -> ServerSize:
     """The fewest ranks, and among their layouts the one whose round is shortest, that meet all constraints.
 
     found: by number of ranks.  num_gpus: exactly so many.  Among equal rounds the smaller sync scope x wins
@@ -242,12 +243,12 @@ def smallest_server(
     allowed = [one for one in found if num_gpus in (None, one.layout.num_ranks)]
     if not allowed:
         raise SloError(
-            f"no EPx-PPy of {num_gpus} ranks fits this model and {cluster.instance_gpus} GPUs a "
+            f"no EPx-PPy of {num_gpus} ranks fits this model and {cluster.inputs.instance_gpus} GPUs a "
             "instance; choose another number"
         )
     feasible = [one for one in allowed if one.feasible]
     if not feasible:
-        raise SloError(shortfall(cluster, allowed, num_instances))
+        raise SloError(shortfall(cluster, allowed))
     fewest = feasible[0].layout.num_ranks
     chosen = min(
         (one for one in feasible if one.layout.num_ranks == fewest),
@@ -258,31 +259,30 @@ def smallest_server(
 
 def server_size(chosen: Candidate, found: Sequence[Candidate]) -> ServerSize:
     """The layout with what each constraint alone needs, where any of `found` meets it."""
-    fewest = {
-        name: next((one.layout.num_ranks for one in found if one.met[name]), None) for name in CONSTRAINTS
+    needs = {
+        name: next(one.layout.num_ranks for one in found if one.met[name])
+        for name in CONSTRAINTS
+        if any(one.met[name] for one in found)
     }
-    needs = {name: num_ranks for name, num_ranks in fewest.items() if num_ranks is not None}
     return ServerSize(chosen=chosen, gpus_by_constraint=needs)
 
 
 def fewest_instances(cluster: Cluster) -> int:
     """L from which on the base model's time and KV allow the load's batches on some layout."""
-    degrees = {layout.ep for layout in cluster.layouts}
+    degrees = [layout for layout in cluster.layouts if layout.pp == 1]
 
-    def too_few(num_instances: int) -> bool:
-        return all(cluster.batch(ep, num_instances) > cluster.max_batch[0] for ep in degrees)
+    def enough(num_instances: int) -> bool:
+        batches = (cluster.batch(layout, num_instances, loads=False) for layout in degrees)
+        return min(batches) <= cluster.max_batch[0]
 
-    low, high = 0, 1
-    while too_few(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if too_few(middle) else (low, middle)
-    return high
+    high = 1
+    while not enough(high):
+        high *= 2
+    return largest(lambda num_instances: not enough(num_instances), high, high // 2) + 1 if high > 1 else 1
 
 
-def smallest_cluster(cluster: Cluster, capacity_of: CapacityOf) -> tuple[int, ServerSize]:
-    """(L, server) of the fewest GPUs in all, of equals the fewest instances.
+def smallest_cluster(cluster: Cluster) -> ServerSize:
+    """Of the fewest GPUs in all, of equals of the fewest instances.
 
     More instances have smaller batches, quicker steps, and so fewer requests at once: where nothing holds the
     load their number grows, by an eighth a time; from the first that does, all numbers are tried that may
@@ -290,37 +290,36 @@ def smallest_cluster(cluster: Cluster, capacity_of: CapacityOf) -> tuple[int, Se
     """
 
     def size(num_instances: int) -> ServerSize:
-        found = candidates(cluster, capacity_of, num_instances)
-        return smallest_server(cluster, found, num_instances)
+        return smallest_server(cluster, candidates(cluster, num_instances))
+
+    def gpus(server: ServerSize) -> int:
+        one = server.chosen
+        return one.num_instances * cluster.inputs.instance_gpus + one.layout.num_ranks
 
     num_instances = fewest_instances(cluster)
     failed, most = num_instances - 1, max(num_instances, math.ceil(_load(cluster, num_instances)))
     while True:
         try:
-            best = num_instances, size(num_instances)
+            best = size(num_instances)
             break
         except SloError:
             if num_instances >= most:
                 raise
         failed, num_instances = num_instances, min(most, num_instances + max(1, num_instances // 8))
-    least = capacity_of(_load(cluster, most))
-    ranks = (layout.num_ranks for layout in cluster.layouts if cluster.slots(layout) >= least)
-    fewest_ranks = next(ranks, 1)
+    least = cluster.needed(_load(cluster, most))
+    fewest_ranks = next((one.num_ranks for one in cluster.layouts if cluster.slots(one) >= least), 1)
     tried = failed + 1
-    while tried * cluster.instance_gpus + fewest_ranks <= _gpus(cluster, *best):
+    while tried * cluster.inputs.instance_gpus + fewest_ranks <= gpus(best):
         with suppress(SloError):
-            best = min(best, (tried, size(tried)), key=lambda one: (_gpus(cluster, *one), one[0]))
+            best = min(best, size(tried), key=lambda one: (gpus(one), one.chosen.num_instances))
         tried += 1
     return best
 
 
 def _load(cluster: Cluster, num_instances: int) -> float:
     """The smallest global batch of any layout."""
-    return num_instances * min(cluster.batch(layout.ep, num_instances) for layout in cluster.layouts)
-
-
-def _gpus(cluster: Cluster, num_instances: int, server: ServerSize) -> int:
-    return num_instances * cluster.instance_gpus + server.chosen.layout.num_ranks
+    batches = (cluster.batch(layout, num_instances, loads=False) for layout in cluster.layouts)
+    return num_instances * min(batches)
 
 
 # A fixed number of GPUs, split between LLM instances and the LoRA Server.
@@ -341,52 +340,47 @@ class Split:
     binding: str
 
 
-def best_split(
-    cluster: Cluster,
-    probabilities: NDArray[np.float64],
-    target_iar: float,
-    num_gpus: int,
-    admitted: Admitted,
-) -> Split:
-    """The split of num_gpus that holds the highest rate; L = (num_gpus - m) // GPUs of an instance.
+def best_split(cluster: Cluster) -> Split:
+    """The split of the inputs' GPUs that holds the highest rate; L = (GPUs - m) // GPUs of an instance.
 
-    admitted: IAR(probabilities, global batch, capacity).  Where the load is a given global batch, the split
-    that holds the largest one.  Of equals the one with fewer server GPUs wins, then the one with the shorter
-    round.  Raises SloError if no split works.
+    Where the load is a given global batch, the split that holds the largest one.  Of equals the one with
+    fewer server GPUs wins, then the one with the shorter round.  Raises SloError if no split works.
     """
+    inputs = cluster.inputs
+    capacity_of = cluster.capacity_of[inputs.estimator]
     held: dict[tuple[int, int], int] = {}
     best: tuple[tuple[float, ...], Split] | None = None
     for layout in cluster.layouts:
-        most = _fastest(cluster, layout, num_gpus)
+        most = _fastest(cluster, layout)
         if most is None or (best and _value(cluster, most) < best[0][0]):
             continue
         key = cluster.slots(layout), most.global_batch
         if key not in held:
-            held[key] = largest_load(probabilities, target_iar, *key, admitted)
+            held[key] = capacity_of.largest_load(*key)
         if not held[key]:
             continue
-        split = _split(cluster, layout, most.num_instances, held[key], most.binding)
-        if held[key] < most.global_batch:
-            split = replace(split, binding=MEMORY)
+        binding = MEMORY if held[key] < most.global_batch else most.binding
+        split = _split(cluster, layout, most.num_instances, held[key], binding)
         round_s = cluster.stages.server(layout.ep, held[key] / split.num_instances).total_s
         order = (_value(cluster, split), -layout.num_ranks, -round_s)
         if best is None or order > best[0]:
             best = (order, split)
     if best is None:
         raise SloError(
-            f"--gpus {num_gpus}: no split into instances of {cluster.instance_gpus} GPUs and a LoRA Server "
-            f"holds a single request within the SLOs; give more GPUs, {cluster.instance_gpus + 1} at least"
+            f"--gpus {inputs.gpus}: no split into instances of {inputs.instance_gpus} GPUs and a LoRA Server "
+            f"holds a single request within the SLOs; give more GPUs, {inputs.instance_gpus + 1} at least"
         )
     return best[1]
 
 
 def _value(cluster: Cluster, split: Split) -> float:
-    return split.tokens_per_s if cluster.global_batch is None else split.global_batch
+    return split.tokens_per_s if cluster.inputs.global_batch is None else split.global_batch
 
 
-def _fastest(cluster: Cluster, layout: Layout, num_gpus: int) -> Split | None:
+def _fastest(cluster: Cluster, layout: Layout) -> Split | None:
     """The largest load within (5), (6) and the first token's time, and what stops it; None: none."""
-    num_instances = (num_gpus - layout.num_ranks) // cluster.instance_gpus
+    assert cluster.inputs.gpus is not None
+    num_instances = (cluster.inputs.gpus - layout.num_ranks) // cluster.inputs.instance_gpus
     if num_instances < 1 or cluster.slots(layout) < 1:
         return None
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,11 +32,9 @@ from moe_lora.sim.system_config import InstanceConfig, SimLoraServerConfig, Syst
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
-from moe_lora.workload.traces.traces import read_trace
 
 from .cluster_size import Cluster
 from .inputs import PlanInputs
-from .memory import kv_requests
 from .sizing import most_rows
 
 NUM_REQUESTS = 12_000
@@ -73,6 +71,12 @@ class Replay:
     kind: str = "simulated"
 
 
+_SUMMARY = (
+    *("num_requests", "admitted_at_once", "waited_for_adapter", "waited_for_room"),
+    *("p95_ttft_s", "mean_tpot_s"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
     """Requests by kind of arrivals, and the adapters by popularity.  rate_per_s: of Poisson arrivals."""
@@ -83,12 +87,14 @@ class PlannedLoad:
 
 
 def planned_load(
-    inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int, seed: int = 0
+    inputs: PlanInputs, rate_per_s: float, trace: Trace, *, num_requests: int | None = None, seed: int = 0
 ) -> PlannedLoad:
-    """The requests of each kind of arrivals that applies; lengths in the trace's order.
+    """The requests of each kind of arrivals that applies, NUM_REQUESTS unless given, in the trace's order.
 
     Adapters are the trace's where their popularity is, else drawn from the plan's.
     """
+    num_requests = NUM_REQUESTS if num_requests is None else num_requests
+    trace = replace(trace, requests=trace.requests[:num_requests])
     if inputs.adapters_are_traces:
         popularity = None
         counts = Counter(one.adapter for one in trace.requests if one.adapter is not None)
@@ -117,70 +123,51 @@ def planned_load(
     )
 
 
-def read_load(
-    inputs: PlanInputs,
-    rate_per_s: float,
-    path: str | Path,
-    format: str | None = None,
-    *,
-    num_requests: int | None = None,
-    seed: int = 0,
-) -> PlannedLoad:
-    """`planned_load` of a trace's file; num_requests: NUM_REQUESTS unless given."""
-    number = NUM_REQUESTS if num_requests is None else num_requests
-    trace = read_trace(path, format, limit=number)
-    return planned_load(inputs, rate_per_s, trace, num_requests=number, seed=seed)
-
-
 def replays(
-    inputs: PlanInputs,
-    cluster: Cluster,
-    layout: Layout,
-    num_instances: int,
-    load: PlannedLoad,
-    *,
-    to_the_end: bool = True,
+    cluster: Cluster, layout: Layout, num_instances: int, load: PlannedLoad, *, to_the_end: bool = True
 ) -> list[Replay]:
     """A replay for each kind of arrivals; the first fifth of the time is not judged.
 
     to_the_end: False gives the first replay up in which so many requests missed a goal that it can't be held,
     and leaves out those after it.
     """
-    config = system_of(inputs, cluster, layout, num_instances, load.popular)
-    rows = min(cluster.batch(layout.ep, num_instances, layout), config.instance.max_num_seqs)
+    config = system_of(cluster, layout, num_instances, load.popular)
+    rows = min(cluster.batch(layout, num_instances, loads=True), config.instance.max_num_seqs)
     found = []
     for arrivals, requests in load.requests.items():
         share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
         begun = _under_way(requests, round(rows * num_instances * share))
-        found.append(_replay(inputs, config, arrivals, begun, requests, to_the_end=to_the_end))
-        if found[-1].stopped:
+        since_s = requests[0].arrival_s + WARM_UP_SHARE * (requests[-1].arrival_s - requests[0].arrival_s)
+        watch = None if to_the_end else _Watch(cluster.inputs, requests, since_s)
+        result = simulate(config, [*begun, *requests], watch)
+        summary = result.summary(since_s)
+        loads_per_s = result.num_loads / min(result.end_s, requests[-1].arrival_s)
+        values = {name: summary[name] for name in _SUMMARY}
+        found.append(Replay(arrivals=arrivals, loads_per_s=loads_per_s, stopped=result.stopped, **values))
+        if result.stopped:
             break
     return found
 
 
-def system_of(
-    inputs: PlanInputs, cluster: Cluster, layout: Layout, num_instances: int, popular: Sequence[str]
-) -> SystemConfig:
+def system_of(cluster: Cluster, layout: Layout, num_instances: int, popular: Sequence[str]) -> SystemConfig:
     """So many instances and a LoRA Server of this layout."""
-    max_num_seqs = most_rows(cluster, layout, num_instances)
+    inputs, max_num_seqs = cluster.inputs, most_rows(cluster, layout, num_instances)
     slots = min(cluster.slots(layout), len(inputs.probabilities))
-    adapter_bytes = inputs.mix.adapter_bytes(inputs.shape)
-    load_s = inputs.mix.bytes_on_rank(inputs.shape, layout) / cluster.gpu.load_bytes_per_s
     return SystemConfig(
         num_instances=num_instances,
         instance=InstanceConfig(
             profile=step_profile(cluster, layout, max_num_seqs),
             num_layers=inputs.shape.num_layers,
             max_num_seqs=max_num_seqs,
-            kv_tokens=kv_requests(cluster.gpu, inputs.shape, inputs.instance_gpus, 1.0),
+            kv_tokens=cluster.kv_requests * inputs.context_tokens,
         ),
         adapters=SimLoraServerConfig(
             capacity=slots,
             num_stages=layout.pp,
-            load_bytes_per_s=adapter_bytes / load_s,
+            load_bytes_per_s=inputs.adapter_bytes / cluster.load_s(layout),
             prefetched=popular[:slots],
         ),
-        adapter_bytes=adapter_bytes,
+        adapter_bytes=inputs.adapter_bytes,
     )
 
 
@@ -203,33 +190,6 @@ def step_profile(cluster: Cluster, layout: Layout, most: int) -> StepProfile:
         experts=SampledStage([0.0, *map(stages.experts_s, rows)]),
         lora=SampledStage([0.0, *(one.compute_s for one in served)]),
         transfer=SampledStage([0.0, *(one.receive_s + one.send_s for one in served)]),
-    )
-
-
-def _replay(
-    inputs: PlanInputs,
-    config: SystemConfig,
-    arrivals: str,
-    begun: Sequence[PlannedRequest],
-    requests: Sequence[PlannedRequest],
-    *,
-    to_the_end: bool,
-) -> Replay:
-    since_s = requests[0].arrival_s + WARM_UP_SHARE * (requests[-1].arrival_s - requests[0].arrival_s)
-    watch = None if to_the_end else _Watch(inputs, requests, since_s)
-    result = simulate(config, [*begun, *requests], watch)
-    summary = result.summary(since_s)
-    return Replay(
-        arrivals=arrivals,
-        loads_per_s=result.num_loads / min(result.end_s, requests[-1].arrival_s),
-        stopped=result.stopped,
-        **{
-            name: summary[name]
-            for name in (
-                *("num_requests", "admitted_at_once", "waited_for_adapter", "waited_for_room"),
-                *("p95_ttft_s", "mean_tpot_s"),
-            )
-        },
     )
 
 
@@ -273,11 +233,10 @@ def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedR
 
 
 def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-    """The trace over and over, a mean distance between its end and its next beginning."""
-    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
+    """The trace over and over, a mean distance between its end and its next beginning; one request once."""
     if len(requests) < 2:
         return iter(requests)
-    period_s = (last_s - first_s) * len(requests) / (len(requests) - 1)
+    period_s = (requests[-1].arrival_s - requests[0].arrival_s) * len(requests) / (len(requests) - 1)
     return (
         replace(one, arrival_s=one.arrival_s + number * period_s) for number in count() for one in requests
     )
@@ -286,9 +245,24 @@ def _repeated(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
 # Whether replays of a cluster keep its three targets, and by how much they don't.
 
 
-TARGETS = {"target_iar": "admitted_at_once", "slo_ttft_s": "p95_ttft_s", "slo_tpot_s": "mean_tpot_s"}
-_NAMES = {"target_iar": "at once", "slo_ttft_s": "P95 TTFT", "slo_tpot_s": "mean TPOT"}
-_AMOUNTS = {"target_iar": "{:.2%}", "slo_ttft_s": "{:.3f} s", "slo_tpot_s": "{:.4f} s"}
+class Target(NamedTuple):
+    """A goal of the plan, and the value of a replay that it is held against.
+
+    share: found must be at least the goal; else a time, at most.  form: how its values are shown.
+    """
+
+    goal: str
+    found: str
+    name: str
+    form: str
+    share: bool = False
+
+
+TARGETS = (
+    Target("target_iar", "admitted_at_once", "at once", "{:.2%}", share=True),
+    Target("slo_ttft_s", "p95_ttft_s", "P95 TTFT", "{:.3f} s"),
+    Target("slo_tpot_s", "mean_tpot_s", "mean TPOT", "{:.4f} s"),
+)
 ROUNDING = 1e-6
 
 
@@ -309,21 +283,34 @@ OTHER_DRAWS = Tolerance(share=0.02, time=0.1)
 class Verdict:
     """One target in the replay of one kind of arrivals.
 
-    target: a name of TARGETS.  goal, found: shares or seconds; found is None where no request was judged, and
-    then so are held and missed_by.  missed_by: 0 where the goal itself is kept.  held: within the tolerance.
+    target: the name of its goal.  goal, found: shares or seconds; found is None where no request was judged,
+    and then so are held and missed_by.  missed_by: 0 where the goal itself is kept.  held: within the
+    tolerance.
     """
 
     target: str
     goal: float
     arrivals: str
     found: float | None
-    held: bool | None
-    missed_by: float | None
+    held: bool | None = None
+    missed_by: float | None = None
 
 
 def verdicts(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = STRICT) -> list[Verdict]:
     """A verdict for each target and kind of arrivals; by target."""
     return [_judged(inputs, target, replay, tolerance) for target in TARGETS for replay in replays]
+
+
+def _judged(inputs: PlanInputs, target: Target, replay: Replay, tolerance: Tolerance) -> Verdict:
+    goal: float = getattr(inputs, target.goal)
+    found: float | None = getattr(replay, target.found)
+    verdict = Verdict(target=target.goal, goal=goal, arrivals=replay.arrivals, found=found)
+    if found is None:
+        return verdict
+    short = goal - found if target.share else found - goal
+    missed_by = short if short > ROUNDING * goal else 0.0
+    allowed = tolerance.share if target.share else tolerance.time * goal
+    return replace(verdict, held=missed_by <= allowed, missed_by=missed_by)
 
 
 def holds(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = STRICT) -> bool:
@@ -332,24 +319,14 @@ def holds(inputs: PlanInputs, replays: Sequence[Replay], tolerance: Tolerance = 
     return not any(one.stopped for one in replays) and all(one.held is not False for one in judged)
 
 
-def missed_text(verdict: Verdict) -> str:
-    """What was missed, by how much, and with which arrivals."""
-    amount, missed_by = _AMOUNTS[verdict.target], verdict.missed_by or 0.0
-    short = f"{100 * missed_by:.2f} points" if verdict.target == "target_iar" else amount.format(missed_by)
-    found = amount.format(verdict.found)
-    return f"{_NAMES[verdict.target]} missed by {short} ({found}) with {ARRIVALS[verdict.arrivals]}"
-
-
-def _judged(inputs: PlanInputs, target: str, replay: Replay, tolerance: Tolerance) -> Verdict:
-    goal: float = getattr(inputs, target)
-    found: float | None = getattr(replay, TARGETS[target])
-    held = missed_by = None
-    if found is not None:
-        share = target == "target_iar"
-        allowed = tolerance.share if share else tolerance.time * goal
-        short = goal - found if share else found - goal
-        missed_by = short if short > ROUNDING * goal else 0.0
-        held = missed_by <= allowed
-    return Verdict(
-        target=target, goal=goal, arrivals=replay.arrivals, found=found, held=held, missed_by=missed_by
-    )
+def missed_texts(judged: Iterable[Verdict]) -> list[str]:
+    """Of each that was missed by how much, and with which arrivals."""
+    by_goal = {target.goal: target for target in TARGETS}
+    said = []
+    for verdict in judged:
+        if verdict.held is False:
+            target, missed_by = by_goal[verdict.target], verdict.missed_by or 0.0
+            short = f"{100 * missed_by:.2f} points" if target.share else target.form.format(missed_by)
+            found = target.form.format(verdict.found)
+            said.append(f"{target.name} missed by {short} ({found}) with {ARRIVALS[verdict.arrivals]}")
+    return said

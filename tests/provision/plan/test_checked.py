@@ -10,8 +10,10 @@ import pytest
 from moe_lora.core.errors import SloError
 from moe_lora.provision.plan import verify as replayed
 from moe_lora.provision.plan.checked import PlaceSearch, checked_plan, place_of
-from moe_lora.provision.plan.plan import CHECK, cluster_of, make_plan
+from moe_lora.provision.plan.cluster_size import Cluster
+from moe_lora.provision.plan.plan import CHECK, make_plan
 from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, planned_load, replays
+from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
 
 from .plans import inputs, zipf
@@ -25,12 +27,12 @@ def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
+def trace(tmp_path: Path) -> Trace:
     """Short answers, sixty requests at once every second."""
     path = tmp_path / "trace.jsonl"
     rows = [{"arrival_s": i // 60 * 1.0, "prompt_tokens": 300, "output_tokens": 20} for i in range(400)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    return path
+    return read_trace(path)
 
 
 LOAD = {
@@ -41,46 +43,46 @@ LOAD = {
 }
 
 
-def test_plan_holds_in_a_replay_by_other_draws(trace: Path) -> None:
+def test_plan_holds_in_a_replay_by_other_draws(trace: Trace) -> None:
     given = inputs(**LOAD)
     plan = checked_plan(given, trace)
     place = place_of(plan)
-    load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW, seed=1)
-    found = replays(given, cluster_of(given), place.layout, place.num_instances, load)
+    load = planned_load(given, 60.0, trace, num_requests=FEW, seed=1)
+    found = replays(Cluster(given), place.layout, place.num_instances, load)
     assert holds(given, found, OTHER_DRAWS)
     assert {one.arrivals for one in plan.checked} == {"scaled", "poisson"}
     assert holds(given, plan.checked)
 
 
-def test_plan_of_the_models_that_misses_is_replaced_by_one_that_holds(trace: Path) -> None:
+def test_plan_of_the_models_that_misses_is_replaced_by_one_that_holds(trace: Trace) -> None:
     given = inputs(**LOAD)
     modelled, plan = make_plan(given), checked_plan(given, trace)
-    load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
-    search = PlaceSearch(given, cluster_of(given), [load])
+    load = planned_load(given, 60.0, trace, num_requests=FEW)
+    search = PlaceSearch(Cluster(given), [load])
     assert not search.holds(place_of(modelled))
     assert plan.total_gpus >= modelled.total_gpus
     assert plan.binding_constraint == CHECK
 
 
-def test_one_gpu_fewer_does_not_hold(trace: Path) -> None:
+def test_one_gpu_fewer_does_not_hold(trace: Trace) -> None:
     given = inputs(**LOAD)
     plan = checked_plan(given, trace)
-    load = planned_load(given, 60.0, read_trace(trace), num_requests=FEW)
-    search = PlaceSearch(given, cluster_of(given), [load], farthest=1.5, busiest=1.2)
+    load = planned_load(given, 60.0, trace, num_requests=FEW)
+    search = PlaceSearch(Cluster(given), [load], farthest=1.5, busiest=1.2)
     assert search.holding(plan.total_gpus - 1, at_most=20) is None
 
 
-def test_given_instances_are_kept(trace: Path) -> None:
+def test_given_instances_are_kept(trace: Trace) -> None:
     assert checked_plan(inputs(**LOAD, instances=3), trace).instances == 3
 
 
-def test_budget_is_kept(trace: Path) -> None:
+def test_budget_is_kept(trace: Trace) -> None:
     plan = checked_plan(inputs(**LOAD, gpus=12), trace)
     assert plan.total_gpus <= 12
     assert plan.serviceable_rate_per_s is not None
 
 
-def test_budget_whose_clusters_all_miss_is_refused_with_what_the_models_one_misses(trace: Path) -> None:
+def test_budget_whose_clusters_all_miss_is_refused_with_what_the_models_one_misses(trace: Trace) -> None:
     with pytest.raises(
         SloError,
         match=r"none of \d+ clusters of up to 4 GPUs holds it; .* P95 TTFT missed by .* with the trace's",
@@ -88,12 +90,12 @@ def test_budget_whose_clusters_all_miss_is_refused_with_what_the_models_one_miss
         checked_plan(inputs(**LOAD, gpus=4), trace)
 
 
-def test_margin_is_load_that_is_replayed_too(trace: Path) -> None:
+def test_margin_is_load_that_is_replayed_too(trace: Trace) -> None:
     few, more = (checked_plan(inputs(**LOAD, load_margin=margin), trace) for margin in (0.0, 1.0))
     assert more.total_gpus >= few.total_gpus
     assert (more.checked[0].loads_per_s, more.inputs["load_margin"]) > (0.0, 0.5)
 
 
-def test_load_that_nothing_holds_is_refused_with_what_it_misses(trace: Path) -> None:
+def test_load_that_nothing_holds_is_refused_with_what_it_misses(trace: Trace) -> None:
     with pytest.raises(SloError, match="steps are the longer term"):
         checked_plan(inputs(**LOAD, slo_ttft_s=0.02), trace)

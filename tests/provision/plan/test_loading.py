@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from moe_lora.config.engine import StageTime, StepProfile
-from moe_lora.provision.plan.memory import STEPS_TO_FIRST_TOKEN, AdapterLoads, LoadQueue, miss_share
+from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.provision.plan.cluster_size import Cluster
+from moe_lora.provision.plan.memory import STEPS_TO_FIRST_TOKEN, LoadQueue, miss_share
 from moe_lora.sim.system import simulate
 from moe_lora.sim.system_config import InstanceConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
+
+from .plans import inputs
 
 LAYERS, STEP_S = 32, 0.025
 
@@ -72,9 +76,9 @@ def test_misses_are_those_of_an_lru_cache(s: float, slots: int) -> None:
 
 def test_nothing_is_loaded_where_every_adapter_has_a_slot() -> None:
     assert miss_share(np.array([0.5, 0.5, 0.0]), 2) == 0.0
-    loads = AdapterLoads(probabilities=np.array([0.5, 0.5]), adapter_share=1.0, output_tokens=20.0)
-    assert loads.queue(100.0, 2, 0.02).step_s(STEP_S, 2, LAYERS) == STEP_S
-    assert loads.queue(100.0, 2, 0.02).p95_ttft_s(STEP_S, 2) == STEPS_TO_FIRST_TOKEN * STEP_S
+    queue = Cluster(inputs(probabilities=np.array([0.5, 0.5]))).load_queue(Layout(), 100.0)
+    assert queue.step_s(STEP_S, 2, LAYERS) == STEP_S
+    assert queue.p95_ttft_s(STEP_S, 2) == STEPS_TO_FIRST_TOKEN * STEP_S
 
 
 def test_more_slots_need_fewer_loads() -> None:
@@ -84,8 +88,10 @@ def test_more_slots_need_fewer_loads() -> None:
 
 
 def test_requests_for_the_base_model_load_nothing() -> None:
-    loads = AdapterLoads(probabilities=shares(64, 1.0), adapter_share=0.25, output_tokens=20.0)
-    assert loads.queue(40.0, 8, 0.01).loads_per_s == pytest.approx(10 * miss_share(shares(64, 1.0), 8))
+    cluster = Cluster(inputs(probabilities=shares(64, 1.0), adapter_share=0.25))
+    misses = miss_share(shares(64, 1.0), cluster.slots(Layout()))
+    assert cluster.load_queue(Layout(), 40.0).loads_per_s == pytest.approx(10 * misses)
+    assert misses > 0
 
 
 def test_backlog_decays_by_lundbergs_exponent() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.server.rank_memory import plan_memory
 from moe_lora.provision.admission.corrected import corrected_admissibility_rate
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate, min_capacity
+from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix, known_model
-from moe_lora.provision.plan.plan import cluster_of, make_plan
+from moe_lora.provision.plan.plan import make_plan
 from moe_lora.provision.plan.plan_text import plan_lines, plan_yaml
 from moe_lora.workload.popularity.popularity import Popularity
 
@@ -28,7 +29,7 @@ from .plans import inputs, zipf
 
 
 def test_plan_holds_the_named_keys_and_is_json() -> None:
-    found = json.loads(json.dumps(make_plan(inputs()).to_json()))
+    found = json.loads(json.dumps(asdict(make_plan(inputs()))))
     assert {
         *("capacity", "iar", "iar_corrected", "expected_active", "lora_server_gpus", "layout", "instances"),
         *("bytes_per_adapter", "binding_constraint", "p95_ttft_s", "tpot_s", "assumptions", "inputs"),
@@ -102,7 +103,7 @@ def test_instances_grow_until_their_batches_meet_the_equations() -> None:
     # 1.05 ms a layer: the base model manages batches whose LoRA round takes longer.
     given = inputs(slo_tpot_s=32 * 1.05e-3, global_batch=750)
     plan = make_plan(given)
-    assert plan.instances > math.ceil(750 / cluster_of(given).max_batch[0])
+    assert plan.instances > math.ceil(750 / Cluster(given).max_batch[0])
     assert plan.tpot_s <= 32 * 1.05e-3
 
 
@@ -185,7 +186,7 @@ def test_corrected_estimator_asks_for_more_room_and_both_are_published() -> None
 
 def test_instances_may_run_what_the_slo_allows_so_that_bursts_need_not_wait() -> None:
     given = inputs()
-    plan, cluster = make_plan(given), cluster_of(given)
+    plan, cluster = make_plan(given), Cluster(given)
     batch = plan.batch_per_instance
     assert plan.max_num_seqs > batch + 4 * math.sqrt(batch)
     layer_s = cluster.stages.layer_s(int(plan.layout[2]), plan.max_num_seqs)
@@ -207,7 +208,7 @@ def test_no_tail_is_promised_where_requests_queue() -> None:
 
 def test_predicted_tpot_keeps_just_its_own_batch_running() -> None:
     given = inputs(load_margin=0.2)
-    plan, cluster = make_plan(given), cluster_of(given)
+    plan, cluster = make_plan(given), Cluster(given)
     batch = plan.running_per_instance
     assert batch == pytest.approx(25 * 230 * plan.tpot_s / plan.instances, rel=1e-4)
     assert plan.tpot_s == pytest.approx(32 * cluster.stages.layer_s(int(plan.layout[2]), batch), rel=1e-4)

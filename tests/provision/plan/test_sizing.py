@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.dist.lora_server.protocol.partition import Layout
-from moe_lora.provision.admission.admitted import ADMITTED
+from moe_lora.provision.admission.admitted import largest
 from moe_lora.provision.admission.iar import immediate_admissibility_rate
-from moe_lora.provision.plan.cluster_size import CONSTRAINTS, EQ5, EQ6, MEMORY, Cluster, largest
-from moe_lora.provision.plan.memory import AdapterMix, base_parameters, known_model, server_slots
-from moe_lora.provision.plan.plan import cluster_of
+from moe_lora.provision.plan.cluster_size import CONSTRAINTS, EQ5, EQ6, MEMORY, Cluster
+from moe_lora.provision.plan.memory import AdapterMix, base_parameters, known_model
 from moe_lora.provision.plan.sizing import (
     Candidate,
     ServerSize,
@@ -23,11 +22,8 @@ from moe_lora.provision.plan.sizing import (
     fewest_instances,
     smallest_server,
 )
-from moe_lora.provision.profile_file import read_profile
 
 from .plans import inputs, zipf
-
-GPU = read_profile("hopper96").gpu
 
 
 def fared(cluster: Cluster, capacity: int, num_instances: int, batch: float) -> list[Candidate]:
@@ -37,7 +33,7 @@ def fared(cluster: Cluster, capacity: int, num_instances: int, batch: float) -> 
 def minimum_server(
     cluster: Cluster, capacity: int, num_instances: int, batch: float, num_gpus: int | None = None
 ) -> ServerSize:
-    return smallest_server(cluster, fared(cluster, capacity, num_instances, batch), num_instances, num_gpus)
+    return smallest_server(cluster, fared(cluster, capacity, num_instances, batch), num_gpus)
 
 
 def test_bytes_of_qwen_adapters_in_both_forms() -> None:
@@ -51,7 +47,7 @@ def test_two_gpus_hold_the_papers_104_mixtral_adapters() -> None:
     mixtral = known_model("Mixtral-8x7B")
     mix = AdapterMix(ranks=((64, 1.0),))
     assert mix.adapter_bytes(mixtral.shape) / 2**30 == pytest.approx(1.69, abs=0.005)
-    assert server_slots(GPU, mixtral.shape, mix, Layout(ep=2)) == 104
+    assert Cluster(inputs()).slots(Layout(ep=2)) == 104
 
 
 @pytest.mark.parametrize(
@@ -80,18 +76,18 @@ def test_mix_of_ranks_is_their_mean_and_shares_must_sum_to_one() -> None:
 
 def test_equations_5_and_6_by_hand() -> None:
     # Table 4 at 128 rows, EP4: 145 + 142 + 207 = 494 us a round, its longest stage 207 us.
-    cluster = cluster_of(inputs(slo_tpot_s=32 * 1.3e-3))
+    cluster = Cluster(inputs(slo_tpot_s=32 * 1.3e-3))
     attention_s = cluster.stages.attention_s(128)
     assert 0.1e-3 < attention_s < 0.3e-3
     assert candidate(cluster, Layout(ep=4), 1, 6, 128).met == dict.fromkeys(CONSTRAINTS, True)
     assert not candidate(cluster, Layout(ep=4), 1, 7, 128).met[EQ6]  # 7 * 207 us > 1.3 ms
     assert candidate(cluster, Layout(ep=4, pp=2), 1, 12, 128).met[EQ6]  # two stages serve six each
-    tight = cluster_of(inputs(slo_tpot_s=32 * (494e-6 + attention_s - 1e-6)))
+    tight = Cluster(inputs(slo_tpot_s=32 * (494e-6 + attention_s - 1e-6)))
     assert not candidate(tight, Layout(ep=4), 1, 1, 128).met[EQ5]
 
 
 def test_binding_constraint_is_the_one_that_needs_most_ranks() -> None:
-    cluster = cluster_of(inputs(slo_tpot_s=32 * 1.3e-3))
+    cluster = Cluster(inputs(slo_tpot_s=32 * 1.3e-3))
     by_memory = minimum_server(cluster, 400, 1, 128)
     assert by_memory.binding == MEMORY
     by_throughput = minimum_server(cluster, 1, 12, 128)
@@ -100,7 +96,7 @@ def test_binding_constraint_is_the_one_that_needs_most_ranks() -> None:
 
 
 def test_eight_ranks_of_mixtral_become_ep4_pp2_as_in_the_paper() -> None:
-    size = minimum_server(cluster_of(inputs()), 400, 4, 128, num_gpus=8)
+    size = minimum_server(Cluster(inputs()), 400, 4, 128, num_gpus=8)
     assert str(size.chosen.layout) == "EP4-PP2"
 
 
@@ -112,7 +108,7 @@ def test_eight_ranks_of_mixtral_become_ep4_pp2_as_in_the_paper() -> None:
     model=st.sampled_from(["Mixtral-8x7B", "Qwen3-30B-A3B", "GPT-OSS-20B", "DBRX"]),
 )
 def test_no_smaller_server_would_do(capacity: int, num_instances: int, batch: float, model: str) -> None:
-    cluster = cluster_of(inputs(model))
+    cluster = Cluster(inputs(model))
     size = minimum_server(cluster, capacity, num_instances, batch)
     found = fared(cluster, capacity, num_instances, batch)
     assert size.chosen.feasible
@@ -122,7 +118,7 @@ def test_no_smaller_server_would_do(capacity: int, num_instances: int, batch: fl
 
 
 def test_what_no_layout_holds_is_named_with_its_excess() -> None:
-    cluster = cluster_of(inputs(slo_tpot_s=32 * 0.9e-3))
+    cluster = Cluster(inputs(slo_tpot_s=32 * 0.9e-3))
     with pytest.raises(SloError, match=r"eq\. 5: receive .* exceeds SLO_FFN = .* by .* the longest is send"):
         minimum_server(cluster, 1, 1, 256)
     with pytest.raises(
@@ -132,12 +128,12 @@ def test_what_no_layout_holds_is_named_with_its_excess() -> None:
     with pytest.raises(SloError, match=r"memory: M\* = 100000 adapters of 1\.81 GB; .* too few"):
         minimum_server(cluster, 100_000, 1, 1)
     with pytest.raises(SloError, match=r"alone take .* ms more"):
-        fewest_instances(cluster_of(inputs(slo_tpot_s=1e-3)))
+        fewest_instances(Cluster(inputs(slo_tpot_s=1e-3)))
 
 
 def test_model_that_does_not_fit_an_instance_says_by_how_much() -> None:
     with pytest.raises(ConfigError, match=r"263\.2 GB exceed .* by .* raise --instance-gpus"):
-        fewest_instances(cluster_of(inputs("DBRX", instance_gpus=2)))
+        fewest_instances(Cluster(inputs("DBRX", instance_gpus=2)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -148,9 +144,9 @@ def test_bisection_finds_the_last_that_holds(most: int, last: int) -> None:
 
 @pytest.mark.parametrize("model", ["Mixtral-8x7B", "DBRX", "Qwen3-30B-A3B"])
 def test_split_of_a_budget_beats_every_other_number_of_server_ranks(model: str) -> None:
-    given_inputs, admitted = inputs(model, global_batch=100), ADMITTED["paper"]
-    cluster, probabilities = cluster_of(given_inputs), zipf()
-    best = best_split(cluster, probabilities, 0.95, 16, admitted)
+    given_inputs = inputs(model, global_batch=100, gpus=16, estimator="paper")
+    cluster, probabilities = Cluster(given_inputs), zipf()
+    best = best_split(cluster)
     assert best.num_instances == (16 - best.layout.num_ranks) // given_inputs.instance_gpus
     slots = cluster.slots(best.layout)
     assert immediate_admissibility_rate(probabilities, best.global_batch, slots) >= 0.95
