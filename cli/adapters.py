@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .adapters_registry import (
-    adapter_folders,
-    add,
-    check_registry,
-    list_registry,
-    registry_option,
-    remove,
-    show,
-)
 from .errors import user_errors
 
 if TYPE_CHECKING:
@@ -30,6 +23,17 @@ _model = click.option(
     type=_FOLDER,
     help="Folder of the base model (of its weights only samples are read).",
 )
+_version = click.option("--version", type=click.IntRange(min=1), help="One version.  [default: all]")
+
+
+def _registry(*, required: bool) -> Callable[[Any], Any]:
+    return click.option(
+        "--registry",
+        metavar="FOLDER",
+        required=required,
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder of the registry.",
+    )
 
 
 @click.group()
@@ -37,14 +41,10 @@ def adapters() -> None:
     """Check and list PEFT adapters, in folders or in a registry."""
 
 
-for command in (add, show, remove):
-    adapters.add_command(command)
-
-
 @adapters.command()
 @_path
 @_model
-@registry_option(required=False)
+@_registry(required=False)
 @user_errors
 def check(path: Path | None, model_dir: Path | None, registry: Path | None) -> None:
     """Read the adapter in PATH, or every adapter in the folders of PATH, as the server of --model would.
@@ -53,7 +53,7 @@ def check(path: Path | None, model_dir: Path | None, registry: Path | None) -> N
     Without PATH, the files of every adapter in --registry are compared with their hashes.
     """
     if path is None:
-        failed = check_registry(_only_registry(registry, model_dir))
+        failed = _check_registry(_only_registry(registry, model_dir))
     else:
         failed = _check_folders(path, _shape_for(path, model_dir, registry))
     if failed:
@@ -63,7 +63,7 @@ def check(path: Path | None, model_dir: Path | None, registry: Path | None) -> N
 @adapters.command(name="list")
 @_path
 @_model
-@registry_option(required=False)
+@_registry(required=False)
 @user_errors
 def list_adapters(path: Path | None, model_dir: Path | None, registry: Path | None) -> None:
     """Table of the adapters in the folders of PATH (or of PATH itself), or of those in --registry.
@@ -71,26 +71,104 @@ def list_adapters(path: Path | None, model_dir: Path | None, registry: Path | No
     With a registry, --model leaves out the adapters of other base models.
     """
     if path is None:
-        list_registry(_only_registry(registry), model_dir)
+        _list_registry(_only_registry(registry), model_dir)
         return
     shape = _shape_for(path, model_dir, registry)
-    rows = [("name", "rank", "bytes", "targets")]
-    for folder in adapter_folders(path):
+    rows = []
+    for folder in _adapter_folders(path):
         packed = _read(folder, shape)
         if isinstance(packed, str):
             rows.append((folder.name, "-", "-", f"cannot be served; see: moe-lora adapters check {folder}"))
         else:
             rank, size = str(packed.max_lora_rank), f"{packed.nbytes:,}"
             rows.append((folder.name, rank, size, " ".join(packed.targets)))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for name, rank, size, targets in rows:
-        click.echo(f"{name:<{widths[0]}}  {rank:>{widths[1]}}  {size:>{widths[2]}}  {targets}")
+    _print_table(("name", "rank", "bytes", "targets"), rows)
+
+
+@adapters.command()
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=_FOLDER)
+@_registry(required=True)
+@click.option(
+    "--model",
+    "model_dir",
+    required=True,
+    type=_FOLDER,
+    help="Folder of the base model; what it could not serve is refused.",
+)
+@click.option("--name", help="What requests will use as model.  [default: the name of the folder]")
+@click.option("--owner", default="", help="Whom to ask about it.")
+@click.option("--link", is_flag=True, help="Refer to the files where they are instead of copying them.")
+@user_errors
+def add(
+    paths: tuple[Path, ...], registry: Path, model_dir: Path, name: str | None, owner: str, link: bool
+) -> None:
+    """Add the PEFT adapter in each PATH, or those in its folders, to the registry, which is made if need be.
+
+    A name that is there gets a new version, unless the files are those of its current one.
+    """
+    from moe_lora.adapters.registry.publish import register_adapter
+    from moe_lora.adapters.registry.registry import Registry
+
+    folders = [folder for path in paths for folder in _adapter_folders(path)]
+    if name is not None and len(folders) > 1:
+        raise click.UsageError("--name names one adapter; give the PATH of one, or leave it out")
+    with Registry(registry, create=True) as opened:
+        for path in folders:
+            label = path.resolve().name if name is None else name
+            added = register_adapter(opened, label, path, model_dir=model_dir, owner=owner, link=link)
+            click.echo(f"{added.name}: version {added.version}, sha256 {added.content_hash[:12]}")
+
+
+@adapters.command()
+@click.argument("name")
+@_registry(required=True)
+@_version
+@user_errors
+def show(name: str, registry: Path, version: int | None) -> None:
+    """Everything the registry knows of NAME, of removed versions too."""
+    from moe_lora.adapters.registry.registry import Registry
+
+    with Registry(registry) as opened:
+        found = opened.versions(name) if version is None else [opened.get(name, version)]
+    for one in found:
+        created = datetime.fromtimestamp(one.created_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        click.echo(f"{one.name} version {one.version}: {one.state}")
+        for label, value in (
+            ("rank", one.lora_rank),
+            ("alpha", f"{one.alpha:g}"),
+            ("targets", " ".join(one.targets)),
+            ("bytes", f"{one.num_bytes:,}"),
+            ("content", one.content_hash),
+            ("base model", one.base_hash),
+            ("path", one.path),
+            ("added from", one.source),
+            ("owner", one.owner or "-"),
+            ("created", created),
+        ):
+            click.echo(f"  {label:<10}  {value}")
+
+
+@adapters.command()
+@click.argument("name")
+@_registry(required=True)
+@_version
+@user_errors
+def remove(name: str, registry: Path, version: int | None) -> None:
+    """Take NAME out of the registry; files that no other adapter shares are deleted.
+
+    A server that serves it keeps it, but needs its files when an instance starts again: unload it first.
+    """
+    from moe_lora.adapters.registry.registry import Registry
+
+    with Registry(registry) as opened:
+        for one in opened.remove(name, version):
+            click.echo(f"{one.name}: version {one.version} removed")
 
 
 def _check_folders(path: Path, shape: ModelShape) -> bool:
     """Print what the server would say of each adapter; whether any can't be served."""
     failed = False
-    for folder in adapter_folders(path):
+    for folder in _adapter_folders(path):
         packed = _read(folder, shape)
         failed |= isinstance(packed, str)
         if isinstance(packed, str):
@@ -103,6 +181,51 @@ def _check_folders(path: Path, shape: ModelShape) -> bool:
                 f"targets {' '.join(packed.targets)}, sha256 {packed.content_hash[:12]}"
             )
     return failed
+
+
+def _list_registry(registry: Path, model_dir: Path | None) -> None:
+    """Table of the current versions, of one base model if given."""
+    from moe_lora.adapters.registry.base_model import base_model_hash
+    from moe_lora.adapters.registry.registry import Registry
+
+    base_hash = None if model_dir is None else base_model_hash(model_dir)
+    with Registry(registry) as opened:
+        found = opened.adapters(base_hash=base_hash)
+    rows = []
+    for one in found:
+        facts = (str(one.version), str(one.lora_rank), f"{one.num_bytes:,}", one.state, one.base_hash[:12])
+        rows.append((one.name, *facts, one.owner or "-"))
+    _print_table(("name", "version", "rank", "bytes", "state", "base model", "owner"), rows)
+
+
+def _check_registry(registry: Path) -> bool:
+    """Print the state of every version's files; whether any is lost or altered."""
+    from moe_lora.adapters.registry.registry import Registry
+
+    with Registry(registry) as opened:
+        found = opened.check()
+    for one, problem in found:
+        said = f"ok: {one.num_bytes:,} bytes" if problem is None else f"error: {problem}"
+        click.echo(f"{one.name}: version {one.version}: {said}")
+    return any(problem is not None for _, problem in found)
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns of numbers stand to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, *rows):
+        cells = [
+            f"{cell:>{width}}" if head in ("version", "rank", "bytes") else f"{cell:<{width}}"
+            for head, cell, width in zip(heads, row, widths, strict=True)
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _adapter_folders(path: Path) -> list[Path]:
+    """PATH itself if it is an adapter, else its subfolders that are."""
+    if not any(path.glob("*/adapter_config.json")):
+        return [path]
+    return sorted(found.parent for found in path.glob("*/adapter_config.json"))
 
 
 def _only_registry(registry: Path | None, model_dir: Path | None = None) -> Path:

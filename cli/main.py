@@ -1,42 +1,37 @@
-"""`moe-lora`: the table of commands, and a group that imports one only to run it."""
+"""`moe-lora`: the table of commands, a group that imports one only to run it, and the process, which
+Ctrl-C ends quietly.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from dataclasses import dataclass
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
 
 import click
 
 from moe_lora import __version__
+from moe_lora.core.host import quiet_teardown
 
-
-@dataclass(frozen=True, slots=True)
-class LazyCommand:
-    """Where a command lives: a module of this package, the click command in it, and its line in --help."""
-
-    module: str
-    function: str
-    short_help: str
-
-
-COMMANDS: dict[str, LazyCommand] = {
-    "serve": LazyCommand("serve", "serve", "Serve a model and its adapters over HTTP."),
-    "cluster": LazyCommand("cluster", "cluster", "Make the certificates of a cluster of several hosts."),
-    "replay": LazyCommand("replay", "replay", "Send a trace's traffic to a server and measure it."),
-    "report": LazyCommand("report", "report", "Compare saved runs in one HTML page."),
-    "capacity": LazyCommand("capacity", "capacity", "Show or change a LoRA Server's capacity."),
-    "provision": LazyCommand("provision", "provision", "Size a cluster for a trace and two SLOs."),
-    "profile": LazyCommand("profile", "profile", "Time a model's layer here, for provision."),
-    "profile-steps": LazyCommand(
-        "profile_steps", "profile_steps", "Time whole steps by rank; fit performance models."
-    ),
-    "operating-points": LazyCommand(
-        "operating_points", "operating_points", "Find the most tokens/s of each rank within an SLO."
-    ),
-    "adapters": LazyCommand("adapters", "adapters", "Check adapters, keep a registry of them."),
-    "env": LazyCommand("env", "env", "Show the machine and the versions in use."),
+COMMANDS = {
+    "serve": "Serve a model and its adapters over HTTP.",
+    "cluster": "Make the certificates of a cluster of several hosts.",
+    "replay": "Send a trace's traffic to a server and measure it.",
+    "report": "Compare saved runs in one HTML page.",
+    "capacity": "Show or change a LoRA Server's capacity.",
+    "provision": "Size a cluster for a trace and two SLOs.",
+    "profile": "Time a model's layer here, for provision.",
+    "profile-steps": "Time whole steps by rank; fit performance models.",
+    "operating-points": "Find the most tokens/s of each rank within an SLO.",
+    "adapters": "Check adapters, keep a registry of them.",
+    "env": "Show the machine and the versions in use.",
 }
+"""What --help says of each.  A command is the function of its name in the module of its name."""
+INTERRUPTED = 130
+"""What a shell reports for a command that Ctrl-C ended."""
 
 
 class LazyGroup(click.Group):
@@ -46,18 +41,17 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        entry = COMMANDS.get(cmd_name)
-        if entry is None:
+        if cmd_name not in COMMANDS:
             near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
             if near:
                 ctx.fail(f"No such command {cmd_name!r}; did you mean {near[0]}?")
             return None
-        module = importlib.import_module(f".{entry.module}", __package__)
-        return getattr(module, entry.function)
+        name = cmd_name.replace("-", "_")
+        return getattr(importlib.import_module(f".{name}", __package__), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.short_help) for name, entry in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -66,7 +60,27 @@ def main() -> None:
     """Serve many LoRA adapters over one Mixture-of-Experts model."""
 
 
-if __name__ == "__main__":
-    from .entry import run
+def run() -> NoReturn:
+    """Run the command of the arguments and exit.
 
+    Ctrl-C ends it without a traceback, also while modules are imported, where it comes out as any error.
+    """
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job of a script ignores it
+        signal.signal(signal.SIGINT, interrupt)
+    quiet_teardown()
+    try:
+        main()
+    except (Exception, SystemExit, KeyboardInterrupt):
+        if not interrupts:
+            raise
+    sys.exit(INTERRUPTED if interrupts else 0)
+
+
+if __name__ == "__main__":
     run()

@@ -58,7 +58,7 @@ def test_entry_point_is_the_command() -> None:
     assert metadata()["options.entry_points"]["console_scripts"].split() == [
         "moe-lora",
         "=",
-        "moe_lora.cli.entry:run",
+        "moe_lora.cli.main:run",
     ]
     assert run_python("from moe_lora.cli.main import main; print(main.name)") == "main"
 

@@ -18,14 +18,14 @@ def test_help_lists_every_command_without_importing_one() -> None:
     program = (
         "import sys\nfrom moe_lora.cli.main import COMMANDS, main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "loaded = [n for n in COMMANDS if 'moe_lora.cli.' + COMMANDS[n].module in sys.modules]\n"
+        "loaded = [n for n in COMMANDS if 'moe_lora.cli.' + n.replace('-', '_') in sys.modules]\n"
         "print('loaded', loaded, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "loaded [] False" in done.stdout
-    for name, entry in COMMANDS.items():
+    for name, told in COMMANDS.items():
         assert name in done.stdout
-        assert entry.short_help in done.stdout
+        assert told in done.stdout
 
 
 def test_unknown_command_is_refused() -> None:

@@ -21,25 +21,25 @@ def ended(code: str) -> subprocess.CompletedProcess[str]:
 def test_an_interrupt_shows_no_traceback_whatever_it_came_out_as(raised):
     done = ended(f"""
         import os, signal
-        from moe_lora.cli import entry
+        from moe_lora.cli import main as command
         def main():
             try:
                 os.kill(os.getpid(), signal.SIGINT)
             except KeyboardInterrupt:
                 raise {raised}
-        entry.main = main
-        entry.run()
+        command.main = main
+        command.run()
     """)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_errors_of_other_causes_are_shown():
     done = ended("""
-        from moe_lora.cli import entry
+        from moe_lora.cli import main as command
         def main():
             raise ImportError("no such thing")
-        entry.main = main
-        entry.run()
+        command.main = main
+        command.run()
     """)
     assert done.returncode == 1
     assert "no such thing" in done.stderr
