@@ -17,79 +17,26 @@ from moe_lora.config import (
 
 from .errors import user_errors
 from .setting_options import section_options
-from .variadic import VariadicCommand, grouped
+from .variadic import VariadicCommand, headed
 
 _FOLDER = click.Path(exists=True, file_okay=False)
-_GROUPS = {
-    "Where": (
-        click.option(
-            "--served-model-name", help="What requests call the base model.  [default: folder name]"
-        ),
-    ),
-    "Adapters": (
-        click.option(
-            "--lora-modules", multiple=True, metavar="NAME=PATH...", help="PEFT adapters and their names."
-        ),
-        click.option(
-            "--lora-dir", multiple=True, type=_FOLDER, help="Serve every PEFT adapter below, by folder name."
-        ),
-        click.option(
-            "--skip-bad-adapters",
-            is_flag=True,
-            help="Serve without the adapters that can't be served, instead of not at all.",
-        ),
-    ),
-    "Memory": (),
-    "Engine": (),
-    "Several instances and front ends": (
-        click.option(
-            "--front-ends",
-            "num_front_ends",
-            type=click.IntRange(1, 64),
-            help="Processes that serve HTTP, on one port, with a controller of their own.  [default: 1, "
-            "which decides by itself]",
-        ),
-    ),
-    "LoRA Server": (),
-    "Watching the load": (),
-    "A cluster's file": (
-        click.option(
-            "--config",
-            "config_file",
-            metavar="FILE",
-            help="Settings from a file (docs/reference/cluster_file.md); options given here go before it.",
-        ),
-        click.option(
-            "--role",
-            type=click.Choice(["all", "front-end", "controller"]),
-            default="all",
-            show_default=True,
-            help="Of the cluster in --config: everything on this host, or one front end or the controller "
-            "alone.",
-        ),
-        click.option(
-            "--name", help="With --role front-end, which of the file's front_ends.  [default: the only one]"
-        ),
-        # How processes are started that `--front-ends` asks for.
-        click.option("--listen-fd", type=int, hidden=True),
-        click.option("--parent", type=int, hidden=True),
-        click.option("--status-fd", type=int, hidden=True),
-        click.option("--starts", type=int, hidden=True),
-    ),
-}
-"""Headings of --help in their order, and the options that are not settings of a role."""
+_HEADINGS = (
+    "Where",
+    "Adapters",
+    "Memory",
+    "Engine",
+    "Several instances and front ends",
+    "LoRA Server",
+    "Watching the load",
+    "A cluster's file",
+)
+"""Of --help, in their order."""
 _EXAMPLES = """\b
 Examples:
   moe-lora serve demo/model --lora-dir demo/adapters
   moe-lora serve demo/model --lora-modules up=demo/adapters/upper --port 9000
   moe-lora serve demo/model --lora-dir demo/adapters --lora-server EP1-PP1
 """
-
-
-def _options(function: Any) -> Any:
-    for heading, options in reversed(_GROUPS.items()):
-        function = grouped(heading, options)(function)
-    return function
 
 
 @section_options(
@@ -103,11 +50,64 @@ def _options(function: Any) -> Any:
 @click.command(
     cls=VariadicCommand,
     variadic=["--lora-modules", "--lora-dir", "--registry-adapters"],
-    headings=_GROUPS,
+    headings=_HEADINGS,
     epilog=_EXAMPLES,
 )
 @click.argument("model_dir", type=_FOLDER, required=False)
-@_options
+@headed("Where", "--served-model-name", help="What requests call the base model.  [default: folder name]")
+@headed(
+    "Adapters",
+    "--lora-modules",
+    multiple=True,
+    metavar="NAME=PATH...",
+    help="PEFT adapters and their names.",
+)
+@headed(
+    "Adapters",
+    "--lora-dir",
+    multiple=True,
+    type=_FOLDER,
+    help="Serve every PEFT adapter below, by folder name.",
+)
+@headed(
+    "Adapters",
+    "--skip-bad-adapters",
+    is_flag=True,
+    help="Serve without the adapters that can't be served, instead of not at all.",
+)
+@headed(
+    "Several instances and front ends",
+    "--front-ends",
+    "num_front_ends",
+    type=click.IntRange(1, 64),
+    help="Processes that serve HTTP, on one port, with a controller of their own.  [default: 1, which "
+    "decides by itself]",
+)
+@headed(
+    "A cluster's file",
+    "--config",
+    "config_file",
+    metavar="FILE",
+    help="Settings from a file (docs/reference/cluster_file.md); options given here go before it.",
+)
+@headed(
+    "A cluster's file",
+    "--role",
+    type=click.Choice(["all", "front-end", "controller"]),
+    default="all",
+    show_default=True,
+    help="Of the cluster in --config: everything on this host, or one front end or the controller alone.",
+)
+@headed(
+    "A cluster's file",
+    "--name",
+    help="With --role front-end, which of the file's front_ends.  [default: the only one]",
+)
+# How processes are started that `--front-ends` asks for.
+@click.option("--listen-fd", type=int, hidden=True)
+@click.option("--parent", type=int, hidden=True)
+@click.option("--status-fd", type=int, hidden=True)
+@click.option("--starts", type=int, hidden=True)
 @user_errors
 def serve(
     config_file: str | None,

@@ -11,10 +11,12 @@ import click
 
 from moe_lora.config.settings import MISSING, Setting, meanings, settings_of
 
+from .variadic import HeadedOption
+
 _SEPARATOR = "__"
 
 
-class SettingOption(click.Option):
+class SettingOption(HeadedOption):
     """The option of a setting, with its default or (default=None) none where it is not given.
 
     Its help is made when it is shown.
@@ -29,9 +31,9 @@ class SettingOption(click.Option):
         elif tuple[str, ...] in one.kinds:
             attributes |= {"multiple": True}
         names = [rule.option, name]
-        super().__init__(names, default=default, metavar=rule.metavar or None, **attributes)
+        heading = rule.group or kind.GROUP or "Options"
+        super().__init__(names, heading=heading, default=default, metavar=rule.metavar or None, **attributes)
         self._kind, self._setting = kind, one
-        self.heading = rule.group or kind.GROUP or "Options"
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         self.help = help_of(self._kind, self._setting)

@@ -38,16 +38,17 @@ class VariadicCommand(click.Command):
                 formatter.write_dl(records)
 
 
-def grouped(heading: str, options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """A decorator that applies these click.option decorators, to be listed under the heading."""
+class HeadedOption(click.Option):
+    """An option that --help lists under a heading."""
 
-    def decorate(function: Any) -> Any:
-        for option in reversed(options):
-            function = option(function)
-            function.__click_params__[-1].heading = heading
-        return function
+    def __init__(self, *args: Any, heading: str, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.heading = heading
 
-    return decorate
+
+def headed(heading: str, *names: str, **attributes: Any) -> Callable[[Any], Any]:
+    """`click.option`, listed under the heading."""
+    return click.option(*names, cls=HeadedOption, heading=heading, **attributes)
 
 
 def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
