@@ -80,14 +80,6 @@ class AdapterAffinity:
 _Row = tuple[tuple[int, float], ...]
 
 
-class _Turns:
-    """A table and how far each adapter has come in it."""
-
-    def __init__(self, table: Mapping[str, _Row]) -> None:
-        self.table = table
-        self.credits: dict[str, dict[int, float]] = {}
-
-
 class PhiRouting:
     """Each adapter's requests over its instances in proportion to phi.
 
@@ -103,37 +95,38 @@ class PhiRouting:
     def __init__(self, table: Mapping[str, Iterable[tuple[int, float]]] | None = None) -> None:
         self.version = 0
         self._otherwise = LeastOutstanding()
-        self._turns = _Turns(_checked(table or {}))
+        self._table = _checked(table or {})
+        self._credits: dict[str, dict[int, float]] = {}
+        """How far each adapter has come in its row."""
 
     @property
     def table(self) -> dict[str, list[tuple[int, float]]]:
         """A copy of what routes now."""
-        return {adapter: list(row) for adapter, row in self._turns.table.items()}
+        return {adapter: list(row) for adapter, row in self._table.items()}
 
     def swap(self, table: Mapping[str, Iterable[tuple[int, float]]]) -> None:
         """From the next request on route by this table; adapters whose row is the same go on in turn.
 
-        One assignment, so a request sees the old table or the new one.  Raises ValueError for a share that is
-        not positive or a row whose shares do not sum to 1; the table of before stays then.
+        Raises ValueError for a share that is not positive or a row whose shares do not sum to 1; the table of
+        before stays then.
         """
-        turns = _Turns(_checked(table))
-        before = self._turns
-        for adapter, credit in before.credits.items():
-            if turns.table.get(adapter) == before.table[adapter]:
-                turns.credits[adapter] = credit
-        self._turns = turns
+        before, self._table = self._table, _checked(table)
+        self._credits = {
+            adapter: credit
+            for adapter, credit in self._credits.items()
+            if self._table.get(adapter) == before[adapter]
+        }
         self.version += 1
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        turns = self._turns
-        row = turns.table.get(request.adapter) if request.adapter is not None else None
+        row = self._table.get(request.adapter) if request.adapter is not None else None
         if row is None or request.adapter is None:
             return self._otherwise.choose(request, instances)
         there = {one.index: one for one in instances}
         row = tuple((index, phi) for index, phi in row if index in there)
         if not row:
             return self._otherwise.choose(request, instances)
-        credit = turns.credits.setdefault(request.adapter, {})
+        credit = self._credits.setdefault(request.adapter, {})
         total = math.fsum(phi for _, phi in row)
         for index, phi in row:
             credit[index] = credit.get(index, 0.0) + phi / total
