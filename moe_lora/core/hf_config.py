@@ -24,6 +24,9 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
+FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
+
+
 def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `ModelShape` for this config.json.
 
@@ -32,16 +35,22 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise ConfigError(f"config.json must be a JSON object, found {type(config).__name__}")
     family = config.get("model_type")
-    readers = {
-        "llama": _llama,
-        "mixtral": _mixtral,
-        "qwen3_moe": _qwen3_moe,
-        "gpt_oss": _mixtral,
-        "dbrx": _dbrx,
+    if family not in FAMILIES:
+        raise ConfigError(f"model_type={family!r} is not supported; supported are {', '.join(FAMILIES)}")
+    hidden_size = _size(config, "hidden_size", "d_model")
+    num_heads = _size(config, "num_attention_heads", "n_heads")
+    return {
+        "family": family,
+        "dtype_bytes": _dtype_bytes(config),
+        "num_layers": _size(config, "num_hidden_layers", "n_layers"),
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": _size(config, "num_key_value_heads", "attn_config.kv_n_heads", default=num_heads),
+        "head_dim": _size(config, "head_dim", default=hidden_size // num_heads),
+        "vocab_size": _size(config, "vocab_size"),
+        "max_position": _size(config, "max_position_embeddings", "max_seq_len"),
+        **(_dense(config) if family == "llama" else _experts(config, family)),
     }
-    if not isinstance(family, str) or family not in readers:
-        raise ConfigError(f"model_type={family!r} is not supported; supported are {', '.join(readers)}")
-    return {"family": family, "dtype_bytes": _dtype_bytes(config), **readers[family](config)}
 
 
 def _get(config: Mapping[str, Any], *names: str, default: Any = _MISSING) -> Any:
@@ -72,61 +81,25 @@ def _dtype_bytes(config: Mapping[str, Any]) -> int:
     return _DTYPE_BYTES[name]
 
 
-def _common(config: Mapping[str, Any]) -> dict[str, Any]:
-    num_heads = _size(config, "num_attention_heads")
-    hidden_size = _size(config, "hidden_size")
+def _dense(config: Mapping[str, Any]) -> dict[str, int]:
+    inner = _size(config, "intermediate_size")
+    return {"intermediate_size": inner, "num_experts": 0, "num_experts_per_token": 0}
+
+
+def _experts(config: Mapping[str, Any], family: str) -> dict[str, int]:
+    inner: tuple[str, ...] = ("moe_intermediate_size", "intermediate_size", "ffn_config.ffn_hidden_size")
+    if family == "qwen3_moe":
+        inner = inner[:1]  # the other is that of dense layers
+        dense = _get(config, "mlp_only_layers", default=[])
+        if dense or _get(config, "decoder_sparse_step", default=1) != 1:
+            raise ConfigError(
+                "config.json makes some layers dense (mlp_only_layers or decoder_sparse_step); "
+                "only Qwen3-MoE models whose every layer has experts are supported"
+            )
     return {
-        "num_layers": _size(config, "num_hidden_layers"),
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "num_kv_heads": _size(config, "num_key_value_heads", default=num_heads),
-        "head_dim": _size(config, "head_dim", default=hidden_size // num_heads),
-        "vocab_size": _size(config, "vocab_size"),
-        "max_position": _size(config, "max_position_embeddings"),
-    }
-
-
-def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_common(config),
-        "intermediate_size": _size(config, "intermediate_size"),
-        "num_experts": 0,
-        "num_experts_per_token": 0,
-    }
-
-
-def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_common(config),
-        "intermediate_size": _size(config, "moe_intermediate_size", "intermediate_size"),
-        "num_experts": _size(config, "num_local_experts", "num_experts"),
-        "num_experts_per_token": _size(config, "num_experts_per_tok", "experts_per_token"),
-    }
-
-
-def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    if _get(config, "mlp_only_layers", default=[]) or _get(config, "decoder_sparse_step", default=1) != 1:
-        raise ConfigError(
-            "config.json makes some layers dense (mlp_only_layers or decoder_sparse_step); "
-            "only Qwen3-MoE models whose every layer has experts are supported"
-        )
-    fields = _mixtral(config)
-    fields["intermediate_size"] = _size(config, "moe_intermediate_size")
-    return fields
-
-
-def _dbrx(config: Mapping[str, Any]) -> dict[str, Any]:
-    hidden_size = _size(config, "d_model", "hidden_size")
-    num_heads = _size(config, "n_heads", "num_attention_heads")
-    return {
-        "num_layers": _size(config, "n_layers", "num_hidden_layers"),
-        "hidden_size": hidden_size,
-        "intermediate_size": _size(config, "ffn_config.ffn_hidden_size"),
-        "num_experts": _size(config, "ffn_config.moe_num_experts"),
-        "num_experts_per_token": _size(config, "ffn_config.moe_top_k"),
-        "num_heads": num_heads,
-        "num_kv_heads": _size(config, "attn_config.kv_n_heads", "num_key_value_heads", default=num_heads),
-        "head_dim": hidden_size // num_heads,
-        "vocab_size": _size(config, "vocab_size"),
-        "max_position": _size(config, "max_seq_len", "max_position_embeddings"),
+        "intermediate_size": _size(config, *inner),
+        "num_experts": _size(config, "num_local_experts", "num_experts", "ffn_config.moe_num_experts"),
+        "num_experts_per_token": _size(
+            config, "num_experts_per_tok", "experts_per_token", "ffn_config.moe_top_k"
+        ),
     }

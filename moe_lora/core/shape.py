@@ -17,15 +17,15 @@ from itertools import accumulate
 from typing import Any
 
 from .errors import ConfigError
+from .hf_config import FAMILIES, shape_fields
 
-FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 MATRIX_ALIGN_BYTES = 64
 MAX_LORA_RANK = 512
 """Each A and B matrix of a packed adapter starts at a multiple of this many bytes."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Site:
     """A place in a decoder layer where one input feeds one or more LoRA modules.
 
@@ -117,18 +117,9 @@ class ModelShape:
         if experts:
             rows.insert(2, ("router", ("router",), hidden, (experts,), 0))
         sites: list[Site] = []
-        for name, modules, in_features, out_features, num_experts in rows:
-            base = sites[-1].entry_base + sites[-1].num_entries if sites else 0
-            sites.append(
-                Site(
-                    name=name,
-                    modules=modules,
-                    in_features=in_features,
-                    out_features=out_features,
-                    num_experts=num_experts,
-                    entry_base=base,
-                )
-            )
+        for row in rows:
+            entry_base = sites[-1].entry_base + sites[-1].num_entries if sites else 0
+            sites.append(Site(*row, entry_base))
         return tuple(sites)
 
     @cached_property
@@ -181,8 +172,6 @@ class ModelShape:
         Raises ConfigError (a ValueError) naming the key for a model type or an option that is not
         supported, or a missing key. A config without a dtype counts as bfloat16.
         """
-        from .hf_config import shape_fields
-
         return cls(**shape_fields(config))
 
 
