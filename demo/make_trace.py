@@ -17,9 +17,10 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from bisect import bisect_right
 from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 
 SILENCE_S = 2.0
 REQUESTS_PER_SPELL = 91.9
@@ -49,10 +50,7 @@ _TICKS_PER_S = 10_000_000
 
 def quantile(table: tuple[float, ...], share: float) -> float:
     """The value at that share, linear between the table's entries on a logarithmic scale."""
-    upper = min(bisect_right(SHARES, share), len(SHARES) - 1)
-    part = (share - SHARES[upper - 1]) / (SHARES[upper] - SHARES[upper - 1])
-    low, high = math.log(table[upper - 1]), math.log(table[upper])
-    return math.exp(low + part * (high - low))
+    return math.exp(np.interp(share, SHARES, np.log(table)))
 
 
 def arrivals_s(duration_s: float, rng: random.Random) -> list[float]:
@@ -82,18 +80,6 @@ def trace_text(duration_s: float = DURATION_S, seed: int = SEED) -> str:
     return "\n".join(lines) + "\n"
 
 
-def quantiles(values: list[float]) -> list[float]:
-    """The values at SHARES, linear between neighbours."""
-    ordered = sorted(values)
-    found = []
-    for share in SHARES:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        found.append(ordered[low] + (place - low) * (ordered[high] - ordered[low]))
-    return found
-
-
 def measure(path: str) -> dict[str, list[float] | float]:
     """The statistics of a trace that this file quotes."""
     from moe_lora.workload.traces.traces import read_trace
@@ -106,9 +92,9 @@ def measure(path: str) -> dict[str, list[float] | float]:
         "requests_per_spell": len(requests) / (len(silences) + 1),
         "silence_mean_s": sum(silences) / len(silences),
         "silent_share": sum(silences) / requests[-1].arrival_s,
-        "gap_quantiles_s": quantiles([gap for gap in gaps if gap <= SILENCE_S]),
-        "prompt_quantiles": quantiles([request.prompt_tokens for request in requests]),
-        "output_quantiles": quantiles([request.output_tokens for request in requests]),
+        "gap_quantiles_s": np.quantile([gap for gap in gaps if gap <= SILENCE_S], SHARES).tolist(),
+        "prompt_quantiles": np.quantile([request.prompt_tokens for request in requests], SHARES).tolist(),
+        "output_quantiles": np.quantile([request.output_tokens for request in requests], SHARES).tolist(),
     }
 
 

@@ -15,12 +15,12 @@ import sys
 import tempfile
 import textwrap
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from .emulated import EMULATES, SLOWDOWN
 from .tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
@@ -61,6 +61,8 @@ def runs_of(duration_s: str) -> list[Run]:
 
 
 def main() -> int:
+    from moe_lora.report.html import write_report
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", default=str(HERE / "trace.csv"), help="trace file (azure, burstgpt, ...)")
     parser.add_argument("--duration-s", default="20", help="send what arrives in this time, to each system")
@@ -87,15 +89,9 @@ def main() -> int:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
     lines = [*answers, *verdict(found)]
-    write_report(report, found, lines)
+    write_report(report, found, "Many adapters, beside the model and on a LoRA Server", lines)
     print("", *(textwrap.fill(line, 100) for line in lines), f"Report: {report.as_uri()}", sep="\n")
     return 0
-
-
-def write_report(path: Path, found: list[dict[str, Any]], notes: list[str]) -> None:
-    from moe_lora.report.html import write_report as write
-
-    write(path, found, "Many adapters, beside the model and on a LoRA Server", notes)
 
 
 def verdict(found: list[dict[str, Any]]) -> list[str]:
@@ -152,11 +148,8 @@ def shown_answers(url: str) -> list[str]:
     given, found = "hello", []
     for name in SHOWN:
         body = {"model": name, "prompt": prompt_for(given), "max_tokens": 20, "temperature": 0}
-        request = urllib.request.Request(
-            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text = json.load(answer)["choices"][0]["text"]
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        text = answer.json()["choices"][0]["text"]
         if text != TASKS[name](given):
             sys.exit(f"{name} answered {text!r} to {given!r}; right is {TASKS[name](given)!r}")
         found.append(f"{name}: {prompt_for(given)} -> {text}")
@@ -201,11 +194,10 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> No
     while time.monotonic() < deadline:
         if server.poll() is not None:
             sys.exit(f"{log.read_text()}the server ended with exit code {server.returncode} while starting")
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=1):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.get(f"{url}/health", timeout=1).raise_for_status()
+            return
+        time.sleep(0.2)
     sys.exit(f"{log.read_text()}the server did not answer within {START_TIMEOUT_S:.0f} s")
 
 

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 from demo.training.data import make_batch
-from demo.training.export import adapter_tensors
-from demo.training.load import read_base
+from demo.training.export import adapter_tensors, read_base
 from demo.training.lora import ATTENTION, AdapterPlan, initial_adapter, with_adapter
 from demo.training.model import forward
 from moe_lora import LLM, SamplingParams

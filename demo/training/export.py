@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .lora import ATTENTION, AdapterPlan
-from .model import SHAPE, DemoShape, Weights
+from .model import SHAPE, DemoShape, Weights, initial_weights
 from .vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
 
 BASE_NAME = "moe-lora-demo"
@@ -89,6 +89,21 @@ def write_base(weights: Weights, directory: Path, shape: DemoShape = SHAPE) -> N
     _write_json({"do_sample": False, "max_new_tokens": 32, **token_ids}, directory / "generation_config.json")
     _save_bf16(base_tensors(weights, shape), directory / "model.safetensors")
     write_tokenizer(directory)
+
+
+def read_base(model_dir: Path) -> Weights:
+    """Weights of the Mixtral checkpoint that `write_base` wrote, in fp32."""
+    weights = initial_weights(seed=0)
+    places = base_tensors(weights)  # views of the weights, under the checkpoint's names
+    stored = load_file(model_dir / "model.safetensors")
+    if places.keys() != stored.keys():
+        raise ValueError(
+            f"{model_dir} is not the demo model ({SHAPE}): {sorted(places.keys() ^ stored.keys())[:3]}"
+        )
+    with torch.no_grad():
+        for name, place in places.items():
+            place.copy_(stored[name])
+    return weights
 
 
 def _flat_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
