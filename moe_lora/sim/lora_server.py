@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from moe_lora.core.clock import Clock
-from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.dist.lora_server.server.residency import Grant, Load
+from moe_lora.dist.lora_server.server.leases import Grant, LeaseTable, Load
 
 from .sources import AdapterSource, LoadLink, SimAdapter
 from .system_config import AdapterBytes, SimLoraServerConfig, bytes_of

@@ -24,6 +24,7 @@ from moe_lora.core.request import GenerateRequest
 from moe_lora.dist.launch.host_roles import Started, StartRank, say_started
 from moe_lora.dist.launch.run_role import serve_started
 from moe_lora.dist.lora_server.client import attach
+from moe_lora.dist.lora_server.protocol.control import LoraServerAdmin
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.dist.net.codec import decoder_of
 from moe_lora.engine import build
@@ -109,12 +110,9 @@ def served_tokens(model: ServedModel, row: Row, *, eager: bool = True, **changes
         stack.enter_context(server_processes(config, Layout.parse(server.layout).num_ranks))
         engine = stack.enter_context(instance(config))
         tokens = answers(engine, requests_to(model))
-        leases = engine._adapters.leases
-        assert leases is not None
-        stats = leases._leases.stats()
-        assert stats is not None, "the leader does not answer"
+        num_evictions = LoraServerAdmin(server.address, None).state().num_evictions
         tallies = [read_tally(server.store_dir, rank) for rank in range(expert_parallel)]
-    return Outcome(tokens, tallies, stats["num_evictions"])
+    return Outcome(tokens, tallies, num_evictions)
 
 
 def settings(model: ServedModel, dtype: str, **changes: Any) -> EngineConfig:

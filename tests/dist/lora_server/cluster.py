@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
-from moe_lora.dist.lora_server.protocol.control import ControlConnection
 from moe_lora.dist.lora_server.protocol.partition import Layout
 from moe_lora.dist.lora_server.server.server_rank import RankConfig, ServerRank
 from moe_lora.lora.row_routing import Lease
@@ -34,12 +33,6 @@ def until(condition: Callable[[], object], what: str = "the condition holds") ->
     while not condition():
         assert time.monotonic() < deadline_s, f"not within 20 s: {what}"
         time.sleep(0.005)
-
-
-def hear_until_the_end(connection: ControlConnection) -> NoReturn:
-    """Raises what ends the connection: EOFError or OSError."""
-    while True:
-        connection.receive(20.0)
 
 
 def random_adapter(

@@ -9,8 +9,7 @@ from typing import Any
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.clock import VirtualClock
-from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.dist.lora_server.server.residency import Grant
+from moe_lora.dist.lora_server.server.leases import Grant, LeaseTable
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.sequence import Sequence

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.lora_server.protocol.control_messages import DataHello, LeasesHello
+from moe_lora.dist.lora_server.protocol.control import find_rank, join, network
+from moe_lora.dist.lora_server.protocol.control_messages import ServerHello
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.protocol.reach import server_transport
+from moe_lora.dist.lora_server.protocol.reach import agreed_facts, server_transport
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
-from moe_lora.dist.lora_server.server.membership import find_rank
-from moe_lora.dist.lora_server.server.server_rank import agreed_facts
 from moe_lora.dist.net.keys import keys_in
+from moe_lora.dist.net.peer import Peer
 
 from .lease_client import LeaseClient
 from .remote_backend import RemoteBackend
 from .server_link import ServerLink
-
-logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 120.0
 
@@ -44,34 +42,46 @@ class LoraServerClient:
         client_ranks: int = 1,
     ) -> None:
         self._server = server
-        self._keys = keys_in(server.certificates)
         self._instance = instance
-        self._name = f"{instance}/{client_rank}"
-        self._agreed = agreed_facts(shape, dtype, server, client_ranks)
+        self._keys = keys_in(server.certificates)
+        name = f"{instance}/{client_rank}"
+        self._hello = ServerHello(name, agreed_facts(shape, dtype, server, client_ranks))
         layout = FrameLayout(shape, dtype, server.max_rows)
         self.store = HostStore(server.store_dir)
         self.partition = partition = Partition(
             shape, Layout.parse(server.layout), client_ranks, sites=server.sites
         )
-        self._transport = server_transport(server, f"{instance}/{client_rank}")
-        self.links: dict[int, ServerLink] = {}
-        for server_rank in range(partition.layout.num_ranks):
-            if client_rank in partition.clients_of_server(server_rank):
-                self.links[server_rank] = self._link(server_rank, layout)
+        self._transport = server_transport(server, name)
+        self.links = {
+            server_rank: ServerLink(
+                f"link to server rank {server_rank}",
+                partial(self._join_rank, server_rank),
+                *(instance, server, self._transport, layout),
+            )
+            for server_rank in range(partition.layout.num_ranks)
+            if client_rank in partition.clients_of_server(server_rank)
+        }
         try:
             for link in self.links.values():
-                link.begin(link.connect(CONNECT_TIMEOUT_S))
+                network().run(link.start(CONNECT_TIMEOUT_S))
         except BaseException:
             self.close()
             raise
         self.backend = RemoteBackend(shape, partition, client_rank, self.links, layout, self.store)
+
+    async def _join_rank(self, server_rank: int, timeout_s: float) -> Peer:
+        """Connect to a server rank, which the leader knows where to find.  Raises LoraServerError."""
+        leader = self._server.address, self._keys, self._hello
+        address = await find_rank(*leader, server_rank, timeout_s)
+        return await join(address, self._keys, self._hello, timeout_s)
 
     def leases(self, on_change: Callable[[], None]) -> LeaseClient:
         """The instance's leases; its first rank has them."""
         return LeaseClient(
             self._server.address,
             self._keys,
-            LeasesHello(name=self._name, instance=self._instance, agreed=self._agreed),
+            self._hello,
+            self._instance,
             self.store,
             on_change,
             silence_s=self._server.lease_timeout_s,
@@ -80,31 +90,5 @@ class LoraServerClient:
 
     def close(self) -> None:
         for link in self.links.values():
-            link.stop()
-        for link in self.links.values():
-            if link.ident is not None:
-                link.join(timeout=5.0)
+            network().run(link.stop())
         self._transport.close()
-
-    def _link(self, server_rank: int, layout: FrameLayout) -> ServerLink:
-        def find(timeout_s: float) -> str:
-            return find_rank(self._server.address, self._keys, self._agreed, server_rank, timeout_s)
-
-        hello = DataHello(
-            name=self._name,
-            instance=self._instance,
-            agreed=self._agreed,
-            server_rank=server_rank,
-            answers=b"",
-            max_rows=layout.max_rows,
-            depth=self._server.depth,
-        )
-        return ServerLink(
-            find,
-            self._keys,
-            hello,
-            self._transport,
-            layout,
-            depth=self._server.depth,
-            answer_timeout_s=self._server.answer_timeout_s,
-        )

@@ -1,131 +1,126 @@
-"""A client rank's standing connection to one server rank, made again whenever it was lost."""
+"""A client rank's session with one server rank, made again whenever it was lost."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
-from msgspec.structs import replace
-
-from moe_lora.core.errors import LastProblem, LoraServerError, PeerUnreachableError
-from moe_lora.dist.lora_server.protocol.control import SILENCE_S, ControlConnection, dial
-from moe_lora.dist.lora_server.protocol.control_messages import DataHello
-from moe_lora.dist.lora_server.protocol.reach import attended
+from moe_lora.config import LoraServerConfig
+from moe_lora.core.errors import LoraServerError, PeerUnreachableError
+from moe_lora.dist.lora_server.protocol.control import RETRY_S, called, stay_joined
 from moe_lora.dist.lora_server.protocol.session import ClientSession, FrameLayout
-from moe_lora.dist.net.keys import Keys
+from moe_lora.dist.net.peer import Peer
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.3
+_SLICE_S = 0.05
+_LOOK_S = 0.2
+_NEVER = 2**64 - 1
 
 
-class ServerLink(threading.Thread):
-    """Keeps a `ClientSession` with one server rank.
+@asynccontextmanager
+async def attended(transport: Transport, window: Window) -> AsyncIterator[None]:
+    """Wait for signals meanwhile, in a thread: over NIXL a peer can attach only while its target waits."""
+    done = threading.Event()
 
-    find: the server rank's control address, looked for up to a timeout; raises LoraServerError.
-    hello: what to say on connecting (see `control.dial`).  `session` is None while there is none: deltas are
-    then computed here.
+    def attend() -> None:
+        while not done.is_set():
+            transport.wait_any([(window, 0, _NEVER)], _SLICE_S)
+
+    thread = threading.Thread(target=attend, name="attend", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        await asyncio.to_thread(thread.join)
+
+
+class ServerLink:
+    """A client rank's session with one server rank, made again whenever it was lost.
+
+    join: connects to the rank, which it looks for up to a timeout; raises LoraServerError.
+    `session` is None while there is none: deltas are then computed here.
     """
 
     def __init__(
         self,
-        find: Callable[[float], str],
-        keys: Keys | None,
-        hello: DataHello,
+        name: str,
+        join: Callable[[float], Awaitable[Peer]],
+        instance: str,
+        settings: LoraServerConfig,
         transport: Transport,
         layout: FrameLayout,
-        *,
-        depth: int,
-        answer_timeout_s: float,
     ) -> None:
-        super().__init__(name=f"link-{hello.name}-{hello.server_rank}", daemon=True)
-        self._find = find
-        self._keys = keys
-        self._hello = hello
+        self._name = name
+        self._join = join
+        self._instance = instance
+        self._settings = settings
         self._transport = transport
         self._layout = layout
-        self._depth = depth
-        self._answer_timeout_s = answer_timeout_s
-        self._attempts = itertools.count()
-        self._stopping = threading.Event()
+        self._numbers = itertools.count()
         self._buffers: tuple[RemoteWindow, Window] | None = None
+        self._joined: asyncio.Task[None] | None = None
         self.session: ClientSession | None = None
 
-    def connect(self, timeout_s: float) -> ControlConnection:
-        """Make the session.  Raises LoraServerError."""
-        address = self._find(timeout_s)
-        label = f"answers-{self._hello.server_rank}-{next(self._attempts)}"
-        answers = self._transport.alloc(label, self._depth * self._layout.answer_bytes, 1)
+    async def start(self, timeout_s: float) -> None:
+        """Make the first session, and watch over it from then on.  Raises LoraServerError."""
+        first = await self._connect(timeout_s)
+        self._joined = asyncio.create_task(stay_joined(self._name, self._connect, self._watch, first))
+
+    async def stop(self) -> None:
+        if self._joined is not None:
+            self._joined.cancel()
+            await asyncio.wait([self._joined])
+
+    async def _connect(self, timeout_s: float) -> Peer:
+        peer = await self._join(timeout_s)
         try:
-            hello = replace(self._hello, answers=answers.descriptor())
-            with attended(self._transport, answers):
-                connection, welcome = dial(address, self._keys, hello, timeout_s)
-            try:
-                requests = self._transport.attach(welcome.requests)
-            except (PeerUnreachableError, ValueError) as error:
-                connection.close()
-                raise LoraServerError(f"the LoRA Server's buffers can't be reached: {error}") from error
+            await self._open(peer)
         except BaseException:
-            answers.free()
+            peer.end()
             raise
-        self.session = ClientSession(
-            self._transport, requests, answers, self._layout, self._depth, self._answer_timeout_s
-        )
-        self._buffers = (requests, answers)
-        return connection
+        return peer
 
-    def begin(self, connection: ControlConnection) -> None:
-        """Watch over the session from now on."""
-        self._connection: ControlConnection | None = connection
-        self.start()
-
-    def run(self) -> None:
-        problem = LastProblem()
-        while True:
-            if self._connection is not None:
-                self._watch(self._connection)
-                self._stopping.wait(_RETRY_S)  # the engine's thread may still be waiting on the buffers
-                self._let_buffers_go()
-                self._connection = None
-            if self._stopping.is_set():
-                return
-            try:
-                self._connection = self.connect(timeout_s=1.0)
-                logger.info("%s is linked to the LoRA Server again", self.name)
-                problem.over()
-            except Exception as error:  # whatever it is, deltas are computed here meanwhile
-                if problem.is_new(str(error)):
-                    logger.warning("%s: %s; deltas are computed here", self.name, error)
-                self._stopping.wait(_RETRY_S)
-
-    def _watch(self, connection: ControlConnection) -> None:
+    async def _open(self, peer: Peer) -> None:
+        settings, transport, layout = self._settings, self._transport, self._layout
+        label = f"answers, {self._name}, {next(self._numbers)}"
+        answers = transport.alloc(label, settings.depth * layout.answer_bytes, 1)
         try:
-            while not self._stopping.is_set():
-                connection.receive(0.2, SILENCE_S)
-                if self.session is None or self.session.broken:
-                    break
-        except (EOFError, OSError) as error:
-            if not self._stopping.is_set():
-                logger.warning("lost the LoRA Server at %s: %r", connection.peer, error)
-        except Exception:
-            logger.exception("what the LoRA Server at %s sent can't be read", connection.peer)
-        session, self.session = self.session, None
-        if session is not None:
-            session.break_off()
-        connection.close()
+            async with attended(transport, answers):
+                arguments = self._instance, answers.descriptor(), layout.max_rows, settings.depth
+                descriptor = await called(peer, "open_session", *arguments)
+            requests = await asyncio.to_thread(transport.attach, descriptor)
+        except BaseException as error:
+            answers.free()
+            if isinstance(error, (PeerUnreachableError, ValueError)):
+                raise LoraServerError(f"the LoRA Server's buffers can't be reached: {error}") from error
+            raise
+        self._buffers = requests, answers
+        self.session = ClientSession(
+            transport, requests, answers, layout, settings.depth, settings.answer_timeout_s
+        )
 
-    def _let_buffers_go(self) -> None:
+    async def _watch(self, peer: Peer) -> None:
+        session = self.session
+        assert session is not None
+        ended = asyncio.create_task(peer.ended.wait())
+        try:
+            while not session.broken and not ended.done():
+                await asyncio.wait([ended], timeout=_LOOK_S)
+        finally:
+            ended.cancel()
+            self.session = None
+            session.break_off()
+            peer.end()
+        logger.warning("lost the LoRA Server at %s: %s", peer.name, peer.problem)
+        await asyncio.sleep(RETRY_S)  # the engine's thread may still be waiting on the buffers
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
-            requests, answers = buffers
-            self._transport.detach(requests)
-            answers.free()
-
-    def stop(self) -> None:
-        """End the link; `join` waits for it."""
-        self._stopping.set()
-        if self.session is not None:
-            self.session.break_off()
+            await asyncio.to_thread(self._transport.detach, buffers[0])
+            buffers[1].free()

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.peer import Peer
 
-from .control import SILENCE_S, ControlConnection
-from .control_messages import Block, Content
+from .control_messages import Block
 
 _BLOCK_BYTES = 1 << 20
 
 
-def send_content(connection: ControlConnection, store: HostStore, adapter_id: str) -> None:
-    """Send the file of this content hash, in blocks after one message that counts them."""
-    path = store.path(adapter_id)
-    num_blocks = -(-path.stat().st_size // _BLOCK_BYTES)
-    connection.send_all(_messages(path, Content(adapter_id, num_blocks)))
+def num_blocks(store: HostStore, adapter_id: str) -> int:
+    """Blocks of the file of this content hash."""
+    return -(-store.path(adapter_id).stat().st_size // _BLOCK_BYTES)
 
 
-def _messages(path: Path, content: Content) -> Iterator[Message]:
-    yield content
-    with path.open("rb") as file:
-        for _ in range(content.num_blocks):
+def send_blocks(peer: Peer, store: HostStore, adapter_id: str) -> None:
+    """Send the file of this content hash, after what announces it; read as it leaves."""
+    peer.send_all(_blocks(store, adapter_id, num_blocks(store, adapter_id)))
+
+
+def _blocks(store: HostStore, adapter_id: str, number: int) -> Iterator[Block]:
+    with store.path(adapter_id).open("rb") as file:
+        for _ in range(number):
             yield Block(file.read(_BLOCK_BYTES))
 
 
-def receive_content(connection: ControlConnection, store: HostStore, content: Content) -> None:
+async def receive_blocks(peer: Peer, store: HostStore, adapter_id: str, number: int) -> None:
     """Take the blocks that follow and put the file into the store.
 
-    Raises EOFError or OSError when the peer is gone, or stops half-way.
+    Raises StorageError if there is no room, or the peer is gone or stops half-way.
     """
-    store.adopt(content.adapter_id, (_block(connection) for _ in range(content.num_blocks)))
+    loop = asyncio.get_running_loop()
 
+    def blocks() -> Iterator[bytes]:
+        for _ in range(number):
+            block = asyncio.run_coroutine_threadsafe(peer.next(), loop).result()
+            if not isinstance(block, Block):
+                raise BrokenPipeError(f"{peer.name} stopped within an adapter's file")
+            yield block.data
 
-def _block(connection: ControlConnection) -> bytes:
-    block = connection.receive(SILENCE_S)
-    if not isinstance(block, Block):
-        raise BrokenPipeError(f"{connection.peer} stopped within an adapter's file")
-    return block.data
+    await asyncio.to_thread(store.adopt, adapter_id, blocks())

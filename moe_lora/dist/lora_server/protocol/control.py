@@ -1,179 +1,126 @@
-"""Control connections of the LoRA Server, beside the one-sided data path, for its threads that wait.
+"""Control connections around a LoRA Server, beside the one-sided data path.
 
-A connection begins with a hello whose type names its purpose and which says what both sides must agree on.
-Both sides send a beat every BEAT_S; a side that hears nothing for `silence_s` treats the other as gone.
+A process has one event loop for them, in a thread of its own.  A connection begins with a hello that says
+what both sides must agree on; then the peer calls what `ServerCalls` lists.  Websocket pings tell whether
+the other side is there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import ssl
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address, parse_address
-from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
+from moe_lora.core.errors import CapacityError, ConfigError, LastProblem, LoraServerError, MoeLoraError
 from moe_lora.dist.net import connection as net
 from moe_lora.dist.net.codec import Message
+from moe_lora.dist.net.connection import Pings
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.dist.net.thread import LoopThread
 
-from .control_messages import (
-    ADMIN_VERSION,
-    HELLOS,
-    PROTOCOL,
-    AdminHello,
-    AdminWelcome,
-    Refused,
-    ServerBeat,
-    ServerHello,
-    ServerState,
-)
+from .control_messages import CLIENT_SIDE, SERVER_SIDE, ServerHello, ServerState, ServerWelcome
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-SILENCE_S = 3.0
-"""Default for `silence_s`, and how long a peer may take to say what a connection is for."""
-_MAX_UNREAD = 64
-_RETRY_S = 0.05
+RETRY_S = 0.3
+_HELLO_S = 3.0
 _SETTING = "lora_server.address"
-Handler = Callable[["ControlConnection", Any], None]
+ADMIN_VERSION = 3
+Hear = Callable[[Peer, Message], Awaitable[None]]
 
 
 @cache
-def _network() -> LoopThread:
+def network() -> LoopThread:
     """The event loop of this process's control connections."""
     return LoopThread("control")
 
 
-class ControlConnection:
-    """Messages to and from one peer.  `send` may be called from any thread, `receive` from one.
-
-    `send` never waits for the peer, so that it may be called under a lock.  Made in the event loop of
-    `_network`.  host: of the peer.
-    """
-
-    def __init__(self, peer: Peer, host: str) -> None:
-        self.host = host
-        self._peer = peer
-        self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._heard_s = time.monotonic()
-        self._tasks = [asyncio.create_task(work) for work in (self._read(), self._beat())]
-
-    @property
-    def peer(self) -> str:
-        return self._peer.name
-
-    def send(self, message: Message) -> None:
-        """Raises OSError when the peer is known to be gone."""
-        self._check()
-        self._loop.call_soon_threadsafe(self._peer.send, message)
-
-    def send_all(self, messages: Iterable[Message]) -> None:
-        """As `send`, one after the other; each is drawn from the iterable as it leaves, in another thread."""
-        self._check()
-        self._loop.call_soon_threadsafe(self._peer.send_all, iter(messages))
-
-    def receive(self, timeout_s: float, silence_s: float | None = None) -> Message | None:
-        """The next message that is not a beat; None after timeout_s.
-
-        Raises EOFError or OSError when the peer is gone, TimeoutError when it was silent for silence_s.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            wait_s = max(0.0, min(BEAT_S, deadline_s - time.monotonic()))
-            try:
-                message = self._inbox.get(timeout=wait_s)
-            except queue.Empty:
-                if silence_s is not None and time.monotonic() - self._heard_s > silence_s:
-                    self.close()
-                    raise TimeoutError(f"{self.peer} has been silent for {silence_s} s") from None
-                if time.monotonic() >= deadline_s:
-                    return None
-                continue
-            if message is None:
-                self._inbox.put(None)
-                raise EOFError(self._peer.problem)
-            return message
-
-    def close(self) -> None:
-        """End the connection after what was sent; a `receive` of another thread ends with it."""
-        with suppress(RuntimeError):  # the loop has ended, and the connection with it
-            self._loop.call_soon_threadsafe(self._peer.end)
-
-    def _check(self) -> None:
-        if self._peer.ended.is_set():
-            raise BrokenPipeError(f"{self.peer} is gone")
-
-    async def _read(self) -> None:
-        async for message in self._peer.messages():
-            self._heard_s = time.monotonic()
-            assert isinstance(message, Message)
-            if isinstance(message, ServerBeat):
-                continue
-            self._inbox.put(message)
-            while self._inbox.qsize() > _MAX_UNREAD and not self._peer.ended.is_set():
-                await asyncio.sleep(0.002)
-        self._inbox.put(None)
-        self._tasks[1].cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            self._peer.send(ServerBeat())
+def pings_of(silence_s: float) -> Pings:
+    """A peer silent for that long is gone."""
+    return Pings(interval_s=silence_s / 5, timeout_s=silence_s * 4 / 5)
 
 
-def dial(
-    address: str, keys: Keys | None, hello: ServerHello | AdminHello, timeout_s: float
-) -> tuple[ControlConnection, Any]:
-    """Connect and say hello; the connection and the answer.
+PINGS = pings_of(3.0)
 
-    Raises LoraServerError if nobody answers within timeout_s, or if the peer refuses; ConfigError for an
+
+async def ignore(peer: Peer, message: Message) -> None:
+    """What a peer says that is only called."""
+
+
+async def join(
+    address: str,
+    keys: Keys | None,
+    hello: ServerHello,
+    timeout_s: float,
+    *begin: Any,
+    hear: Hear = ignore,
+    pings: Pings = PINGS,
+) -> Peer:
+    """Connect to a rank and be let in.  begin: method and arguments of a first call, whose answer is nothing.
+
+    hear: gets what the rank sends besides answers, one after the other.
+    Raises LoraServerError if nobody answers within timeout_s, or if the rank refuses; ConfigError for an
     address that is none.
     """
-    return _network().run(_dial(parse_address(_SETTING, address), keys, hello, timeout_s))
-
-
-async def _dial(
-    address: Address, keys: Keys | None, hello: ServerHello | AdminHello, timeout_s: float
-) -> tuple[ControlConnection, Any]:
-    deadline_s = time.monotonic() + timeout_s
+    place, deadline_s = parse_address(_SETTING, address), time.monotonic() + timeout_s
     while True:
         try:
             rest_s = max(0.05, deadline_s - time.monotonic())
-            connection = await asyncio.wait_for(net.dial(_SETTING, address, keys), rest_s)
+            connection = await asyncio.wait_for(net.dial(_SETTING, place, keys, pings), rest_s)
             break
         except (ConnectionError, asyncio.TimeoutError) as error:
             if _of_certificates(error):
                 raise LoraServerError(f"the LoRA Server's {error}") from error
             if time.monotonic() >= deadline_s:
                 raise LoraServerError(
-                    f"no LoRA Server answers at {_SETTING}={address} ({error}); start it, or correct the "
+                    f"no LoRA Server answers at {_SETTING}={place} ({error}); start it, or correct the "
                     "address"
                 ) from error
-            await asyncio.sleep(_RETRY_S)
-    peer = Peer(connection, PROTOCOL, str(address))
+            await asyncio.sleep(0.05)
+    peer = Peer(connection, CLIENT_SIDE, str(place))
     peer.send(hello)
     try:
         answer = await peer.receive(max(1.0, deadline_s - time.monotonic()))
     except PeerEndedError as error:
-        raise LoraServerError(f"the LoRA Server at {address} closed the connection ({error})") from error
-    if isinstance(answer, Refused):
+        raise LoraServerError(f"the LoRA Server at {place} closed the connection ({error})") from error
+    if not isinstance(answer, ServerWelcome) or answer.problem is not None:
         peer.end()
-        raise LoraServerError(f"the LoRA Server at {address} refused {hello.name}: {answer.error}")
-    return ControlConnection(peer, address.host), answer
+        problem = answer.problem if isinstance(answer, ServerWelcome) else "it is no LoRA Server"
+        raise LoraServerError(f"the LoRA Server at {place} refused {hello.name}: {problem}")
+    hearing = asyncio.create_task(_hear(peer, hear))
+    _hearing.add(hearing)
+    hearing.add_done_callback(_hearing.discard)
+    try:
+        if begin:
+            await called(peer, *begin)
+    except BaseException:
+        peer.end()
+        raise
+    return peer
+
+
+_hearing: set[asyncio.Task[None]] = set()
+"""An event loop alone does not keep its tasks."""
+
+
+async def _hear(peer: Peer, hear: Hear) -> None:
+    try:
+        async for message in peer.messages():
+            assert isinstance(message, Message)
+            await hear(peer, message)
+    except Exception:
+        logger.exception("what the LoRA Server at %s sent can't be followed", peer.name)
+    peer.end()
 
 
 def _of_certificates(error: BaseException | None) -> bool:
@@ -182,22 +129,104 @@ def _of_certificates(error: BaseException | None) -> bool:
     return error is not None
 
 
+async def called(peer: Peer, method: str, *args: Any) -> Any:
+    """What a rank answers.  Raises LoraServerError if it is lost before, and what the rank raises."""
+    try:
+        return await peer.call(method, *args)
+    except PeerEndedError as error:
+        raise LoraServerError(f"the LoRA Server at {peer.name} was lost: {error}") from error
+
+
+async def ask(
+    address: str, keys: Keys | None, hello: ServerHello, timeout_s: float, method: str, *args: Any
+) -> Any:
+    """One call over a connection of its own.  Raises as `join` and `called` do."""
+    peer = await join(address, keys, hello, timeout_s)
+    try:
+        return await called(peer, method, *args)
+    finally:
+        peer.end()
+
+
+async def find_rank(
+    address: str, keys: Keys | None, hello: ServerHello, server_rank: int, timeout_s: float
+) -> str:
+    """Where the leader at `address` says that a server rank listens.
+
+    Raises LoraServerError if the leader does not answer, or the rank has not joined, within timeout_s.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        found: str | None = await ask(address, keys, hello, timeout_s, "find", server_rank)
+        if found is not None:
+            return found
+        if time.monotonic() > deadline_s:
+            raise LoraServerError(f"rank {server_rank} of the LoRA Server has not joined; start it")
+        await asyncio.sleep(0.1)
+
+
+async def stay_joined(
+    name: str,
+    join_again: Callable[[float], Awaitable[Peer]],
+    serve: Callable[[Peer], Awaitable[None]],
+    peer: Peer | None = None,
+) -> None:
+    """`serve` a connection as long as it lasts, and join again, until cancelled.
+
+    join_again: takes how long to look for the server.  peer: the first connection, where there is one.
+    """
+    said = LastProblem()
+    while True:
+        try:
+            if peer is None:
+                peer = await join_again(1.0)
+                logger.info("%s: joined the LoRA Server", name)
+                said.over()
+            await serve(peer)
+        except Exception as error:  # whatever it is, the server may be well again later
+            if said.is_new(str(error)):
+                logger.warning("%s: %s", name, error, exc_info=not isinstance(error, LoraServerError))
+        finally:
+            if peer is not None:
+                peer.end()
+        peer = None
+        await asyncio.sleep(RETRY_S)
+
+
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], peer: str) -> str | None:
-    """The first thing that a server and its peer must agree on and don't; None if they agree."""
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
+    """The first fact that a peer states and the server does not share; None if they agree."""
+    for name in sorted(theirs):
+        if ours.get(name) != theirs[name]:
             return (
-                f"{name} is {ours.get(name)!r} at the LoRA Server and {theirs.get(name)!r} at {peer}; both "
+                f"{name} is {ours.get(name)!r} at the LoRA Server and {theirs[name]!r} at {peer}; both "
                 "must be the same"
             )
     return None
 
 
-class ControlServer:
-    """Accepts connections; each is served by the handler of its hello's type, in a thread of its own.
+@dataclass(eq=False)
+class Visitor:
+    """A peer at a rank of the LoRA Server.  left: what is undone when its connection ends.
 
-    agreed: what every peer's hello must repeat (protocol version, model, dtype), but an admin's, which knows
-    nothing of the model.  address: where it listens, the port chosen if 0 was asked for.
+    instance, server_rank: whom it has joined as.
+    """
+
+    peer: Peer
+    host: str
+    left: AsyncExitStack = field(default_factory=AsyncExitStack)
+    instance: str = ""
+    server_rank: int = -1
+
+
+Answer = Callable[..., Coroutine[Any, Any, Any]]
+"""Takes the visitor and the arguments of a call.  A future that it returns is what is answered later."""
+
+
+class ControlServer:
+    """Lets peers in that agree with this rank, and answers their calls, each peer's one after the other.
+
+    agreed: what a hello may state (protocol version, model, dtype).  answers: by method of `ServerCalls`.
+    address: where it listens, the port chosen if 0 was asked for.
     Raises LoraServerError if the address can't be listened at.
     """
 
@@ -206,112 +235,64 @@ class ControlServer:
         address: Address,
         keys: Keys | None,
         agreed: Mapping[str, Any],
-        handlers: Mapping[type[Message], Handler],
+        answers: Mapping[str, Answer],
+        pings: Pings = PINGS,
     ) -> None:
-        self._agreed = agreed
-        self._handlers = handlers
-        self._connections: set[ControlConnection] = set()
-        self._stopping = False
-        self._over = asyncio.Event()
-        listening: Future[Address] = Future()
-        self._staying = asyncio.run_coroutine_threadsafe(
-            self._stay(address, keys, listening), _network().loop
-        )
+        self._agreed = {**agreed, "admin": ADMIN_VERSION}
+        self._answers = answers
+        self._listening = AsyncExitStack()
+        listening = net.listen(_SETTING, address, keys, self._visit, pings)
         try:
-            self.address = str(listening.result())
+            self.address = str(network().run(self._listening.enter_async_context(listening)))
         except ConfigError as error:
             raise LoraServerError(str(error)) from error
 
     def close(self) -> None:
         """Accept no more, end all connections."""
-        if not self._stopping:
-            self._stopping = True
-            _network().loop.call_soon_threadsafe(self._over.set)
-            self._staying.result()
-
-    async def _stay(self, address: Address, keys: Keys | None, listening: Future[Address]) -> None:
-        try:
-            async with net.listen(_SETTING, address, keys, self._visit) as place:
-                listening.set_result(place)
-                await self._over.wait()
-        except Exception as error:
-            if listening.done():
-                raise
-            listening.set_exception(error)
+        network().run(self._listening.aclose())
 
     async def _visit(self, socket: Connection, host: str) -> None:
-        peer = Peer(socket, PROTOCOL, f"a peer from {host}")
+        peer = Peer(socket, SERVER_SIDE, f"a peer from {host}")
+        visitor = Visitor(peer, host)
         try:
-            hello = await peer.receive(SILENCE_S)
+            async with visitor.left:
+                await self._let_in(visitor)
+                async for asked in peer.messages():
+                    await self._answer(visitor, asked)
         except PeerEndedError as error:
-            logger.info("a peer from %s was turned away: %s", host, error)
-            return
-        if isinstance(hello, HELLOS):
-            peer.name = hello.name
-        connection = ControlConnection(peer, host)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        threading.Thread(
-            target=self._serve, args=(connection, hello, done), name="control-peer", daemon=True
-        ).start()
-        await done
-        peer.end()
-        await peer.closed()
-
-    def _serve(
-        self, connection: ControlConnection, hello: Message | Asked, done: asyncio.Future[None]
-    ) -> None:
-        self._connections.add(connection)
-        try:
-            if not self._stopping:
-                self._handle(connection, hello)
-        except (EOFError, OSError) as error:
-            if not self._stopping:
-                logger.info("the connection to %s ended: %r", connection.peer, error)
+            logger.info("%s was turned away: %s", peer.name, error)
         except Exception:
-            logger.exception("the connection to %s failed", connection.peer)
+            logger.exception("the connection to %s failed", peer.name)
         finally:
-            self._connections.discard(connection)
-            with suppress(RuntimeError):  # the loop has ended
-                done.get_loop().call_soon_threadsafe(done.set_result, None)
+            peer.end()
+            await peer.closed()
 
-    def _handle(self, connection: ControlConnection, hello: Message | Asked) -> None:
-        handler = self._handlers.get(type(hello))  # type: ignore[arg-type]
-        problem = None
-        if isinstance(hello, ServerHello):
-            problem = disagreement(self._agreed, hello.agreed, connection.peer)
-        if problem is None and handler is not None:
-            handler(connection, hello)
-            return
-        problem = problem or f"{type(hello).__name__} is not served here"
-        logger.warning("%s was refused: %s", connection.peer, problem)
-        connection.send(Refused(problem))
+    async def _let_in(self, visitor: Visitor) -> None:
+        peer = visitor.peer
+        hello = await peer.receive(_HELLO_S)
+        if not isinstance(hello, ServerHello):
+            raise PeerEndedError("it said no hello")
+        peer.name = hello.name
+        problem = disagreement(self._agreed, hello.agreed, peer.name)
+        peer.send(ServerWelcome(problem))
+        if problem is not None:
+            raise PeerEndedError(problem)
 
-
-# What the front end asks of the LoRA Server's leader: how it stands, and to hold more or fewer adapters.
-
-
-class Managed(Protocol):
-    """A leader, as its admin sees it."""
-
-    def state(self) -> ServerState: ...
-
-    def resize(self, capacity: int) -> None:
-        """Raises ConfigError below 1, CapacityError beyond what the ranks' memory holds."""
-        ...
-
-
-def serve_admin(leader: Managed, connection: ControlConnection, hello: AdminHello) -> None:
-    """One question of an admin, answered with the state after it."""
-    if hello.protocol != ADMIN_VERSION:
-        connection.send(Refused(f"protocol {hello.protocol} there and {ADMIN_VERSION} at the server"))
-        return
-    problem = None
-    if hello.capacity is not None:
+    async def _answer(self, visitor: Visitor, asked: Message | Asked) -> None:
+        if not isinstance(asked, Asked):
+            raise PeerEndedError(f"{type(asked).__name__} means nothing here")
+        answer = self._answers.get(asked.method)
         try:
-            leader.resize(hello.capacity)
-        except (CapacityError, ConfigError) as error:
-            problem = str(error)
-    connection.send(AdminWelcome(problem, leader.state()))
+            if answer is None:
+                raise LoraServerError(f"{asked.method} is not answered by this rank")
+            found = await answer(visitor, *asked.args)
+        except (MoeLoraError, ValueError) as error:
+            asked.fail(error)
+            return
+        if isinstance(found, asyncio.Future):
+            found.add_done_callback(lambda later: asked.answer(later.result()))
+        else:
+            asked.answer(found)
 
 
 class LoraServerAdmin:
@@ -327,20 +308,21 @@ class LoraServerAdmin:
 
     def state(self) -> ServerState:
         """Raises LoraServerError if the leader does not answer."""
-        return self._ask(None)
+        return self._ask("state")
 
     def resize(self, capacity: int) -> ServerState:
         """Change the number of adapters resident at once, as `LeaseTable.resize` does, on all ranks.
 
         Raises CapacityError for a capacity that can't be, LoraServerError if the leader does not answer.
         """
-        return self._ask(capacity)
+        try:
+            return self._ask("resize", capacity)
+        except ConfigError as error:
+            raise CapacityError(str(error)) from error
 
-    def _ask(self, capacity: int | None) -> ServerState:
-        hello = AdminHello(name="front-end", capacity=capacity)
-        connection, answer = dial(self._address, self._keys, hello, self._timeout_s)
-        connection.close()
-        assert isinstance(answer, AdminWelcome)
-        if answer.problem is not None:
-            raise CapacityError(answer.problem)
-        return answer.state
+    def _ask(self, method: str, *args: Any) -> ServerState:
+        hello = ServerHello("front-end", {"admin": ADMIN_VERSION})
+        found: ServerState = network().run(
+            ask(self._address, self._keys, hello, self._timeout_s, method, *args)
+        )
+        return found

@@ -1,144 +1,29 @@
-"""What travels over the LoRA Server's control connections."""
+"""What travels over the LoRA Server's control connections: a hello, then calls and the leader's orders."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moe_lora.dist.lora_server.server.leases import LeaseStats
-from moe_lora.dist.net.codec import Message, Protocol
-
-ADMIN_VERSION = 2
+from moe_lora.dist.net.codec import Interface, Message, Protocol
 
 
-class ServerBeat(Message, frozen=True):
-    """Nothing but that one is there."""
-
-
-class ServerHello(Message, frozen=True, kw_only=True):
-    """A connection's first message: its type names the purpose.  agreed: what both sides must agree on."""
+class ServerHello(Message, frozen=True):
+    """A connection's first message.  agreed: facts that both sides must agree on."""
 
     name: str
-    agreed: Mapping[str, Any]
-
-
-class LeasesHello(ServerHello, frozen=True, kw_only=True):
-    """Of an instance's first rank, which asks for leases."""
-
-    instance: str
-
-
-class DataHello(ServerHello, frozen=True, kw_only=True):
-    """Of an instance's rank, which sends rows.  answers: the descriptor of its window for answers."""
-
-    instance: str
-    server_rank: int
-    answers: bytes
-    max_rows: int
-    depth: int
-
-
-class RankHello(ServerHello, frozen=True, kw_only=True):
-    """Of a server rank, to the leader.  address: where it listens itself."""
-
-    server_rank: int
-    address: str
-
-
-class FindHello(ServerHello, frozen=True, kw_only=True):
-    """Of whoever asks where a server rank listens."""
-
-    server_rank: int
-
-
-class TurnsHello(ServerHello, frozen=True, kw_only=True):
-    """Of a server rank, to the first of its stage.  turns: the descriptor of its window for turns."""
-
-    server_rank: int
-    turns: bytes
-    seen: int
-
-
-class AdminHello(Message, frozen=True, kw_only=True):
-    """A question of the front end.  capacity: to have from now on; None: as it is."""
-
-    name: str
-    protocol: int = ADMIN_VERSION
-    capacity: int | None = None
-
-
-class Refused(Message, frozen=True):
-    error: str
+    agreed: dict[str, Any]
 
 
 class ServerWelcome(Message, frozen=True):
-    """To leases and turns."""
-
-
-class DataWelcome(Message, frozen=True):
-    """requests: the descriptor of the server rank's window for requests."""
-
-    requests: bytes
-
-
-class RankWelcome(Message, frozen=True, kw_only=True):
-    """How a rank's memory is laid out (`server.rank_memory.Memory`), and the leader's incarnation."""
-
-    capacity: int
-    num_pages: tuple[int, ...]
-    page_bytes: int
-    first_generation: int
-
-
-class FindWelcome(Message, frozen=True):
-    """address: None while the rank has not joined."""
-
-    address: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerState(LeaseStats):
-    """capacity: adapters resident at once.  max_capacity: the most that the ranks' memory holds, as far as
-    the registered adapters tell; None if there is none.
-    """
-
-    capacity: int
-    max_capacity: int | None
-
-
-class AdminWelcome(Message, frozen=True):
-    """problem: why the capacity could not be changed.  state: after the question."""
+    """problem: why the peer is turned away; None: it is let in."""
 
     problem: str | None
-    state: ServerState
-
-
-class Register(Message, frozen=True):
-    adapter_id: str
-
-
-class Unregister(Message, frozen=True):
-    adapter_id: str
-
-
-class Acquire(Message, frozen=True):
-    """number: the grant repeats it; one of an acquire that was given up since is not for the next one."""
-
-    adapter_id: str
-    number: int
-
-
-class Release(Message, frozen=True):
-    adapter_id: str
-
-
-class StatsAsked(Message, frozen=True):
-    request: int
 
 
 class Need(Message, frozen=True):
-    """The peer's store lacks this adapter; its `Content` follows."""
+    """The leader lacks an adapter that the instance has registered."""
 
     adapter_id: str
 
@@ -152,27 +37,6 @@ class Content(Message, frozen=True):
 
 class Block(Message, frozen=True):
     data: bytes
-
-
-class Registered(Message, frozen=True):
-    adapter_id: str
-
-
-class ServerRejected(Message, frozen=True):
-    adapter_id: str
-    error: str
-
-
-class Granted(Message, frozen=True):
-    adapter_id: str
-    number: int
-    slot: int
-    generation: int
-
-
-class Stats(Message, frozen=True):
-    request: int
-    stats: LeaseStats
 
 
 class LoadOrder(Message, frozen=True):
@@ -195,10 +59,97 @@ class ResizeOrder(Message, frozen=True):
 
 Order = LoadOrder | EvictOrder | ResizeOrder
 
-HELLOS = (LeasesHello, DataHello, RankHello, FindHello, TurnsHello, AdminHello)
-PROTOCOL = Protocol.of(
-    *HELLOS,
-    *(ServerBeat, Refused, ServerWelcome, DataWelcome, RankWelcome, FindWelcome, AdminWelcome),
-    *(Register, Unregister, Acquire, Release, StatsAsked, Need, Content, Block),
-    *(Registered, ServerRejected, Granted, Stats, LoadOrder, EvictOrder, ResizeOrder),
+
+@dataclass(frozen=True)
+class Memory:
+    """Slots of the server, pages of each rank's arena, bytes of a page."""
+
+    capacity: int
+    num_pages: tuple[int, ...]
+    page_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerState(LeaseStats):
+    """capacity: adapters resident at once.  max_capacity: the most that the ranks' memory holds, as far as
+    the registered adapters tell; None if there is none.
+    """
+
+    capacity: int
+    max_capacity: int | None
+
+
+class ServerCalls:
+    """What ranks of the LoRA Server answer: all of them the first two, the leader the others too.
+
+    What a call began ends with its connection.
+    """
+
+    def open_session(self, instance: str, answers: bytes, max_rows: int, depth: int) -> bytes:
+        """Serve rows of an instance's rank.  answers: the descriptor of its window; that of ours returns."""
+        raise NotImplementedError
+
+    def tell_turns(self, turns: bytes, num_seen: int) -> None:
+        """Announce whose turn it is to another rank of the stage.  turns: the descriptor of its window."""
+        raise NotImplementedError
+
+    def find(self, server_rank: int) -> str | None:
+        """Where a rank listens; None while it has not joined."""
+        raise NotImplementedError
+
+    def memory(self) -> tuple[Memory, int]:
+        """How a rank's memory is laid out, and the leader's incarnation: generations are above it."""
+        raise NotImplementedError
+
+    def join_rank(self, server_rank: int, address: str) -> None:
+        """Tell this rank what is resident, then what changes.  address: where it listens itself."""
+        raise NotImplementedError
+
+    def need(self, adapter_id: str) -> None:
+        """Send a rank the content that it lacks, at once or when an instance has given it."""
+        raise NotImplementedError
+
+    def join_instance(self, instance: str) -> None:
+        """Let an instance ask for leases."""
+        raise NotImplementedError
+
+    def register(self, adapter_id: str) -> bool:
+        """Make an adapter known; False: its content has to be given first.
+
+        Raises ValueError or AdapterError if it could never be resident.
+        """
+        raise NotImplementedError
+
+    def give(self, adapter_id: str, num_blocks: int) -> None:
+        """Take an adapter's file, in so many blocks that follow."""
+        raise NotImplementedError
+
+    def unregister(self, adapter_id: str) -> None:
+        """Forget the adapter when no instance has it registered any more."""
+        raise NotImplementedError
+
+    def acquire(self, adapter_id: str) -> tuple[int, int]:
+        """Slot and generation of a lease, once there is one; no answer if it is released before."""
+        raise NotImplementedError
+
+    def release(self, adapter_id: str) -> None:
+        """Give the lease back, or stop waiting for it."""
+        raise NotImplementedError
+
+    def state(self) -> ServerState:
+        """Counts for metrics, and what could be changed."""
+        raise NotImplementedError
+
+    def resize(self, capacity: int) -> ServerState:
+        """Change the number of adapters resident at once, on all ranks; see `LeaseTable.resize`.
+
+        Raises ConfigError below 1, CapacityError for more than before if the ranks' memory can't hold them.
+        """
+        raise NotImplementedError
+
+
+_CALLS = Interface(ServerCalls)
+SERVER_SIDE = Protocol.of(ServerHello, Block, answers=_CALLS)
+CLIENT_SIDE = Protocol.of(
+    ServerWelcome, Need, Content, Block, LoadOrder, EvictOrder, ResizeOrder, asks=_CALLS
 )

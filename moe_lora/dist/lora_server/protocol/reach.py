@@ -1,16 +1,36 @@
-"""Where a process is reached by the others around a LoRA Server."""
+"""How a process is reached by the others around a LoRA Server, and what it must agree on with them."""
 
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
 
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import LoraServerError
-from moe_lora.dist.transport.contract import Transport, Window, make_transport
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.transport.contract import Transport, make_transport
+
+from .partition import Layout
+from .session import PROTOCOL_VERSION
+
+
+def agreed_facts(
+    shape: ModelShape, dtype: torch.dtype, server: LoraServerConfig, expert_parallel: int
+) -> dict[str, Any]:
+    """What all processes around one LoRA Server must agree on."""
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "dtype": str(dtype),
+        "layout": str(Layout.parse(server.layout)),
+        "transport": server.transport,
+        "sites": server.sites,
+        "expert_parallel": expert_parallel,
+        **asdict(shape),
+    }
 
 
 def own_host(address: str) -> str:
@@ -40,28 +60,3 @@ def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float |
         host = own_host(server.address)
         return make_transport("gloo", name=name, host=host, put_timeout_s=put_timeout_s)
     return make_transport(server.transport, name=name)
-
-
-# A process that lets a peer reach its windows while it waits for something else.
-
-
-_SLICE_S = 0.05
-_NEVER = 2**64 - 1
-
-
-@contextmanager
-def attended(transport: Transport, window: Window) -> Iterator[None]:
-    """Wait for signals meanwhile, in a thread: over NIXL a peer can attach only while its target waits."""
-    done = threading.Event()
-
-    def attend() -> None:
-        while not done.is_set():
-            transport.wait_any([(window, 0, _NEVER)], _SLICE_S)
-
-    thread = threading.Thread(target=attend, name="attend", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -44,7 +44,7 @@ _TURNS = 64
 
 
 class ServerSession:
-    """The server's half of a session (see `session`)."""
+    """The server's half of a session (see `session`).  on_drop: called when the client is given up."""
 
     def __init__(
         self,
@@ -55,17 +55,18 @@ class ServerSession:
         answers: RemoteWindow,
         layout: FrameLayout,
         depth: int,
+        on_drop: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.instance = instance_number(instance)
         self.requests = requests
         self.answers = answers
+        self.on_drop = on_drop
         self.handled = 0
-        self.closed = False
         self.left = threading.Event()
         """Set once the data loop is past the session, so that its memory may go."""
         self._transport = transport
-        self._layout = layout
+        self.layout = layout
         self._depth = depth
         self._request_frames = list(requests.bytes.view(depth, layout.request_bytes))
         size = layout.answer_bytes
@@ -80,16 +81,12 @@ class ServerSession:
         """The oldest request without an answer.  Raises ValueError if its frame can't be read."""
         if self.requests.read_signal(0) <= self.handled:
             return None
-        return read_request(self._request_frames[self.handled % self._depth], self._layout)
+        return read_request(self._request_frames[self.handled % self._depth], self.layout)
 
     def deltas(self, request: DeltaRequest) -> torch.Tensor:
         """Where the deltas [R, N] of `request` belong."""
         frame = self._answer_frames[self.handled % self._depth]
-        return answer_rows(frame, self._layout, request.site, request.num_rows)
-
-    def check(self, request: DeltaRequest) -> None:
-        """Raises ValueError if the pending request asks for what can't be."""
-        check_ids(request, self._layout)
+        return answer_rows(frame, self.layout, request.site, request.num_rows)
 
     def answer(self, request: DeltaRequest, state: int, started_ns: int) -> None:
         """Put the answer to the pending request.  Raises PeerGoneError."""
@@ -102,8 +99,8 @@ class ServerSession:
             return
         end = HEADER_BYTES
         if state == DONE:
-            end = answer_size(self._layout, request.site, request.num_rows)
-        offset = slot * self._layout.answer_bytes
+            end = answer_size(self.layout, request.site, request.num_rows)
+        offset = slot * self.layout.answer_bytes
         self._transport.put_signal(self.answers, offset, frame[:end], 0, self.handled)
 
 
@@ -124,7 +121,7 @@ class DataLoop:
     def __init__(
         self,
         shape: ModelShape,
-        shelf_of: Callable[[Callable[[], None]], ServerAdapterStore],
+        server_store: ServerAdapterStore,
         transport: Transport,
         lora_time: StageTime | None = None,
         *,
@@ -145,7 +142,8 @@ class DataLoop:
         self._wanted: dict[int, None] = {}  # instances whose turn it is, oldest announcement first
         self._told: list[tuple[RemoteWindow, itertools.count[int]]] = []
         self.num_requests = self.num_stale = 0
-        self.server_store = shelf_of(self.wake)
+        self.server_store = server_store
+        server_store.on_progress = self.wake
 
     def add(self, session: ServerSession) -> None:
         with self._lock:
@@ -154,7 +152,6 @@ class DataLoop:
 
     def remove(self, session: ServerSession) -> None:
         """End a session; `session.left` tells when the loop is past it."""
-        session.closed = True
         with self._lock:
             self._sessions = [s for s in self._sessions if s is not session]
             self._leaving.append(session)
@@ -222,10 +219,15 @@ class DataLoop:
             self._serve(session, request)
         except PeerGoneError as error:
             logger.info("client %s left: %s", session.name, error)
-            self.remove(session)
+            self._drop(session)
         except ValueError as error:
+            self._drop(session, error)
+
+    def _drop(self, session: ServerSession, error: ValueError | None = None) -> None:
+        if error is not None:
             logger.error("client %s is dropped: %s", session.name, error)
-            self.remove(session)
+        self.remove(session)
+        session.on_drop()
 
     def _choose(
         self, order: list[ServerSession]
@@ -238,8 +240,7 @@ class DataLoop:
             try:
                 request = session.pending()
             except ValueError as error:
-                logger.error("client %s is dropped: %s", session.name, error)
-                self.remove(session)
+                self._drop(session, error)
                 continue
             if request is None:
                 waits.append((session.requests, 0, session.handled + 1))
@@ -270,7 +271,7 @@ class DataLoop:
     def _serve(self, session: ServerSession, request: DeltaRequest) -> None:
         """Raises ValueError if the request asks for what can't be, PeerGoneError."""
         start_ns = time.monotonic_ns()
-        session.check(request)
+        check_ids(request, session.layout)
         site = self._shape.sites[request.site]
         if site.num_experts:
             self._wanted.pop(session.instance, None)

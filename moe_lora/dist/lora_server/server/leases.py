@@ -1,4 +1,4 @@
-"""Which instances may use which adapters of the LoRA Server.
+"""Which instances may use which adapters of the LoRA Server, and where these lie.
 
 The leader keeps one `LeaseTable` for all instances.  It decides only: what is to be done comes out as events
 (`take_events`), and times come in as arguments.  An adapter is served in one slot; the slot's generation
@@ -7,12 +7,78 @@ grows with every new content, so that a put of an instance whose lease has ended
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from moe_lora.policies.admission import admissible
+from moe_lora.config import MAX_COUNT
+from moe_lora.core.errors import AdapterNotFoundError, ConfigError
+from moe_lora.policies.admission import admissible, least_recently_used
 
-from .residency import Event, Grant, ServedAdapter, ServerResidency, ShardPages
+from .server_pages import Runs, ServerPages, ShardPages
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bring the adapter's shards into these pages, layer by layer, and serve them as (slot, generation)."""
+
+    adapter_id: str
+    slot: int
+    generation: int
+    runs: Runs
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Stop serving (slot, generation): its pages belong to whatever is loaded next."""
+
+    adapter_id: str
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The instance holds a lease: its puts for this adapter carry slot and generation from now on.
+
+    The adapter's Load was issued before, perhaps just now: a put may have to wait for its layer.
+    """
+
+    instance: str
+    adapter_id: str
+    slot: int
+    generation: int
+
+
+Event: TypeAlias = Load | Evict | Grant
+
+
+@dataclass(eq=False)
+class ServedAdapter:
+    """A registered adapter: what it takes, where it lies (slot None: nowhere), who uses it.
+
+    num_running: instances that hold a lease.  num_waiting: instances that wait for one.  retired: no
+    longer registered, but still held or waited for.
+    """
+
+    uid: int
+    adapter_id: str
+    shard_pages: ShardPages
+    slot: int | None = None
+    generation: int = 0
+    runs: Runs = field(default_factory=dict)
+    num_running: int = 0
+    num_waiting: int = 0
+    last_used_s: float = -math.inf
+    retired: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages over all ranks and layers."""
+        return sum(sum(layers.values()) for layers in self.shard_pages.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +128,24 @@ class LeaseTable:
         *,
         starvation_s: float,
     ) -> None:
-        self._events: list[Event] = []
-        self._residency = ServerResidency(capacity, pages_per_rank, page_bytes, self._events)
+        self.capacity = 0
         self._starvation_s = starvation_s
+        self._page_bytes = page_bytes
+        self._pages = ServerPages(pages_per_rank)
+        self._events: list[Event] = []
+        self._uids = itertools.count(1)
+        self._adapters: dict[str, ServedAdapter] = {}
+        self._resident: dict[int, ServedAdapter] = {}
+        self._generations: list[int] = []
+        self._free_slots: list[int] = []
         self._leases: dict[str, dict[str, Grant]] = {}
         self._queue: dict[tuple[str, str], Waiter] = {}
+        self._num_leased = self._num_loads = self._num_evictions = self._loaded_bytes = 0
+        self.resize(capacity, 0.0)
 
     def take_events(self) -> list[Event]:
         """The events since the last call, to be carried out in this order."""
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = self._events, []
         return events
 
     def register(self, adapter_id: str, shard_pages: ShardPages) -> None:
@@ -81,16 +155,31 @@ class LeaseTable:
         Raises ConfigError if a rank could never hold its shard, ValueError if the adapter is known with
         other shards.
         """
-        self._residency.add(adapter_id, shard_pages)
+        wanted = {
+            rank: {layer: num_pages for layer, num_pages in layers.items() if num_pages}
+            for rank, layers in shard_pages.items()
+            if any(layers.values())
+        }
+        known = self._adapters.get(adapter_id)
+        if known is None:
+            self._check_fits(adapter_id, wanted)
+            self._adapters[adapter_id] = ServedAdapter(next(self._uids), adapter_id, wanted)
+        elif known.shard_pages != wanted:
+            raise ValueError(
+                f"adapter {adapter_id!r} is known with other shard sizes; an id stands for one content, "
+                "register other content under an id of its own"
+            )
+        else:
+            known.retired = False
 
     def unregister(self, adapter_id: str, now_s: float) -> None:
         """Refuse new acquires; instances that hold a lease or wait for one are served to the end.
 
         Raises AdapterNotFoundError.
         """
-        adapter = self._residency.registered(adapter_id)
+        adapter = self._registered(adapter_id)
         adapter.retired = True
-        self._residency.settle(adapter)
+        self._settle(adapter)
         self._grant_waiting(now_s)
 
     def acquire(self, instance: str, adapter_id: str, now_s: float) -> Grant | None:
@@ -102,7 +191,7 @@ class LeaseTable:
         """
         lease = self._leases.get(instance, {}).get(adapter_id)
         if lease is None and (instance, adapter_id) not in self._queue:
-            waiter = Waiter(instance, self._residency.registered(adapter_id), now_s)
+            waiter = Waiter(instance, self._registered(adapter_id), now_s)
             self._queue[instance, adapter_id] = waiter
             waiter.adapter.num_waiting += 1
             lease = self._grant_youngest(waiter, now_s)
@@ -132,8 +221,8 @@ class LeaseTable:
 
         Raises AdapterNotFoundError.
         """
-        adapter = self._residency.registered(adapter_id)
-        if self._residency.overfull or not self._residency.bring_in(adapter):
+        adapter = self._registered(adapter_id)
+        if not self._bring_in(adapter):
             return False
         adapter.last_used_s = now_s
         return True
@@ -153,58 +242,78 @@ class LeaseTable:
         Shrinking evicts idle adapters; while leases keep more than `capacity` resident, none is given.
         Slot numbers stay below the largest capacity there ever was.  Raises ConfigError below 1.
         """
-        self._residency.set_capacity(capacity)
+        if capacity < 1:
+            raise ConfigError(
+                f"lora_server.capacity={capacity} leaves no place for an adapter; choose 1 or more"
+            )
+        for slot in range(len(self._generations), capacity):
+            self._generations.append(0)
+            heapq.heappush(self._free_slots, slot)
+        self.capacity = capacity
         self._grant_waiting(now_s)
 
-    @property
-    def capacity(self) -> int:
-        """Adapters resident at once."""
-        return self._residency.capacity
-
     def max_capacity(self) -> int | None:
-        """The largest capacity that memory holds (see `ServerResidency.max_capacity`)."""
-        return self._residency.max_capacity()
+        """The largest number of adapters that every rank's pages hold, whichever they are; None if none is
+        registered.
+
+        Those that are not registered yet count as large as the largest.  Pages that lie between others and
+        fit no run are not considered: an adapter that finds no place for that waits.
+        """
+        known = [adapter.shard_pages for adapter in self._adapters.values() if not adapter.retired]
+        if not known:
+            return None
+        return min(
+            _num_fitting(num_pages, [sum(pages.get(rank, {}).values()) for pages in known])
+            for rank, num_pages in enumerate(self._pages.pages_per_rank)
+        )
 
     def residents(self) -> Iterable[ServedAdapter]:
         """The resident adapters, to be read only."""
-        return self._residency.resident.values()
+        return self._resident.values()
 
     def stats(self) -> LeaseStats:
-        """Counts and bytes for metrics."""
-        residency = self._residency
+        """Counts, and bytes of whole pages, for metrics."""
         return LeaseStats(
-            num_resident=len(residency.resident),
+            num_resident=len(self._resident),
             num_leases=sum(len(leases) for leases in self._leases.values()),
             num_waiting=len(self._queue),
-            num_loads=residency.num_loads,
-            num_evictions=residency.num_evictions,
-            resident_bytes=residency.resident_bytes,
-            loaded_bytes=residency.loaded_bytes,
+            num_loads=self._num_loads,
+            num_evictions=self._num_evictions,
+            resident_bytes=sum(adapter.num_pages for adapter in self._resident.values()) * self._page_bytes,
+            loaded_bytes=self._loaded_bytes,
         )
+
+    # Leases
+
+    def _registered(self, adapter_id: str) -> ServedAdapter:
+        """The adapter that new acquires for this id get.  Raises AdapterNotFoundError."""
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None or adapter.retired:
+            raise AdapterNotFoundError(f"adapter {adapter_id!r} is not registered with the LoRA Server")
+        return adapter
 
     def _grant_youngest(self, waiter: Waiter, now_s: float) -> Grant | None:
         """The lease of an acquire just queued; older ones can't have become admissible by its coming."""
         oldest = next(iter(self._queue.values()))
         stopped = oldest is not waiter and now_s - oldest.arrival_s > self._starvation_s
-        if stopped or self._residency.overfull or not self._residency.bring_in(waiter.adapter):
-            return None
-        return self._grant(waiter, now_s)
+        return None if stopped or not self._bring_in(waiter.adapter) else self._grant(waiter, now_s)
 
     def _grant_waiting(self, now_s: float) -> None:
         """Give what fell free to those that wait."""
-        residency = self._residency
-        while residency.overfull:
-            if not residency.evict_idle():
+        while len(self._resident) > self.capacity:
+            if not self._evict_idle():
                 return
         queue = list(self._queue.values())
-        for waiter in admissible(queue, lambda w: residency.bring_in(w.adapter), now_s, self._starvation_s):
+        for waiter in admissible(queue, lambda w: self._bring_in(w.adapter), now_s, self._starvation_s):
             self._grant(waiter, now_s)
 
     def _grant(self, waiter: Waiter, now_s: float) -> Grant:
         adapter = waiter.adapter
         assert adapter.slot is not None
         lease = Grant(waiter.instance, adapter.adapter_id, adapter.slot, adapter.generation)
-        self._residency.pin(adapter, now_s)
+        self._num_leased += adapter.num_running == 0
+        adapter.num_running += 1
+        adapter.last_used_s = now_s
         self._leases.setdefault(waiter.instance, {})[adapter.adapter_id] = lease
         self._end_wait(waiter.instance, adapter.adapter_id)
         self._events.append(lease)
@@ -213,10 +322,93 @@ class LeaseTable:
     def _end_wait(self, instance: str, adapter_id: str) -> None:
         adapter = self._queue.pop((instance, adapter_id)).adapter
         adapter.num_waiting -= 1
-        self._residency.settle(adapter)
+        self._settle(adapter)
 
     def _end_lease(self, instance: str, adapter_id: str, now_s: float) -> None:
         del self._leases[instance][adapter_id]
-        adapter = self._residency.in_use(adapter_id)
-        self._residency.unpin(adapter, now_s)
-        self._residency.settle(adapter)
+        adapter = self._adapters[adapter_id]
+        adapter.num_running -= 1
+        self._num_leased -= adapter.num_running == 0
+        adapter.last_used_s = now_s
+        self._settle(adapter)
+
+    # Places
+
+    def _settle(self, adapter: ServedAdapter) -> None:
+        """Forget a retired adapter that nobody holds or waits for."""
+        if adapter.retired and adapter.num_running == 0 and adapter.num_waiting == 0:
+            if adapter.slot is not None:
+                self._evict(adapter)
+            del self._adapters[adapter.adapter_id]
+
+    def _bring_in(self, adapter: ServedAdapter) -> bool:
+        """Make the adapter resident, evicting idle ones; if that can't be, nothing is evicted.
+
+        False too while more are resident than should be, since the capacity was lowered.
+        """
+        if len(self._resident) > self.capacity:
+            return False
+        if adapter.slot is not None:
+            return True
+        runs = self._alloc(adapter)
+        if runs is None and self._could_fit(adapter):
+            while runs is None and self._evict_idle():
+                runs = self._alloc(adapter)
+        if runs is None:
+            return False
+        slot = heapq.heappop(self._free_slots)
+        self._generations[slot] += 1
+        adapter.slot, adapter.generation, adapter.runs = slot, self._generations[slot], runs
+        self._resident[adapter.uid] = adapter
+        self._num_loads += 1
+        self._loaded_bytes += adapter.num_pages * self._page_bytes
+        self._events.append(Load(adapter.adapter_id, slot, adapter.generation, runs))
+        return True
+
+    def _alloc(self, adapter: ServedAdapter) -> Runs | None:
+        return self._pages.alloc(adapter.shard_pages) if len(self._resident) < self.capacity else None
+
+    def _could_fit(self, adapter: ServedAdapter) -> bool:
+        if self._num_leased >= self.capacity:
+            return False
+        leased = [other.runs for other in self._resident.values() if other.num_running]
+        return self._pages.could_alloc(adapter.shard_pages, leased)
+
+    def _evict_idle(self) -> bool:
+        """Evict the least recently used adapter without a lease; False if there is none."""
+        victim = least_recently_used(self._resident.values())
+        if victim is None:
+            return False
+        self._evict(victim)
+        return True
+
+    def _evict(self, adapter: ServedAdapter) -> None:
+        assert adapter.slot is not None
+        assert adapter.num_running == 0, "a leased adapter stays"
+        self._events.append(Evict(adapter.adapter_id, adapter.slot, adapter.generation))
+        self._pages.free(adapter.runs)
+        heapq.heappush(self._free_slots, adapter.slot)
+        del self._resident[adapter.uid]
+        adapter.slot, adapter.runs = None, {}
+        self._num_evictions += 1
+
+    def _check_fits(self, adapter_id: str, shard_pages: ShardPages) -> None:
+        for rank, layers in shard_pages.items():
+            needed, given = sum(layers.values()), self._pages.pages_per_rank[rank]
+            if needed > given:
+                least_gb = math.ceil(needed * self._page_bytes / 1e6) / 1e3
+                raise ConfigError(
+                    f"adapter {adapter_id!r} needs {needed} pages on LoRA Server rank {rank}, which has "
+                    f"{given} (lora_server.memory_gb={given * self._page_bytes / 1e9:g} a rank); "
+                    f"choose lora_server.memory_gb={least_gb:g} or more"
+                )
+
+
+def _num_fitting(num_pages: int, sizes: list[int]) -> int:
+    """How many adapters fit into the pages even if they are the largest ones."""
+    largest = max(sizes)
+    for count, size in enumerate(sorted(sizes, reverse=True)):
+        if size > num_pages:
+            return count
+        num_pages -= size
+    return len(sizes) + (num_pages // largest if largest else MAX_COUNT)

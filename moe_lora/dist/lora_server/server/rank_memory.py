@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -13,9 +12,10 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.lora_server.protocol.control_messages import Memory
 from moe_lora.dist.lora_server.protocol.partition import Partition
 
-from .residency import ShardPages
+from .server_pages import ShardPages
 
 # Which entries of a layer a server rank holds, and the pages that its part of an adapter takes.
 #
@@ -64,15 +64,6 @@ DEFAULT_LORA_RANK = 16
 _MIN_PAGE_BYTES = 4096
 _PAGES_PER_LAYER = 8
 """Pages are small enough that rounding a layer's shard up to whole ones costs an eighth at most."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Slots of the server, pages of each rank's arena, bytes of a page."""
-
-    capacity: int
-    num_pages: tuple[int, ...]
-    page_bytes: int
 
 
 def plan_memory(

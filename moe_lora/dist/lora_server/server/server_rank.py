@@ -5,12 +5,13 @@ Rank 0 is the leader: it owns the leases, and its address is the one that all ot
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,39 +21,41 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
 from moe_lora.config.engine import StageTime
 from moe_lora.core.address import Address, parse_address
-from moe_lora.core.errors import PeerUnreachableError
+from moe_lora.core.errors import LoraServerError, PeerUnreachableError
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.lora_server.protocol.control import SILENCE_S, ControlConnection, ControlServer, Handler
-from moe_lora.dist.lora_server.protocol.control_messages import (
-    AdminHello,
-    DataHello,
-    DataWelcome,
-    FindHello,
-    LeasesHello,
-    RankHello,
-    RankWelcome,
-    Refused,
-    ServerWelcome,
-    TurnsHello,
+from moe_lora.dist.lora_server.protocol.content import receive_blocks
+from moe_lora.dist.lora_server.protocol.control import (
+    Answer,
+    ControlServer,
+    Visitor,
+    ask,
+    called,
+    find_rank,
+    join,
+    network,
+    pings_of,
+    stay_joined,
 )
+from moe_lora.dist.lora_server.protocol.control_messages import Content, Memory, Order, ServerHello
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.protocol.reach import server_transport
-from moe_lora.dist.lora_server.protocol.session import PROTOCOL_VERSION, FrameLayout
+from moe_lora.dist.lora_server.protocol.reach import agreed_facts, server_transport
+from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import keys_in
-from moe_lora.dist.transport.contract import RemoteWindow, Window
+from moe_lora.dist.net.peer import Peer
 
 from .data_loop import DataLoop, ServerSession
 from .leader import LEADER, Leader
 from .leases import LeaseTable
-from .membership import Membership, Orders, TurnsListener, find_rank
-from .rank_memory import Memory, plan_memory
+from .rank_memory import plan_memory
+from .rank_orders import Orders
 from .server_store import ServerAdapterStore
 
 logger = logging.getLogger(__name__)
 
 _PUT_TIMEOUT_S = 3.0
 """How long an instance that takes no answers may hold up the others' before it counts as gone."""
+_LEADER_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,21 +79,6 @@ class RankConfig:
     lora_time: StageTime | None = None
 
 
-def agreed_facts(
-    shape: ModelShape, dtype: torch.dtype, server: LoraServerConfig, expert_parallel: int
-) -> dict[str, Any]:
-    """What all processes around one LoRA Server must agree on."""
-    return {
-        "protocol": PROTOCOL_VERSION,
-        "dtype": str(dtype),
-        "layout": str(Layout.parse(server.layout)),
-        "transport": server.transport,
-        "sites": server.sites,
-        "expert_parallel": expert_parallel,
-        **asdict(shape),
-    }
-
-
 class ServerRank:
     """One rank, built and ready to `run`.
 
@@ -103,28 +91,31 @@ class ServerRank:
         self._partition = Partition(
             config.shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
         )
-        self._agreed = agreed_facts(config.shape, config.dtype, server, config.expert_parallel)
         self._keys = keys_in(server.certificates)
         self._store = HostStore(server.store_dir)
-        self._name = f"lora-server-{config.server_rank}"
-        self._transport = server_transport(server, self._name, put_timeout_s=_PUT_TIMEOUT_S)
+        name = f"lora-server-{config.server_rank}"
+        agreed = agreed_facts(config.shape, config.dtype, server, config.expert_parallel)
+        self._hello = ServerHello(name, agreed)
+        self._transport = server_transport(server, name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
-        self._threads: list[Membership | TurnsListener] = []
+        self._tasks: list[asyncio.Task[None]] = []
         if config.server_rank == LEADER:
             self._lead()
         else:
             self._follow()
-        self._hear_turns()
+        stage = config.server_rank // self._partition.layout.ranks_per_stage
+        self._stage_leader = self._partition.stage_leader(stage)
+        if config.server_rank != self._stage_leader:
+            self._start(stay_joined("turns", self._join_stage, _until_ended))
         arena_gb = self.loop.server_store.arena.numel() / 1e9
-        logger.info("LoRA Server %s, %s ready: %.3f GB", server.layout, self._name, arena_gb)
+        logger.info("LoRA Server %s, %s ready: %.3f GB", server.layout, name, arena_gb)
 
     def run(self) -> None:
         """Serve until `stop`."""
         try:
             self.loop.run()
         finally:
-            for thread in self._threads:
-                thread.stop()
+            network().run(self._end_tasks())
             self._control.close()
             self.loop.server_store.stop()
             self._transport.close()
@@ -132,182 +123,175 @@ class ServerRank:
     def stop(self) -> None:
         self.loop.stop()
 
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have it run in the event loop until this rank ends."""
+
+        async def start() -> None:
+            self._tasks.append(asyncio.create_task(work))
+
+        network().run(start())
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _build(self, memory: Memory) -> None:
+        config = self._config
+        rate = config.server.load_gb_per_s
+        server_store = ServerAdapterStore(
+            config.shape,
+            self._partition,
+            config.server_rank,
+            capacity=memory.capacity,
+            num_pages=memory.num_pages[config.server_rank],
+            page_bytes=memory.page_bytes,
+            device=config.device,
+            load_bytes_per_s=None if rate is None else rate * 1e9,
+            layer_wise=config.server.layer_wise,
+        )
+        self._memory = memory
+        self.loop = DataLoop(
+            config.shape, server_store, self._transport, config.lora_time, lora_kernel=config.lora_kernel
+        )
+
+    def _listen(self, address: Address, answers: Mapping[str, Answer]) -> None:
+        own: dict[str, Answer] = {"open_session": self._open_session, "tell_turns": self._tell_turns}
+        pings = pings_of(self._config.server.lease_timeout_s)
+        self._control = ControlServer(address, self._keys, self._hello.agreed, {**own, **answers}, pings)
+
+    # The leader
+
     def _lead(self) -> None:
         config = self._config
         # An instance that serves a bad one says so; here it would keep the whole server from starting again.
         contents = AdapterContents(config.shape, config.dtype, self._store, owned=False)
         packed = [adapter for adapter, _ in contents.read_all(config.adapters, {}, leave_out_bad=True)]
         memory = plan_memory(config.server, self._partition, config.dtype, packed)
-        self.loop = self._data_loop(memory)
-        orders = Orders(self.loop.server_store, self._store)
+        self._build(memory)
+        steps: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        orders = Orders(self.loop.server_store, self._store, lambda adapter_id: leader.own_need(adapter_id))
         # Later incarnations count from later: a generation of an earlier leader is always lower.
         first_generation = time.time_ns() // 1_000_000 << 20
         orders.start_over(first_generation)
-        table = LeaseTable(
-            memory.capacity,
-            memory.num_pages,
-            memory.page_bytes,
-            starvation_s=config.starvation_s,
-        )
-        facts = RankWelcome(
-            capacity=memory.capacity,
-            num_pages=tuple(memory.num_pages),
-            page_bytes=memory.page_bytes,
-            first_generation=first_generation,
-        )
         leader = Leader(
-            table,
+            LeaseTable(
+                memory.capacity, memory.num_pages, memory.page_bytes, starvation_s=config.starvation_s
+            ),
             self._store,
             self._partition,
-            memory.page_bytes,
-            facts,
-            orders.carry_out,
-            lease_timeout_s=config.server.lease_timeout_s,
+            memory,
+            first_generation,
+            order=lambda order: steps.put_nowait(partial(orders.hear, order)),
+            regained=lambda adapter_id: steps.put_nowait(partial(orders.regained, adapter_id)),
         )
-        handlers: dict[type[Message], Handler] = {
-            FindHello: leader.serve_find,
-            RankHello: leader.serve_rank,
-            LeasesHello: leader.serve_leases,
-            DataHello: self._serve_data,
-            TurnsHello: self._serve_turns,
-            AdminHello: leader.serve_admin,
-        }
-        address = parse_address("lora_server.address", config.server.address)
-        self._control = ControlServer(address, self._keys, self._agreed, handlers)
-        leader.set_address(LEADER, self._control.address)
+        self._start(_carry_out(steps))
+        self._listen(parse_address("lora_server.address", config.server.address), leader.answers)
+        leader.addresses[LEADER] = self._control.address
+
+    # The other ranks
 
     def _follow(self) -> None:
         config = self._config
         address = config.server.address
-        own = Address("0.0.0.0")
-        if address.startswith("/"):
-            own = Address(path=f"{address}.{config.server_rank}")
-        built = threading.Event()
-
-        def once_built(serve: Handler) -> Handler:
-            def run(connection: ControlConnection, hello: Message) -> None:
-                built.wait()
-                serve(connection, hello)
-
-            return run
-
-        handlers: dict[type[Message], Handler] = {
-            DataHello: once_built(self._serve_data),
-            TurnsHello: once_built(self._serve_turns),
-        }
-        self._control = ControlServer(own, self._keys, self._agreed, handlers)
-        hello = RankHello(
-            name=self._name,
-            agreed=self._agreed,
-            server_rank=config.server_rank,
-            address=self._control.address,
+        memory, _ = network().run(ask(address, self._keys, self._hello, _LEADER_TIMEOUT_S, "memory"))
+        self._build(memory)
+        own = (
+            Address(path=f"{address}.{config.server_rank}") if address.startswith("/") else Address("0.0.0.0")
         )
-        membership = Membership(address, self._keys, hello, self.stop)
-        facts = membership.welcome
-        memory = Memory(facts.capacity, facts.num_pages, facts.page_bytes)
-        self.loop = self._data_loop(memory)
-        built.set()
-        membership.begin(Orders(self.loop.server_store, self._store))
-        self._threads.append(membership)
+        self._listen(own, {})
+        self._leader: Peer | None = None
+        self._orders = Orders(self.loop.server_store, self._store, self._need)
+        self._start(stay_joined("membership", self._join_leader, self._obey))
 
-    def _data_loop(self, memory: Memory) -> DataLoop:
-        config = self._config
-        return DataLoop(
-            config.shape,
-            self._shelf_maker(memory),
-            self._transport,
-            config.lora_time,
-            lora_kernel=config.lora_kernel,
-        )
+    async def _join_leader(self, timeout_s: float) -> Peer:
+        return await join(self._config.server.address, self._keys, self._hello, timeout_s, hear=self._hear)
 
-    def _shelf_maker(self, memory: Memory) -> Callable[[Callable[[], None]], ServerAdapterStore]:
-        config = self._config
-        rate = config.server.load_gb_per_s
+    async def _obey(self, peer: Peer) -> None:
+        """Hear what to load until the leader is gone; start over, as it may be a new one."""
+        memory, first_generation = await called(peer, "memory")
+        if (memory.num_pages, memory.page_bytes) != (self._memory.num_pages, self._memory.page_bytes):
+            logger.error("the new leader of the LoRA Server has other memory; this rank starts over")
+            self.stop()
+            return
+        await asyncio.to_thread(self._orders.start_over, first_generation)
+        self._leader = peer
+        try:
+            await called(peer, "join_rank", self._config.server_rank, self._control.address)
+            await peer.ended.wait()
+            logger.warning("lost the leader of the LoRA Server: %s", peer.problem)
+        finally:
+            # Nothing is loaded until a leader is back; what is here goes on being served.
+            self.loop.server_store.set_led(False)
 
-        def make(wake: Callable[[], None]) -> ServerAdapterStore:
-            return ServerAdapterStore(
-                config.shape,
-                self._partition,
-                config.server_rank,
-                capacity=memory.capacity,
-                num_pages=memory.num_pages[config.server_rank],
-                page_bytes=memory.page_bytes,
-                device=config.device,
-                on_progress=wake,
-                load_bytes_per_s=None if rate is None else rate * 1e9,
-                layer_wise=config.server.layer_wise,
-            )
+    async def _hear(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, Content):
+            await receive_blocks(peer, self._store, message.adapter_id, message.num_blocks)
+            await self._orders.regained(message.adapter_id)
+        else:
+            assert isinstance(message, Order)
+            await self._orders.hear(message)
 
-        return make
+    def _need(self, adapter_id: str) -> None:
+        assert self._leader is not None
+        self._leader.call("need", adapter_id)
 
     # Clients
 
-    def _serve_data(self, connection: ControlConnection, hello: DataHello) -> None:
-        """A client rank's session, as long as its connection lasts."""
-        try:
-            layout = FrameLayout(self._config.shape, self._config.dtype, hello.max_rows)
-            answers = self._transport.attach(hello.answers)
-        except (PeerUnreachableError, ValueError) as error:
-            connection.send(Refused(f"its answer buffers can't be used: {error}"))
-            return
-        try:
-            self._serve_session(connection, hello, layout, answers)
-        finally:
-            self._transport.detach(answers)
+    async def _open_session(
+        self, visitor: Visitor, instance: str, answers: bytes, max_rows: int, depth: int
+    ) -> bytes:
+        """Serve a client rank as long as its connection lasts."""
+        loop, peer = asyncio.get_running_loop(), visitor.peer
 
-    def _serve_session(
-        self, connection: ControlConnection, hello: DataHello, layout: FrameLayout, answers: RemoteWindow
-    ) -> None:
-        depth = hello.depth
-        label = f"requests-{next(self._session_numbers)}"
-        requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
-        try:
-            session = ServerSession(
-                hello.name, hello.instance, self._transport, requests, answers, layout, depth
+        def begin() -> ServerSession:
+            layout = FrameLayout(self._config.shape, self._config.dtype, max_rows)
+            try:
+                there = self._transport.attach(answers)
+            except (PeerUnreachableError, ValueError) as error:
+                raise LoraServerError(f"its answer buffers can't be used: {error}") from error
+            label = f"requests-{next(self._session_numbers)}"
+            requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
+            given_up = partial(loop.call_soon_threadsafe, peer.end, "the session was given up")
+            return ServerSession(
+                peer.name, instance, self._transport, requests, there, layout, depth, given_up
             )
-            self._converse(connection, session, requests)
-        finally:
-            requests.free()
 
-    def _converse(self, connection: ControlConnection, session: ServerSession, requests: Window) -> None:
-        self.loop.add(session)
-        try:
-            connection.send(DataWelcome(requests.descriptor()))
-            while not session.closed:
-                connection.receive(0.2, SILENCE_S)
-        finally:
+        def end() -> None:
             self.loop.remove(session)
             session.left.wait()
+            session.requests.free()
+            self._transport.detach(session.answers)
+
+        session = await asyncio.to_thread(begin)
+        visitor.left.push_async_callback(asyncio.to_thread, end)
+        self.loop.add(session)
+        return session.requests.descriptor()
 
     # Turns within a stage
 
-    def _serve_turns(self, connection: ControlConnection, hello: TurnsHello) -> None:
-        turns = self._transport.attach(hello.turns)
+    async def _tell_turns(self, visitor: Visitor, turns: bytes, num_seen: int) -> None:
+        window = await asyncio.to_thread(self._transport.attach, turns)
+        visitor.left.push_async_callback(asyncio.to_thread, self._transport.detach, window)
+        visitor.left.callback(self.loop.tell_no_more, window)
+        self.loop.tell(window, num_seen)
+
+    async def _join_stage(self, timeout_s: float) -> Peer:
+        """Let the first rank of the stage announce whose turn it is (see `data_loop.DataLoop`)."""
+        leader = self._config.server.address, self._keys, self._hello
+        address = await find_rank(*leader, self._stage_leader, timeout_s)
+        begin = "tell_turns", self.loop.turns.descriptor(), self.loop.turns_seen
+        return await join(address, self._keys, self._hello, timeout_s, *begin)
+
+
+async def _until_ended(peer: Peer) -> None:
+    await peer.ended.wait()
+
+
+async def _carry_out(steps: asyncio.Queue[Callable[[], Awaitable[None]]]) -> None:
+    while True:
+        step = await steps.get()
         try:
-            connection.send(ServerWelcome())
-            self.loop.tell(turns, hello.seen)
-            while turns.alive():
-                connection.receive(1.0, SILENCE_S)
-        finally:
-            self.loop.tell_no_more(turns)
-            self._transport.detach(turns)
-
-    def _hear_turns(self) -> None:
-        config = self._config
-        leader = self._partition.stage_leader(config.server_rank // self._partition.layout.ranks_per_stage)
-        if config.server_rank == leader:
-            return
-
-        def find() -> str:
-            return find_rank(config.server.address, self._keys, self._agreed, leader)
-
-        hello = TurnsHello(
-            name=self._name,
-            agreed=self._agreed,
-            server_rank=config.server_rank,
-            turns=self.loop.turns.descriptor(),
-            seen=0,
-        )
-        listener = TurnsListener(find, self._keys, hello, lambda: self.loop.turns_seen)
-        listener.start()
-        self._threads.append(listener)
+            await step()
+        except Exception:  # what was decided after it must be carried out all the same
+            logger.exception("the leader's own rank can't carry out an order")

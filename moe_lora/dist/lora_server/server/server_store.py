@@ -22,7 +22,7 @@ from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.kernels.operands import SlotTable
 
 from .rank_memory import kept_entries
-from .residency import Run
+from .server_pages import Run
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ class ServerAdapterStore:
         num_pages: int,
         page_bytes: int,
         device: torch.device,
-        on_progress: Callable[[], None],
         load_bytes_per_s: float | None = None,
         layer_wise: bool = True,
     ) -> None:
@@ -82,7 +81,8 @@ class ServerAdapterStore:
         self._partition = partition
         self._server_rank = server_rank
         self._page_bytes = page_bytes
-        self._on_progress = on_progress
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called, from any thread, when a request that waits may have become ready or stale."""
         self._load_bytes_per_s = load_bytes_per_s
         self._layer_wise = layer_wise
         self.arena = _allocate(num_pages * page_bytes, device)
@@ -115,7 +115,7 @@ class ServerAdapterStore:
             if order:
                 self._loading.append(_Loading(slot, generation, self._epoch, packed, order))
             self._changed.notify_all()
-        self._on_progress()
+        self.on_progress()
 
     def evict(self, slot: int, generation: int) -> None:
         """Stop serving this content of the slot, or give up loading it."""
@@ -126,7 +126,7 @@ class ServerAdapterStore:
             self.generation[slot] = generation + 1
             with self.reading:
                 self.slots.clear(slot)
-        self._on_progress()
+        self.on_progress()
 
     def start_over(self, first_generation: int) -> None:
         """Forget everything: generations begin above first_generation."""
@@ -139,7 +139,7 @@ class ServerAdapterStore:
             with self.reading:
                 for slot in range(len(self.generation)):
                     self.slots.clear(slot)
-        self._on_progress()
+        self.on_progress()
 
     def grow(self, num_slots: int) -> None:
         """Have at least that many slots, new ones empty; until then, requests for them are stale."""
@@ -157,7 +157,7 @@ class ServerAdapterStore:
     def set_led(self, led: bool) -> None:
         """Whether there is a leader; without one a request for what is not here is not kept waiting."""
         self.led = led
-        self._on_progress()
+        self.on_progress()
 
     def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
         """Whether some row's content has left."""
@@ -198,7 +198,7 @@ class ServerAdapterStore:
             with self._changed:
                 if self._is_wanted(loading) and (self._layer_wise or last):
                     self.loaded[loading.slot, layer if self._layer_wise else slice(None)] = loading.generation
-            self._on_progress()
+            self.on_progress()
 
     def _is_wanted(self, loading: _Loading) -> bool:
         """Whether the load was neither evicted nor forgotten since it began; the caller holds the lock."""

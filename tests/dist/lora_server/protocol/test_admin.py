@@ -9,10 +9,10 @@ import torch
 
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
-from moe_lora.dist.lora_server.protocol.control import LoraServerAdmin, dial
-from moe_lora.dist.lora_server.protocol.control_messages import AdminHello
+from moe_lora.dist.lora_server.protocol.control import LoraServerAdmin, join, network
+from moe_lora.dist.lora_server.protocol.control_messages import ServerHello
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
-from tests.dist.lora_server.server.test_leader import granted, join
+from tests.dist.lora_server.server.test_leader import granted, joined
 from tests.dist.lora_server.shapes import model_shape
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
@@ -45,7 +45,7 @@ def all_loaded(cluster: Cluster, leases: LeaseClient, adapters: str) -> None:
 
 
 def test_state_counts_what_is_there(cluster):
-    leases = join(cluster, "one")
+    leases = joined(cluster, "one")
     for adapter_id in "abc":
         leases.acquire(adapter_id)
     granted(leases, "b")
@@ -56,7 +56,7 @@ def test_state_counts_what_is_there(cluster):
 
 
 def test_growing_serves_those_who_wait_on_all_ranks(cluster):
-    leases = join(cluster, "one")
+    leases = joined(cluster, "one")
     for adapter_id in "abcd":
         leases.acquire(adapter_id)
     granted(leases, "b")
@@ -68,7 +68,7 @@ def test_growing_serves_those_who_wait_on_all_ranks(cluster):
 
 
 def test_shrinking_lets_running_leases_end_and_gives_none_meanwhile(cluster):
-    leases, other = join(cluster, "one"), join(cluster, "other")
+    leases, other = joined(cluster, "one"), joined(cluster, "other")
     leases.acquire("a")
     leases.acquire("b")
     granted(leases, "a")
@@ -85,7 +85,7 @@ def test_shrinking_lets_running_leases_end_and_gives_none_meanwhile(cluster):
 
 
 def test_rank_that_comes_back_after_growing_has_the_slots(cluster):
-    leases = join(cluster, "one")
+    leases = joined(cluster, "one")
     admin(cluster).resize(5)
     cluster.stop(1)
     cluster.start(1)
@@ -96,7 +96,7 @@ def test_rank_that_comes_back_after_growing_has_the_slots(cluster):
 
 
 def test_new_leader_starts_with_its_configured_capacity_and_keeps_the_other_rank(cluster):
-    leases = join(cluster, "one")
+    leases = joined(cluster, "one")
     admin(cluster).resize(5)
     rank = cluster.rank(1)
     cluster.stop(0)
@@ -112,7 +112,7 @@ def test_new_leader_starts_with_its_configured_capacity_and_keeps_the_other_rank
 
 
 def test_capacity_beyond_the_ranks_memory_is_refused_with_what_fits(cluster):
-    join(cluster, "one")
+    joined(cluster, "one")
     limit = admin(cluster).state().max_capacity
     with pytest.raises(CapacityError, match=rf"capacity={limit + 1} .* {limit} .* lora_server.memory_gb"):
         admin(cluster).resize(limit + 1)
@@ -139,13 +139,13 @@ def test_server_that_is_gone_says_so(cluster):
 
 
 def test_admin_of_another_version_is_refused(cluster):
-    hello = AdminHello(name="old", protocol=0)
-    with pytest.raises(LoraServerError, match="refused old: protocol 0"):
-        dial(cluster.config.address, None, hello, 5.0)
+    hello = ServerHello("old", {"admin": 0})
+    with pytest.raises(LoraServerError, match=r"refused old: admin is .* 0 at old"):
+        network().run(join(cluster.config.address, None, hello, 5.0))
 
 
 def test_shelf_keeps_what_it_holds_when_it_grows(cluster):
-    leases = join(cluster, "one")
+    leases = joined(cluster, "one")
     leases.acquire("a")
     granted(leases, "a")
     all_loaded(cluster, leases, "a")

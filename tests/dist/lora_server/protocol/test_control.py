@@ -3,73 +3,87 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import queue
 import socket
 import tempfile
 import threading
 from collections.abc import Iterator
 
 import pytest
-from msgspec.structs import replace
 
 from moe_lora.core.address import Address
-from moe_lora.core.errors import ConfigError, LoraServerError
-from moe_lora.dist.lora_server.protocol import control
-from moe_lora.dist.lora_server.protocol.control import ControlConnection, ControlServer, dial
-from moe_lora.dist.lora_server.protocol.control_messages import (
-    PROTOCOL,
-    Acquire,
-    Block,
-    Content,
-    FindHello,
-    LeasesHello,
-    Need,
-    ServerWelcome,
+from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
+from moe_lora.dist.lora_server.protocol.control import (
+    ControlServer,
+    Visitor,
+    called,
+    disagreement,
+    join,
+    network,
+    pings_of,
 )
-from moe_lora.dist.net.connection import dial as connect_to
+from moe_lora.dist.lora_server.protocol.control_messages import Block, Content, Need, ServerHello
+from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import Keys, make_keys
-from moe_lora.dist.net.peer import Peer
-from moe_lora.dist.net.thread import LoopThread
-from tests.dist.lora_server.cluster import hear_until_the_end, until
+from moe_lora.dist.net.peer import Peer, PeerEndedError
+from tests.dist.lora_server.cluster import until
 
 AGREED = {"protocol": 3, "dtype": "torch.float32", "num_layers": 4}
-HELLO = LeasesHello(name="me", instance="me", agreed=AGREED)
+HELLO = ServerHello("me", AGREED)
 
 
-class Echo:
-    """A server whose handler sends back what it hears; `ended` gets what ended each connection."""
+class Served:
+    """A server that answers some calls; `visitors` are those there now, `num_left` counts those who left."""
 
-    def __init__(self, address: Address, silence_s: float | None, keys: Keys | None = None) -> None:
-        self.ended: queue.SimpleQueue[type[Exception]] = queue.SimpleQueue()
-        self._silence_s = silence_s
-        self.server = ControlServer(address, keys, AGREED, {LeasesHello: self._echo})
+    def __init__(self, address: Address, silence_s: float = 3.0, keys: Keys | None = None) -> None:
+        self.visitors: list[Visitor] = []
+        self.num_left = 0
+        answers = {"join_instance": self._come, "need": self._need, "resize": self._resize}
+        self.server = ControlServer(address, keys, AGREED, answers, pings_of(silence_s))
 
-    def _echo(self, connection: ControlConnection, hello: LeasesHello) -> None:
-        connection.send(ServerWelcome())
-        try:
-            while True:
-                message = connection.receive(0.1, self._silence_s)
-                if message is not None:
-                    connection.send(message)
-        except (EOFError, OSError) as error:
-            self.ended.put(type(error))  # the error itself would keep the connection
-            raise
+    async def _come(self, visitor: Visitor, instance: str) -> None:
+        self.visitors.append(visitor)
+        visitor.left.callback(self._leave, visitor)
+
+    def _leave(self, visitor: Visitor) -> None:
+        self.visitors.remove(visitor)
+        self.num_left += 1
+
+    async def _need(self, visitor: Visitor, adapter_id: str) -> None:
+        visitor.peer.send(Need(adapter_id))
+
+    async def _resize(self, visitor: Visitor, capacity: int) -> None:
+        raise CapacityError(f"capacity={capacity} is too much")
 
 
 @contextlib.contextmanager
-def echo(
-    address: Address | None = None, silence_s: float | None = None, keys: Keys | None = None
-) -> Iterator[Echo]:
+def serving(
+    address: Address | None = None, silence_s: float = 3.0, keys: Keys | None = None
+) -> Iterator[Served]:
     with tempfile.TemporaryDirectory(prefix="ls") as folder:
-        served = Echo(address or Address(path=f"{folder}/s"), silence_s, keys)
+        served = Served(address or Address(path=f"{folder}/s"), silence_s, keys)
         try:
             yield served
         finally:
             served.server.close()
 
 
-def connect(served: Echo, hello=HELLO, keys: Keys | None = None) -> ControlConnection:
-    return dial(served.server.address, keys, hello, 5.0)[0]
+class Client:
+    """A peer at the server that keeps what it hears."""
+
+    def __init__(self, served: Served, hello=HELLO, keys: Keys | None = None) -> None:
+        self.heard: list[Message] = []
+        address = served.server.address
+        begin = "join_instance", "me"
+        self.peer = network().run(join(address, keys, hello, 5.0, *begin, hear=self._hear), 60.0)
+
+    async def _hear(self, peer: Peer, message: Message) -> None:
+        self.heard.append(message)
+
+    def call(self, method: str, *args: object) -> object:
+        return network().run(called(self.peer, method, *args), 60.0)
+
+    def close(self) -> None:
+        network().loop.call_soon_threadsafe(self.peer.end)
 
 
 @pytest.fixture(scope="module")
@@ -77,124 +91,131 @@ def keys(tmp_path_factory) -> Keys:
     return make_keys(tmp_path_factory.mktemp("ours"))
 
 
-@pytest.mark.parametrize("network", [False, True], ids=["path", "port"])
-def test_messages_and_blocks_arrive_in_order(network, keys):
-    address, trusted = (Address("127.0.0.1"), keys) if network else (None, None)
-    with echo(address, keys=trusted) as served:
-        connection = connect(served, keys=trusted)
-        for number in range(50):
-            connection.send(Acquire("a", number))
+@pytest.mark.parametrize("network_address", [False, True], ids=["path", "port"])
+def test_messages_and_blocks_arrive_in_order(network_address, keys):
+    address, trusted = (Address("127.0.0.1"), keys) if network_address else (None, None)
+    with serving(address, keys=trusted) as served:
+        client = Client(served, keys=trusted)
         blocks = [Block(bytes([n]) * 1_000_000) for n in range(9)]
-        connection.send_all(iter([Content("a", 9), *blocks]))
-        connection.send(Need("last"))
-        heard = [connection.receive(5.0) for _ in range(61)]
-        assert heard == [Acquire("a", n) for n in range(50)] + [Content("a", 9), *blocks, Need("last")]
-        connection.close()
-        assert issubclass(served.ended.get(timeout=5.0), EOFError | OSError)
+
+        async def speak() -> None:
+            [visitor] = served.visitors
+            visitor.peer.send(Need("first"))
+            visitor.peer.send_all(iter([Content("a", 9), *blocks]))
+            visitor.peer.send(Need("last"))
+
+        network().run(speak())
+        expected = [Need("first"), Content("a", 9), *blocks, Need("last")]
+        until(lambda: len(client.heard) == len(expected))
+        assert client.heard == expected
+        for number in range(50):
+            client.call("need", str(number))
+        assert client.heard[-50:] == [Need(str(number)) for number in range(50)]
+        client.close()
+        until(lambda: served.num_left == 1)
 
 
 def test_certificates_of_another_cluster_are_refused(keys, tmp_path):
     others = make_keys(tmp_path / "others")
     with (
-        echo(Address("127.0.0.1"), keys=keys) as served,
+        serving(Address("127.0.0.1"), keys=keys) as served,
         pytest.raises(LoraServerError, match="are its certificates of the same authority"),
     ):
-        dial(served.server.address, others, HELLO, 5.0)
+        Client(served, keys=others)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("protocol", 2), ("dtype", "torch.bfloat16"), ("num_layers", 5), ("more", 1)]
 )
 def test_disagreement_is_refused_by_the_name_of_the_field(name, value):
-    with echo() as served, pytest.raises(LoraServerError) as caught:
-        connect(served, replace(HELLO, agreed={**AGREED, name: value}))
+    with serving() as served, pytest.raises(LoraServerError) as caught:
+        Client(served, ServerHello("me", {**AGREED, name: value}))
     assert f"{name} is {AGREED.get(name)!r} at the LoRA Server and {value!r} at me" in str(caught.value)
+    assert not served.visitors
 
 
-def test_purpose_that_is_not_served_is_refused():
-    with echo() as served, pytest.raises(LoraServerError, match="FindHello is not served here"):
-        connect(served, FindHello(name="me", agreed=AGREED, server_rank=0))
+def test_peer_may_state_less_than_the_server_knows():
+    assert disagreement(AGREED, {"protocol": 3}, "an admin") is None
+
+
+def test_call_that_is_not_served_is_refused_and_the_connection_stays():
+    with serving() as served:
+        client = Client(served)
+        with pytest.raises(LoraServerError, match="find is not answered by this rank"):
+            client.call("find", 0)
+        with pytest.raises(CapacityError, match="capacity=3 is too much"):
+            client.call("resize", 3)
+        client.call("need", "a")
+        assert client.heard == [Need("a")]
 
 
 def test_peer_that_is_gone_ends_both_directions():
-    with echo() as served:
-        connection = connect(served)
+    with serving() as served:
+        client = Client(served)
         served.server.close()
-        with pytest.raises((EOFError, OSError)):
-            hear_until_the_end(connection)
-        until(lambda: _sending_fails(connection))
-
-
-def _sending_fails(connection: ControlConnection) -> bool:
-    try:
-        connection.send(Need("a"))
-    except OSError:
-        return True
-    return False
-
-
-async def silently(address: str) -> Peer:
-    """A peer that says hello, and nothing more."""
-    peer = Peer(await connect_to("address", Address(path=address), None), PROTOCOL, "the server")
-    peer.send(HELLO)
-    return peer
+        until(client.peer.ended.is_set)
+        with pytest.raises(LoraServerError, match="was lost"):
+            client.call("need", "a")
 
 
 def test_silent_peer_is_given_up_and_a_quiet_one_is_not():
-    thread = LoopThread()
-    with echo(silence_s=1.0) as served:
-        quiet = connect(served)  # beats
-        silent = thread.run(silently(served.server.address))
-        assert served.ended.get(timeout=5.0) is TimeoutError
-        assert quiet.receive(1.5) is None
-        quiet.send(Need("one"))
-        assert quiet.receive(5.0) == Need("one")
-        thread.loop.call_soon_threadsafe(silent.end)
-        quiet.close()
-    thread.stop()
+    with serving(silence_s=1.0) as served:
+        quiet, silent = Client(served), Client(served)
+        network().loop.call_soon_threadsafe(silent.peer._socket.transport.pause_reading)  # no pong leaves
+        until(lambda: served.num_left == 1)
+        quiet.call("need", "one")
+        assert quiet.heard == [Need("one")]
+        assert not quiet.peer.ended.is_set()
+        network().loop.call_soon_threadsafe(silent.peer.abort, "the test is over")
 
 
 def test_send_does_not_wait_for_a_peer_that_does_not_read():
-    thread = LoopThread()
-    with echo() as served:
+    with serving() as served:
+        deaf = Client(served)
 
-        async def deaf() -> ControlConnection:
-            return ControlConnection(await silently(served.server.address), "")
+        async def fill() -> None:
+            deaf.peer._socket.transport.pause_reading()
+            for _ in range(100):
+                served.visitors[0].peer.send(Need("x" * 100_000))  # far more than the socket holds
 
-        async def fill(connection: ControlConnection) -> None:
-            served_peer = next(iter(served.server._connections))
-            served_peer._peer._socket.transport.pause_reading()
-
-        connection = thread.run(deaf())
-        until(lambda: served.server._connections)
-        thread.run(fill(connection))
-        for _ in range(100):
-            connection.send(Need("x" * 100_000))  # far more than the socket holds
-        connection.close()
-    thread.stop()
+        network().run(fill(), 5.0)
+        network().loop.call_soon_threadsafe(deaf.peer.abort, "the test is over")
 
 
 def test_message_that_stops_half_way_ends_the_connection_once_nothing_more_comes():
-    thread = LoopThread()
-    with echo(silence_s=1.0) as served:
-        peer = thread.run(silently(served.server.address))
+    with serving(silence_s=1.0) as served:
+        client = Client(served)
 
         async def half() -> None:
-            peer._socket.transport.write(b"\x82\xe4" + b"\x00" * 20)
+            client.peer._socket.transport.write(b"\x82\xe4" + b"\x00" * 20)
+            client.peer._socket.transport.pause_reading()
 
-        thread.run(half())
-        assert served.ended.get(timeout=10.0) is TimeoutError
-    thread.stop()
+        network().run(half())
+        until(lambda: served.num_left == 1)
+        network().loop.call_soon_threadsafe(client.peer.abort, "the test is over")
 
 
 def test_message_of_another_kind_ends_the_connection():
-    with echo() as served:
-        connection = connect(served)
-        loop = connection._loop
-        loop.call_soon_threadsafe(connection._peer._waiting.append, b"\x91\xa4Evil")
-        connection.send(Need("a"))
-        with pytest.raises((EOFError, OSError), match="not understood"):
-            hear_until_the_end(connection)
+    with serving() as served:
+        client = Client(served)
+
+        async def evil() -> None:
+            client.peer._waiting.append(b"\x91\xa4Evil")
+            client.peer._something.set()
+
+        network().run(evil())
+        until(client.peer.ended.is_set)
+        assert "not understood" in client.peer.problem
+
+
+def test_peer_that_says_no_hello_is_turned_away():
+    with serving() as served, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(served.server.address)
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.settimeout(20.0)
+        while stranger.recv(1000):
+            pass
+        assert not served.visitors
 
 
 def test_successor_listens_where_a_killed_process_did():
@@ -203,25 +224,25 @@ def test_successor_listens_where_a_killed_process_did():
         with socket.socket(socket.AF_UNIX) as killed:
             killed.bind(path.path)
             killed.listen()
-        with echo(path) as served:
-            connection = connect(served)
+        with serving(path) as served:
+            client = Client(served)
             with pytest.raises(LoraServerError, match=f"can't listen at lora_server.address={path}"):
-                Echo(path, None)
-            connection.close()
+                Served(path)
+            client.close()
         assert not os.path.exists(path.path)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", ":1", "host:99999", "rel/path"])
 def test_address_that_is_none_is_refused(address):
     with pytest.raises(ConfigError, match=r"lora_server.address=.* is not host:port.*nor the absolute path"):
-        dial(address, None, HELLO, 0.1)
+        network().run(join(address, None, HELLO, 0.1))
 
 
 def test_unreachable_server_is_named():
     with tempfile.TemporaryDirectory(prefix="ls") as folder:
         address = f"{folder}/nobody"
         with pytest.raises(LoraServerError, match=f"no LoRA Server answers at lora_server.address={address}"):
-            dial(address, None, HELLO, 0.1)
+            network().run(join(address, None, HELLO, 0.1))
 
 
 def test_server_that_accepts_but_does_not_answer_is_given_up():
@@ -229,26 +250,36 @@ def test_server_that_accepts_but_does_not_answer_is_given_up():
         stalled.bind(f"{folder}/s")
         stalled.listen()
         with pytest.raises(LoraServerError, match="no LoRA Server answers"):
-            dial(f"{folder}/s", None, HELLO, 0.2)
+            network().run(join(f"{folder}/s", None, HELLO, 0.2))
+
+
+def test_call_of_a_server_that_goes_fails():
+    with serving() as served:
+        client = Client(served)
+
+        async def ask_and_end() -> None:
+            asked = client.peer.call("need", "a")
+            client.peer.abort("the test ends it")
+            with pytest.raises(PeerEndedError):
+                await asked
+
+        network().run(ask_and_end(), 20.0)
 
 
 def test_nothing_is_left_of_connections_that_ended():
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    with echo() as served:
-        control._network()
-        idle = threading.active_count()
-        connect(served).close()
-        until(lambda: threading.active_count() <= idle)
-        until(lambda: not asyncio.run_coroutine_threadsafe(_num_peers(), control._network().loop).result())
+    with serving() as served:
+        Client(served).close()
+        until(lambda: not network().run(_num_peers()))
         files, threads = open_files(), threading.active_count()
         for _ in range(20):
-            connection = connect(served)
-            connection.send(Need("a"))
-            assert connection.receive(5.0) is not None
-            connection.close()
-            del connection
+            client = Client(served)
+            client.call("need", "a")
+            client.close()
+            del client
+        until(lambda: not network().run(_num_peers()))
         until(lambda: open_files() <= files and threading.active_count() <= threads)
 
 
@@ -259,6 +290,6 @@ async def _num_peers() -> int:
 
 def test_network_without_certificates_is_refused():
     with pytest.raises(LoraServerError, match="moe-lora cluster init"):
-        Echo(Address("127.0.0.1"), None)
+        Served(Address("127.0.0.1"))
     with pytest.raises(ConfigError, match="moe-lora cluster init"):
-        dial("127.0.0.1:1", None, HELLO, 0.1)
+        network().run(join("127.0.0.1:1", None, HELLO, 0.1))

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from moe_lora.core.errors import AdapterNotFoundError
-from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.dist.lora_server.server.residency import Evict, Grant, Load
+from moe_lora.dist.lora_server.server.leases import Evict, Grant, LeaseTable, Load
 
 PAGES_PER_RANK = (7, 6)
 STARVATION_S = 2.0
@@ -217,8 +216,8 @@ class LeaseModel:
             self.unregister(adapter_id)
         assert not self.slots
         assert not self.owned
-        table, residency = self.table, self.table._residency
-        assert residency._pages.num_free == PAGES_PER_RANK
-        left_over = (table._queue, table._leases, residency._adapters)
+        table = self.table
+        assert table._pages.num_free == PAGES_PER_RANK
+        left_over = (table._queue, table._leases, table._adapters)
         assert left_over == ({}, {}, {})
-        assert sorted(residency._free_slots) == list(range(len(residency._generations)))
+        assert sorted(table._free_slots) == list(range(len(table._generations)))

@@ -56,7 +56,10 @@ class Client:
             self.transport, self.transport.attach(requests.descriptor()), answers, LAYOUT, DEPTH, 20.0
         )
         there = stage.transport.attach(answers.descriptor())
-        self.served = ServerSession(instance, instance, stage.transport, requests, there, LAYOUT, DEPTH)
+        self.dropped = threading.Event()
+        self.served = ServerSession(
+            instance, instance, stage.transport, requests, there, LAYOUT, DEPTH, self.dropped.set
+        )
 
     def send(self, layer: int = 0, site: int = 0, slot: int = 0, generation: int = 5) -> Sent:
         top_k = 1 if SHAPE.sites[site].num_experts else 0
@@ -85,7 +88,7 @@ class Stage:
     def __init__(self) -> None:
         self.transport = make_transport("shm", name="server")
         self.server_store = ServerAdapterStore()
-        self.loop = DataLoop(SHAPE, lambda wake: self.server_store, self.transport)
+        self.loop = DataLoop(SHAPE, self.server_store, self.transport)
         self.clients: list[Client] = []
         self.order: list[str] = []
         serve = self.loop._serve
@@ -201,7 +204,7 @@ def test_client_that_sends_nonsense_is_dropped_and_others_are_served(stage, bad)
     sent = right.send()
     stage.run()
     assert right.answered(sent)
-    until(lambda: wrong.served.closed and wrong.served.left.is_set())
+    until(lambda: wrong.dropped.is_set() and wrong.served.left.is_set())
 
 
 def test_client_that_is_gone_is_removed(stage):
@@ -212,7 +215,8 @@ def test_client_that_is_gone_is_removed(stage):
     stage.run()
     assert here.answered(sent)
     until(lambda: gone.served.left.is_set())
-    assert not here.served.closed
+    assert gone.dropped.is_set()
+    assert not here.dropped.is_set()
 
 
 def test_memory_of_a_removed_session_is_given_back_once_the_loop_is_past_it(stage):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,19 +11,10 @@ import pytest
 
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
-from moe_lora.dist.lora_server.protocol.control import dial
-from moe_lora.dist.lora_server.protocol.control_messages import (
-    Acquire,
-    Granted,
-    LeasesHello,
-    Order,
-    Register,
-    Registered,
-    Release,
-    StatsAsked,
-)
-from moe_lora.dist.lora_server.server.membership import Orders
-from tests.dist.lora_server.cluster import Cluster, hear_until_the_end, random_adapter, until
+from moe_lora.dist.lora_server.protocol.control import called, join, network
+from moe_lora.dist.lora_server.protocol.control_messages import Order, ServerState
+from moe_lora.dist.lora_server.server.rank_orders import Orders
+from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 
 SHAPE = model_shape(num_experts=4, num_layers=2)
@@ -37,7 +28,7 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def join(cluster: Cluster, instance: str, adapters: str = "abcde", **settings) -> LeaseClient:
+def joined(cluster: Cluster, instance: str, adapters: str = "abcde", **settings) -> LeaseClient:
     leases = cluster.leases(cluster.client(instance, **settings))
     for adapter_id in adapters:
         leases.register(adapter_id)
@@ -48,15 +39,13 @@ def granted(leases: LeaseClient, adapter_id: str) -> None:
     until(lambda: leases.lease(adapter_id), f"{adapter_id} is granted")
 
 
-def settled(leases: LeaseClient) -> dict[str, int]:
+def settled(leases: LeaseClient) -> ServerState:
     """The leader's counters once it has heard all that was said before."""
-    stats = leases.stats(20.0)
-    assert stats is not None
-    return stats
+    return network().run(called(leases._peer, "state"))
 
 
 def test_leases_are_granted_first_come_first_served_over_all_instances(cluster):
-    one, other = join(cluster, "one"), join(cluster, "other")
+    one, other = joined(cluster, "one"), joined(cluster, "other")
     one.acquire("a")
     one.acquire("b")
     granted(one, "a")
@@ -64,7 +53,7 @@ def test_leases_are_granted_first_come_first_served_over_all_instances(cluster):
     other.acquire("c")
     settled(other)
     one.acquire("d")
-    assert settled(one)["num_waiting"] == 2
+    assert settled(one).num_waiting == 2
     one.release("a")
     granted(other, "c")
     assert one.lease("d") is None
@@ -74,27 +63,34 @@ def test_leases_are_granted_first_come_first_served_over_all_instances(cluster):
 
 
 def test_waiting_ends_with_release(cluster):
-    one, other = join(cluster, "one"), join(cluster, "other")
+    one, other = joined(cluster, "one"), joined(cluster, "other")
     for adapter_id in "abc":
         one.acquire(adapter_id)
     other.acquire("d")
     one.release("c")
     one.release("a")
     granted(other, "d")
-    assert settled(one)["num_waiting"] == 0
+    assert settled(one).num_waiting == 0
     assert one.lease("c") is None
 
 
 def test_grant_of_an_acquire_given_up_since_is_not_taken_for_the_next_one(cluster):
-    one, other = join(cluster, "one"), join(cluster, "other")
+    one, other = joined(cluster, "one"), joined(cluster, "other")
     other.acquire("a")
     other.acquire("b")
     granted(other, "b")
     one.acquire("c")
-    one._hear(one._connection, Granted("c", number=0, slot=0, generation=1))
+    network().run(answered(one, "c", number=0))
     assert one.lease("c") is None
     other.release("a")
     granted(one, "c")
+
+
+async def answered(leases: LeaseClient, adapter_id: str, number: int) -> None:
+    """As if the acquire of that number were granted."""
+    lease: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+    lease.set_result((0, 1))
+    leases._take(adapter_id, number, lease)
 
 
 def test_lease_is_granted_though_the_leaders_own_rank_can_not_load(monkeypatch):
@@ -104,13 +100,13 @@ def test_lease_is_granted_though_the_leaders_own_rank_can_not_load(monkeypatch):
     monkeypatch.setattr(Orders, "carry_out", fail)
     with Cluster(SHAPE, "EP1-PP1", capacity=2) as made:
         made.put(random_adapter("a", SHAPE))
-        one = join(made, "one", "a")
+        one = joined(made, "one", "a")
         one.acquire("a")
         granted(one, "a")
 
 
 def test_instance_that_is_gone_frees_its_leases(cluster):
-    one, other = join(cluster, "one"), join(cluster, "other")
+    one, other = joined(cluster, "one"), joined(cluster, "other")
     one.acquire("a")
     one.acquire("b")
     granted(one, "b")
@@ -120,31 +116,32 @@ def test_instance_that_is_gone_frees_its_leases(cluster):
 
 
 def test_instance_that_came_back_is_heard_on_its_newest_connection_only(cluster):
-    hello = LeasesHello(name="one", instance="one", agreed=cluster.client("one")._agreed)
-    old, new = (dial(cluster.config.address, None, hello, 5.0)[0] for _ in range(2))
-    new.send(Register("a"))
-    new.send(Acquire("a", 1))
-    assert [type(new.receive(20.0)) for _ in range(2)] == [Registered, Granted]
-    with contextlib.suppress(OSError):  # it is being closed
-        old.send(Release("a"))
-    with pytest.raises((EOFError, OSError)):
-        hear_until_the_end(old)
-    new.send(StatsAsked(1))
-    assert new.receive(20.0).stats.num_leases == 1
-    old.close()
-    new.close()
+    hello = cluster.client("one")._hello
+
+    async def speak() -> None:
+        old, new = [
+            await join(cluster.config.address, None, hello, 5.0, "join_instance", "one") for _ in range(2)
+        ]
+        assert await called(new, "register", "a")
+        assert await called(new, "acquire", "a")
+        old.call("release", "a")
+        await old.ended.wait()
+        assert (await called(new, "state")).num_leases == 1
+        new.end()
+
+    network().run(speak(), 60.0)
 
 
 def test_adapter_unregistered_by_one_instance_is_still_served_to_another(cluster):
-    one, other = join(cluster, "one", "a"), join(cluster, "other", "a")
+    one, other = joined(cluster, "one", "a"), joined(cluster, "other", "a")
     one.unregister("a")
     settled(one)
     other.acquire("a")
     granted(other, "a")
     other.unregister("a")
-    assert settled(other)["num_resident"] == 1, "served to the end"
+    assert settled(other).num_resident == 1, "served to the end"
     other.release("a")
-    assert settled(other)["num_resident"] == 0
+    assert settled(other).num_resident == 0
 
 
 def test_new_leader_is_told_what_was_registered_and_wanted(cluster):
@@ -174,7 +171,7 @@ def test_new_leader_is_told_what_was_registered_and_wanted(cluster):
 
 
 def test_rank_that_comes_back_is_told_what_is_resident(cluster):
-    leases = join(cluster, "one", "ab")
+    leases = joined(cluster, "one", "ab")
     leases.acquire("a")
     leases.acquire("b")
     granted(leases, "a")
@@ -214,7 +211,7 @@ def test_content_goes_to_a_leader_and_from_it_to_ranks_of_other_hosts(tmp_path):
 def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():
     with Cluster(SHAPE, "EP2-PP1", memory_gb=0.0005) as cluster:
         cluster.put(random_adapter("small", SHAPE), random_adapter("huge", SHAPE, 500))
-        leases = join(cluster, "one", "")
+        leases = joined(cluster, "one", "")
         with pytest.raises(CapacityError, match=r"'huge' needs \d+ pages on LoRA Server rank 0, .* or more"):
             leases.register("huge")
         leases.register("small")

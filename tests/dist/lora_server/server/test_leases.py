@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
-from moe_lora.dist.lora_server.server.leases import LeaseTable
-from moe_lora.dist.lora_server.server.residency import Evict, Grant, Load
+from moe_lora.dist.lora_server.server.leases import Evict, Grant, LeaseTable, Load
 
 ONE_PAGE = {0: {0: 1}}
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lora.dist.lora_server.server.residency import ServerPages, fits
+from moe_lora.dist.lora_server.server.server_pages import ServerPages, fits
 
 lengths = st.lists(st.integers(1, 4), max_size=8)
 

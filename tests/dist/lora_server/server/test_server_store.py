@@ -1,21 +1,21 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.lora_server.protocol.control_messages import Block, Content, EvictOrder, LoadOrder, Need
+from moe_lora.dist.lora_server.protocol.control_messages import EvictOrder, LoadOrder, Order
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-from moe_lora.dist.lora_server.server.membership import Orders
 from moe_lora.dist.lora_server.server.rank_memory import shard_pages
+from moe_lora.dist.lora_server.server.rank_orders import Orders
 from moe_lora.dist.lora_server.server.server_store import ServerAdapterStore, _allocate
-from moe_lora.dist.net.codec import Message
 from tests.dist.lora_server.cluster import CPU, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 
@@ -42,8 +42,8 @@ class Gate:
 FIRST = 1000
 
 
-def make_shelf(on_progress=lambda: None, load_bytes_per_s: float | None = None) -> ServerAdapterStore:
-    return ServerAdapterStore(
+def make_store(on_progress=lambda: None, load_bytes_per_s: float | None = None) -> ServerAdapterStore:
+    made = ServerAdapterStore(
         SHAPE,
         PARTITION,
         0,
@@ -51,9 +51,10 @@ def make_shelf(on_progress=lambda: None, load_bytes_per_s: float | None = None) 
         num_pages=CAPACITY * PAGES_PER_LAYER * SHAPE.num_layers,
         page_bytes=PAGE_BYTES,
         device=CPU,
-        on_progress=on_progress,
         load_bytes_per_s=load_bytes_per_s,
     )
+    made.on_progress = on_progress
+    return made
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def gate() -> Gate:
 
 @pytest.fixture
 def server_store(gate) -> Iterator[ServerAdapterStore]:
-    made = make_shelf(gate)
+    made = make_store(gate)
     yield made
     gate.let(1000)
     made.stop()
@@ -178,7 +179,7 @@ def test_layer_written_before_starting_over_does_not_count_for_the_same_load_sen
         gate()
 
     monkeypatch.setattr(time, "sleep", pause)
-    server_store = make_shelf(load_bytes_per_s=1e9)
+    server_store = make_store(load_bytes_per_s=1e9)
     server_store.load(0, 5, random_adapter("a", SHAPE), runs(0))
     assert pauses.acquire(timeout=20.0), "the first layer is written, and waits for the rate limit"
     server_store.start_over(1)
@@ -200,62 +201,63 @@ def test_layer_that_can_not_be_loaded_makes_its_adapter_stale_and_the_next_one_l
     until(lambda: all(ready(server_store, 0, 2)))
 
 
-class Connection:
-    """A leader's, that hands out what it is given to say."""
+@dataclass
+class Rank:
+    """A rank without the content of "a", and what it asked for."""
 
-    def __init__(self, store: HostStore, packed: PackedAdapter) -> None:
-        self.sent: list[Message] = []
-        self.file = store.path(packed.content_hash).read_bytes()
+    orders: Orders
+    server_store: ServerAdapterStore
+    store: HostStore
+    needed: list[str]
 
-    def send(self, message: Message) -> None:
-        self.sent.append(message)
+    def hear(self, order: Order) -> None:
+        asyncio.run(self.orders.hear(order))
 
-    def receive(self, timeout_s: float) -> Message:
-        return Block(self.file)
+    def regain(self, file: bytes) -> None:
+        """The content comes."""
+        self.store.adopt("a", [file])
+        asyncio.run(self.orders.regained("a"))
 
 
 @pytest.fixture
-def content(tmp_path) -> tuple[Orders, ServerAdapterStore, Connection, Iterator]:
-    leaders, ours = HostStore(tmp_path / "leader"), HostStore(tmp_path / "rank")
-    packed = random_adapter("a", SHAPE)
-    leaders.put(packed)
-    server_store = make_shelf()
-    yield Orders(server_store, ours), server_store, Connection(leaders, packed)
+def rank(tmp_path) -> Iterator[Rank]:
+    store, server_store, needed = HostStore(tmp_path / "rank"), make_store(), []
+    yield Rank(Orders(server_store, store, needed.append), server_store, store, needed)
     server_store.stop()
+
+
+@pytest.fixture
+def file(tmp_path) -> bytes:
+    leaders = HostStore(tmp_path / "leader")
+    leaders.put(random_adapter("a", SHAPE))
+    return leaders.path("a").read_bytes()
 
 
 def load_order(generation: int) -> LoadOrder:
     return LoadOrder("a", 0, generation, runs(0))
 
 
-CONTENT = Content("a", 1)
+def test_content_that_is_not_here_is_asked_for_and_then_loaded(rank, file):
+    rank.hear(load_order(1))
+    assert rank.needed == ["a"]
+    assert not any(ready(rank.server_store, 0, 1))
+    rank.regain(file)
+    until(lambda: all(ready(rank.server_store, 0, 1)))
 
 
-def test_content_that_is_not_here_is_asked_for_and_then_loaded(content):
-    orders, server_store, connection = content
-    orders.hear(connection, load_order(1))
-    assert connection.sent == [Need("a")]
-    assert not any(ready(server_store, 0, 1))
-    orders.hear(connection, CONTENT)
-    until(lambda: all(ready(server_store, 0, 1)))
+def test_content_that_comes_after_the_eviction_is_not_brought_back(rank, file):
+    rank.hear(load_order(1))
+    rank.hear(EvictOrder(0, 1))
+    rank.regain(file)
+    rank.hear(load_order(2))
+    until(lambda: all(ready(rank.server_store, 0, 2)))
+    assert stale(rank.server_store, 0, 1)
 
 
-def test_content_that_comes_after_the_eviction_is_not_brought_back(content):
-    orders, server_store, connection = content
-    orders.hear(connection, load_order(1))
-    orders.hear(connection, EvictOrder(0, 1))
-    orders.hear(connection, CONTENT)
-    orders.hear(connection, load_order(2))
-    until(lambda: all(ready(server_store, 0, 2)))
-    assert stale(server_store, 0, 1)
-
-
-def test_damaged_content_is_refused_at_once(content):
-    orders, server_store, connection = content
-    connection.file = b"no safetensors"
-    orders.hear(connection, load_order(1))
-    orders.hear(connection, CONTENT)
-    assert stale(server_store, 0, 1)
+def test_damaged_content_is_refused_at_once(rank):
+    rank.hear(load_order(1))
+    rank.regain(b"no safetensors")
+    assert stale(rank.server_store, 0, 1)
 
 
 def test_memory_that_is_not_there_is_refused_with_what_to_lower():

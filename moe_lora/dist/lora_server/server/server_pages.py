@@ -1,0 +1,76 @@
+"""The page arenas of all server ranks, kept by the leader so that a load names its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from moe_lora.cache.pages import PageAllocator
+
+Run: TypeAlias = tuple[int, int]
+"""(first page, number of pages) in the arena of one server rank."""
+Runs: TypeAlias = Mapping[int, Mapping[int, Run]]
+"""server rank -> layer -> run.  Ranks and layers of which the adapter has nothing are left out."""
+ShardPages: TypeAlias = Mapping[int, Mapping[int, int]]
+"""server rank -> layer -> pages that the adapter's shard takes there."""
+
+
+class ServerPages:
+    """One page allocator per server rank; an adapter takes one run of pages per rank and layer."""
+
+    def __init__(self, pages_per_rank: Sequence[int]) -> None:
+        self.pages_per_rank = tuple(pages_per_rank)
+        self._ranks = [PageAllocator(num_pages) for num_pages in pages_per_rank]
+
+    @property
+    def num_free(self) -> tuple[int, ...]:
+        """Free pages of each rank."""
+        return tuple(pages.num_free for pages in self._ranks)
+
+    def alloc(self, shard_pages: ShardPages) -> Runs | None:
+        """A run for every layer on every rank, or None, and nothing taken, if one finds no place."""
+        for rank, layers in shard_pages.items():
+            if sum(layers.values()) > self._ranks[rank].num_free:
+                return None
+        runs: dict[int, dict[int, Run]] = {rank: {} for rank in shard_pages}
+        for rank, layers in shard_pages.items():
+            for layer, num_pages in layers.items():
+                first = self._ranks[rank].alloc_run(num_pages)
+                if first is None:
+                    self.free(runs)
+                    return None
+                runs[rank][layer] = (first, num_pages)
+        return runs
+
+    def free(self, runs: Runs) -> None:
+        """Give back what `alloc` gave."""
+        for rank, layers in runs.items():
+            for first, num_pages in layers.values():
+                self._ranks[rank].free(first, num_pages)
+
+    def could_alloc(self, shard_pages: ShardPages, pinned: Sequence[Runs]) -> bool:
+        """Whether `alloc` would succeed if all but the `pinned` runs were given back."""
+        return all(
+            fits(
+                self.pages_per_rank[rank],
+                [run for runs in pinned for run in runs.get(rank, {}).values()],
+                layers.values(),
+            )
+            for rank, layers in shard_pages.items()
+        )
+
+
+def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
+    """Whether runs of the wanted lengths find a place beside the taken ones, first fit in this order."""
+    gaps = []
+    end = 0
+    for first, length in sorted(taken):
+        gaps.append(first - end)
+        end = first + length
+    gaps.append(num_pages - end)
+    for length in wanted:
+        place = next((index for index, gap in enumerate(gaps) if gap >= length), None)
+        if place is None:
+            return False
+        gaps[place] -= length
+    return True
