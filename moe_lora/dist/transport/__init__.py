@@ -1,5 +1,5 @@
 """One-sided transports: windows of memory that peers write, and signals that count up."""
 
-from .contract import KINDS, RemoteWindow, Store, Transport, Window, make_transport
+from .contract import KINDS, RemoteWindow, Transport, Window, make_transport
 
-__all__ = ["KINDS", "RemoteWindow", "Store", "Transport", "Window", "make_transport"]
+__all__ = ["KINDS", "RemoteWindow", "Transport", "Window", "make_transport"]

@@ -1,12 +1,11 @@
 """What every transport offers, in OpenSHMEM's words: memory others may write, and signals that count up.
 
-A process makes one Transport, allocates windows, and hands their descriptors to its peers, through a store
-(`open`) or by a way of its own (`attach`). A peer puts bytes into a window and raises one of its signals;
+A process makes one Transport, allocates windows, and hands their descriptors to its peers, which `attach`. A
+peer puts bytes into a window and raises one of its signals;
 who sees the signal's value sees the bytes (release store, acquire load). Signals are unsigned 64-bit, each
 on its own cache line, and have one writer at a time. A raise below the present value changes nothing, and
 waits ask for >=, so a value that was skipped can't hang a waiter. Membership is elastic: a process that
-died returns as a new incarnation with a higher generation, and peers `open` or `attach` its new windows;
-nobody else restarts.
+died returns with new windows, which peers `attach`; nobody else restarts.
 
 Source: InfiniLoRA section 5.1 (push-based communication); OpenSHMEM 1.5 section 9.8 (signals).
 """
@@ -15,20 +14,10 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-
-
-class Store(Protocol):
-    """What wire-up needs of a key-value store; torch.distributed.TCPStore has it."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
 class Window(Protocol):
@@ -41,8 +30,8 @@ class Window(Protocol):
     """uint8 [num_bytes], zero at first; stays mapped as long as any view of it lives."""
 
     def descriptor(self) -> builtins.bytes:
-        """What a peer needs for `attach`: name, generation, size, facts of the medium. ASCII, a few hundred
-        bytes (NIXL: a few kilobytes); valid until the window is freed or the process ends."""
+        """What a peer needs for `attach`: name, size, facts of the medium. ASCII, a few hundred bytes (NIXL:
+        a few kilobytes); valid until the window is freed or the process ends."""
 
     def read_signal(self, signal: int) -> int:
         """Present value (acquire load)."""
@@ -60,7 +49,6 @@ class RemoteWindow(Protocol):
 
     peer: str
     label: str
-    generation: int
     num_bytes: int
     num_signals: int
 
@@ -85,19 +73,16 @@ class Transport(Protocol):
 
     kind: str
     name: str
-    generation: int
 
     def alloc(self, label: str, num_bytes: int, num_signals: int) -> Window:
-        """Zeroed local memory that peers may write, published in the store if there is one.
-        Raises ValueError for sizes below zero or a label in use here."""
+        """Zeroed local memory that peers may write.
+
+        Raises ValueError for sizes below zero or a label in use here.
+        """
 
     def attach(self, descriptor: bytes) -> RemoteWindow:
         """The window a descriptor names. Raises PeerUnreachableError if it or its process is gone, ValueError
         if the descriptor is of another kind of transport, another version, or does not fit the window."""
-
-    def open(self, peer: str, label: str, timeout_s: float) -> RemoteWindow:
-        """The newest window published under that name; waits for it up to timeout_s, also for a new
-        incarnation if the one published last is dead. Raises PeerUnreachableError, ValueError (as attach)."""
 
     def put_signal(
         self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
@@ -153,17 +138,17 @@ _PLACES = {
 KINDS = tuple(_PLACES)
 
 
-def make_transport(kind: str, *, name: str, store: Store | None = None, **options: Any) -> Transport:
+def make_transport(kind: str, *, name: str, **options: Any) -> Transport:
     """One process's end of a transport.
 
     kind: one of KINDS.  name: unique in the cluster, such as "server/3"; a process that returns after a crash
-    uses its old name.  store: where windows are published; without one, peers `attach` by descriptors.
-    options: those of the kind's class.
+    uses its old name.  options: those of the kind's class.
     Raises ValueError for an unknown kind.
     """
     if kind not in _PLACES:
         raise ValueError(f"transport {kind!r} is unknown; choose one of {', '.join(_PLACES)}")
     module, class_name = _PLACES[kind]
-    return getattr(importlib.import_module(f".{module}", __package__), class_name)(
-        name=name, store=store, **options
+    made: Transport = getattr(importlib.import_module(f".{module}", __package__), class_name)(
+        name=name, **options
     )
+    return made

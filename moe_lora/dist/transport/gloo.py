@@ -8,66 +8,47 @@ That a peer has died shows when something is sent to it.
 from __future__ import annotations
 
 import atexit
-import itertools
 import threading
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from moe_lora.core.errors import PeerGoneError, PeerUnreachableError
+from moe_lora.core.errors import PeerUnreachableError
 
-from . import contract
-from .contract import RemoteWindow, Window
-from .descriptor import (
-    Descriptor,
-    Directory,
-    check_new_window,
-    check_range,
-    check_same_size,
-    check_signal,
-    check_tensor,
-)
-from .gloo_link import Link, Op, Reception, connect, say_goodbye
-from .shm_library import LocalWindow, SignalWaiter, SignalWords, lines
+from .contract import RemoteWindow
+from .descriptor import Descriptor, check_range, check_same_size, check_signal, check_tensor
+from .gloo_link import Link, Op, Reception, connect
+from .shm_library import LocalTransport, LocalWindow, PeerWindow, SignalWaiter, SignalWords, lines
 
 # Windows of the gloo transport: this process's, and those of peers at the other end of a link.
 
 
-class GlooWindow(LocalWindow["GlooTransport"]):
+class GlooWindow(LocalWindow):
     """Private memory that this process's receiver threads fill."""
 
     def __init__(
         self, owner: GlooTransport, number: int, label: str, num_bytes: int, num_signals: int
     ) -> None:
-        super().__init__(owner, label, num_bytes, num_signals)
-        self.number = number
+        super().__init__(owner, number, label, num_bytes, num_signals)
+        self._address = owner.address
         self.bytes = torch.zeros(num_bytes, dtype=torch.uint8)
         self.words = SignalWords(lines(num_signals), owner.doorbell)
 
     def medium(self) -> dict[str, Any]:
         """The address where the owner receives."""
-        return {**self._owner.address(), "window": self.number}
-
-    def free(self) -> None:
-        """Later puts change nothing, and the sender's next quiet raises PeerGoneError."""
-        self._owner.forget(self)
+        return {**self._address(), "window": self.number}
 
 
-class GlooRemoteWindow:
+class GlooRemoteWindow(PeerWindow):
     """A peer's window at the other end of a link."""
 
     def __init__(self, found: Descriptor, link: Link) -> None:
-        self.peer, self.label, self.generation = found.peer, found.label, found.generation
-        self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
+        super().__init__(found)
         self.number = found.medium["window"]
         self.link: Link | None = link
-
-    def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
-        """None: the memory is not mapped here."""
-        check_range(self, offset_bytes, num_bytes)
-        return None
 
     def signal(self, signal: int, value: int) -> None:
         """Raise a signal behind the puts sent before."""
@@ -82,73 +63,53 @@ class GlooRemoteWindow:
         check_signal(self, signal, value)
         if data is not None:
             check_range(self, offset, check_tensor(data, "src"))
-        link = self._live_link()
-        try:
+        with self._live_link() as link:
             link.put(self.number, offset, data, signal, value)
-        except RuntimeError as error:
-            raise self._gone(link, error) from None
 
     def ask(self, op: Op, offset: int = 0, out: torch.Tensor | None = None) -> None:
         """A round trip. Raises PeerGoneError, also if the window was freed."""
-        link = self._live_link()
-        try:
+        with self._live_link() as link:
             exists, _, _ = link.ask(op, self.number, offset, out)
-        except RuntimeError as error:
-            raise self._gone(link, error) from None
         if not exists:
             self.link = None
-            raise PeerGoneError(f"window {self.label!r} of {self.peer!r} was freed; open its newest window")
+            raise self.gone_error("it was freed")
 
-    def _live_link(self) -> Link:
-        if self.link is None or not self.link.alive:
-            raise PeerGoneError(
-                f"window {self.label!r} of {self.peer!r} generation {self.generation} is gone: the process "
-                "has ended, or the window was freed or detached from; open its newest window"
-            )
-        return self.link
-
-    def _gone(self, link: Link, error: RuntimeError) -> PeerGoneError:
-        link.alive = False
-        return PeerGoneError(
-            f"window {self.label!r} of {self.peer!r} generation {self.generation} can't be reached any more "
-            f"({str(error).splitlines()[0]}); open its newest window"
-        )
+    @contextmanager
+    def _live_link(self) -> Iterator[Link]:
+        link = self.link
+        if link is None or not link.alive:
+            raise self.gone_error()
+        try:
+            yield link
+        except RuntimeError as error:
+            link.alive = False
+            raise self.gone_error(str(error).splitlines()[0]) from None
 
 
-class GlooTransport:
+class GlooTransport(LocalTransport[GlooWindow, GlooRemoteWindow]):
     """torch.distributed send/recv; see the contract."""
 
     kind = "gloo"
+    local_window = GlooWindow
 
     def __init__(
         self,
         *,
         name: str,
-        store: contract.Store | None = None,
-        spin_s: float = 20e-6,
         host: str = "127.0.0.1",
         timeout_s: float = 30.0,
         put_timeout_s: float | None = None,
     ) -> None:
         """host: this host's address as peers reach it.  timeout_s: of one send or connection, after which the
         peer counts as gone.  put_timeout_s: the same for each part of a put; None: timeout_s."""
-        self.name = name
-        self._directory = Directory(store, self.kind, name)
-        self.generation = self._directory.generation
         self.doorbell = lines(1)
-        self._waiter = SignalWaiter(self.doorbell, spin_s)
+        super().__init__(name, SignalWaiter(self.doorbell))
         self._host, self._timeout_s, self._put_timeout_s = host, timeout_s, put_timeout_s
         self._device = ProcessGroupGloo.create_device(hostname=host)
-        self._numbers = itertools.count()
-        self._windows: dict[int, GlooWindow] = {}
         self._links: dict[tuple[str, int, str], Link] = {}
-        self._remotes: set[GlooRemoteWindow] = set()
         self._reception: Reception | None = None
-        self._lock = threading.Lock()
-        """Held around the windows and the reception."""
         # A link that another thread is about to use must not count as unused.
         self._attaching = threading.Lock()
-        self._closed = False
         atexit.register(self.close)  # a receiver left in gloo as the interpreter ends aborts the process
 
     def address(self) -> dict[str, Any]:
@@ -157,21 +118,6 @@ class GlooTransport:
             if self._reception is None:
                 self._reception = Reception(self._host, self._device, self._timeout_s, self._windows.get)
             return {"host": self._host, "port": self._reception.port, "tag": self._reception.tag}
-
-    def alloc(self, label: str, num_bytes: int, num_signals: int) -> GlooWindow:
-        """A window in private memory."""
-        with self._lock:
-            known = {window.label for window in self._windows.values()}
-            check_new_window(self.name, label, known, self._closed)
-            window = GlooWindow(self, next(self._numbers), label, num_bytes, num_signals)
-            self._windows[window.number] = window
-        self._directory.publish(label, window.descriptor())
-        return window
-
-    def forget(self, window: GlooWindow) -> None:
-        """Called by a window that is freed."""
-        with self._lock:
-            self._windows.pop(window.number, None)
 
     def attach(self, descriptor: bytes) -> GlooRemoteWindow:
         """Connect to the window's owner, unless that is done."""
@@ -189,7 +135,7 @@ class GlooTransport:
             exists, num_bytes, num_signals = link.ask(Op.SIZE, found.medium["window"])
             if not exists:
                 raise PeerUnreachableError(
-                    f"window {found.label!r} of {found.peer!r} was freed; open its newest window"
+                    f"window {found.label!r} of {found.peer!r} was freed; attach to its newest window"
                 )
             check_same_size(found, num_bytes, num_signals)
             remote = GlooRemoteWindow(found, link)
@@ -208,12 +154,7 @@ class GlooTransport:
         for key, link in list(self._links.items()):
             if link not in used:
                 del self._links[key]
-                if link.alive:
-                    say_goodbye(link)
-
-    def open(self, peer: str, label: str, timeout_s: float) -> GlooRemoteWindow:
-        """Attach to the newest window of that name."""
-        return self._directory.find(peer, label, self.attach, timeout_s)
+                link.say_goodbye()
 
     def put_signal(
         self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
@@ -237,15 +178,6 @@ class GlooTransport:
         assert isinstance(dst, GlooRemoteWindow)
         dst.ask(Op.QUIET)
 
-    def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
-        """Spin, then sleep, until the signal has reached the value."""
-        assert isinstance(window, GlooWindow)
-        return self._waiter.until(window, signal, at_least, timeout_s)
-
-    def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
-        """Spin, then sleep, until one of the signals has reached its value."""
-        return self._waiter.any(cast("Sequence[tuple[GlooWindow, int, int]]", waits), timeout_s)
-
     def detach(self, remote: RemoteWindow) -> None:
         """Let a peer's window go, and the link with its last."""
         assert isinstance(remote, GlooRemoteWindow)
@@ -254,23 +186,8 @@ class GlooTransport:
             self._remotes.discard(remote)
             self._drop_unused_links()
 
-    def close(self) -> None:
-        """Free and detach all, end the threads."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._windows.clear()
+    def end(self) -> None:
+        """End the threads."""
         atexit.unregister(self.close)
-        with self._attaching:
-            remotes = list(self._remotes)
-        for remote in remotes:
-            self.detach(remote)
         if self._reception is not None:
             self._reception.close()
-
-    def __enter__(self) -> GlooTransport:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -107,11 +107,13 @@ class Link:
                 self._recv(as_bytes(out), _DATA_TAG, self._timeout)
         return exists, its_bytes, its_signals
 
-    def bye(self) -> None:
+    def say_goodbye(self) -> None:
         """End the connection, so that the other end's receiver stops; it may have ended on its own."""
-        with self._lock:
-            self._request(Op.BYE, 0, 0, 0, 0, 0, timeout=_GOODBYE)
+        if not self.alive:
+            return
         self.alive = False
+        with self._lock, suppress(RuntimeError):
+            self._request(Op.BYE, 0, 0, 0, 0, 0, timeout=_GOODBYE)
 
     def _request(self, *fields: int, timeout: timedelta | None = None) -> None:
         request = torch.frombuffer(bytearray(_REQUEST.pack(*fields)), dtype=torch.uint8)
@@ -296,11 +298,3 @@ def connect(
         if not hmac.compare_digest(receive(owner, _TAG_CHARS), tag.encode()):
             raise ConnectionError("another process has its port")
         return Link(MeetingStore(owner), ATTACHED, device, timeout_s, put_timeout_s)
-
-
-def say_goodbye(link: Link) -> None:
-    """End a link from the attached side."""
-    try:
-        link.bye()
-    except RuntimeError:  # it is gone already
-        link.alive = False

@@ -13,60 +13,221 @@ in `quiet`, which is how a freed window is noticed.
 from __future__ import annotations
 
 import base64
-import itertools
 import logging
 import mmap
 import secrets
 import struct
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from moe_lora.core.errors import ConfigError, PeerGoneError, PeerUnreachableError
 
-from .contract import RemoteWindow, Store, Window
-from .descriptor import (
-    Descriptor,
-    Directory,
-    as_bytes,
-    check_new_window,
-    check_range,
-    check_same_size,
-    check_signal,
-    check_tensor,
-)
-from .nixl_window import HEADER, MAGIC, NixlRemoteWindow, NixlTransfers, NixlWindow, Transfer
-from .shm_library import SignalWaiter, lines, too_late
+from .contract import RemoteWindow
+from .descriptor import Descriptor, as_bytes, check_range, check_same_size, check_signal, check_tensor
+from .shm_library import LocalTransport, LocalWindow, PeerWindow, SignalWaiter, SignalWords, lines
 
 _log = logging.getLogger(__name__)
 
+_MAGIC = int.from_bytes(b"moelora1", "little")
+_HEADER = struct.Struct("<QQQQQ")
+_FREED_OFFSET = 32
 _NOTICE = struct.Struct("<qqQ")
 # Windows that were freed, for as long as the process lives: peers may write to their addresses once more.
 _discarded: list[NixlWindow] = []
+_SPIN_S = 200e-6
 # A pause is this share of the time waited so far, so that it adds little to that, within limits.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 50e-6, 2e-3
 
 
-class NixlTransport:
-    """NIXL writes with notifications; see the contract."""
+class NixlWindow(LocalWindow):
+    """Registered memory."""
 
-    kind = "nixl"
+    def __init__(
+        self, owner: NixlTransport, number: int, label: str, num_bytes: int, num_signals: int
+    ) -> None:
+        super().__init__(owner, number, label, num_bytes, num_signals)
+        self._transport = owner
+        self._map = mmap.mmap(-1, mmap.PAGESIZE + num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._tag = secrets.randbits(62)
+        header = _HEADER.pack(_MAGIC, self._tag, num_bytes, num_signals, 0)
+        self._memory[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self.bytes = self._memory[mmap.PAGESIZE :]
+        self.words = SignalWords(lines(num_signals), owner.doorbell)
+        self._registered = owner.agent.register_memory(self._memory)
+
+    def medium(self) -> dict[str, Any]:
+        """NIXL's metadata and the address."""
+        agent, metadata = self._transport.identity()
+        return {
+            "agent": agent,
+            "metadata": base64.b64encode(metadata).decode(),
+            "address": self._memory.data_ptr(),
+            "tag": self._tag,
+            "window": self.number,
+        }
+
+    def read_signal(self, signal: int) -> int:
+        """Present value, after collecting what has arrived."""
+        check_signal(self, signal)
+        self._transport.collect()
+        return self.words.read(signal)
+
+    def discard(self) -> None:
+        """Give the pages back, and keep the addresses registered: a late put of a peer must end well there,
+        and hit nothing else here; views read zeros."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+        self._memory[_FREED_OFFSET] = 1
+        _discarded.append(self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transfer:
+    """A write or read under way, and what to tell the peer once it and those before it are done.
+
+    handle, registered: NIXL's; None for a notice alone.  tensor: kept till the end.  notice: b"" for none.
+    """
+
+    handle: Any = None
+    registered: Any = None
+    tensor: torch.Tensor | None = None
+    notice: bytes = b""
+
+
+class NixlRemoteWindow(PeerWindow):
+    """A peer's window, and the transfers to it that are under way."""
+
+    def __init__(self, found: Descriptor, transport: NixlTransport) -> None:
+        super().__init__(found)
+        self.agent: str = found.medium["agent"]
+        self.address: int = found.medium["address"]
+        self.number: int = found.medium["window"]
+        self.tag: int = found.medium["tag"]
+        self.reachable = True
+        self.process_lost = False
+        self.pending: list[Transfer] = []
+        self._transport = transport
+
+    def signal(self, signal: int, value: int) -> None:
+        """Raise a signal behind the puts before it."""
+        self._transport.put_signal(self, 0, None, signal, value)
+
+    def alive(self) -> bool:
+        """True until something sent did not arrive."""
+        return self.reachable
+
+    def gone(self, reason: object, process_lost: bool = True) -> PeerGoneError:
+        """Marks the window as lost; the error to raise."""
+        self.reachable = False
+        self.process_lost |= process_lost
+        return self.gone_error(reason)
+
+
+class NixlTransfers:
+    """Starts and ends the transfers of one agent."""
 
     def __init__(
         self,
-        *,
-        name: str,
-        store: Store | None = None,
-        spin_s: float = 200e-6,
-        timeout_s: float = 30.0,
-        error_handling: str = "none",
+        agent: Any,
+        errors: tuple[type[Exception], ...],
+        lock: threading.RLock,
+        meanwhile: Callable[[], None],
     ) -> None:
-        """spin_s: how long a wait looks without pause; then pauses grow from 50 us to 2 ms.
-        timeout_s: of one transfer, after which the peer counts as gone.  error_handling: UCX's mode,
-        "none" (quicker on one host) or "peer"."""
+        """errors: what NIXL raises.  lock: held around each use of the agent.  meanwhile: done while
+        waiting."""
+        self._agent, self._errors, self._lock, self._meanwhile = agent, errors, lock, meanwhile
+
+    def start(
+        self, operation: str, tensor: torch.Tensor, remote: NixlRemoteWindow, offset: int, notice: bytes = b""
+    ) -> Transfer:
+        """Begin to WRITE or READ; `ended` sends the notice. Raises PeerGoneError."""
+        with self._lock:
+            return self._start(operation, tensor, remote, offset, notice)
+
+    def _start(
+        self, operation: str, tensor: torch.Tensor, remote: NixlRemoteWindow, offset: int, notice: bytes
+    ) -> Transfer:
+        registered = self._agent.register_memory([(tensor.data_ptr(), tensor.nbytes, 0, "")], "DRAM")
+        here = self._agent.get_xfer_descs([(tensor.data_ptr(), tensor.nbytes, 0)], "DRAM")
+        there = self._agent.get_xfer_descs([(remote.address + offset, tensor.nbytes, 0)], "DRAM")
+        try:
+            handle = self._agent.initialize_xfer(operation, here, there, remote.agent, b"")
+            self._agent.transfer(handle)
+        except self._errors as error:
+            self._agent.deregister_memory(registered)
+            raise remote.gone(error) from None
+        return Transfer(handle=handle, registered=registered, tensor=tensor, notice=notice)
+
+    def ended(self, transfers: list[Transfer], remote: NixlRemoteWindow) -> bool:
+        """Let transfers get on, drop those that are done, in their order, and send their notices.
+
+        Returns whether none is left.  Raises PeerGoneError.
+        """
+        # NIXL could send the notices itself, but then one would overtake an earlier write under way.
+        with self._lock:
+            while transfers:
+                try:
+                    state = self._advance(transfers[0], remote)
+                    reason: object = "its process has ended"
+                except self._errors as error:
+                    state, reason = "ERR", error
+                if state == "PROC":
+                    return False
+                self._release(transfers.pop(0))
+                if state != "DONE":
+                    self.give_up(transfers)
+                    raise remote.gone(reason)
+        return True
+
+    def _advance(self, transfer: Transfer, remote: NixlRemoteWindow) -> str:
+        state = "DONE" if transfer.handle is None else str(self._agent.check_xfer_state(transfer.handle))
+        if state == "DONE" and transfer.notice:
+            self._agent.send_notif(remote.agent, transfer.notice)
+        return state
+
+    def finish(self, transfers: list[Transfer], remote: NixlRemoteWindow, timeout_s: float) -> None:
+        """Wait until the transfers that are in the list by now have ended; other threads may add to it.
+
+        Raises PeerGoneError, also after timeout_s.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            last = transfers[-1] if transfers else None
+        while not self.ended(transfers, remote) and last in transfers:
+            if time.monotonic() > deadline:
+                self.give_up(transfers)
+                raise remote.gone(f"no answer within timeout_s={timeout_s:g}")
+            self._meanwhile()  # the peer may be waiting for this process to take what it puts
+
+    def give_up(self, transfers: list[Transfer]) -> None:
+        """Cancel transfers, and empty the list."""
+        while transfers:
+            self._release(transfers.pop())
+
+    def _release(self, transfer: Transfer) -> None:
+        if transfer.handle is None:
+            return
+        with self._lock:
+            try:
+                self._agent.release_xfer_handle(transfer.handle)
+            except self._errors:
+                _log.warning("NIXL keeps a transfer that can't be cancelled")
+            self._agent.deregister_memory(transfer.registered)
+
+
+class NixlTransport(LocalTransport[NixlWindow, NixlRemoteWindow]):
+    """NIXL writes with notifications; see the contract."""
+
+    kind = "nixl"
+    local_window = NixlWindow
+
+    def __init__(self, *, name: str, timeout_s: float = 30.0) -> None:
+        """timeout_s: of one transfer, after which the peer counts as gone."""
         try:
             from nixl import _bindings
             from nixl._api import nixl_agent, nixl_agent_config
@@ -76,69 +237,36 @@ class NixlTransport:
                 "another transport"
             ) from None
 
-        self.name = name
-        self._directory = Directory(store, self.kind, name)
-        self.generation = self._directory.generation
+        self.doorbell = lines(1)
+        super().__init__(name, SignalWaiter(self.doorbell, 0.0))  # the loop in wait_any spins
         # A name per incarnation: a peer that returns is a new agent, free of what is left of the old one.
-        self._agent_name = f"{name}#{self.generation}-{secrets.token_hex(4)}"
+        self._agent_name = f"{name}#{secrets.token_hex(8)}"
         config = nixl_agent_config(enable_prog_thread=False, backends=[])
-        self._agent: Any = nixl_agent(self._agent_name, config)
-        self._agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
-        self._lock = threading.RLock()
-        self._timeout_s, self._spin_s = timeout_s, spin_s
+        self.agent: Any = nixl_agent(self._agent_name, config)
+        self.agent.create_backend("UCX", {"ucx_error_handling_mode": "none"})
+        self._timeout_s = timeout_s
         self._errors: tuple[type[Exception], ...] = tuple(
             found
             for found in vars(_bindings).values()
             if isinstance(found, type) and issubclass(found, Exception)
         )
-        self.doorbell = lines(1)
-        self._waiter = SignalWaiter(self.doorbell, 0.0)  # the loop in wait_any spins
-        self._transfers = NixlTransfers(self._agent, self._errors, self._lock, self.collect)
-        self._numbers = itertools.count()
-        self._windows: dict[int, tuple[NixlWindow, Any]] = {}
-        self._remotes: set[NixlRemoteWindow] = set()
-        self._closed = False
+        self._transfers = NixlTransfers(self.agent, self._errors, self._lock, self.collect)
 
     def identity(self) -> tuple[str, bytes]:
         """Agent name and metadata, for descriptors."""
         with self._lock:
-            return self._agent_name, self._agent.get_agent_metadata()
-
-    def alloc(self, label: str, num_bytes: int, num_signals: int) -> NixlWindow:
-        """A window of registered memory."""
-        with self._lock:
-            known = {window.label for window, _ in self._windows.values()}
-            check_new_window(self.name, label, known, self._closed)
-            window = NixlWindow(self, next(self._numbers), label, num_bytes, num_signals)
-            self._windows[window.number] = window, self._agent.register_memory(window.memory)
-        self._directory.publish(label, window.descriptor())
-        return window
-
-    def forget(self, window: NixlWindow) -> None:
-        """Called by a window that is freed."""
-        with self._lock:
-            if window.number in self._windows:
-                # It stays registered: a late put must end well at the sender, too, and change nothing here.
-                window.discard()
-                _discarded.append(self._windows.pop(window.number)[0])
+            return self._agent_name, self.agent.get_agent_metadata()
 
     def attach(self, descriptor: bytes) -> NixlRemoteWindow:
         """Connect to the window's owner, and read the window's header."""
-        return self._attach(descriptor, self._timeout_s)
-
-    def open(self, peer: str, label: str, timeout_s: float) -> NixlRemoteWindow:
-        """Attach to the newest window of that name."""
-        return self._directory.find(peer, label, lambda data: self._attach(data, timeout_s), timeout_s)
-
-    def _attach(self, descriptor: bytes, timeout_s: float) -> NixlRemoteWindow:
         found = Descriptor.decode(descriptor, self.kind)
         remote = NixlRemoteWindow(found, self)
         lost: tuple[type[Exception], ...] = (PeerGoneError, *self._errors)
         try:
             with self._lock:
-                self._agent.add_remote_agent(base64.b64decode(found.medium["metadata"]))
+                self.agent.add_remote_agent(base64.b64decode(found.medium["metadata"]))
                 self._remotes.add(remote)
-            size = self._read_header(remote, timeout_s)
+            size = self._read_header(remote)
         except lost as error:
             self.detach(remote)
             raise PeerUnreachableError(
@@ -152,11 +280,11 @@ class NixlTransport:
             raise
         return remote
 
-    def _read_header(self, remote: NixlRemoteWindow, timeout_s: float) -> tuple[int, int]:
-        header = torch.zeros(HEADER.size, dtype=torch.uint8)
-        self._transfers.finish([self._transfers.start("READ", header, remote, 0)], remote, timeout_s)
-        magic, tag, num_bytes, num_signals, freed = HEADER.unpack(bytes(header.numpy()))
-        if freed or (magic, tag) != (MAGIC, remote.tag):
+    def _read_header(self, remote: NixlRemoteWindow) -> tuple[int, int]:
+        header = torch.zeros(_HEADER.size, dtype=torch.uint8)
+        self._transfers.finish([self._transfers.start("READ", header, remote, 0)], remote, self._timeout_s)
+        magic, tag, num_bytes, num_signals, freed = _HEADER.unpack(bytes(header.numpy()))
+        if freed or (magic, tag) != (_MAGIC, remote.tag):
             raise remote.gone("it was freed", process_lost=False)
         return num_bytes, num_signals
 
@@ -203,7 +331,7 @@ class NixlTransport:
         """Wait for the puts before, and see that the window still stands."""
         assert isinstance(dst, NixlRemoteWindow)
         self.fence(dst)
-        self._read_header(dst, self._timeout_s)
+        self._read_header(dst)
 
     def collect(self) -> None:
         """Turn notifications that have arrived into signals; also lets UCX get on with what is under way."""
@@ -213,7 +341,7 @@ class NixlTransport:
             for remote in self._remotes:
                 if remote.pending:
                     self._push(remote)
-            for notices in self._agent.get_new_notifs().values():
+            for notices in self.agent.get_new_notifs().values():
                 for notice in notices:
                     self._obey(notice)
 
@@ -221,7 +349,7 @@ class NixlTransport:
         try:
             number, signal, value = _NOTICE.unpack(notice)
             if number in self._windows:
-                window = self._windows[number][0]
+                window = self._windows[number]
                 check_signal(window, signal, value)
                 window.words.raise_to(signal, value)
         except (ValueError, struct.error) as error:
@@ -233,16 +361,8 @@ class NixlTransport:
         except PeerGoneError as error:
             _log.info("%s", error)  # whoever puts next is told
 
-    def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
-        """Collect notifications until the signal has reached the value."""
-        assert isinstance(window, NixlWindow)
-        if self.wait_any([(window, signal, at_least)], timeout_s) is None:
-            raise too_late(window, signal, at_least, timeout_s)
-        return window.words.read(signal)
-
-    def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
+    def wait_any(self, waits: Sequence[tuple[Any, int, int]], timeout_s: float | None) -> int | None:
         """Collect notifications until a signal has reached its value; the pauses grow to 2 ms."""
-        local = cast("Sequence[tuple[NixlWindow, int, int]]", waits)
         start = time.monotonic()
         while True:
             self.collect()
@@ -250,7 +370,7 @@ class NixlTransport:
             pause_s = min(max(_PAUSE_SHARE * passed_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             if timeout_s is not None:
                 pause_s = min(pause_s, max(0.0, timeout_s - passed_s))
-            found = self._waiter.any(local, pause_s if passed_s > self._spin_s else 0.0)
+            found = self._waiter.any(waits, pause_s if passed_s > _SPIN_S else 0.0)
             if found is not None or (timeout_s is not None and passed_s >= timeout_s):
                 return found
 
@@ -266,24 +386,11 @@ class NixlTransport:
             # Not while it lives: over TCP a process that was removed can't be added again.
             if remote.process_lost and all(other.agent != remote.agent for other in self._remotes):
                 try:
-                    self._agent.remove_remote_agent(remote.agent)
+                    self.agent.remove_remote_agent(remote.agent)
                 except self._errors:
                     _log.info("NIXL had lost %s before it was detached from", remote.agent)
 
-    def close(self) -> None:
-        """Free and detach all."""
+    def end(self) -> None:
+        """NIXL's files and threads go with the last reference to the agent."""
         with self._lock:
-            if self._closed:
-                return
-            for remote in list(self._remotes):
-                self.detach(remote)
-            for window, _ in list(self._windows.values()):
-                window.free()
-            self._closed = True
-            del self._agent, self._transfers  # NIXL's files and threads go with its last reference
-
-    def __enter__(self) -> NixlTransport:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            del self.agent, self._transfers

@@ -9,29 +9,18 @@ import mmap
 import os
 import secrets
 import struct
-import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from moe_lora.core.errors import PeerGoneError, PeerUnreachableError
+from moe_lora.core.errors import PeerUnreachableError
 
 from . import shm_library
-from .contract import RemoteWindow, Store, Window
-from .descriptor import (
-    LINE_BYTES,
-    Descriptor,
-    Directory,
-    check_new_window,
-    check_range,
-    check_same_size,
-    check_signal,
-    check_tensor,
-)
-from .shm_library import LocalWindow, SignalWaiter, SignalWords
+from .contract import RemoteWindow
+from .descriptor import LINE_BYTES, Descriptor, check_range, check_same_size, check_signal, check_tensor
+from .shm_library import LocalTransport, LocalWindow, PeerWindow, SignalWaiter, SignalWords
 
 # Segments of memory that processes of one user on one host share: memfds, found through /proc.
 #
@@ -114,7 +103,7 @@ def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
         if (magic, its_tag) != (_MAGIC, tag):
             raise PeerUnreachableError(
                 f"window {found.label!r} of {found.peer!r} is gone: process {pid} holds another file in its "
-                "place; open the peer's newest window"
+                "place; attach to the peer's newest window"
             )
         check_same_size(found, its_bytes, its_signals)
         return Segment(fd, found.num_bytes, found.num_signals)
@@ -125,28 +114,28 @@ def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
 # Windows in shared memory: this process's, and those of peers mapped here.
 
 
-class ShmWindow(LocalWindow["ShmTransport"]):
+class ShmWindow(LocalWindow):
     """Local memory in a segment of its own."""
 
-    def __init__(self, owner: ShmTransport, label: str, num_bytes: int, num_signals: int) -> None:
-        super().__init__(owner, label, num_bytes, num_signals)
+    def __init__(
+        self, owner: ShmTransport, number: int, label: str, num_bytes: int, num_signals: int
+    ) -> None:
+        super().__init__(owner, number, label, num_bytes, num_signals)
+        self._bell = owner.bell
         self._segment = OwnSegment(num_bytes, num_signals)
         self.bytes = self._segment.data
         self.words = SignalWords(self._segment.signals, owner.bell.doorbell)
 
     def medium(self) -> dict[str, Any]:
         """Process, files, tags."""
-        bell = self._owner.bell
         return {
             "pid": os.getpid(),
             **{"fd": self._segment.fd, "tag": self._segment.tag},
-            **{"bell_fd": bell.fd, "bell_tag": bell.tag},
+            **{"bell_fd": self._bell.fd, "bell_tag": self._bell.tag},
         }
 
-    def free(self) -> None:
-        """Take the window back: later puts of peers raise PeerGoneError."""
-        if self._owner.forget(self):
-            self._segment.free()
+    def discard(self) -> None:
+        self._segment.free()
 
 
 class ShmProcess:
@@ -158,8 +147,8 @@ class ShmProcess:
             self.pidfd = os.pidfd_open(medium["pid"])
         except OSError as error:
             raise PeerUnreachableError(
-                f"process {medium['pid']} of {found.peer!r} does not run ({error.strerror}); open its newest "
-                "window"
+                f"process {medium['pid']} of {found.peer!r} does not run ({error.strerror}); attach to its "
+                "newest window"
             ) from None
         weakref.finalize(self, os.close, self.pidfd)
         # The tag is checked after the handle was taken, so the handle is this process's and no later one's.
@@ -167,12 +156,11 @@ class ShmProcess:
         self.bell = map_peer_segment(bell, medium["bell_fd"], medium["bell_tag"])
 
 
-class ShmRemoteWindow:
+class ShmRemoteWindow(PeerWindow):
     """A peer's window, mapped here."""
 
     def __init__(self, found: Descriptor, peer: ShmProcess, segment: Segment) -> None:
-        self.peer, self.label, self.generation = found.peer, found.label, found.generation
-        self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
+        super().__init__(found)
         self._process: ShmProcess | None = peer
         self._freed = segment.freed.data_ptr()
         self._segment: Segment | None = segment
@@ -184,7 +172,6 @@ class ShmRemoteWindow:
         return self.live_segment().data[offset_bytes : offset_bytes + num_bytes]
 
     def signal(self, signal: int, value: int) -> None:
-        """Raise a signal. Raises PeerGoneError."""
         check_signal(self, signal, value)
         self.live_segment()
         self.words.raise_to(signal, value)
@@ -201,10 +188,7 @@ class ShmRemoteWindow:
         """The mapping. Raises PeerGoneError."""
         segment = self._segment
         if segment is None or not self.alive():
-            raise PeerGoneError(
-                f"window {self.label!r} of {self.peer!r} generation {self.generation} is gone: the process "
-                "has ended, or the window was freed or detached from; open its newest window"
-            )
+            raise self.gone_error()
         return segment
 
     def detach(self) -> None:
@@ -216,42 +200,18 @@ class ShmRemoteWindow:
 _SHORT_COPY_BYTES = 64 << 10
 
 
-class ShmTransport:
+class ShmTransport(LocalTransport[ShmWindow, ShmRemoteWindow]):
     """Shared memory on one host; see the contract."""
 
     kind = "shm"
+    local_window = ShmWindow
 
-    def __init__(self, *, name: str, store: Store | None = None, spin_s: float = 20e-6) -> None:
-        """spin_s: how long a wait spins before it sleeps."""
-        self.name = name
-        self._directory = Directory(store, self.kind, name)
-        self.generation = self._directory.generation
+    def __init__(self, *, name: str) -> None:
         self.bell = OwnSegment(0, 0)
-        self._waiter = SignalWaiter(self.bell.doorbell, spin_s)
-        self._windows: dict[str, ShmWindow] = {}
+        super().__init__(name, SignalWaiter(self.bell.doorbell))
         self._processes: weakref.WeakValueDictionary[tuple[int, int], ShmProcess] = (
             weakref.WeakValueDictionary()
         )
-        self._remotes: weakref.WeakSet[ShmRemoteWindow] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        """Held around the three collections above; not while the store is asked."""
-        self._closed = False
-
-    def alloc(self, label: str, num_bytes: int, num_signals: int) -> ShmWindow:
-        """A window in a segment of its own."""
-        with self._lock:
-            check_new_window(self.name, label, self._windows, self._closed)
-            window = self._windows[label] = ShmWindow(self, label, num_bytes, num_signals)
-        self._directory.publish(label, window.descriptor())
-        return window
-
-    def forget(self, window: ShmWindow) -> bool:
-        """Called by a window that is freed; whether it was still known."""
-        with self._lock:
-            known = self._windows.get(window.label) is window
-            if known:
-                del self._windows[window.label]
-            return known
 
     def attach(self, descriptor: bytes) -> ShmRemoteWindow:
         """Map the window that a descriptor names."""
@@ -265,16 +225,12 @@ class ShmTransport:
         remote = ShmRemoteWindow(found, process, segment)
         if not remote.alive():
             raise PeerUnreachableError(
-                f"window {found.label!r} of {found.peer!r} was freed, or its process ended; open its newest "
-                "window"
+                f"window {found.label!r} of {found.peer!r} was freed, or its process ended; attach to its "
+                "newest window"
             )
         with self._lock:
             self._remotes.add(remote)
         return remote
-
-    def open(self, peer: str, label: str, timeout_s: float) -> ShmRemoteWindow:
-        """Attach to the newest window of that name."""
-        return self._directory.find(peer, label, self.attach, timeout_s)
 
     def put_signal(
         self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
@@ -306,46 +262,18 @@ class ShmTransport:
         segment = src.live_segment()
         shm_library.free.moe_lora_shm_copy(out.data_ptr(), segment.data.data_ptr() + offset_bytes, num_bytes)
 
-    def fence(self, dst: RemoteWindow) -> None:
-        """Puts are complete when they return."""
-        self.quiet(dst)
-
     def quiet(self, dst: RemoteWindow) -> None:
         """Puts are complete when they return; raises PeerGoneError as a put would."""
         assert isinstance(dst, ShmRemoteWindow)
         dst.live_segment()
 
-    def signal_wait_until(self, window: Window, signal: int, at_least: int, timeout_s: float | None) -> int:
-        """Spin, then sleep, until the signal has reached the value."""
-        assert isinstance(window, ShmWindow)
-        return self._waiter.until(window, signal, at_least, timeout_s)
-
-    def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
-        """Spin, then sleep, until one of the signals has reached its value."""
-        return self._waiter.any(cast("Sequence[tuple[ShmWindow, int, int]]", waits), timeout_s)
+    fence = quiet
 
     def detach(self, remote: RemoteWindow) -> None:
-        """Let a peer's window go."""
         assert isinstance(remote, ShmRemoteWindow)
         with self._lock:
             self._remotes.discard(remote)
         remote.detach()
 
-    def close(self) -> None:
-        """Free and detach all."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            windows, remotes = list(self._windows.values()), list(self._remotes)
-        for window in windows:
-            window.free()
-        for remote in remotes:
-            self.detach(remote)
+    def end(self) -> None:
         self.bell.free()
-
-    def __enter__(self) -> ShmTransport:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -1,21 +1,23 @@
-"""Loads the C++ library and wraps it as signal words that threads and processes wait for."""
+"""The C++ library as signal words that threads and processes wait for, and what all media share above it."""
 
 from __future__ import annotations
 
 import builtins
 import ctypes
 import importlib.util
+import itertools
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int32, c_int64, c_uint64, c_void_p
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from moe_lora.core.errors import SignalTimeoutError
+from moe_lora.core.errors import PeerGoneError, SignalTimeoutError
 
-from .descriptor import LINE_BYTES, Descriptor, check_signal, check_sizes
+from .descriptor import LINE_BYTES, Descriptor, check_range, check_signal, check_sizes
 
 # A call into the library ends at least this often, so that Ctrl-C is seen and Python may run.
 _SLICE_S = 0.25
@@ -87,40 +89,14 @@ def lines(count: int) -> torch.Tensor:
     return memory[start : start + count * LINE_BYTES]
 
 
-class WaitedWindow(Protocol):
-    """What a wait needs of a local window."""
-
-    label: str
-    num_bytes: int
-    num_signals: int
-    words: SignalWords
-
-
-def too_late(window: WaitedWindow, signal: int, at_least: int, timeout_s: float | None) -> SignalTimeoutError:
-    """The error of a wait that ended by its timeout."""
-    return SignalTimeoutError(
-        f"signal {signal} of window {window.label!r} is {window.words.read(signal)}, not {at_least} or more, "
-        f"after timeout_s={timeout_s}; the peer is slow or has ended"
-    )
-
-
 class SignalWaiter:
-    """Waits for signals whose waiters sleep at one doorbell."""
+    """Waits for signals whose waiters sleep at one doorbell.  spin_s: how long a wait spins before."""
 
-    def __init__(self, doorbell: torch.Tensor, spin_s: float) -> None:
-        """spin_s: how long a wait spins before it sleeps."""
-        if not 0 <= spin_s <= 1:
-            raise ValueError(f"spin_s={spin_s} must be from 0 to 1 second; 20e-6 suits shared cores")
+    def __init__(self, doorbell: torch.Tensor, spin_s: float = 20e-6) -> None:
         self._doorbell = doorbell
         self._spin_ns = int(spin_s * 1e9)
 
-    def until(self, window: WaitedWindow, signal: int, at_least: int, timeout_s: float | None) -> int:
-        """The value seen. Raises SignalTimeoutError."""
-        if self.any([(window, signal, at_least)], timeout_s) is None:
-            raise too_late(window, signal, at_least, timeout_s)
-        return window.words.read(signal)
-
-    def any(self, waits: Sequence[tuple[WaitedWindow, int, int]], timeout_s: float | None) -> int | None:
+    def any(self, waits: Sequence[tuple[LocalWindow, int, int]], timeout_s: float | None) -> int | None:
         """Index of the first (window, signal, at_least) that holds; None after timeout_s."""
         count = len(waits)
         addresses, at_least = (c_void_p * count)(), (c_uint64 * count)()
@@ -139,29 +115,20 @@ class SignalWaiter:
         return found
 
 
-# What windows in this process's own memory have in common, whatever the medium.
+# What all media have in common: windows in this process's own memory, windows of peers, and their transport.
 
 
-class Owner(Protocol):
-    """The transport that a window belongs to."""
-
-    kind: str
-    name: str
-    generation: int
-
-
-OwnerT = TypeVar("OwnerT", bound=Owner)
-
-
-class LocalWindow(ABC, Generic[OwnerT]):
-    """A `WaitedWindow`; subclasses make `bytes` and `words`, and free them."""
+class LocalWindow(ABC):
+    """A window of this process; subclasses make `bytes` and `words`, and free them."""
 
     bytes: torch.Tensor
     words: SignalWords
 
-    def __init__(self, owner: OwnerT, label: str, num_bytes: int, num_signals: int) -> None:
+    def __init__(
+        self, owner: LocalTransport[Any, Any], number: int, label: str, num_bytes: int, num_signals: int
+    ) -> None:
         check_sizes(label, num_bytes, num_signals)
-        self.label, self.num_bytes, self.num_signals = label, num_bytes, num_signals
+        self.number, self.label, self.num_bytes, self.num_signals = number, label, num_bytes, num_signals
         self._owner = owner
 
     @abstractmethod
@@ -169,23 +136,130 @@ class LocalWindow(ABC, Generic[OwnerT]):
         """The facts of the medium by which peers find the window."""
 
     def descriptor(self) -> builtins.bytes:
-        """As in the contract."""
         return Descriptor(
             kind=self._owner.kind,
             peer=self._owner.name,
             label=self.label,
-            generation=self._owner.generation,
             num_bytes=self.num_bytes,
             num_signals=self.num_signals,
             medium=self.medium(),
         ).encode()
 
     def read_signal(self, signal: int) -> int:
-        """Present value."""
         check_signal(self, signal)
         return self.words.read(signal)
 
     def set_signal(self, signal: int, value: int) -> None:
-        """Set the value here and wake this process's waiters."""
         check_signal(self, signal, value)
         self.words.set(signal, value)
+
+    def free(self) -> None:
+        """Later puts change nothing or raise PeerGoneError, at the latest in the sender's next quiet."""
+        if self._owner.forget(self):
+            self.discard()
+
+    def discard(self) -> None:  # noqa: B027
+        """Give back what the medium keeps of the window, if anything; called once."""
+
+
+class PeerWindow(ABC):
+    """A window of a peer; without a `view` where the memory is not mapped here."""
+
+    def __init__(self, found: Descriptor) -> None:
+        self.peer, self.label = found.peer, found.label
+        self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
+
+    def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
+        check_range(self, offset_bytes, num_bytes)
+        return None
+
+    @abstractmethod
+    def signal(self, signal: int, value: int) -> None: ...
+
+    @abstractmethod
+    def alive(self) -> bool: ...
+
+    def gone_error(
+        self, reason: object = "the process has ended, or it was freed or detached from"
+    ) -> PeerGoneError:
+        return PeerGoneError(
+            f"window {self.label!r} of {self.peer!r} is gone ({reason}); attach to its newest window"
+        )
+
+
+LocalT = TypeVar("LocalT", bound=LocalWindow)
+PeerT = TypeVar("PeerT", bound=PeerWindow)
+SelfT = TypeVar("SelfT")
+
+
+class LocalTransport(ABC, Generic[LocalT, PeerT]):
+    """The windows of one process and those that it is attached to; see the contract."""
+
+    kind: str
+    local_window: Callable[[Any, int, str, int, int], LocalT]
+
+    def __init__(self, name: str, waiter: SignalWaiter) -> None:
+        self.name = name
+        self._waiter = waiter
+        self._numbers = itertools.count()
+        self._windows: dict[int, LocalT] = {}
+        self._remotes: set[PeerT] = set()
+        self._lock = threading.RLock()
+        """Held around the windows of both sides."""
+        self._closed = False
+
+    def alloc(self, label: str, num_bytes: int, num_signals: int) -> LocalT:
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"transport {self.name!r} is closed; make a new one")
+            if label in {window.label for window in self._windows.values()}:
+                raise ValueError(
+                    f"{self.name!r} has a window {label!r}; free it first, or choose another label"
+                )
+            window = self.local_window(self, next(self._numbers), label, num_bytes, num_signals)
+            self._windows[window.number] = window
+        return window
+
+    def forget(self, window: LocalWindow) -> bool:
+        """Called by a window that is freed; whether it was still known."""
+        with self._lock:
+            return self._windows.pop(window.number, None) is not None
+
+    @abstractmethod
+    def attach(self, descriptor: bytes) -> PeerT: ...
+
+    @abstractmethod
+    def detach(self, remote: Any) -> None: ...
+
+    def signal_wait_until(self, window: Any, signal: int, at_least: int, timeout_s: float | None) -> int:
+        if self.wait_any([(window, signal, at_least)], timeout_s) is None:
+            raise SignalTimeoutError(
+                f"signal {signal} of window {window.label!r} is {window.words.read(signal)}, not {at_least} "
+                f"or more, after timeout_s={timeout_s}; the peer is slow or has ended"
+            )
+        value: int = window.words.read(signal)
+        return value
+
+    def wait_any(self, waits: Sequence[tuple[Any, int, int]], timeout_s: float | None) -> int | None:
+        return self._waiter.any(waits, timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            windows, remotes = list(self._windows.values()), list(self._remotes)
+        for window in windows:
+            window.free()
+        for remote in remotes:
+            self.detach(remote)
+        self.end()
+
+    def end(self) -> None:
+        """Give back what the medium keeps, once all windows are freed and detached from."""
+
+    def __enter__(self: SelfT) -> SelfT:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

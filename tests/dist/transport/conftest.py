@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
-from moe_lora.dist.transport import KINDS, Transport, make_transport
+from moe_lora.dist.transport import KINDS, RemoteWindow, Transport, make_transport
 
 from .peers import Peer
 
@@ -23,24 +22,22 @@ class Pair:
     """This process's transport and a peer that has joined with one of the same kind."""
 
     kind: str
-    store: TCPStore
     here: Transport
     peer: Peer
     peer_name: str
     options: dict[str, Any]
 
-    def rejoin(self, peer: Peer) -> int:
-        """Another process takes the peer's place and name; returns its generation."""
+    def attach(self, label: str, num_bytes: int, num_signals: int) -> RemoteWindow:
+        """A new window of the peer."""
+        return self.here.attach(self.peer.call("alloc", label, num_bytes, num_signals))
+
+    def rejoin(self, peer: Peer) -> None:
+        """Another process takes the peer's place and name."""
         self.peer = peer
         peer.meanwhile = lambda: self.here.wait_any(
             [], 0.0
         )  # some media get on only while their process waits
-        return peer.call("join", self.kind, self.peer_name, self.store.port, self.options)
-
-
-@pytest.fixture(scope="session")
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        peer.call("join", self.kind, self.peer_name, self.options)
 
 
 @pytest.fixture(scope="session")
@@ -63,10 +60,10 @@ def options(kind: str) -> dict[str, Any]:
     return {}
 
 
-def joined(kind: str, store: TCPStore, options: dict[str, Any], peer: Peer) -> Iterator[Pair]:
+def joined(kind: str, options: dict[str, Any], peer: Peer) -> Iterator[Pair]:
     number = next(_numbers)
-    here = make_transport(kind, name=f"instance-{number}/0", store=store, **options)
-    pair = Pair(kind, store, here, peer, f"server-{number}/0", options)
+    here = make_transport(kind, name=f"instance-{number}/0", **options)
+    pair = Pair(kind, here, peer, f"server-{number}/0", options)
     pair.rejoin(peer)
     try:
         yield pair
@@ -75,16 +72,16 @@ def joined(kind: str, store: TCPStore, options: dict[str, Any], peer: Peer) -> I
 
 
 @pytest.fixture(scope="module")
-def pair(kind: str, store: TCPStore, options: dict[str, Any], shared_peer: Peer) -> Iterator[Pair]:
+def pair(kind: str, options: dict[str, Any], shared_peer: Peer) -> Iterator[Pair]:
     """Two processes joined once for the tests of a module; windows need labels of their own."""
-    yield from joined(kind, store, options, shared_peer)
+    yield from joined(kind, options, shared_peer)
     shared_peer.call("leave")
 
 
 @pytest.fixture
-def mortal_pair(kind: str, store: TCPStore, options: dict[str, Any]) -> Iterator[Pair]:
+def mortal_pair(kind: str, options: dict[str, Any]) -> Iterator[Pair]:
     """Two processes of which a test may kill one."""
-    peers = joined(kind, store, options, Peer())
+    peers = joined(kind, options, Peer())
     pair = next(peers)
     yield pair
     pair.peer.kill()

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from moe_lora.dist.transport import make_transport
 
@@ -31,17 +30,16 @@ class Driven:
         self.windows: dict[str, Any] = {}
         self.remotes: dict[str, Any] = {}
 
-    def join(self, kind: str, name: str, port: int, options: dict[str, Any]) -> int:
-        store = TCPStore("127.0.0.1", port, is_master=False)
-        self.transport = make_transport(kind, name=name, store=store, **options)
-        return self.transport.generation
+    def join(self, kind: str, name: str, options: dict[str, Any]) -> None:
+        self.transport = make_transport(kind, name=name, **options)
 
     def alloc(self, label: str, num_bytes: int, num_signals: int) -> bytes:
         self.windows[label] = self.transport.alloc(label, num_bytes, num_signals)
         return self.windows[label].descriptor()
 
-    def open(self, peer: str, label: str) -> None:
-        self.remotes[label] = self.transport.open(peer, label, TIMEOUT_S)
+    def attach(self, descriptor: bytes) -> None:
+        remote = self.transport.attach(descriptor)
+        self.remotes[remote.label] = remote
 
     def put(self, label: str, offset: int, num_bytes: int, seed: int, index: int, value: int) -> None:
         remote = self.remotes[label]

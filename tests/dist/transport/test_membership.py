@@ -41,10 +41,10 @@ def expect_gone(pair: Pair, remote: RemoteWindow) -> None:
 def test_a_killed_peer_is_noticed_and_its_return_found(mortal_pair: Pair) -> None:
     pair = mortal_pair
     window = pair.here.alloc("mine", 1000, 1)
-    pair.peer.call("alloc", "theirs", 1000, 1)
-    pair.peer.call("open", pair.here.name, "mine")
+    pair.peer.call("attach", window.descriptor())
     pair.peer.call("put", "mine", 0, 1000, 1, 0, 1)
-    old = pair.here.open(pair.peer_name, "theirs", TIMEOUT_S)
+    descriptor = pair.peer.call("alloc", "theirs", 1000, 1)
+    old = pair.here.attach(descriptor)
     assert old.alive()
     pair.peer.kill()
 
@@ -52,46 +52,29 @@ def test_a_killed_peer_is_noticed_and_its_return_found(mortal_pair: Pair) -> Non
     assert not old.alive()
     with pytest.raises(PeerGoneError):
         pair.here.get(old, 0, torch.zeros(8))
-    with pytest.raises(PeerUnreachableError, match=rf"'theirs' of peer '{pair.peer_name}'.*timeout_s=0.2"):
-        pair.here.open(pair.peer_name, "theirs", 0.2)
+    with pytest.raises(PeerUnreachableError, match=pair.peer_name):
+        pair.here.attach(descriptor)
     pair.here.detach(old)
 
-    assert pair.rejoin(Peer()) == old.generation + 1
-    pair.peer.call("alloc", "theirs", 1000, 1)
-    new = pair.here.open(pair.peer_name, "theirs", TIMEOUT_S)
-    assert new.generation == old.generation + 1
+    pair.rejoin(Peer())
+    new = pair.attach("theirs", 1000, 1)
     pair.here.put_signal(new, 0, pattern(1000, 4), 0, 1)
     pair.here.quiet(new)
     assert pair.peer.call("wait", "theirs", 0, 1) == 1
     assert pair.peer.call("read", "theirs", 0, 1000) == bytes(pattern(1000, 4).numpy())
-    pair.peer.call("open", pair.here.name, "mine")  # the survivor's window, without its doing anything
+    pair.peer.call("attach", window.descriptor())  # the survivor's window, without its doing anything
     pair.peer.call("put", "mine", 0, 1000, 2, 0, 2)
     assert pair.here.signal_wait_until(window, 0, 2, TIMEOUT_S) == 2
     assert torch.equal(window.bytes, pattern(1000, 2))
 
 
-def test_of_two_incarnations_the_newer_is_found_and_the_older_learns(mortal_pair: Pair) -> None:
-    pair, older = mortal_pair, mortal_pair.peer
-    older.call("alloc", "w", 100, 1)
-    newer = Peer()
-    generation = pair.rejoin(newer)
-    newer.call("alloc", "w", 200, 1)
-    found = pair.here.open(pair.peer_name, "w", TIMEOUT_S)
-    assert (found.generation, found.num_bytes) == (generation, 200)
-    with pytest.raises(PeerGoneError, match=f"superseded by generation {generation}"):
-        older.call("alloc", "late", 100, 1)
-    older.kill()
-
-
 def test_a_freed_window_takes_no_more_puts(pair: Pair) -> None:
-    pair.peer.call("alloc", "freed", 1000, 1)
-    remote = pair.here.open(pair.peer_name, "freed", TIMEOUT_S)
+    remote = pair.attach("freed", 1000, 1)
     pair.here.put_signal(remote, 0, pattern(1000, 1), 0, 1)
     pair.here.quiet(remote)
     pair.peer.call("free", "freed")
     expect_gone(pair, remote)
-    pair.peer.call("alloc", "freed", 10, 1)  # the label is free again
-    assert pair.here.open(pair.peer_name, "freed", TIMEOUT_S).num_bytes == 10
+    assert pair.attach("freed", 10, 1).num_bytes == 10, "the label is free again"
 
 
 def test_a_detached_window_takes_no_more_puts_and_can_be_attached_again(pair: Pair) -> None:
@@ -110,7 +93,7 @@ def test_a_detached_window_takes_no_more_puts_and_can_be_attached_again(pair: Pa
 def test_descriptors_that_do_not_fit_are_refused(pair: Pair) -> None:
     fields = json.loads(pair.peer.call("alloc", "checked", 5000, 3))
     for change, message in (
-        ({"version": 99}, "version 99, this process speaks 1"),
+        ({"version": 99}, "version 99, this process speaks 2"),
         ({"kind": "pigeon"}, f"over transport 'pigeon', this process uses '{pair.kind}'"),
         ({"num_bytes": 9000}, "5000 bytes and 3 signals, its descriptor says 9000 and 3"),
         ({"num_signals": 2}, "5000 bytes and 3 signals, its descriptor says 5000 and 2"),
@@ -121,24 +104,22 @@ def test_descriptors_that_do_not_fit_are_refused(pair: Pair) -> None:
         pair.here.attach(b"nonsense")
 
 
-def test_descriptors_work_without_a_store(kind: str, pair: Pair) -> None:
+def test_descriptors_are_all_that_peers_need_of_each_other(kind: str, pair: Pair) -> None:
     with make_transport(kind, name="alone/0", **pair.options) as alone:
         remote = alone.attach(pair.peer.call("alloc", "for-alone", 64, 1))
         alone.put_signal(remote, 0, pattern(64, 9), 0, 1)
         alone.quiet(remote)
         assert pair.peer.call("wait", "for-alone", 0, 1) == 1
-        with pytest.raises(ConfigError, match="no store"):
-            alone.open(pair.peer_name, "for-alone", 1.0)
 
 
 def test_closing_gives_back_files_and_threads(kind: str, pair: Pair, shared_peer: Peer) -> None:
     """After a first round, which starts what a library keeps, more rounds leave nothing more behind."""
 
     def live_through() -> tuple[int, int]:
-        shared_peer.call("alloc", "leaks", 100_000, 2)
-        here = make_transport(kind, name="leaky/0", store=pair.store, **pair.options)
+        descriptor = shared_peer.call("alloc", "leaks", 100_000, 2)
+        here = make_transport(kind, name="leaky/0", **pair.options)
         here.alloc("w", 100_000, 2)
-        remote = here.open(pair.peer_name, "leaks", TIMEOUT_S)
+        remote = here.attach(descriptor)
         here.put_signal(remote, 0, pattern(100, 1), 0, 1)
         here.quiet(remote)
         here.close()

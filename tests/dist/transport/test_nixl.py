@@ -12,7 +12,7 @@ import torch
 from moe_lora.core.errors import PeerGoneError
 from moe_lora.dist.transport import make_transport
 from moe_lora.dist.transport.descriptor import Descriptor
-from moe_lora.dist.transport.nixl_window import NixlRemoteWindow, NixlTransfers, Transfer
+from moe_lora.dist.transport.nixl import NixlRemoteWindow, NixlTransfers, Transfer
 
 from .peers import TIMEOUT_S, pattern
 
@@ -41,9 +41,7 @@ def under_way() -> tuple[Agent, NixlTransfers, NixlRemoteWindow]:
     """A large write, a small one, and a signal alone, all pending."""
     agent: Any = Agent()
     medium = {"agent": "there", "address": 0, "window": 0, "tag": 0}
-    found = Descriptor(
-        kind="nixl", peer="there", label="w", generation=0, num_bytes=9, num_signals=1, medium=medium
-    )
+    found = Descriptor(kind="nixl", peer="there", label="w", num_bytes=9, num_signals=1, medium=medium)
     remote = NixlRemoteWindow(found, transport=None)  # type: ignore[arg-type]
     for handle in ("large", "small"):
         remote.pending.append(
@@ -79,7 +77,7 @@ def test_notices_that_fit_no_signal_change_nothing() -> None:
         window = there.alloc("theirs", 100, 1)
         remote = here.attach(window.descriptor())
         for notice in (b"", b"x", struct.pack("<qqQ", 0, 1, 7), struct.pack("<qqQ", 0, -1, 7)):
-            here._agent.send_notif(remote.agent, notice)
+            here.agent.send_notif(remote.agent, notice)
         here.put_signal(remote, 0, pattern(100, 1), 0, 1)
         here.fence(remote)
         assert there.signal_wait_until(window, 0, 1, TIMEOUT_S) == 1

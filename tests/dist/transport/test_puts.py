@@ -19,11 +19,10 @@ SIZE = 1 << 20
 
 @pytest.fixture(scope="module")
 def both(pair: Pair) -> tuple[Window, RemoteWindow]:
-    """A window here that the peer has open as "puts-here", and the peer's "puts-there" open here."""
+    """A window here that the peer is attached to, and the peer's "puts-there", attached here."""
     window = pair.here.alloc("puts-here", SIZE, 4)
-    pair.peer.call("alloc", "puts-there", SIZE, 4)
-    pair.peer.call("open", pair.here.name, "puts-here")
-    return window, pair.here.open(pair.peer_name, "puts-there", TIMEOUT_S)
+    pair.peer.call("attach", window.descriptor())
+    return window, pair.attach("puts-there", SIZE, 4)
 
 
 _values = itertools.count(1)
@@ -108,8 +107,7 @@ def test_view_writes_in_place_where_the_medium_maps_memory(
 
 
 def test_puts_from_several_threads_arrive(pair: Pair) -> None:
-    pair.peer.call("alloc", "threads", 4 * 5000, 4)
-    target = pair.here.open(pair.peer_name, "threads", TIMEOUT_S)
+    target = pair.attach("threads", 4 * 5000, 4)
 
     def work(index: int) -> None:
         for value in range(1, 11):
@@ -129,8 +127,7 @@ def test_puts_from_several_threads_arrive(pair: Pair) -> None:
 def test_a_signal_covers_all_puts_before_it_without_a_fence(pair: Pair) -> None:
     """Large puts before small ones and before signals alone: the last value says that all are there."""
     large, small, num_frames, num_rounds = 1 << 21, 64, 4, 6
-    pair.peer.call("alloc", "covered", num_frames * large, 1)
-    target, value = pair.here.open(pair.peer_name, "covered", TIMEOUT_S), 0
+    target, value = pair.attach("covered", num_frames * large, 1), 0
     for round_ in range(num_rounds):
         sizes = [large, small, large - 1, small + 1] if round_ % 2 else [large, large, large, small]
         frames = [pattern(size, value + index) for index, size in enumerate(sizes)]

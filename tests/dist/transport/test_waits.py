@@ -17,7 +17,7 @@ from .peers import TIMEOUT_S
 
 def test_a_skipped_value_does_not_hang_a_waiter(pair: Pair) -> None:
     window = pair.here.alloc("skipped", 64, 2)
-    pair.peer.call("open", pair.here.name, "skipped")
+    pair.peer.call("attach", window.descriptor())
     pair.peer.call("put", "skipped", 0, 8, 1, 0, 5)
     assert pair.here.signal_wait_until(window, 0, 3, TIMEOUT_S) == 5
     pair.peer.call("put", "skipped", 0, 8, 1, 0, 2)
@@ -28,7 +28,7 @@ def test_a_skipped_value_does_not_hang_a_waiter(pair: Pair) -> None:
 
 def test_values_use_all_64_bits(pair: Pair) -> None:
     window = pair.here.alloc("large", 64, 1)
-    pair.peer.call("open", pair.here.name, "large")
+    pair.peer.call("attach", window.descriptor())
     top = (1 << 64) - 1
     pair.peer.call("put", "large", 0, 8, 1, 0, top)
     assert pair.here.signal_wait_until(window, 0, top, TIMEOUT_S) == top
@@ -39,7 +39,7 @@ def test_wait_any_wakes_a_sleeper_by_any_signal_of_any_window(pair: Pair) -> Non
     waits = [(window, index, 1) for window in windows for index in range(3)]
     assert pair.here.wait_any(waits, 0.0) is None
     for chosen in (5, 1, 7):
-        pair.peer.call("open", pair.here.name, f"any-{chosen // 3}")
+        pair.peer.call("attach", windows[chosen // 3].descriptor())
         found: list[int | None] = []
         sleeper = threading.Thread(target=lambda: found.append(pair.here.wait_any(waits, TIMEOUT_S)))  # noqa: B023
         sleeper.start()
