@@ -47,7 +47,7 @@ def held(leases: LeasedAdapters, adapter: AdapterVersion) -> None:
 def test_adapter_is_ready_once_it_is_leased_and_change_is_told(leases):
     adapter = add(leases, "a", 1)
     changed = changes(leases)
-    assert not leases.acquire(adapter)
+    leases.acquire(adapter)  # the lease may be here at once
     assert changed.wait(20.0)
     assert leases.acquire(adapter)
     assert adapter.lease is not None
