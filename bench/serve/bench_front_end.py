@@ -1,0 +1,141 @@
+"""CPU time of the whole front end per streamed token: HTTP, SSE, text, routing and the link to the engine.
+
+    python -m bench.serve.bench_front_end --before DIR --before-python PY [--out FILE]
+
+Starts `moe-lora serve` on the demo's model from this tree and from another one, sends both the same
+streaming completions in rounds by turns, and reads the processor time of each front end's process before and
+after, all its threads, none of the engine's.  Every token of every stream is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.request import urlopen
+
+from bench.harness.interleave import interleave, ratio
+from bench.harness.records import ROOT, environment
+from moe_lora.report import append_result
+
+ADAPTERS = ("rot13", "reverse", "upper", "leet")
+PATHS = ("/v1/completions", "/v1/chat/completions")
+PROMPT = "the quick brown fox:"
+
+
+class FrontEnd:
+    """A server of one tree, while the context lasts."""
+
+    def __init__(self, tree: Path, python: str, num_streams: int, path: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port: int = free.getsockname()[1]
+        words = ["serve", "demo/model", "--lora-dir", "demo/adapters", "--threads", "1"]
+        command = [python, "-m", "moe_lora.cli.main", *words, "--port", str(self._port)]
+        environ = {**os.environ, "PYTHONPATH": str(tree)}
+        self._server = subprocess.Popen(command, cwd=tree, env=environ, stderr=subprocess.DEVNULL)
+        self._num_streams = num_streams
+        self._path = path
+
+    def __enter__(self) -> FrontEnd:
+        while self._server.poll() is None:
+            try:
+                urlopen(f"http://127.0.0.1:{self._port}/health", timeout=10).close()
+            except OSError:
+                time.sleep(0.5)
+            else:
+                return self
+        raise RuntimeError(f"the server ended: {self._server.args!r}")
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._server.terminate()
+        self._server.wait(60)
+
+    def decode(self, num_steps: int) -> float:
+        """Seconds of the front end's CPU time for so many tokens of each stream."""
+        started_s = self._cpu_s()
+        asyncio.run(self._stream_all(num_steps))
+        return self._cpu_s() - started_s
+
+    def _cpu_s(self) -> float:
+        tasks = Path(f"/proc/{self._server.pid}/task")
+        return sum(int(one.read_text().split()[0]) for one in tasks.glob("*/schedstat")) / 1e9
+
+    async def _stream_all(self, num_tokens: int) -> None:
+        streams = (self._stream(ADAPTERS[n % len(ADAPTERS)], num_tokens) for n in range(self._num_streams))
+        counts = await asyncio.gather(*streams)
+        assert counts == [num_tokens] * self._num_streams, counts
+
+    async def _stream(self, model: str, num_tokens: int) -> int:
+        """Tokens streamed, as the last event's usage says."""
+        prompt: dict[str, Any] = {"prompt": PROMPT}
+        if "chat" in self._path:
+            prompt = {"messages": [{"role": "user", "content": PROMPT}]}
+        asked = {"model": model, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        body = json.dumps({**prompt, **asked, **options}).encode()
+        head = f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        answer = await reader.read()
+        writer.close()
+        events = [line[6:] for line in answer.splitlines() if line.startswith(b"data: {")]
+        assert events, answer[:500]
+        num_events = sum(1 for event in events if json.loads(event)["choices"])
+        assert num_events >= num_tokens, num_events
+        found: int = json.loads(events[-1])["usage"]["completion_tokens"]
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--before", type=Path, help="a checkout of the commit to compare with")
+    parser.add_argument("--before-python", default=sys.executable, help="the Python that has it installed")
+    parser.add_argument("--path", choices=PATHS, default=PATHS[0])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=160, help="tokens of each stream in a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", help="append a record here")
+    options = parser.parse_args()
+    env = environment(options.out)
+    trees = {"now": (ROOT, sys.executable)}
+    if options.before is not None:
+        trees["before"] = (options.before.resolve(), options.before_python)
+    with ExitStack() as servers:
+        contestants = {}
+        for name, (tree, python) in trees.items():
+            front_end = servers.enter_context(FrontEnd(tree, python, options.streams, options.path))
+            front_end.decode(options.steps)
+            contestants[name] = (front_end, options.steps, options.rounds)
+        times = interleave(contestants, options.rounds)
+    us = {name: [1e6 * step_s / options.streams for step_s in found] for name, found in times.items()}
+    result: dict[str, Any] = {
+        "cpu_us_per_token": {name: statistics.median(found) for name, found in us.items()}
+    }
+    result |= {"cpu_us_per_token_rounds": us, "load_average": os.getloadavg()[0]}
+    if "before" in times:
+        result["now_over_before"] = ratio(times["now"], times["before"])
+    print(json.dumps(result, indent=1))
+    if options.out:
+        config = {"path": options.path, "streams": options.streams, "steps": options.steps}
+        config |= {"rounds": options.rounds, "before": options.before and _commit(options.before)}
+        append_result(options.out, config=config, result=result, env=env, kind="measured")
+
+
+def _commit(tree: Path) -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
