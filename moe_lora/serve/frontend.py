@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from moe_lora.core.request import ModelInfo, SamplingParams
 from moe_lora.dist.cluster.controller.controller_views import PlacementView, ProvisionView, RegistryView
 from moe_lora.engine.client.client import EngineClient
-from moe_lora.serve.metrics.metrics import Metrics, RequestWatch
+from moe_lora.serve.metrics.metrics import Metrics
 
 from .http_errors import ApiError, bad_request
 
@@ -104,18 +104,7 @@ class Frontend:
     async def info(self) -> ModelInfo:
         if self._info is None:
             self._info = await self.client.model_info()
-            self.metrics.engine.max_loras = self._info.max_loras
         return self._info
-
-    def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that a request's `model` names; None for the base.  The engine knows which exist."""
-        return None if model is None or model == self.model_name else model
-
-    def watch(self, adapter: str | None) -> RequestWatch:
-        """A stopwatch for a request that arrives now."""
-        if adapter is None or self.controller is None:
-            return self.metrics.watch(None)
-        return self.metrics.watch(self.controller.window.begin(adapter))
 
     def need_tokenizer(self, purpose: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -132,34 +121,25 @@ class Frontend:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    async def check_prompt(self, token_ids: list[int], sampling: SamplingParams) -> None:
-        """Raises ApiError unless the model can take this prompt and give as many tokens as are asked for."""
-        info = await self.info()
-        limit = info.max_model_len
-        if not token_ids:
-            raise bad_request("the prompt has no tokens; give at least one", "prompt")
-        if len(token_ids) >= limit:
-            raise bad_request(
-                f"the prompt has {len(token_ids)} tokens, but this model's context is {limit} tokens, "
-                "one of which the answer needs; shorten the prompt",
-                "prompt",
-            )
-        for name in ("max_tokens", "min_tokens"):
-            if len(token_ids) + (getattr(sampling, name) or 0) > limit:
-                raise bad_request(
-                    f"the prompt's {len(token_ids)} tokens and {name}={getattr(sampling, name)} exceed this "
-                    f"model's context of {limit} tokens; shorten the prompt or lower {name}",
-                    name,
-                )
-        check_vocabulary("prompt", token_ids, info.vocab_size)
-        check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+    async def for_engine(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, default_max_tokens: int | None
+    ) -> SamplingParams:
+        """What to ask of the engine.
 
-    async def for_engine(self, sampling: SamplingParams) -> SamplingParams:
-        """Add the tokenizer's end tokens that the engine doesn't know of, unless they are to be ignored.
+        Raises ApiError unless the model can take each of these prompts and give as many tokens as asked for.
 
+        default_max_tokens: where none are asked for, if there is room; None: all that there is room for.  The
+        tokenizer's end tokens that the engine doesn't know of are added, unless they are to be ignored.
         top_k beyond the vocabulary means all of it, and is not passed on as a number that may be huge.
         """
         info = await self.info()
+        for token_ids in prompts:
+            _check_prompt(token_ids, sampling, info)
+        check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+        if sampling.max_tokens is None and default_max_tokens is not None:
+            room = info.max_model_len - max(map(len, prompts))
+            default = max(default_max_tokens, sampling.min_tokens)
+            sampling = replace(sampling, max_tokens=min(default, room))
         if sampling.top_k >= info.vocab_size:
             sampling = replace(sampling, top_k=0)
         if self.tokenizer is None or sampling.ignore_eos:
@@ -169,7 +149,28 @@ class Frontend:
         return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
 
 
-def check_vocabulary(name: str, token_ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
+def _check_prompt(token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> None:
+    limit, num_tokens = info.max_model_len, len(token_ids)
+    if not token_ids:
+        raise bad_request("the prompt has no tokens; give at least one", "prompt")
+    if num_tokens >= limit:
+        raise bad_request(
+            f"the prompt has {num_tokens} tokens, but this model's context is {limit} tokens, "
+            "one of which the answer needs; shorten the prompt",
+            "prompt",
+        )
+    for name in ("max_tokens", "min_tokens"):
+        asked = getattr(sampling, name) or 0
+        if num_tokens + asked > limit:
+            raise bad_request(
+                f"the prompt's {num_tokens} tokens and {name}={asked} exceed this "
+                f"model's context of {limit} tokens; shorten the prompt or lower {name}",
+                name,
+            )
+    check_vocabulary("prompt", token_ids, info.vocab_size)
+
+
+def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise bad_request(f"{name}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", name)

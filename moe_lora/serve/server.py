@@ -20,9 +20,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import allow_many_files, num_open_files
 from moe_lora.serve.admin.adapter_routes import adapters_router, registry_router
 from moe_lora.serve.admin.status import capacity_router, models_router, status_router, welcome_router
-from moe_lora.serve.openai.answers import HEADER, RequestIds
-from moe_lora.serve.openai.chat import chat_router
-from moe_lora.serve.openai.completions import completions_router
+from moe_lora.serve.openai.endpoints import HEADER, RequestIds, generating_router
 
 from .frontend import Frontend
 from .http_errors import install_error_handlers
@@ -50,11 +48,8 @@ def create_app(frontend: Frontend) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[HEADER],
         )
-    generating, managing = (
-        (completions_router, chat_router),
-        (models_router, adapters_router, registry_router, capacity_router),
-    )
-    for make_router in (*generating, *managing, status_router):
+    managing = (models_router, adapters_router, registry_router, capacity_router, status_router)
+    for make_router in (generating_router, *managing):
         app.include_router(make_router(frontend))
     app.include_router(welcome_router(frontend, app))
     return app

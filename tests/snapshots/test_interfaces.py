@@ -127,8 +127,8 @@ def test_names_and_labels_of_metrics() -> None:
     placement = SimpleNamespace(version=1, num_copies=1, num_problems=1, latest=_Ones(), has_points=True)
     link = SimpleNamespace(name="a", state=None, up=True, num_joins=1)
     metrics: Any = Metrics("base", controller, placement, link)  # type: ignore[arg-type]
-    metrics.provision.server = ServerState(**counts)
-    metrics.engine.stats = FleetStats(
+    metrics.server = ServerState(**counts)
+    metrics.stats = FleetStats(
         **numbers, resident_adapters=("a",), instances=(InstanceStats(name="a", **instance),)
     )
     metrics.count("stop")

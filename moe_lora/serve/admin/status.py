@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from typing import Any
@@ -39,19 +40,15 @@ def status_router(frontend: Frontend) -> APIRouter:
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
         """Prometheus text; without the engine's part once the engine has ended."""
-        collector = frontend.metrics.engine
-        try:
-            await frontend.info()
-            collector.stats = await frontend.client.stats()
-        except EngineDeadError:
-            collector.stats = None
-        provision = frontend.metrics.provision
-        if provision is not None and frontend.controller is not None:
-            try:
-                provision.server = await frontend.controller.server_state()
-            except (EngineDeadError, LoraServerError):
-                provision.server = None
-        return Response(frontend.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        shown = frontend.metrics
+        shown.stats = shown.server = None
+        with suppress(EngineDeadError):
+            shown.max_loras = (await frontend.info()).max_loras
+            shown.stats = await frontend.client.stats()
+        if frontend.controller is not None:
+            with suppress(EngineDeadError, LoraServerError):
+                shown.server = await frontend.controller.server_state()
+        return Response(shown.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router
 

@@ -1,15 +1,90 @@
-"""Metrics of the LoRA Server, and of what the controller makes of the load (docs/reference/metrics.md)."""
+"""What the engine, the controllers and their link are at, as metric families (docs/reference/metrics.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from moe_lora.core.request import EngineStats, FleetStats
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.controller_views import PlacementView, ProvisionView
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 
+Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+GAUGES = (
+    ("vllm:num_requests_running", "Requests being computed.", "num_running"),
+    ("vllm:num_requests_waiting", "Requests that wait for room or for their adapter.", "num_waiting"),
+    ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", "kv_usage"),
+)
+COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens processed.", "prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+    ("vllm:num_preemptions", "Times a running request gave its KV pages back.", "num_preemptions"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_query_tokens"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
+    ("moe_lora:engine_steps", "Steps of the engine.", "num_steps"),
+    ("moe_lora:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
+    ("moe_lora:adapter_evictions", "Adapters that had to leave the device.", "adapter_evictions"),
+    ("moe_lora:adapter_load_bytes", "Bytes of adapters read from their files.", "adapter_load_bytes"),
+    ("moe_lora:adapter_hits", "Requests that found their adapter on the device.", "adapter_hits"),
+    ("moe_lora:adapter_misses", "Requests that waited for their adapter to come.", "adapter_misses"),
+    ("moe_lora:requests_put_back", "Times a loading request gave its room to an older one.", "num_put_back"),
+    ("moe_lora:kv_lost_bytes", "Bytes of history that left the device unsaved.", "kv_lost_bytes"),
+    ("moe_lora:kv_query_tokens", "Prompt tokens looked up in the history.", "kv_query_tokens"),
+    ("moe_lora:lora_server_requests", "Messages answered by the LoRA Server.", "lora_server_requests"),
+    (
+        "moe_lora:lora_server_fallback_rows",
+        "Rows of deltas that the engine computed because the LoRA Server did not.",
+        "lora_server_fallback_rows",
+    ),
+    ("moe_lora:pool_fetched_bytes", "Bytes of adapters read from other instances.", "pool_fetched_bytes"),
+    (
+        "moe_lora:pool_failed_sources",
+        "Instances and directories that did not give an adapter as they should.",
+        "pool_failed_sources",
+    ),
+)
+LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "moe_lora:kv_hit_tokens",
+        "Prompt tokens found in the history, by where they were.",
+        "tier",
+        (("device", "kv_device_hit_tokens"), ("host", "kv_host_hit_tokens")),
+    ),
+    (
+        "moe_lora:swapped_bytes",
+        "Bytes copied between the arenas, towards the device (in) and away from it (out).",
+        "direction",
+        (("in", "swapped_in_bytes"), ("out", "swapped_out_bytes")),
+    ),
+    (
+        "moe_lora:pool_fetches",
+        "Adapters fetched that the instance did not hold, by where they came from.",
+        "source",
+        (("peer", "pool_peer_fetches"), ("disk", "pool_disk_fetches")),
+    ),
+)
+"""Counters whose label takes these values, and the field of each."""
+ARENA_LABELS = ("model_name", "tier")
+TIERS = ("device", "host")
+INSTANCE_GAUGES = (
+    ("moe_lora:instance_up", "1 while the instance answers.", "live"),
+    ("moe_lora:instance_silent", "1 while it gets no requests because it does not get on.", "silent"),
+    ("moe_lora:instance_requests_running", "Requests being computed.", "num_running"),
+    ("moe_lora:instance_requests_waiting", "Requests that wait in the instance.", "num_waiting"),
+    ("moe_lora:instance_kv_cache_usage", "Share of KV pages in use, 0 to 1.", "kv_usage"),
+    ("moe_lora:instance_outstanding_tokens", "Tokens its requests may still need.", "outstanding_tokens"),
+    ("moe_lora:instance_pool_adapters", "Adapters it holds for the pool.", "pool_adapters"),
+    ("moe_lora:instance_pool_bytes", "Host memory that these take.", "pool_bytes"),
+)
+INSTANCE_COUNTERS = (
+    ("moe_lora:instance_restarts", "Times it was started again.", "num_restarts"),
+    ("moe_lora:instance_requests_resent", "Requests it left to another instance.", "num_resent"),
+)
 OUTLOOK_GAUGES = (
     (
         "moe_lora:iar_predicted",
@@ -38,103 +113,152 @@ SERVER_COUNTERS = (
 )
 
 
-class ProvisionCollector:
-    """A controller's last evaluation as metric families.
+PLACEMENT_COUNTERS = (
+    ("moe_lora:placement_tables", "Routing tables so far.", "version"),
+    ("moe_lora:placement_moves", "Adapters moved to an instance.", "num_copies"),
+    ("moe_lora:placement_problems", "Placements that could not be made.", "num_problems"),
+)
 
-    server: the LoRA Server's state, None if it did not answer, or if there is none.
-    """
 
-    def __init__(self, model_name: str, controller: ProvisionView) -> None:
-        self.server: ServerState | None = None
-        self._controller = controller
-        self._label = [model_name]
-
-    def collect(self) -> Iterator[Metric]:
-        for name, text, field in OUTLOOK_GAUGES:
-            yield self._gauge(name, text, getattr(self._controller.latest, field, None))
-        if not self._controller.has_server:
-            return
-        yield self._gauge("moe_lora:lora_server_up", "1 while its leader answers.", self.server is not None)
-        for name, text, field in SERVER_GAUGES:
-            yield self._gauge(name, text, getattr(self.server, field, None))
-        for name, text, field in SERVER_COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            if self.server is not None:
-                counter.add_metric(self._label, getattr(self.server, field))
-            yield counter
-
-    def _gauge(self, name: str, text: str, value: float | None) -> GaugeMetricFamily:
-        """Without a sample if there is no value."""
-        gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+def family(
+    kind: Kind,
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    samples: Mapping[Any, float | None],
+) -> Metric:
+    """A family with these samples, by the tuple of their labels' values; None: no sample."""
+    found = kind(name, text, labels=labels)
+    for values, value in samples.items():
         if value is not None:
-            gauge.add_metric(self._label, value)
-        return gauge
+            found.add_metric(values, value)
+    return found
 
 
-# Metrics of the placement (see docs/reference/metrics.md).
+def plain(kind: Kind, name: str, text: str, model_name: str, value: float | None) -> Metric:
+    """A family of one sample, which names the model."""
+    return family(kind, name, text, ("model_name",), {(model_name,): value})
 
 
-class PlacementCollector:
-    """A placement controller's state as metric families."""
-
-    def __init__(self, model_name: str, placement: PlacementView) -> None:
-        self._placement = placement
-        self._label = [model_name]
-
-    def collect(self) -> Iterator[Metric]:
-        placement, latest = self._placement, self._placement.latest
-        for name, text, count in (
-            ("moe_lora:placement_tables", "Routing tables so far.", placement.version),
-            ("moe_lora:placement_moves", "Adapters moved to an instance.", placement.num_copies),
-            ("moe_lora:placement_problems", "Placements that could not be made.", placement.num_problems),
-        ):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric(self._label, count)
-            yield counter
-        utilisation = GaugeMetricFamily(
-            "moe_lora:placement_max_utilisation",
-            "Forecast load of the busiest instance, 1 = its operating point.",
-            labels=["model_name"],
-        )
-        held = GaugeMetricFamily(
-            "moe_lora:placement_adapters_held", "Adapters of the fullest instance.", labels=["model_name"]
-        )
-        if latest is not None:
-            held.add_metric(self._label, latest.most_held)
-            if placement.has_points:
-                utilisation.add_metric(self._label, latest.worst_load)
-        yield utilisation
-        yield held
+def table(
+    kind: Kind, rows: tuple[tuple[str, str, str], ...], model_name: str, state: Any
+) -> Iterator[Metric]:
+    """A plain family for each row: name, text, field of `state`; without a sample if it has none."""
+    for name, text, field in rows:
+        yield plain(kind, name, text, model_name, getattr(state, field, None))
 
 
-# Metrics of a front end's link to its controller (see docs/reference/metrics.md).
+def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) -> Iterator[Metric]:
+    """Of the engine, by its last known stats; None: it is gone."""
+    up = stats is not None
+    yield plain(GaugeMetricFamily, "moe_lora:engine_up", "1 while the engine answers.", model_name, up)
+    if stats is None:
+        return
+    yield from table(GaugeMetricFamily, GAUGES, model_name, stats)
+    yield from table(CounterMetricFamily, COUNTERS, model_name, stats)
+    for name, text, label, fields in LABELLED:
+        counts = {(model_name, value): getattr(stats, field) for value, field in fields}
+        yield family(CounterMetricFamily, name, text, ("model_name", label), counts)
+    yield family(
+        GaugeMetricFamily,
+        "moe_lora:arena_bytes",
+        "Size of each arena.",
+        ARENA_LABELS,
+        {(model_name, tier): getattr(stats, f"{tier}_bytes") for tier in TIERS},
+    )
+    yield family(
+        GaugeMetricFamily,
+        "moe_lora:arena_used_bytes",
+        "Of these, those in use, by what they hold.",
+        (*ARENA_LABELS, "kind"),
+        {
+            (model_name, tier, kind): getattr(stats, f"{tier}_{kind}_bytes")
+            for tier in TIERS
+            for kind in ("kv", "adapter")
+        },
+    )
+    yield plain(
+        GaugeMetricFamily,
+        "moe_lora:kv_invalid_share",
+        "Share of the device's KV whose adapter is not on the device, 0 to 1.",
+        model_name,
+        stats.device_kv_invalid_bytes / max(1, stats.device_kv_bytes),
+    )
+    running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+    yield family(
+        GaugeMetricFamily,
+        "vllm:lora_requests_info",
+        "Adapters of current requests; the value is the time.",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        {(str(max_loras), running, waiting): time.time()},
+    )
+    resident = {(name,): 1.0 for name in stats.resident_adapters}
+    text = "1 for each adapter on the device."
+    yield family(GaugeMetricFamily, "moe_lora:adapter_resident", text, ("adapter",), resident)
+    # Of several instances, each one's; without samples if there is but one engine.
+    instances = stats.instances if isinstance(stats, FleetStats) else ()
+    kinds = {GaugeMetricFamily: INSTANCE_GAUGES, CounterMetricFamily: INSTANCE_COUNTERS}
+    for kind, rows in kinds.items():
+        for name, text, field in rows:
+            found = {(model_name, one.name): getattr(one, field) for one in instances}
+            yield family(kind, name, text, ("model_name", "instance"), found)
 
 
-class LinkCollector:
-    """A link's state as metric families."""
+def provision_families(
+    model_name: str, controller: ProvisionView, server: ServerState | None
+) -> Iterator[Metric]:
+    """Of the last evaluation of the load, and of the LoRA Server; None: it did not answer or is not there."""
+    yield from table(GaugeMetricFamily, OUTLOOK_GAUGES, model_name, controller.latest)
+    if controller.has_server:
+        text = "1 while its leader answers."
+        yield plain(GaugeMetricFamily, "moe_lora:lora_server_up", text, model_name, server is not None)
+        yield from table(GaugeMetricFamily, SERVER_GAUGES, model_name, server)
+        yield from table(CounterMetricFamily, SERVER_COUNTERS, model_name, server)
 
-    def __init__(self, model_name: str, link: ControllerLink) -> None:
-        self._link = link
-        self._label = [model_name]
 
-    def collect(self) -> Iterator[Metric]:
-        name = GaugeMetricFamily(
-            "moe_lora:front_end",
-            "1; which of several front ends behind one port these metrics are of.",
-            labels=["model_name", "front_end"],
-        )
-        name.add_metric([*self._label, self._link.name], 1)
-        yield name
-        number = 0 if self._link.state is None else self._link.state.number
-        for family, text, value in (
-            ("moe_lora:controller_up", "1 while the controller is there.", self._link.up),
-            ("moe_lora:controller_state", "Number of the state that this front end routes by.", number),
-        ):
-            gauge = GaugeMetricFamily(family, text, labels=["model_name"])
-            gauge.add_metric(self._label, value)
-            yield gauge
-        joins = CounterMetricFamily(
-            "moe_lora:controller_joins", "Connections to the controller so far.", labels=["model_name"]
-        )
-        joins.add_metric(self._label, self._link.num_joins)
-        yield joins
+def placement_families(model_name: str, placement: PlacementView) -> Iterator[Metric]:
+    """Of the division of adapters over instances."""
+    yield from table(CounterMetricFamily, PLACEMENT_COUNTERS, model_name, placement)
+    latest = placement.latest
+    yield plain(
+        GaugeMetricFamily,
+        "moe_lora:placement_max_utilisation",
+        "Forecast load of the busiest instance, 1 = its operating point.",
+        model_name,
+        latest.worst_load if latest is not None and placement.has_points else None,
+    )
+    yield plain(
+        GaugeMetricFamily,
+        "moe_lora:placement_adapters_held",
+        "Adapters of the fullest instance.",
+        model_name,
+        None if latest is None else latest.most_held,
+    )
+
+
+def link_families(model_name: str, link: ControllerLink) -> Iterator[Metric]:
+    """Of a front end's link to its controller."""
+    yield family(
+        GaugeMetricFamily,
+        "moe_lora:front_end",
+        "1; which of several front ends behind one port these metrics are of.",
+        ("model_name", "front_end"),
+        {(model_name, link.name): 1},
+    )
+    number = 0 if link.state is None else link.state.number
+    for kind, name, text, value in (
+        (GaugeMetricFamily, "moe_lora:controller_up", "1 while the controller is there.", link.up),
+        (
+            GaugeMetricFamily,
+            "moe_lora:controller_state",
+            "Number of the state that this front end routes by.",
+            number,
+        ),
+        (
+            CounterMetricFamily,
+            "moe_lora:controller_joins",
+            "Connections to the controller so far.",
+            link.num_joins,
+        ),
+    ):
+        yield plain(kind, name, text, model_name, value)

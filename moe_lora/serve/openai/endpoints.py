@@ -1,175 +1,303 @@
-"""What the two generating endpoints share in answering: whole answers, and streams of chunks."""
+"""POST /v1/completions and /v1/chat/completions: whole answers, and streams of chunks."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import aclosing
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastapi import APIRouter, Request
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_lora.core.request import TokenLogprobs
-from moe_lora.serve.http_errors import JsonResponse
+from moe_lora.core.request import SamplingParams, TokenLogprobs
+from moe_lora.serve.frontend import Frontend
+from moe_lora.serve.http_errors import JsonResponse, bad_request, to_api_error, to_json
 
-from .generation import CLIENT_GONE, Delta, EventStream, Generation, unless_disconnected
+from .generation import Delta, Generation
+from .protocol import ChatRequest, CompletionRequest, SamplingFields, StreamOptions, whole_characters
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
 
-
-class UsageInStream(Enum):
-    """Which events of a stream have a `usage`: none, one of its own at the end, or all."""
-
-    NEVER = "never"
-    AT_END = "at_end"
-    ALWAYS = "always"
-
-
-class ChoiceFormat(Protocol):
-    """One endpoint's form of choices, for one request."""
-
-    object_name: str
-    chunk_object_name: str
-
-    def chunk(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices entries that a delta makes in a stream (one event each)."""
-        ...
-
-    def whole(self, delta: Delta) -> dict[str, Any]:
-        """The choices entry of a finished choice, its deltas joined to one."""
-        ...
-
-
-async def answer(
-    request: Request,
-    generation: Generation,
-    form: ChoiceFormat,
-    *,
-    model: str,
-    stream: bool,
-    usage: UsageInStream,
-) -> Response:
-    """Run the generation for this client; the engine stops working on it when the client leaves."""
-    head = {"id": generation.plan.request_id, "created": int(time.time()), "model": model}
-    if stream:
-        head["object"] = form.chunk_object_name
-        return EventStream(_events(generation, form, head, usage))
-    joined = await unless_disconnected(request.receive, _join(generation))
-    if joined is None:
-        return Response(status_code=CLIENT_GONE)
-    choices = [form.whole(joined[index]) for index in sorted(joined)]
-    head["object"] = form.object_name
-    return JsonResponse({**head, "choices": choices, "usage": generation.usage()})
-
-
-async def _events(
-    generation: Generation, form: ChoiceFormat, head: dict[str, Any], usage: UsageInStream
-) -> AsyncGenerator[str, None]:
-    """Chunks as event texts.  Only the choice, and its usage if asked for, is encoded per token; what
-    surrounds it is made once."""
-    opening = f'data: {json.dumps(head)[:-1]}, "choices": ['
-    closing = "]}\n\n" if usage is UsageInStream.NEVER else '], "usage": null}\n\n'
-    async with aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            if usage is UsageInStream.ALWAYS:
-                closing = f'], "usage": {json.dumps(generation.usage_of(delta.index))}}}\n\n'
-            yield "".join([f"{opening}{json.dumps(choice)}{closing}" for choice in form.chunk(delta)])
-    if usage is not UsageInStream.NEVER:
-        yield f'{opening}], "usage": {json.dumps(generation.usage())}}}\n\n'
-
-
-async def _join(generation: Generation) -> dict[int, Delta]:
-    """The deltas of each choice joined to one."""
-    parts: dict[int, list[Delta]] = {}
-    async with aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            parts.setdefault(delta.index, []).append(delta)
-    return {index: _joined(deltas_of_choice) for index, deltas_of_choice in parts.items()}
-
-
-def _joined(deltas: list[Delta]) -> Delta:
-    logprobs = None
-    if any(delta.logprobs is not None for delta in deltas):
-        logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
-    return Delta(
-        index=deltas[0].index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        logprobs=logprobs,
-        finish_reason=deltas[-1].finish_reason,
-    )
-
-
-# Log probabilities in the forms of the two generating endpoints.
-
-
+T = TypeVar("T")
+CLIENT_GONE = 499
+"""Status for nobody: logged by proxies when a client closed the connection before the answer."""
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON can't say."""
 
 
-def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """The token alone as text; "token_id:7" where there is no tokenizer."""
-    if tokenizer is None:
-        return f"token_id:{token_id}"
-    return tokenizer.decode([token_id], skip_special_tokens=False)
+class ChoiceFormat:
+    """One endpoint's form of choices, for one request.
 
+    default_max_tokens: less where the context has less room; None: all of it.  continues_prompt: the answer's
+    text goes on where the prompt's stops.
+    """
 
-class CompletionLogprobs:
-    """Collects `choices[].logprobs` of /v1/completions; text_offset counts from the answer's start."""
+    object_name: str
+    chunk_object_name: str
+    id_prefix: str
+    default_max_tokens: int | None = None
+    continues_prompt = False
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
         self._tokenizer = tokenizer
-        self._offset = 0
+        self._with_token_ids = with_token_ids
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """The entry for tokens that follow those taken before."""
+    def chunk(self, delta: Delta) -> list[dict[str, Any]]:
+        """The choices entries that a delta makes in a stream (one event each)."""
+        raise NotImplementedError
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        """The choices entry of a finished choice, its deltas joined to one."""
+        raise NotImplementedError
+
+    def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
+        """Log probabilities of tokens that follow those of the choice that were given before."""
+        raise NotImplementedError
+
+    def entry(self, delta: Delta, key: str, content: Any) -> dict[str, Any]:
+        """A choices entry with this content."""
+        logprobs = delta.logprobs
+        choice = {
+            "index": delta.index,
+            key: content,
+            "logprobs": None if logprobs is None else self.logprobs(delta.index, delta.token_ids, logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+        if self._with_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone as text; "token_id:7" where there is no tokenizer."""
+        if self._tokenizer is None:
+            return f"token_id:{token_id}"
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+class CompletionFormat(ChoiceFormat):
+    """Choices as /v1/completions shows them; text_offset (of logprobs) counts from the answer's start."""
+
+    object_name = chunk_object_name = "text_completion"
+    id_prefix = "cmpl"
+    default_max_tokens = 16
+    continues_prompt = True
+
+    def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
+        super().__init__(tokenizer, with_token_ids=with_token_ids)
+        self._offsets: dict[int, int] = {}
+
+    def chunk(self, delta: Delta) -> list[dict[str, Any]]:
+        return [self.entry(delta, "text", delta.text)]
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        return self.entry(delta, "text", delta.text)
+
+    def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
         entry: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": [],
         }
+        offset = self._offsets.get(index, 0)
         for token_id, chosen in zip(token_ids, logprobs, strict=True):
-            text = token_text(self._tokenizer, token_id)
-            likeliest = {
-                token_text(self._tokenizer, other): _finite(logprob) for other, logprob in chosen.top
-            }
+            text = self.token_text(token_id)
+            likeliest = {self.token_text(other): _finite(logprob) for other, logprob in chosen.top}
             entry["tokens"].append(text)
             entry["token_logprobs"].append(_finite(chosen.logprob))
             entry["top_logprobs"].append({**likeliest, text: _finite(chosen.logprob)})
-            entry["text_offset"].append(self._offset)
-            self._offset += len(text)
+            entry["text_offset"].append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
         return entry
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer | None, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> dict[str, list[dict[str, Any]]]:
-    """`choices[].logprobs` of /v1/chat/completions."""
+class ChatFormat(ChoiceFormat):
+    """Choices as /v1/chat/completions shows them; a stream names the role first."""
 
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(tokenizer, token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
-    content = [
-        {
-            **entry(token_id, chosen.logprob),
-            "top_logprobs": [entry(other, logprob) for other, logprob in chosen.top],
+    def __init__(self, tokenizer: Tokenizer | None, *, with_token_ids: bool) -> None:
+        super().__init__(tokenizer, with_token_ids=with_token_ids)
+        self._greeted: set[int] = set()
+
+    def chunk(self, delta: Delta) -> list[dict[str, Any]]:
+        chunk = self.entry(delta, "delta", {"content": delta.text})
+        if delta.index in self._greeted:
+            return [chunk]
+        self._greeted.add(delta.index)
+        role = {"role": "assistant", "content": ""}
+        return [{"index": delta.index, "delta": role, "logprobs": None, "finish_reason": None}, chunk]
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        return self.entry(delta, "message", {"role": "assistant", "content": delta.text, "refusal": None})
+
+    def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            text = self.token_text(token_id)
+            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+        return {
+            "content": [
+                {
+                    **entry(token_id, chosen.logprob),
+                    "top_logprobs": [entry(other, logprob) for other, logprob in chosen.top],
+                }
+                for token_id, chosen in zip(token_ids, logprobs, strict=True)
+            ]
         }
-        for token_id, chosen in zip(token_ids, logprobs, strict=True)
-    ]
-    return {"content": content}
 
 
 def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
+
+
+class EventStream(Response):
+    """Server-sent events of a generation, which is closed when the client leaves.
+
+    An error before the first event becomes an HTTP error answer, a later one an error event.  head: what all
+    events begin with; made once, so that only the choice is encoded per token.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, generation: Generation, form: ChoiceFormat, head: dict[str, Any], options: StreamOptions
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._generation = generation
+        self._form = form
+        opening = json.dumps({**head, "object": form.chunk_object_name})
+        self._opening = f'data: {opening[:-1]}, "choices": ['.encode()
+        self._usage_in_all = bool(options.continuous_usage_stats)
+        self._usage_at_end = self._usage_in_all or bool(options.include_usage)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._send_events(send))
+
+    async def _send_events(self, send: Send) -> None:
+        last, started = b"data: [DONE]\n\n", False
+        try:
+            async with aclosing(self._generation.deltas()) as deltas:
+                async for delta in deltas:
+                    if not started:
+                        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                        await send(start)
+                        started = True
+                    body = self._events(delta)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            if self._usage_at_end:
+                last = b'%s], "usage": %s}\n\n%s' % (self._opening, to_json(self._generation.usage()), last)
+        except Exception as error:
+            if not started:
+                raise
+            last = b"data: %s\n\n%s" % (to_json(to_api_error(error).body), last)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _events(self, delta: Delta) -> bytes:
+        closing = b"]}\n\n"
+        if self._usage_in_all:
+            closing = b'], "usage": %s}\n\n' % to_json(self._generation.usage_of(delta.index))
+        elif self._usage_at_end:
+            closing = b'], "usage": null}\n\n'
+        opening = self._opening
+        return b"".join([b"%s%s%s" % (opening, to_json(one), closing) for one in self._form.chunk(delta)])
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if the client leaves first, in which case `work` is cancelled."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+def generating_router(frontend: Frontend) -> APIRouter:
+    router = APIRouter(tags=["generate"])
+
+    async def answer(
+        request: Request,
+        body: SamplingFields,
+        sampling: SamplingParams,
+        prompts: Sequence[Sequence[int]],
+        form: ChoiceFormat,
+    ) -> Response:
+        """Generate for this client; the engine stops working on it when the client leaves."""
+        model = body.model or frontend.model_name
+        generation = Generation(
+            frontend=frontend,
+            adapter=None if model == frontend.model_name else model,
+            prompts=[tuple(prompt) for prompt in prompts],
+            num_choices=body.num_choices,
+            sampling=await frontend.for_engine(prompts, sampling, form.default_max_tokens),
+            continues_prompt=form.continues_prompt,
+        )
+        request_id = f"{form.id_prefix}-{name_request(request, body.request_id)}"
+        head = {"id": request_id, "created": int(time.time()), "model": model}
+        if body.stream:
+            return EventStream(generation, form, head, body.stream_options or StreamOptions())
+        whole = await unless_disconnected(request.receive, generation.whole())
+        if whole is None:
+            return Response(status_code=CLIENT_GONE)
+        choices = {"object": form.object_name, "choices": [form.whole(delta) for delta in whole]}
+        return JsonResponse({**head, **choices, "usage": generation.usage()})
+
+    @router.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Continue each prompt."""
+        sampling = body.sampling(body.logprobs, body.max_tokens)
+        if sampling.stop:
+            frontend.need_tokenizer("stop (other than stop_token_ids)")
+        prompts = [
+            await frontend.encode(prompt, add_special_tokens=body.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in body.prompts
+        ]
+        # Without a tokenizer the ids are all there is to give.
+        with_token_ids = bool(body.return_token_ids) or frontend.tokenizer is None
+        form = CompletionFormat(frontend.tokenizer, with_token_ids=with_token_ids)
+        return await answer(request, body, sampling, prompts, form)
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        sampling = body.sampling((body.top_logprobs or 0) if body.logprobs else None, limit)
+        tokenizer = frontend.need_tokenizer("/v1/chat/completions")
+        try:
+            text = tokenizer.render_chat(
+                [message.for_template() for message in body.messages],
+                add_generation_prompt=body.add_generation_prompt,
+                variables=body.chat_template_kwargs,
+            )
+            whole_characters(text)
+        except ValueError as error:
+            raise bad_request(str(error), "messages") from error
+        prompt = await frontend.encode(text, add_special_tokens=body.add_special_tokens)
+        form = ChatFormat(tokenizer, with_token_ids=bool(body.return_token_ids))
+        return await answer(request, body, sampling, [prompt], form)
+
+    return router
 
 
 # What a request is called: `X-Request-Id` and the body's `request_id`.
@@ -193,10 +321,10 @@ class RequestIds:
         state["request_id_given"] = bool(given)
         state["request_id"] = given or uuid.uuid4().hex
 
-        async def named(message: Message) -> None:
+        def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[HEADER] = state["request_id"]
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, named)
 
@@ -208,7 +336,8 @@ def name_request(request: Request, request_id: str | None) -> str:
     """
     state = request.state
     if request_id is None or state.request_id_given:
-        return state.request_id
+        given: str = state.request_id
+        return given
     if request_id.isascii() and request_id.isprintable() and request_id == request_id.strip():
         state.request_id = request_id
     return request_id

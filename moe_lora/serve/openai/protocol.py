@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -13,7 +13,8 @@ from moe_lora.config import MAX_COUNT
 from moe_lora.core.request import GREEDY_BELOW, SamplingParams
 from moe_lora.serve.http_errors import bad_request
 
-from .answers import UsageInStream
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Fields of the OpenAI and vLLM interfaces that this server knows but does not act on.
 #
@@ -83,13 +84,12 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 }
 
 
-class UnsupportedFieldError(ValueError):
-    """A field that asks for what this server can't do.  param: its name."""
+class FieldError(ValueError):
+    """What is wrong with the field `param`, or with it beside others."""
 
-    def __init__(self, name: str, neutral: tuple[Any, ...]) -> None:
-        choices = " or ".join(json.dumps(allowed) for allowed in neutral)
-        super().__init__(f"{name} is not supported; leave it out, or send {choices}")
-        self.param = name
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 def drop_neutral(data: Any, ignored: frozenset[str], neutral: Mapping[str, tuple[Any, ...]]) -> Any:
@@ -100,7 +100,8 @@ def drop_neutral(data: Any, ignored: frozenset[str], neutral: Mapping[str, tuple
     for name, value in data.items():
         if name in neutral:
             if not any(_same(value, allowed) for allowed in neutral[name]):
-                raise UnsupportedFieldError(name, neutral[name])
+                choices = " or ".join(json.dumps(allowed) for allowed in neutral[name])
+                raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}")
         elif name not in ignored:
             kept[name] = value
     return kept
@@ -142,6 +143,7 @@ MAX_CHOICES = 1024
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_ID_CHARS = 256
+SAMPLING_FIELDS = {"min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"}
 
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -151,14 +153,6 @@ class StreamOptions(ApiModel):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: bool | None = None
-
-    def check(self) -> None:
-        """Raises ApiError for options that contradict each other."""
-        if self.continuous_usage_stats and self.include_usage is False:
-            raise bad_request(
-                "stream_options.continuous_usage_stats=true needs include_usage=true, or leave that out",
-                "stream_options",
-            )
 
 
 class SamplingFields(ApiRequest):
@@ -186,47 +180,33 @@ class SamplingFields(ApiRequest):
     def num_choices(self) -> int:
         return self.n or 1
 
-    @property
-    def usage_in_stream(self) -> UsageInStream:
-        options = self.stream_options
-        if options is None:
-            return UsageInStream.NEVER
-        if options.continuous_usage_stats:
-            return UsageInStream.ALWAYS
-        return UsageInStream.AT_END if options.include_usage else UsageInStream.NEVER
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    def check(self) -> None:
-        """Raises ApiError for fields that contradict each other."""
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Refuses fields that contradict each other."""
         if self.best_of is not None and self.best_of != self.num_choices:
-            raise bad_request(f"best_of={self.best_of} must equal n={self.num_choices}", "best_of")
-        if self.stream_options is not None and not self.stream:
-            raise bad_request("stream_options needs stream=true", "stream_options")
-        if self.stream_options is not None:
-            self.stream_options.check()
+            raise FieldError("best_of", f"best_of={self.best_of} must equal n={self.num_choices}")
+        options = self.stream_options
+        if options is not None and not self.stream:
+            raise FieldError("stream_options", "stream_options needs stream=true")
+        if options is not None and options.continuous_usage_stats and options.include_usage is False:
+            raise FieldError(
+                "stream_options",
+                "stream_options.continuous_usage_stats=true needs include_usage=true, or leave that out",
+            )
+        return self
 
-    def sampling(self, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+    def sampling(self, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         """The engine's parameters.  Raises ApiError naming the field that is out of range."""
-        given: dict[str, Any] = {
-            "min_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": 0 if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "seed": self.seed,
-            "ignore_eos": self.ignore_eos,
-        }
+        given = self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
             params = SamplingParams(
-                **{name: value for name, value in given.items() if value is not None},
+                **given,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
-                stop=self.stop_strings,
+                stop=stop,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
             )
         except ValueError as error:
@@ -240,9 +220,6 @@ class CompletionRequest(SamplingFields):
     prompt: Text | list[Text] | list[int] | list[list[int]]
     logprobs: int | None = None
     add_special_tokens: bool = True
-
-    def to_sampling(self) -> SamplingParams:
-        return self.sampling(logprobs=self.logprobs, max_tokens=self.max_tokens)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -295,11 +272,11 @@ class ChatRequest(SamplingFields):
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def to_sampling(self) -> SamplingParams:
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None, max_tokens=limit)
+            raise FieldError("top_logprobs", "top_logprobs needs logprobs=true")
+        return self
 
 
 class LoadAdapterRequest(ApiModel):
