@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from .placement_problem import (
+    ROUNDING,
+    Placed,
     PlacementProblem,
     Server,
     Shares,
     Table,
     copied_bytes,
-    own_loads,
-    padded_loads,
-    padded_of,
+    loads,
+    loads_of,
     placement_problem,
     tokens_by_rank,
 )
@@ -27,73 +30,43 @@ from .slots import Cap, Slots, least_caps
 # The best shares on the servers that hold an adapter anyway: nothing is copied.
 
 
-_LEAST_SHARE = 1e-9
-
-
-def even_out(problem: PlacementProblem, shares: Shares, *, padded: bool) -> Shares:
+def even_out(problem: PlacementProblem, shares: Shares) -> Shares:
     """Shares of the same adapters on the same servers with the least worst load.
 
     A linear program over the adapters that are on several servers: minimise T subject to each server's load
-    <= T, sum of an adapter's shares = 1.  padded: servers count at the highest rank that they serve now.
+    <= T, sum of an adapter's shares = 1.  Servers count at the highest rank that they serve now.
     """
     split = [a for a, row in shares.items() if len(row) > 1 and problem.demand[a] > 0]
     if not split:
         return shares
-    per_token = _seconds_per_token(problem, shares, padded=padded)
-    column_of = {rank: column for column, rank in enumerate(problem.tokens_per_s)}
-    fixed = np.zeros(len(problem.servers))
-    for adapter, row in shares.items():
-        if len(row) == 1:
-            server = next(iter(row))
-            fixed[server] += (
-                problem.demand[adapter] * per_token[server, column_of[int(problem.ranks[adapter])]]
-            )
+    tokens = tokens_by_rank(problem, shares)
+    total, lowest = tokens.sum(axis=1), next(iter(problem.tokens_per_s.values()))
+    per_token = np.where(total > 0, loads_of(problem, tokens) / np.maximum(total, 1e-300), 1 / lowest)
+    per_token /= max(problem.target_utilisation, 1e-300)
+    evened = {adapter: row for adapter, row in shares.items() if adapter not in set(split)}
+    fixed = tokens_by_rank(problem, evened).sum(axis=1) * per_token
     pairs = [(place, a, server) for place, a in enumerate(split) for server in sorted(shares[a])]
-    load = [problem.demand[a] * per_token[s, column_of[int(problem.ranks[a])]] for _, a, s in pairs]
-    unit = max(problem.target_utilisation, 1e-300)
-    columns = np.arange(len(pairs))
-    servers = np.array([server for _, _, server in pairs])
-    every = np.arange(len(fixed))
-    on_server = coo_matrix(
-        (
-            np.concatenate([np.array(load) / unit, -np.ones(len(fixed))]),
-            (np.concatenate([servers, every]), np.concatenate([columns, np.full(len(fixed), len(pairs))])),
-        )
-    )
-    rows = [place for place, _, _ in pairs]
+    rows, adapters, servers = np.array(pairs).T
+    columns, every = np.arange(len(pairs)), np.arange(len(fixed))
+    load = problem.demand[adapters] * per_token[servers]
+    worst = np.full(len(fixed), len(pairs))  # the column of T
+    at = np.concatenate([servers, every]), np.concatenate([columns, worst])
+    on_server = coo_matrix((np.concatenate([load, -np.ones(len(fixed))]), at))
     of_adapter = coo_matrix((np.ones(len(pairs)), (rows, columns)), shape=(len(split), len(pairs) + 1))
-    cost = np.zeros(len(pairs) + 1)
-    cost[-1] = 1.0
-    found = linprog(cost, on_server, -fixed / unit, of_adapter, np.ones(len(split)), bounds=(0, None))
-    if found.status != 0:  # can't be: the shares as they are are a solution
-        raise RuntimeError(f"the shares could not be evened out: {found.message}")
-    apart = set(split)
-    evened = {adapter: row for adapter, row in shares.items() if adapter not in apart}
+    cost = np.append(np.zeros(len(pairs)), 1.0)
+    found = linprog(cost, on_server, -fixed, of_adapter, np.ones(len(split)), bounds=(0, None))
+    assert found.status == 0, found.message  # the shares as they are are a solution
     for (_, adapter, server), share in zip(pairs, found.x[:-1], strict=True):
-        if share > _LEAST_SHARE:
+        if share > ROUNDING:
             evened.setdefault(adapter, {})[server] = float(share)
     return evened
-
-
-def _seconds_per_token(problem: PlacementProblem, shares: Shares, *, padded: bool) -> np.ndarray:
-    """[S, ranks that occur]: what a token of an adapter costs on a server."""
-    own = 1.0 / np.array(list(problem.tokens_per_s.values()))
-    if not padded:
-        return np.tile(own, (len(problem.servers), 1))
-    tokens = tokens_by_rank(problem, shares)
-    total = np.maximum(tokens.sum(axis=1), 1e-300)
-    padded_cost = np.where(tokens.sum(axis=1) > 0, padded_of(problem, tokens) / total, own[0])
-    return np.tile(padded_cost[:, None], (1, len(own)))
 
 
 # The part of a change of placement that a bound on copied bytes leaves.
 
 
-_ROUNDING = 1e-9
-
-
 def within_bytes(
-    problem: PlacementProblem, shares: Shares, before: Shares, max_copied_bytes: float, *, padded: bool
+    problem: PlacementProblem, shares: Shares, before: Shares, max_copied_bytes: float
 ) -> Shares:
     """A placement between `before` and `shares` that copies at most so many bytes.
 
@@ -103,88 +76,47 @@ def within_bytes(
     """
     if copied_bytes(problem, shares, before) <= max_copied_bytes:
         return shares
-    best = _Course(problem, shares, before, padded=padded).run(max_copied_bytes)
-    return even_out(problem, best, padded=padded)
+    now = {adapter: _whole(before.get(adapter, row)) for adapter, row in shares.items()}
+    cost = {a: problem.nbytes[a] * sum(s not in now[a] for s in row) for a, row in shares.items()}
+    leaving = _leaving(problem, shares, now, cost)
+    tokens = tokens_by_rank(problem, now)
+    loads = loads_of(problem, tokens)
+    best, num_best, left = float(loads.max()), 0, max_copied_bytes
+    moved: dict[int, None] = {}
 
-
-class _Course:
-    def __init__(self, problem: PlacementProblem, shares: Shares, before: Shares, *, padded: bool) -> None:
-        self._problem = problem
-        self._after = shares
-        self._now = {adapter: _whole(before.get(adapter, row)) for adapter, row in shares.items()}
-        self._place = {rank: index for index, rank in enumerate(problem.tokens_per_s)}
-        self._tokens = np.zeros((len(problem.servers), len(self._place)))
-        for adapter, row in self._now.items():
-            self._shift(adapter, row, 1.0)
-        self._load_of = self._load_function(padded=padded)
-        self._loads = self._load_of(self._tokens)
-        self._leaving = self._by_server()
-
-    def run(self, max_copied_bytes: float) -> Shares:
-        left = max_copied_bytes
-        moved: list[int] = []
-        best, num_best = float(self._loads.max()), 0
-        done: set[int] = set()
-        while True:
-            worst = int(self._loads.argmax())
-            adapter = self._next(worst, done, left)
-            if adapter is None:
-                break
-            done.add(adapter)
-            left -= self._cost(adapter)
-            moved.append(adapter)
-            self._move(adapter)
-            load = float(self._loads.max())
-            if load < best * (1 - _ROUNDING):
-                best, num_best = load, len(moved)
-        kept = dict(self._now)
-        for adapter in moved[:num_best]:
-            kept[adapter] = self._after[adapter]
-        return kept
-
-    def _next(self, server: int, done: set[int], left: float) -> int | None:
+    def next_from(queue: list[int]) -> int | None:
         """The best adapter to leave the server now; those that cost too much never will cost less."""
-        queue = self._leaving[server]
         while queue:
             adapter = queue.pop()
-            if adapter not in done and self._cost(adapter) <= left:
+            if adapter not in moved and cost[adapter] <= left:
                 return adapter
         return None
 
-    def _by_server(self) -> list[list[int]]:
-        """Of each server the adapters of which it will have less, the best to move last."""
-        queues: list[list[tuple[float, int]]] = [[] for _ in self._loads]
-        for adapter, row in self._now.items():
-            for server, share in row.items():
-                less = (share - self._after[adapter].get(server, 0.0)) * self._problem.load[adapter]
-                if less > _ROUNDING * self._problem.load[adapter]:
-                    queues[server].append((less / max(self._cost(adapter), 1e-300), adapter))
-        return [
-            [adapter for _, adapter in sorted(queue, key=lambda one: (one[0], -one[1]))] for queue in queues
-        ]
+    while (adapter := next_from(leaving[int(loads.argmax())])) is not None:
+        moved[adapter] = None
+        left -= cost[adapter]
+        change = Counter(_whole(shares[adapter]))
+        change.subtract(now[adapter])
+        for server, share in change.items():
+            column = problem.columns[adapter]
+            tokens[server, column] = max(0.0, tokens[server, column] + share * problem.demand[adapter])
+            loads[server] = loads_of(problem, tokens[server])
+        if loads.max() < best * (1 - ROUNDING):
+            best, num_best = float(loads.max()), len(moved)
+    return even_out(problem, now | {adapter: shares[adapter] for adapter in list(moved)[:num_best]})
 
-    def _cost(self, adapter: int) -> float:
-        before = self._now[adapter]
-        return float(self._problem.nbytes[adapter]) * sum(s not in before for s in self._after[adapter])
 
-    def _move(self, adapter: int) -> None:
-        old, new = self._now[adapter], _whole(self._after[adapter])
-        self._shift(adapter, old, -1.0)
-        self._shift(adapter, new, 1.0)
-        for server in {*old, *new}:
-            self._tokens[server] = np.maximum(self._tokens[server], 0.0)
-            self._loads[server] = self._load_of(self._tokens[server])
-
-    def _shift(self, adapter: int, row: dict[int, float], sign: float) -> None:
-        column = self._place[int(self._problem.ranks[adapter])]
+def _leaving(
+    problem: PlacementProblem, shares: Shares, now: Shares, cost: Mapping[int, float]
+) -> list[list[int]]:
+    """Of each server the adapters of which it will have less, the best to move last."""
+    queues: list[list[tuple[float, int]]] = [[] for _ in problem.servers]
+    for adapter, row in now.items():
         for server, share in row.items():
-            self._tokens[server, column] += sign * share * self._problem.demand[adapter]
-
-    def _load_function(self, *, padded: bool) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-        if padded:
-            return lambda tokens: padded_of(self._problem, tokens)
-        per_s = np.array(list(self._problem.tokens_per_s.values()))
-        return lambda tokens: np.asarray((tokens / per_s).sum(axis=-1))
+            less = (share - shares[adapter].get(server, 0.0)) * problem.load[adapter]
+            if less > ROUNDING * problem.load[adapter]:
+                queues[server].append((less / max(cost[adapter], 1e-300), -adapter))
+    return [[-adapter for _, adapter in sorted(queue)] for queue in queues]
 
 
 def _whole(row: dict[int, float]) -> dict[int, float]:
@@ -218,7 +150,7 @@ def optimal_placement(
     servers: Sequence[Server],
     operating_points: Mapping[int, float],
     demand: Mapping[str, float],
-    previous: Mapping[str, Iterable[tuple[Server, float]]] | None = None,
+    previous: Placed | None = None,
     *,
     padded: bool = True,
     slack: float = 0.0,
@@ -242,20 +174,20 @@ def optimal_placement(
     if max_copied_bytes is not None and not max_copied_bytes >= 0:
         raise ValueError(f"max_copied_bytes={max_copied_bytes} must be 0 or more; leave it out for no bound")
     problem = placement_problem(adapters, servers, operating_points, demand, adapter_bytes)
+    problem = problem if padded else problem.without_padding()
     before = problem.shares(previous)
-    caps = least_caps(problem, padded=padded)
+    caps = least_caps(problem)
     optimum = max((cap.load for cap in caps), default=0.0)
-    loads = padded_loads if padded else own_loads
-    limit = optimum * (1 + slack) * (1 + _ROUNDING)
+    limit = optimum * (1 + slack) * (1 + ROUNDING)
     if _is_whole(problem, before) and (optimum <= 0 or float(loads(problem, before).max()) <= limit):
         shares = before
     else:
-        slots = Slots(problem, before, padded=padded)
+        slots = Slots(problem, before)
         own = slots.least_moved(caps)
         shares = slots.fill(own, slack if before else 0.0)
         if max_copied_bytes is not None and copied_bytes(problem, shares, before) > max_copied_bytes:
-            ways = [own, slots.as_they_are()] if padded else [own]
-            found = [_bounded(slots, way, slack, max_copied_bytes) for way in ways]
+            ways = own, slots.as_they_are()
+            found = [one for way in ways for one in _bounded(slots, way, slack, max_copied_bytes)]
             shares = min(found, key=lambda one: float(loads(problem, one).max()))
     return OptimalPlacement(
         table=problem.table(shares),
@@ -269,26 +201,18 @@ def optimal_placement(
 def _is_whole(problem: PlacementProblem, before: Shares) -> bool:
     """Whether every adapter has all its shares on servers that are there."""
     return len(before) == len(problem.names) and all(
-        abs(sum(row.values()) - 1.0) < _ROUNDING for row in before.values()
+        abs(sum(row.values()) - 1.0) < ROUNDING for row in before.values()
     )
 
 
-def _bounded(slots: Slots, caps: Sequence[Cap], slack: float, max_copied_bytes: float) -> Shares:
-    """The better of two: the whole way at the least slack of a few at which it copies little enough, and a
-    part of the way without further slack."""
+def _bounded(slots: Slots, caps: Sequence[Cap], slack: float, max_copied_bytes: float) -> Iterator[Shares]:
+    """Two: a part of the way without further slack, and the whole way at the least slack of a few at which it
+    copies little enough, if there is one."""
     problem, before = slots.problem, slots.before
-    part = within_bytes(problem, slots.fill(caps, slack), before, max_copied_bytes, padded=slots.padded)
-    whole = None
-    least, most = 0, len(_SLACKS)
-    while least < most:
-        middle = (least + most) // 2
-        shares = slots.fill(caps, slack + _SLACKS[middle])
-        if copied_bytes(problem, shares, before) <= max_copied_bytes:
-            whole, most = shares, middle
-        else:
-            least = middle + 1
-    if whole is None:
-        return part
-    loads = padded_loads if slots.padded else own_loads
-    found = (part, even_out(problem, whole, padded=slots.padded))
-    return min(found, key=lambda one: float(loads(problem, one).max()))
+    yield within_bytes(problem, slots.fill(caps, slack), before, max_copied_bytes)
+    filled = cache(lambda more: slots.fill(caps, slack + more))
+    place = bisect_left(
+        _SLACKS, True, key=lambda more: copied_bytes(problem, filled(more), before) <= max_copied_bytes
+    )
+    if place < len(_SLACKS):
+        yield even_out(problem, filled(_SLACKS[place]))

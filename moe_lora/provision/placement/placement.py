@@ -6,17 +6,26 @@ here; step 1's estimate of the demand is `DemandHistory` of the controller, step
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
+
+import numpy as np
 
 from .optimal import optimal_placement
-from .placement_problem import PlacementProblem, Server, Shares, Table, least_moves, placement_problem
-
-_ROUNDING = 1e-9
-"""A share of an adapter, or of a server's room, below this is none: sums of floats differ by less."""
+from .placement_problem import (
+    ROUNDING,
+    Placed,
+    PlacementProblem,
+    Server,
+    Shares,
+    Table,
+    least_moves,
+    placement_problem,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +47,7 @@ def place_adapters(
     servers: Sequence[Server],
     operating_points: Mapping[int, float],
     demand: Mapping[str, float],
-    previous: Mapping[str, Iterable[tuple[Server, float]]] | None = None,
+    previous: Placed | None = None,
 ) -> Table:
     """{adapter: [(server, phi), ...]} by LoRAServe's Algorithm 1; phi of an adapter sum to 1.
 
@@ -57,7 +66,7 @@ def place_by_rank(
     servers: Sequence[Server],
     operating_points: Mapping[int, float],
     demand: Mapping[str, float],
-    previous: Mapping[str, Iterable[tuple[Server, float]]] | None = None,
+    previous: Placed | None = None,
 ) -> RankPlacement:
     """`place_adapters`, with what it decided on the way."""
     problem = placement_problem(adapters, servers, operating_points, demand)
@@ -141,15 +150,15 @@ class _Packing:
             if load <= 0 and own:
                 self._put(adapter, min(own, key=lambda one: (self._held[one], one)), 1.0)
                 continue
-            while server is not None and share > _ROUNDING:
+            while server is not None and share > ROUNDING:
                 room = (self._target - self._load[server]) / load
                 taken = min(share, room)
-                if room <= _ROUNDING * self._target / load:
+                if room <= ROUNDING * self._target / load:
                     server = next(servers, None)
                     continue
                 self._put(adapter, server, taken)
                 share -= taken
-            if share > _ROUNDING:
+            if share > ROUNDING:
                 left.append((adapter, share))
         return left
 
@@ -165,7 +174,7 @@ class _Packing:
             fitting = [one for one in servers if self._max_rank[one] >= rank] or list(servers)
             self._put(adapter, min(fitting, key=lambda one: (self._held[one], one)), share)
             return
-        limit = self._target * (1 + _ROUNDING) - load
+        limit = self._target * (1 + ROUNDING) - load
         fitting = [one for one in servers if self._load[one] <= limit]
         if fitting:
             chosen = min(fitting, key=lambda s: (-self._max_rank[s], self._load[s], self._held[s], s))
@@ -183,74 +192,59 @@ class _Packing:
             self._max_rank[server] = max(self._max_rank[server], int(self._problem.ranks[adapter]))
 
 
-# Placements to compare with: random, contiguous, everything everywhere.  Signatures as `place_adapters`.
+# Placements to compare with: random, contiguous, everything everywhere.  Called as `place_adapters`.
 
 
-Previous: TypeAlias = Mapping[str, Iterable[tuple[Server, float]]] | None
+def _by_names(place: Callable[..., Shares]) -> Callable[..., Table]:
+    """What `place(problem, before)` decides by numbers, as a table."""
+
+    @functools.wraps(place)
+    def placed(
+        adapters: Mapping[str, int],
+        servers: Sequence[Server],
+        operating_points: Mapping[int, float],
+        demand: Mapping[str, float],
+        previous: Placed | None = None,
+        **options: Any,
+    ) -> Table:
+        problem = placement_problem(adapters, servers, operating_points, demand)
+        return problem.table(place(problem, problem.shares(previous), **options))
+
+    return placed
 
 
-def random_placement(
-    adapters: Mapping[str, int],
-    servers: Sequence[Server],
-    operating_points: Mapping[int, float],
-    demand: Mapping[str, float],
-    previous: Previous = None,
-    seed: int = 0,
-) -> Table:
+@_by_names
+def random_placement(problem: PlacementProblem, before: Shares, seed: int = 0) -> Shares:
     """Each adapter on one server drawn evenly; one that has a place keeps it, as S-LoRA Random is static.
 
     Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters` does.
     """
-    problem = placement_problem(adapters, servers, operating_points, demand)
     rng = random.Random(seed)
-    drawn = [rng.randrange(len(servers)) for _ in problem.names]
-    before = problem.shares(previous)
-    shares: Shares = {}
-    for adapter, server in enumerate(drawn):
-        row = before.get(adapter)
-        shares[adapter] = {max(row, key=lambda one: (row[one], -one)) if row else server: 1.0}
-    return problem.table(shares)
+    drawn = [rng.randrange(len(problem.servers)) for _ in problem.names]
+    had = {adapter: max(row, key=lambda one: (row[one], -one)) for adapter, row in before.items()}
+    return {adapter: {had.get(adapter, server): 1.0} for adapter, server in enumerate(drawn)}
 
 
-def contiguous_placement(
-    adapters: Mapping[str, int],
-    servers: Sequence[Server],
-    operating_points: Mapping[int, float],
-    demand: Mapping[str, float],
-    previous: Previous = None,
-) -> Table:
-    """By rank, an equal number of adapters on each server; neither demand nor `previous` changes anything.
+@_by_names
+def contiguous_placement(problem: PlacementProblem, before: Shares) -> Shares:
+    """By rank, an equal number of adapters on each server; neither demand nor `before` changes anything.
 
     Source: LoRAServe, section V-D.  Raises ValueError as `place_adapters` does.
     """
-    problem = placement_problem(adapters, servers, operating_points, demand)
-    order = sorted(range(len(problem.names)), key=lambda a: (problem.ranks[a], problem.names[a]))
-    count = len(order)
-    return problem.table({a: {place * len(servers) // count: 1.0} for place, a in enumerate(order)})
+    order = np.argsort(problem.ranks, kind="stable").tolist()
+    return {a: {place * len(problem.servers) // len(order): 1.0} for place, a in enumerate(order)}
 
 
-def replicate_everywhere(
-    adapters: Mapping[str, int],
-    servers: Sequence[Server],
-    operating_points: Mapping[int, float],
-    demand: Mapping[str, float],
-    previous: Previous = None,
-) -> Table:
+@_by_names
+def replicate_everywhere(problem: PlacementProblem, before: Shares) -> Shares:
     """Each adapter on all servers, in equal shares.  Source: Toppings section 5, as LoRAServe section V-D."""
-    problem = placement_problem(adapters, servers, operating_points, demand)
-    row = dict.fromkeys(range(len(servers)), 1.0)
-    return problem.table(dict.fromkeys(range(len(problem.names)), row))
+    row = dict.fromkeys(range(len(problem.servers)), 1.0)
+    return dict.fromkeys(range(len(problem.names)), row)
 
 
-def _optimal(
-    adapters: Mapping[str, int],
-    servers: Sequence[Server],
-    operating_points: Mapping[int, float],
-    demand: Mapping[str, float],
-    previous: Previous = None,
-) -> Table:
+def _optimal(*arguments: Any) -> Table:
     """`optimal_placement` with the slack that keeps it from following noise."""
-    return optimal_placement(adapters, servers, operating_points, demand, previous, slack=0.05).table
+    return optimal_placement(*arguments, slack=0.05).table
 
 
 PLACEMENTS: dict[str, Callable[..., Table]] = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, KeysView, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -14,8 +15,12 @@ from scipy.optimize import linear_sum_assignment
 Server: TypeAlias = Hashable
 Table: TypeAlias = dict[str, list[tuple[Server, float]]]
 """Routing table: the servers of each adapter with the share phi of its requests; a row's phi sum to 1."""
+Placed: TypeAlias = Mapping[str, Iterable[tuple[Server, float]]]
+"""A table that is read."""
 Shares: TypeAlias = dict[int, dict[int, float]]
 """A table by numbers: adapter -> server -> phi > 0 (0 allowed for an adapter's only server)."""
+ROUNDING = 1e-9
+"""A share of an adapter, or of a server's room, below this is none: sums of floats differ by less."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +45,18 @@ class PlacementProblem:
         """Mean load of a server: no placement's worst server has less (LoRAServe Algorithm 1, lines 7-14)."""
         return math.fsum(self.load) / len(self.servers)
 
+    @cached_property
+    def columns(self) -> NDArray[np.int64]:
+        """[A] The place of each adapter's rank among those that occur, rising."""
+        return np.searchsorted(np.array(list(self.tokens_per_s)), self.ranks)
+
+    def without_padding(self) -> PlacementProblem:
+        """The same where ranks don't matter to a server: tokens are loads, all of one rank."""
+        highest = max(self.tokens_per_s, default=1)
+        return replace(
+            self, ranks=np.full_like(self.ranks, highest), demand=self.load, tokens_per_s={highest: 1.0}
+        )
+
     def table(self, shares: Shares) -> Table:
         """By names, servers in their order; phi sum to 1 exactly as floats allow."""
         found: Table = {}
@@ -47,12 +64,11 @@ class PlacementProblem:
             row = shares[adapter]
             total = math.fsum(row.values())
             if len(row) == 1 or total <= 0:
-                found[name] = [(self.servers[min(row)], 1.0)]
-                continue
+                row, total = {min(row): 1.0}, 1.0
             found[name] = [(self.servers[server], row[server] / total) for server in sorted(row)]
         return found
 
-    def shares(self, table: Mapping[str, Iterable[tuple[Server, float]]] | None) -> Shares:
+    def shares(self, table: Placed | None) -> Shares:
         """By numbers what a table says of these adapters and servers; the others are left out."""
         if table is None:
             return {}
@@ -90,14 +106,29 @@ def placement_problem(
     An operating point above that of a smaller rank counts as that: measured ones are noisy, and a server of
     high rank can serve a low one.  Raises ValueError, naming what is wrong.
     """
-    _check_servers(servers)
-    _check_points(operating_points)
-    _check_numbers("demand", demand, adapters)
-    if adapter_bytes is not None:
-        _check_numbers("adapter_bytes", adapter_bytes, adapters)
-        lacking = next((name for name in adapters if name not in adapter_bytes), None)
-        if lacking is not None:
-            raise ValueError(f"adapter_bytes has no {lacking!r}; name every adapter, or give none")
+    if not servers:
+        raise ValueError("servers is empty; name at least one")
+    if len(set(servers)) != len(servers):
+        raise ValueError(f"servers={list(servers)!r} names one twice; name each once")
+    if not operating_points:
+        raise ValueError("operating_points is empty; give tokens/s for at least one rank")
+    for rank, point in operating_points.items():
+        if rank < 1 or not 0 < point < math.inf:
+            raise ValueError(
+                f"operating_points[{rank}]={point}: ranks are >= 1, tokens/s positive and finite"
+            )
+    sizes = adapters if adapter_bytes is None else adapter_bytes
+    for setting, values in (("demand", demand), ("adapter_bytes", sizes)):
+        for name, value in values.items():
+            if name not in adapters:
+                raise ValueError(
+                    f"{setting} names {name!r}, which is not among the adapters; add its rank there"
+                )
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{setting}[{name!r}]={value} must be a finite number >= 0")
+    lacking = next((name for name in adapters if name not in sizes), None)
+    if lacking is not None:
+        raise ValueError(f"adapter_bytes has no {lacking!r}; name every adapter, or give none")
     for name, rank in adapters.items():
         if not isinstance(rank, int | np.integer) or rank < 1:
             raise ValueError(f"adapter {name!r} has rank {rank!r}; a rank is a whole number >= 1")
@@ -109,7 +140,6 @@ def placement_problem(
     ranks = np.array([adapters[name] for name in names], dtype=np.int64)
     tokens = np.array([demand.get(name, 0.0) for name in names], dtype=np.float64)
     per_s = np.array([points[int(rank)] for rank in ranks], dtype=np.float64)
-    sizes = ranks if adapter_bytes is None else [adapter_bytes[name] for name in names]
     return PlacementProblem(
         names=names,
         servers=tuple(servers),
@@ -117,33 +147,8 @@ def placement_problem(
         demand=tokens,
         tokens_per_s=points,
         load=tokens / per_s if names else tokens,
-        nbytes=np.array(sizes, dtype=np.float64),
+        nbytes=np.array([sizes[name] for name in names], dtype=np.float64),
     )
-
-
-def _check_servers(servers: Sequence[Server]) -> None:
-    if not servers:
-        raise ValueError("servers is empty; name at least one")
-    if len(set(servers)) != len(servers):
-        raise ValueError(f"servers={list(servers)!r} names one twice; name each once")
-
-
-def _check_points(points: Mapping[int, float]) -> None:
-    if not points:
-        raise ValueError("operating_points is empty; give tokens/s for at least one rank")
-    for rank, tokens_per_s in points.items():
-        if rank < 1 or not 0 < tokens_per_s < math.inf:
-            raise ValueError(
-                f"operating_points[{rank}]={tokens_per_s}: ranks are >= 1, tokens/s positive and finite"
-            )
-
-
-def _check_numbers(setting: str, values: Mapping[str, float], adapters: Mapping[str, int]) -> None:
-    for name, value in values.items():
-        if name not in adapters:
-            raise ValueError(f"{setting} names {name!r}, which is not among the adapters; add its rank there")
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{setting}[{name!r}]={value} must be a finite number >= 0")
 
 
 # Which server takes which part of a new placement, so that least is copied.
@@ -187,14 +192,18 @@ def _swap_equal(problem: PlacementProblem, shares: Shares, before: Shares) -> Sh
         equal.setdefault((int(problem.ranks[adapter]), float(problem.demand[adapter])), []).append(adapter)
     found: Shares = {}
     for adapters in equal.values():
-        apart = [adapter for adapter in sorted(adapters) if shares[adapter].keys() != _had(before, adapter)]
+        apart = [
+            adapter
+            for adapter in sorted(adapters)
+            if shares[adapter].keys() != before.get(adapter, {}).keys()
+        ]
         found.update((adapter, shares[adapter]) for adapter in adapters)
         rows: dict[frozenset[int], list[int]] = {}
         for adapter in reversed(apart):
             rows.setdefault(frozenset(shares[adapter]), []).append(adapter)
         rest = []
         for adapter in apart:
-            wanted = rows.get(frozenset(_had(before, adapter)))
+            wanted = rows.get(frozenset(before.get(adapter, ())))
             if wanted:
                 found[adapter] = shares[wanted.pop()]
             else:
@@ -202,10 +211,6 @@ def _swap_equal(problem: PlacementProblem, shares: Shares, before: Shares) -> Sh
         left = sorted(adapter for row in rows.values() for adapter in row)
         found.update((adapter, shares[row]) for adapter, row in zip(rest, left, strict=True))
     return found
-
-
-def _had(before: Shares, adapter: int) -> KeysView[int]:
-    return before.get(adapter, {}).keys()
 
 
 def copied_bytes(problem: PlacementProblem, shares: Shares, before: Shares) -> float:
@@ -219,15 +224,7 @@ def copied_bytes(problem: PlacementProblem, shares: Shares, before: Shares) -> f
     )
 
 
-def num_copies(shares: Shares, before: Shares) -> int:
-    """Adapters times servers that get them from another server."""
-    return sum(server not in before[a] for a, row in shares.items() if a in before for server in row)
-
-
 # What a placement is worth: loads, ranks mixed, adapters held, bytes copied.
-
-
-_NO_TOKENS = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,27 +249,23 @@ class PlacementQuality:
 
 
 def placement_quality(
-    table: Mapping[str, Iterable[tuple[Server, float]]],
+    table: Placed,
     adapters: Mapping[str, int],
     servers: Sequence[Server],
     operating_points: Mapping[int, float],
     demand: Mapping[str, float],
-    previous: Mapping[str, Iterable[tuple[Server, float]]] | None = None,
+    previous: Placed | None = None,
     adapter_bytes: Mapping[str, float] | None = None,
 ) -> PlacementQuality:
     """Judge a table (arguments as of `place_adapters`).  Raises ValueError if it lacks an adapter."""
     problem = placement_problem(adapters, servers, operating_points, demand, adapter_bytes)
-    shares = problem.shares(table)
+    shares, before = problem.shares(table), problem.shares(previous)
     lacking = next((name for number, name in enumerate(problem.names) if number not in shares), None)
     if lacking is not None:
         raise ValueError(f"the table has no server for {lacking!r}")
-    return quality_of(problem, shares, problem.shares(previous))
-
-
-def quality_of(problem: PlacementProblem, shares: Shares, before: Shares) -> PlacementQuality:
-    """The same, by numbers."""
-    own, padded = own_loads(problem, shares), padded_loads(problem, shares)
-    held = np.bincount([s for row in shares.values() for s in row], minlength=len(problem.servers))
+    own, padded = loads(problem.without_padding(), shares), loads(problem, shares)
+    held = np.bincount([s for row in shares.values() for s in row], minlength=len(servers))
+    copies = [server not in before[a] for a, row in shares.items() if a in before for server in row]
     return PlacementQuality(
         target_utilisation=problem.target_utilisation,
         worst_load=float(own.max()),
@@ -281,41 +274,31 @@ def quality_of(problem: PlacementProblem, shares: Shares, before: Shares) -> Pla
         most_held=int(held.max()),
         mean_held=float(held.mean()),
         copied_bytes=copied_bytes(problem, shares, before),
-        num_copies=num_copies(shares, before),
+        num_copies=sum(copies),
     )
-
-
-def own_loads(problem: PlacementProblem, shares: Shares) -> NDArray[np.float64]:
-    """[S] Each server's load, adapters at their own ranks."""
-    loads = np.zeros(len(problem.servers))
-    for adapter, row in shares.items():
-        for server, share in row.items():
-            loads[server] += problem.load[adapter] * share
-    return loads
 
 
 def tokens_by_rank(problem: PlacementProblem, shares: Shares) -> NDArray[np.float64]:
     """[S, ranks that occur, rising] tokens/s of each server."""
-    place = {rank: index for index, rank in enumerate(problem.tokens_per_s)}
-    tokens = np.zeros((len(problem.servers), max(1, len(place))))
+    tokens = np.zeros((len(problem.servers), max(1, len(problem.tokens_per_s))))
+    columns, demand = problem.columns.tolist(), problem.demand.tolist()
     for adapter, row in shares.items():
-        column = place[int(problem.ranks[adapter])]
         for server, share in row.items():
-            tokens[server, column] += problem.demand[adapter] * share
+            tokens[server, columns[adapter]] += demand[adapter] * share
     return tokens
 
 
-def padded_of(problem: PlacementProblem, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Load by tokens of each rank, [..., ranks] -> [...]: all at the highest rank that has any."""
+def loads_of(problem: PlacementProblem, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Load by tokens of each rank, [..., ranks] -> [...]: all at the operating point of the highest that has
+    any, as kernels pad them."""
     if not problem.tokens_per_s:
         return np.zeros(tokens.shape[:-1])
-    per_s = np.array(list(problem.tokens_per_s.values()))
     total = tokens.sum(axis=-1)
-    some = tokens > _NO_TOKENS * np.maximum(total, 1e-300)[..., None]
+    some = tokens > ROUNDING * np.maximum(total, 1e-300)[..., None]
     highest = some.shape[-1] - 1 - np.argmax(some[..., ::-1], axis=-1)
-    return total / per_s[highest]
+    return total / np.array(list(problem.tokens_per_s.values()))[highest]
 
 
-def padded_loads(problem: PlacementProblem, shares: Shares) -> NDArray[np.float64]:
-    """[S] Each server's load, all its tokens at its highest rank's operating point."""
-    return padded_of(problem, tokens_by_rank(problem, shares))
+def loads(problem: PlacementProblem, shares: Shares) -> NDArray[np.float64]:
+    """[S] Each server's load."""
+    return loads_of(problem, tokens_by_rank(problem, shares))

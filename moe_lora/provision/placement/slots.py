@@ -6,11 +6,12 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from .placement_problem import PlacementProblem, Shares, tokens_by_rank
+from .placement_problem import ROUNDING, PlacementProblem, Shares, tokens_by_rank
 
 # How many servers serve up to which rank: the exact optimum where shares may be split at will.
 #
@@ -21,7 +22,6 @@ from .placement_problem import PlacementProblem, Shares, tokens_by_rank
 
 
 _STEPS = 60
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def _least_counts(tokens: Sequence[float], points: Sequence[float], num_servers:
     """Servers of each rank, at most num_servers, at the least load for which that is possible."""
     low = math.fsum(t / p for t, p in zip(tokens, points, strict=True)) / num_servers
     high = math.fsum(tokens) / (num_servers * points[0])  # all servers take all ranks
-    if sum(counts := _needed(tokens, points, low * (1 + _ROUNDING))) <= num_servers:
+    if sum(counts := _needed(tokens, points, low * (1 + ROUNDING))) <= num_servers:
         return counts
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -69,7 +69,7 @@ def _least_counts(tokens: Sequence[float], points: Sequence[float], num_servers:
             high = middle
         else:
             low = middle
-    return _needed(tokens, points, high * (1 + _ROUNDING))
+    return _needed(tokens, points, high * (1 + ROUNDING))
 
 
 def _needed(tokens: Sequence[float], points: Sequence[float], load: float) -> list[int]:
@@ -81,7 +81,7 @@ def _needed(tokens: Sequence[float], points: Sequence[float], load: float) -> li
     room = wanted = 0.0
     for demand, point in zip(tokens, points, strict=True):
         wanted += demand / load
-        count = max(0, math.ceil((wanted - room) / point - _ROUNDING))
+        count = max(0, math.ceil((wanted - room) / point - ROUNDING))
         room += count * point
         counts.append(count)
     return counts
@@ -89,74 +89,36 @@ def _needed(tokens: Sequence[float], points: Sequence[float], load: float) -> li
 
 def _tightest(tokens: Sequence[float], points: Sequence[float], counts: Sequence[int]) -> tuple[float, int]:
     """The load, and the place of the highest rank down to which servers are full at it."""
-    found, place = 0.0, 0
-    wanted = room = 0.0
-    for index, (demand, point, count) in enumerate(zip(tokens, points, counts, strict=True)):
-        wanted += demand
-        room += count * point
-        if wanted / room > found * (1 + _ROUNDING):
-            found, place = wanted / room, index
-    return found, place
+    loads = np.cumsum(tokens) / np.cumsum(np.multiply(counts, points))
+    place = int(np.argmax(loads >= loads.max() / (1 + ROUNDING)))
+    return float(loads[place]), place
 
 
 # Shares of adapters on servers whose highest rank and room are given, as much as may be where it was.
 
 
-class FillOrder:
-    """Who comes when, for any number of fillings.  amounts: [A] demand in tokens/s, or load.
-
-    by_rank: (rank, adapters with demand) by falling rank.  What is big in bytes and small in load comes first
-    and stays; what gives way is the other.  idle: adapters without demand.  had: places of before by
-    adapter, the greatest share first.
-    """
-
-    def __init__(self, problem: PlacementProblem, amounts: Sequence[float], before: Shares) -> None:
-        self.problem = problem
-        self.amounts = amounts
-        self.before = before
-        members: dict[int, list[int]] = {}
-        for adapter, rank in enumerate(problem.ranks.tolist()):
-            members.setdefault(rank, []).append(adapter)
-        nbytes = problem.nbytes.tolist()
-        self.by_rank = [
-            (
-                rank,
-                sorted(
-                    (a for a in members[rank] if amounts[a] > 0),
-                    key=lambda a: (amounts[a] / max(nbytes[a], 1e-300), a),
-                ),
-            )
-            for rank in sorted(members, reverse=True)
-        ]
-        self.idle = [a for rank in sorted(members, reverse=True) for a in members[rank] if not amounts[a] > 0]
-        self.had = {
-            adapter: sorted(row.items(), key=lambda one: (-one[1], one[0])) for adapter, row in before.items()
-        }
-
-
 class Filling:
-    """caps: highest rank that each server may serve.  room: what each may serve, in the unit of the amounts.
+    """caps: highest rank that each server may serve.  room: tokens/s that each may serve.
 
     Ranks come by falling order, so an adapter takes room from servers of its rank or more only, and if every
     rank and those above it fit in the servers open to them, no order within a rank can fail.
     """
 
-    def __init__(self, order: FillOrder, caps: Sequence[int], room: Sequence[float]) -> None:
-        self._order = order
-        self._problem = order.problem
-        self._amounts = order.amounts
-        self._before = order.before
+    def __init__(self, slots: Slots, caps: Sequence[int], room: Sequence[float]) -> None:
+        self._slots = slots
+        self._ranks, self._amounts = slots.ranks, slots.amounts
+        self._before = slots.before
         self._caps = caps
         self._room = list(room)
-        self._least = _ROUNDING * max(room, default=0.0)
+        self._least = ROUNDING * max(room, default=0.0)
         self._held = [0] * len(caps)
         self._shares: Shares = {}
 
     def fill(self) -> Shares:
         """Every adapter's shares."""
-        for rank, adapters in self._order.by_rank:
+        for rank, adapters in self._slots.by_rank:
             self._place(rank, self._keep(rank, adapters))
-        self._place_idle(self._order.idle)
+        self._place_idle(self._slots.idle)
         return self._shares
 
     def _keep(self, rank: int, adapters: Iterable[int]) -> list[tuple[float, int]]:
@@ -164,10 +126,10 @@ class Filling:
         left = []
         for adapter in adapters:
             rest = amount = self._amounts[adapter]
-            for server, share in self._order.had.get(adapter, ()):
+            for server, share in self._slots.had.get(adapter, ()):
                 if self._caps[server] >= rank:
                     rest -= self._put(adapter, server, min(rest, share * amount))
-            if rest > _ROUNDING * amount:
+            if rest > ROUNDING * amount:
                 left.append((rest, adapter))
         return left
 
@@ -185,11 +147,11 @@ class Filling:
             for server in sorted(self._before.get(adapter, ())):
                 if self._caps[server] >= rank:
                     rest -= self._put(adapter, server, rest)
-            while rest > _ROUNDING * amount and place < len(allowed):
+            while rest > ROUNDING * amount and place < len(allowed):
                 rest -= self._put(adapter, allowed[place], rest)
                 if self._room[allowed[place]] <= self._least:
                     place += 1
-            if rest > _ROUNDING * amount:
+            if rest > ROUNDING * amount:
                 roomiest = max(allowed, key=lambda one: (self._room[one], -one))
                 self._room[roomiest] = max(self._room[roomiest], rest + self._least)
                 self._put(adapter, roomiest, rest)
@@ -199,7 +161,7 @@ class Filling:
         rank or more, because a request that comes after all would raise the rank of any other."""
         heaps: dict[int, list[tuple[int, int]]] = {}
         for adapter in adapters:
-            least = min(int(self._problem.ranks[adapter]), max(self._caps))
+            least = min(self._ranks[adapter], max(self._caps))
             row = {s: phi for s, phi in self._before.get(adapter, {}).items() if self._caps[s] >= least}
             if row:
                 self._hold(adapter, min(row, key=lambda one: (-row[one], one)), 1.0)
@@ -217,11 +179,8 @@ class Filling:
     def _put(self, adapter: int, server: int, amount: float) -> float:
         """As much of it as there is room for; where that is no more than rounding makes, nothing."""
         room = self._room[server]
-        if room < amount:
-            amount = room
-            if amount <= self._least:
-                return 0.0
-        if amount <= 0:
+        amount, enough = min(amount, room), amount <= room
+        if amount <= (0.0 if enough else self._least):
             return 0.0
         self._room[server] = room - amount
         self._hold(adapter, server, amount / self._amounts[adapter])
@@ -233,33 +192,39 @@ class Filling:
         row[server] = row.get(server, 0.0) + share
 
 
-def least_caps(problem: PlacementProblem, *, padded: bool) -> list[Cap]:
-    """The caps with the least worst load; unless `padded`, all servers may serve all ranks."""
-    if padded:
-        demand = {rank: float(problem.demand[problem.ranks == rank].sum()) for rank in problem.tokens_per_s}
-        return rank_caps(demand, problem.tokens_per_s, len(problem.servers))
-    if not problem.target_utilisation > 0:
-        return []
-    highest = max(problem.tokens_per_s)
-    return [Cap(lora_rank=highest, num_servers=len(problem.servers), load=problem.target_utilisation)]
+def least_caps(problem: PlacementProblem) -> list[Cap]:
+    """The caps with the least worst load."""
+    demand = {rank: float(problem.demand[problem.ranks == rank].sum()) for rank in problem.tokens_per_s}
+    return rank_caps(demand, problem.tokens_per_s, len(problem.servers))
 
 
 class Slots:
-    """Caps for servers, by number, and the shares that follow."""
+    """Caps for servers, by number, and the shares that follow; who comes when, for any number of fillings.
 
-    def __init__(self, problem: PlacementProblem, before: Shares, *, padded: bool) -> None:
+    by_rank: (rank, adapters with demand) by falling rank.  What is big in bytes and small in load comes first
+    and stays; what gives way is the other.  idle: adapters without demand.  had: places of before by
+    adapter, the greatest share first.
+    """
+
+    def __init__(self, problem: PlacementProblem, before: Shares) -> None:
         self.problem = problem
         self.before = before
-        self.padded = padded
-        amounts = (problem.demand if padded else problem.load).tolist()
-        self._order = FillOrder(problem, amounts, before)
+        self.ranks, self.amounts = problem.ranks.tolist(), problem.demand.tolist()
+        sizes = np.maximum(problem.nbytes, 1e-300)
+        order = np.lexsort((problem.demand / sizes, -problem.ranks)).tolist()
+        wanted = [adapter for adapter in order if self.amounts[adapter] > 0]
+        self.by_rank = [(rank, list(group)) for rank, group in groupby(wanted, self.ranks.__getitem__)]
+        idle = (adapter for adapter in range(len(self.ranks)) if not self.amounts[adapter] > 0)
+        self.idle = sorted(idle, key=lambda adapter: -self.ranks[adapter])
+        self.had = {
+            adapter: sorted(row.items(), key=lambda one: (-one[1], one[0])) for adapter, row in before.items()
+        }
 
     def fill(self, caps: Sequence[Cap], slack: float) -> Shares:
         """Shares under these caps, one a server, with loads up to (1 + slack) times theirs."""
-        problem = self.problem
-        per_s = problem.tokens_per_s if self.padded else dict.fromkeys(problem.tokens_per_s, 1.0)
+        per_s = self.problem.tokens_per_s
         room = [cap.load * (1 + slack) * per_s[cap.lora_rank] if cap.load else 0.0 for cap in caps]
-        return Filling(self._order, [cap.lora_rank for cap in caps], room).fill()
+        return Filling(self, [cap.lora_rank for cap in caps], room).fill()
 
     def least_moved(self, caps: Sequence[Cap]) -> list[Cap]:
         """Which server gets which cap: bytes of its adapters of that very rank count whole, of lower ranks
@@ -268,13 +233,13 @@ class Slots:
         slots += [Cap(lora_rank=0, num_servers=1, load=0.0)] * (len(self.problem.servers) - len(slots))
         if not self.before:
             return slots
-        place = {rank: index for index, rank in enumerate(self.problem.tokens_per_s)}
-        had = np.zeros((len(slots), len(place)))
+        problem = self.problem
+        had = np.zeros((len(slots), len(problem.tokens_per_s)))
         for adapter, row in self.before.items():
             for server in row:
-                had[server, place[int(self.problem.ranks[adapter])]] += self.problem.nbytes[adapter]
+                had[server, problem.columns[adapter]] += problem.nbytes[adapter]
         at_slot = np.array([cap.lora_rank for cap in slots])
-        ranks = np.array(list(place))
+        ranks = np.array(list(problem.tokens_per_s))
         worth = (ranks[None, :] == at_slot[:, None]) + 0.5 * (ranks[None, :] < at_slot[:, None])
         _, slot = linear_sum_assignment(had @ worth.T, maximize=True)
         return [slots[int(one)] for one in slot]
