@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from moe_lora.core.errors import AdapterError
 
@@ -28,29 +30,16 @@ FLAT_KEY, DETAIL_KEY = "lora_B_layout", "unsloth_fused_expert_lora"
 RANK_MAJOR, GROUPED_BY_EXPERT = "rank_major", "grouped_by_expert"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExpertLayout:
     """What an adapter_config.json says of the order of its experts' lora_B columns.
 
-    Read when an expert tensor asks for it only: a file without such tensors may say anything.
+    fields: the JSON object; PEFT may have moved Unsloth's keys into `auto_mapping`.  Read when an expert
+    tensor asks for it only: a file without such tensors may say anything.
     """
 
-    stated: tuple[Any, ...] = ()
-    details: tuple[Any, ...] = ()
-    from_unsloth: bool = False
-    where: str = ""
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any], where: str) -> ExpertLayout:
-        """From the JSON object; PEFT may have moved Unsloth's keys into `auto_mapping`."""
-        auto_mapping = fields.get("auto_mapping")
-        sources = [fields, auto_mapping] if isinstance(auto_mapping, Mapping) else [fields]
-        return cls(
-            stated=tuple(source[FLAT_KEY] for source in sources if source.get(FLAT_KEY) is not None),
-            details=tuple(source[DETAIL_KEY] for source in sources if source.get(DETAIL_KEY) is not None),
-            from_unsloth=isinstance(auto_mapping, Mapping) and bool(auto_mapping.get("unsloth_fixed")),
-            where=where,
-        )
+    fields: Mapping[str, Any]
+    where: str
 
     def is_grouped(self, parameter: str, key: str) -> bool:
         """True if the lora_B of this parameter (`key` in the weights) is grouped by expert.
@@ -58,7 +47,11 @@ class ExpertLayout:
         Raises AdapterError if the config names no layout though Unsloth wrote it, names one that is
         not known, or two.
         """
-        layouts = [*self.stated, *self._in_details(parameter)]
+        auto_mapping = self.fields.get("auto_mapping")
+        sources = [self.fields, auto_mapping] if isinstance(auto_mapping, Mapping) else [self.fields]
+        details = [source[DETAIL_KEY] for source in sources if source.get(DETAIL_KEY) is not None]
+        layouts = [source[FLAT_KEY] for source in sources if source.get(FLAT_KEY) is not None]
+        layouts += self._in_details(details, parameter)
         for layout in layouts:
             if layout not in (RANK_MAJOR, GROUPED_BY_EXPERT):
                 raise AdapterError(
@@ -71,7 +64,7 @@ class ExpertLayout:
                 f"{self.where}: {FLAT_KEY} and {DETAIL_KEY} name two layouts for {parameter}, so it is "
                 "unclear which expert a column belongs to; correct the wrong one, or save the adapter again"
             )
-        if not layouts and (self.from_unsloth or self.details):
+        if not layouts and (details or sources[-1].get("unsloth_fixed")):
             raise AdapterError(
                 f"{self.where}: saved by Unsloth (auto_mapping.unsloth_fixed) without {FLAT_KEY}, and {key} "
                 "is an expert tensor: versions before 2026.9.6 grouped its columns by expert, or by rank as "
@@ -82,10 +75,10 @@ class ExpertLayout:
             )
         return GROUPED_BY_EXPERT in layouts
 
-    def _in_details(self, parameter: str) -> list[Any]:
-        """Layouts that the detailed record names for this parameter."""
+    def _in_details(self, details: Sequence[Any], parameter: str) -> list[Any]:
+        """Layouts that the detailed records name for this parameter."""
         found = []
-        for detail in self.details:
+        for detail in details:
             parameters = detail.get("parameters") if isinstance(detail, Mapping) else None
             if not isinstance(parameters, Mapping):
                 raise AdapterError(
@@ -191,123 +184,47 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
 
 
-class FieldReader:
-    """Typed access to the JSON object; every refusal names the file and the key."""
-
-    def __init__(self, fields: dict[str, Any], where: str) -> None:
-        self.fields, self.where = fields, where
-
-    def fail(self, key: str, allowed: str) -> AdapterError:
-        return AdapterError(f"{self.where}: {key}={shown(self.fields.get(key))} must be {allowed}")
-
-    def positive_int(self, key: str) -> int:
-        value: Any = self.fields.get(key)
-        if not _is_rank(value):
-            raise self.fail(key, _RANKS)
-        return int(value)
-
-    def number(self, key: str) -> float:
-        value: Any = self.fields.get(key)
-        if not _is_finite(value):
-            raise self.fail(key, "a finite number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.fields.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.fail(key, "true or false")
-        return bool(value)
-
-    def text(self, key: str) -> str | None:
-        value = self.fields.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.fail(key, "a string or null")
-        return value or None
-
-    def pattern(self, key: str, integers: bool) -> dict[str, Any]:
-        value = self.fields.get(key) or {}
-        if not isinstance(value, dict):
-            raise self.fail(key, "an object of pattern: number")
-        if len(value) > _MAX_PATTERNS:
-            raise AdapterError(
-                f"{self.where}: {key} has {len(value)} patterns, at most {_MAX_PATTERNS} are read; "
-                "join those of equal value in one regular expression"
-            )
-        for regex, number in value.items():
-            if not (_is_rank if integers else _is_finite)(number) or not _compiles(regex):
-                wanted = _RANKS if integers else "a finite number"
-                raise self.fail(
-                    key, f"regular expressions mapped to {wanted} (see {shown(regex)}: {shown(number)})"
-                )
-        return value
-
-    def names(self, key: str, regex: bool = False) -> Any:
-        value = self.fields.get(key)
-        if regex and isinstance(value, str):
-            if not _compiles(value):
-                raise self.fail(key, "a valid regular expression or a list of names")
-            return () if value == _DUMMY_TARGET else value
-        is_list = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(v, str) for v in value)
-        if value is not None and not is_list:
-            raise self.fail(key, "a list of names" + (" or a regular expression" if regex else ""))
-        return tuple(sorted(name for name in value or () if name != _DUMMY_TARGET))
-
-    def one_or_more(self, key: str) -> tuple[str, ...]:
-        value = self.fields.get(key)
-        names = tuple([value] if isinstance(value, str) and value else self.names(key) if value else ())
-        if not all(_compiles(name) for name in names):
-            raise self.fail(key, "valid regular expressions")
-        return names
-
-    def layers(self) -> tuple[int, ...]:
-        value = self.fields.get("layers_to_transform")
-        layers = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
-            raise self.fail("layers_to_transform", "a layer number or a list of them")
-        if layers and isinstance(self.fields.get("target_modules"), str):
-            raise self.fail("layers_to_transform", "unset when target_modules is a string")
-        return tuple(layers)
-
-
 _RANKS = f"an integer from 1 to {_MAX_LORA_RANK}"
+_NAMES = "a list of names or a valid regular expression"
+_ALLOWED = {
+    "r": _RANKS,
+    "lora_alpha": "a finite number",
+    "use_rslora": "true or false",
+    "rank_pattern": f"an object of regular expressions mapped to {_RANKS}",
+    "alpha_pattern": "an object of regular expressions mapped to a finite number",
+    "target_modules": _NAMES,
+    "target_parameters": "a list of names",
+    "exclude_modules": _NAMES,
+    "layers_to_transform": "a layer number or a list of them, and unset when target_modules is a string",
+    "layers_pattern": "valid regular expressions",
+    "base_model_name_or_path": "a string or null",
+}
+_Rank = Annotated[int, msgspec.Meta(ge=1, le=_MAX_LORA_RANK)]
+_Number = Annotated[float, msgspec.Meta(gt=-_MAX_NUMBER, lt=_MAX_NUMBER)]
 
 
-def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_LORA_RANK
-
-
-def _is_finite(value: Any) -> bool:
-    """A number that float32 can hold (the kernels' scale is float32)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
-
-
-def _compiles(pattern: str) -> bool:
-    """True if this is a regular expression, alone and as the end of a path (see rank_pattern)."""
-    try:
-        re.compile(pattern)
-        re.compile(rf"(.*\.)?({pattern})$")
-    except (re.error, OverflowError, RecursionError):
-        return False
-    return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterConfig:
+class AdapterConfig(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    dict=True,
+    rename={"lora_rank": "r", "base_model": "base_model_name_or_path"},
+):
     """The part of a PEFT LoRA config that decides what is computed. `where` is named in errors."""
 
-    where: str
-    lora_rank: int
-    lora_alpha: float
+    lora_rank: _Rank
+    lora_alpha: _Number
     use_rslora: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: dict[str, _Rank] = {}
+    alpha_pattern: dict[str, _Number] = {}
     target_modules: tuple[str, ...] | str = ()
     target_parameters: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] = ()
     layers_pattern: tuple[str, ...] = ()
-    base_model: str | None = None
-    expert_layout: ExpertLayout = field(default_factory=ExpertLayout)
+    base_model: str = ""
+    where: str = ""
+    expert_layout: ExpertLayout = ExpertLayout({}, "")
 
     @classmethod
     def parse(cls, fields: Any, where: str) -> AdapterConfig:
@@ -319,22 +236,41 @@ class AdapterConfig:
         if not isinstance(fields, dict):
             raise AdapterError(f"{where}: expected a JSON object, found {type(fields).__name__}")
         refuse_unsupported(fields, where)
-        reader = FieldReader(fields, where)
-        return cls(
+
+        def wrong(key: str, detail: object) -> AdapterError:
+            return AdapterError(f"{where}: {key}={shown(fields.get(key))} must be {_ALLOWED[key]} ({detail})")
+
+        given = {key: value for key, value in fields.items() if value is not None}
+        for key in ("layers_to_transform", "layers_pattern"):
+            if isinstance(alone := given.get(key), (int, str)):
+                given[key] = [] if alone == "" else [alone]
+        try:
+            read = msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            key = next(key for key in _ALLOWED if re.search(rf"`(\$\.)?{key}[`\[]", str(error)))
+            raise wrong(key, error) from error
+        config = msgspec.structs.replace(
+            read,
             where=where,
-            lora_rank=reader.positive_int("r"),
-            lora_alpha=reader.number("lora_alpha"),
-            use_rslora=reader.flag("use_rslora"),
-            rank_pattern=reader.pattern("rank_pattern", integers=True),
-            alpha_pattern=reader.pattern("alpha_pattern", integers=False),
-            target_modules=reader.names("target_modules", regex=True),
-            target_parameters=tuple(reader.names("target_parameters")),
-            exclude_modules=reader.names("exclude_modules", regex=True),
-            layers_to_transform=reader.layers(),
-            layers_pattern=reader.one_or_more("layers_pattern"),
-            base_model=reader.text("base_model_name_or_path"),
-            expert_layout=ExpertLayout.parse(fields, where),
+            target_modules=_sorted(read.target_modules),
+            target_parameters=_sorted(read.target_parameters),
+            exclude_modules=_sorted(read.exclude_modules),
+            expert_layout=ExpertLayout(fields, where),
         )
+        for key in ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern"):
+            given = getattr(config, key)
+            if len(given) > _MAX_PATTERNS and isinstance(given, dict):
+                raise AdapterError(
+                    f"{where}: {key} has {len(given)} patterns, at most {_MAX_PATTERNS} are read; "
+                    "join those of equal value in one regular expression"
+                )
+            names = key.endswith("_modules") and not isinstance(given, str)
+            for expression in () if names else [given] if isinstance(given, str) else given:
+                if not _compiles(expression):
+                    raise wrong(key, f"see {shown(expression)}")
+        if config.layers_to_transform and isinstance(config.target_modules, str):
+            raise wrong("layers_to_transform", "it is one")
+        return config
 
     @property
     def all_linear(self) -> bool:
@@ -395,14 +331,27 @@ class AdapterConfig:
         return False
 
 
-def dot_suffixes(path: str) -> list[str]:
-    """ "a.b.c" → ["a.b.c", "b.c", "c"]: the names under which a list may target this path."""
-    parts = path.split(".")
-    return [".".join(parts[i:]) for i in range(len(parts))]
-
-
 def _has_suffix(path: str, names: frozenset[str]) -> bool:
-    return bool(names) and any(suffix in names for suffix in dot_suffixes(path))
+    """Whether one of the names under which a list may target this path ("a.b.c", "b.c", "c") is given."""
+    parts = path.split(".")
+    return bool(names) and any(".".join(parts[i:]) in names for i in range(len(parts)))
+
+
+def _sorted(names: tuple[str, ...] | str) -> Any:
+    """Names in order, or a regular expression, without what PEFT writes where none is targeted."""
+    if isinstance(names, str):
+        return () if names == _DUMMY_TARGET else names
+    return tuple(sorted(name for name in names if name != _DUMMY_TARGET))
+
+
+def _compiles(pattern: str) -> bool:
+    """True if this is a regular expression, alone and as the end of a path (see rank_pattern)."""
+    try:
+        re.compile(pattern)
+        re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def _compiled(patterns: Mapping[str, float]) -> list[tuple[str, re.Pattern[str], float]]:

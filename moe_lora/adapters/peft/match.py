@@ -111,7 +111,7 @@ def match(tensors: Mapping[str, Shaped], config: AdapterConfig, shape: ModelShap
 
 def _check_base(config: AdapterConfig, shape: ModelShape) -> None:
     """Raises AdapterError for an adapter whose base model lies here and has other sizes."""
-    if config.base_model is None:
+    if not config.base_model:
         return
     base_config = os.path.join(config.base_model, "config.json")
     if not os.path.isfile(base_config):
