@@ -13,8 +13,8 @@ from moe_lora.adapters.peft.reader import adapter_layer_bytes, read_adapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 
-from .host_store import HostStore
-from .packed import PackedAdapter, content_hash
+from .host_store import HostStore, is_intact
+from .packed import PackedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class AdapterContents:
             return None
         try:
             packed = self.store.get(expected, name)
-            if content_hash(packed.layers) == expected:
+            if is_intact(packed):
                 return packed
             problem = "its content is another"
         except AdapterError as error:

@@ -25,6 +25,8 @@ from .packed import PackedAdapter, PackedLayer, content_hash
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".packed.safetensors"
+_PARTS = ("data", "table", "scale")
+"""The tensors of a `PackedLayer`."""
 
 
 class HostStore:
@@ -66,13 +68,11 @@ class HostStore:
         path = self.path(packed.content_hash)
         if path.exists():
             return
-        tensors: dict[str, torch.Tensor] = {}
-        for number, layer in enumerate(packed.layers):
-            tensors |= {
-                f"{number}.data": layer.data,
-                f"{number}.table": layer.table,
-                f"{number}.scale": layer.scale,
-            }
+        tensors = {
+            f"{number}.{part}": getattr(layer, part)
+            for number, layer in enumerate(packed.layers)
+            for part in _PARTS
+        }
         facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
         metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
         with self._appearing(path) as partial:
@@ -116,23 +116,14 @@ class HostStore:
                 metadata = file.metadata()
                 facts = json.loads(metadata["adapter"])
                 layers = tuple(
-                    PackedLayer(
-                        data=file.get_tensor(f"{number}.data"),
-                        table=file.get_tensor(f"{number}.table"),
-                        scale=file.get_tensor(f"{number}.scale"),
-                    )
+                    PackedLayer(**{part: file.get_tensor(f"{number}.{part}") for part in _PARTS})
                     for number in range(int(metadata["layers"]))
                 )
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise AdapterError(f"{path}: not a packed adapter that can be read ({error})") from error
-        packed = self._mapped[content_hash] = PackedAdapter(
-            name=name,
-            layers=layers,
-            max_lora_rank=facts["max_lora_rank"],
-            nbytes=facts["nbytes"],
-            content_hash=content_hash,
-            targets=tuple(facts["targets"]),
-        )
+        facts["targets"] = tuple(facts["targets"])
+        packed = PackedAdapter(name=name, layers=layers, content_hash=content_hash, **facts)
+        self._mapped[content_hash] = packed
         return packed
 
     def remove(self, content_hash: str) -> None:
@@ -149,6 +140,8 @@ class HostStore:
 
 
 _TABLE, _SCALE = torch.int64, torch.float32
+_SHARED = ("name", "content_hash", "max_lora_rank", "nbytes", "targets")
+"""What `AdapterFacts` and `PackedAdapter` both say."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +159,7 @@ def facts_of(packed: PackedAdapter) -> AdapterFacts:
     """What others have to know of an adapter."""
     first = packed.layers[0]
     return AdapterFacts(
-        name=packed.name,
-        content_hash=packed.content_hash,
-        max_lora_rank=packed.max_lora_rank,
-        nbytes=packed.nbytes,
-        targets=packed.targets,
+        **{name: getattr(packed, name) for name in _SHARED},
         dtype=str(first.data.dtype).removeprefix("torch."),
         num_entries=first.table.shape[0],
         layer_elements=tuple(layer.data.numel() for layer in packed.layers),
@@ -197,9 +186,8 @@ def write_adapter(packed: PackedAdapter, memory: torch.Tensor) -> None:
     """Copy an adapter into `memory`, uint8 [layout.num_bytes]."""
     there = adapter_in(facts_of(packed), memory)
     for layer, place in zip(packed.layers, there.layers, strict=True):
-        place.data.copy_(layer.data)
-        place.table.copy_(layer.table)
-        place.scale.copy_(layer.scale)
+        for part in _PARTS:
+            getattr(place, part).copy_(getattr(layer, part))
 
 
 def adapter_in(facts: AdapterFacts, memory: torch.Tensor) -> PackedAdapter:
@@ -260,14 +248,8 @@ def _head(facts: AdapterFacts, head: torch.Tensor) -> tuple[torch.Tensor, torch.
 def _adapter(
     facts: AdapterFacts, data: list[torch.Tensor], tables: torch.Tensor, scales: torch.Tensor
 ) -> PackedAdapter:
-    return PackedAdapter(
-        name=facts.name,
-        layers=tuple(
-            PackedLayer(data=one, table=table, scale=scale)
-            for one, table, scale in zip(data, tables, scales, strict=True)
-        ),
-        max_lora_rank=facts.max_lora_rank,
-        nbytes=facts.nbytes,
-        content_hash=facts.content_hash,
-        targets=facts.targets,
+    layers = tuple(
+        PackedLayer(data=one, table=table, scale=scale)
+        for one, table, scale in zip(data, tables, scales, strict=True)
     )
+    return PackedAdapter(layers=layers, **{name: getattr(facts, name) for name in _SHARED})

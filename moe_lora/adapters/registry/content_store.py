@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 
@@ -139,22 +140,21 @@ def _take(source: Path, target: Path, link: bool) -> dict[str, str | int]:
     if link:
         target.symlink_to(source.resolve())
         return {"sha256": _sha256(source), "bytes": source.stat().st_size}
-    digest, num_bytes = hashlib.sha256(), 0
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while block := reader.read(_BLOCK_BYTES):
-            digest.update(block)
-            num_bytes += len(block)
-            writer.write(block)
+    with target.open("wb") as writer:
+        digest = _sha256(source, copy=writer)
         writer.flush()
         os.fsync(writer.fileno())
-    return {"sha256": digest.hexdigest(), "bytes": num_bytes}
+        return {"sha256": digest, "bytes": writer.tell()}
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, copy: BinaryIO | None = None) -> str:
+    """Of a file's content, as it is also written to `copy`."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
+            if copy is not None:
+                copy.write(block)
     return digest.hexdigest()
 
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Any
@@ -23,17 +23,6 @@ from .database import RegistryDatabase
 
 
 READY, BROKEN, REMOVED = "ready", "broken", "removed"
-STATES = (READY, BROKEN, REMOVED)
-COLUMNS = (
-    *("name", "version", "lora_rank", "alpha", "targets", "num_bytes"),
-    *("content_hash", "base_hash", "source", "owner", "state", "created_s"),
-)
-SELECT = f"SELECT {', '.join(COLUMNS)} FROM adapters AS a"
-INSERT = f"INSERT INTO adapters ({', '.join(COLUMNS)}) VALUES (:{', :'.join(COLUMNS)})"
-LIVE = f"state != '{REMOVED}'"
-CURRENT = f"""{LIVE} AND NOT EXISTS (
-    SELECT 1 FROM adapters AS b WHERE b.name = a.name AND b.version > a.version AND b.{LIVE})"""
-"""Of the versions of a name, the last that is not removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +52,19 @@ class RegisteredAdapter:
     @classmethod
     def from_row(cls, row: Sequence[Any], store: str) -> RegisteredAdapter:
         """The adapter in a row of COLUMNS; its files lie under `store`."""
-        fields = dict(zip(COLUMNS, row, strict=True))
-        fields["targets"] = tuple(json.loads(fields["targets"]))
+        columns = dict(zip(COLUMNS, row, strict=True))
+        columns["targets"] = tuple(json.loads(columns["targets"]))
         # Not by pathlib: a list makes tens of thousands of these.
-        return cls(**fields, path=f"{store}/{fields['content_hash']}")
+        return cls(**columns, path=f"{store}/{columns['content_hash']}")
 
 
+COLUMNS = tuple(field.name for field in fields(RegisteredAdapter) if field.name != "path")
+SELECT = f"SELECT {', '.join(COLUMNS)} FROM adapters AS a"
+INSERT = f"INSERT INTO adapters ({', '.join(COLUMNS)}) VALUES (:{', :'.join(COLUMNS)})"
+LIVE = f"state != '{REMOVED}'"
+CURRENT = f"""{LIVE} AND NOT EXISTS (
+    SELECT 1 FROM adapters AS b WHERE b.name = a.name AND b.version > a.version AND b.{LIVE})"""
+"""Of the versions of a name, the last that is not removed."""
 MAX_OWNER_CHARS = 256
 
 
@@ -154,11 +150,10 @@ class Registry:
 
     def versions(self, name: str) -> list[RegisteredAdapter]:
         """All versions of `name`, removed ones too, in order.  Raises AdapterNotFoundError."""
-        query = f"{SELECT} WHERE name = ? ORDER BY version"
-        rows = [] if name_problem(name) else self._database.read(query, (name,))
-        if not rows:
+        found = self._named(name, "name = ? ORDER BY version")
+        if not found:
             raise _unknown(name)
-        return [self._from_row(row) for row in rows]
+        return found
 
     def adapters(
         self,
@@ -217,7 +212,7 @@ class Registry:
         # Only now: a crash may leave files without a version, never a version without its files.
         with self._database.writing():
             for content_hash in {one.content_hash for one in removed}:
-                if not self._versions_of(content_hash):
+                if not self._is_needed(content_hash):
                     self._store.delete(content_hash)
         return removed
 
@@ -262,18 +257,18 @@ class Registry:
         connection.execute(INSERT, row)
 
     def _current(self, name: str) -> RegisteredAdapter | None:
-        rows = (
-            []
-            if name_problem(name)
-            else self._database.read(f"{SELECT} WHERE {CURRENT} AND name = ?", (name,))
-        )
-        return self._from_row(rows[0]) if rows else None
+        return next(iter(self._named(name, f"{CURRENT} AND name = ?")), None)
 
-    def _versions_of(self, content_hash: str) -> int:
-        """How many versions need this content."""
-        query = f"SELECT count(*) FROM adapters WHERE content_hash = ? AND {LIVE}"
-        [[count]] = self._database.read(query, (content_hash,))
-        return count
+    def _named(self, name: str, condition: str) -> list[RegisteredAdapter]:
+        """Versions of a name; no name that can't be one reaches the database."""
+        if name_problem(name):
+            return []
+        return [self._from_row(row) for row in self._database.read(f"{SELECT} WHERE {condition}", (name,))]
+
+    def _is_needed(self, content_hash: str) -> bool:
+        """Whether some version needs this content."""
+        query = f"SELECT 1 FROM adapters WHERE content_hash = ? AND {LIVE} LIMIT 1"
+        return bool(self._database.read(query, (content_hash,)))
 
     def _settle(self, one: RegisteredAdapter) -> str | None:
         """Check the files of a version and have its state say what was found: the problem, or None."""
