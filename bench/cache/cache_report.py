@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.lora_server.disagg_report import table
+from bench.harness.tables import table
 
 from .cache_plan import OURS
 

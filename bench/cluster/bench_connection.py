@@ -21,20 +21,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bench.harness.interleave import interleave, ratio
-from bench.harness.records import environment
+from bench.harness.interleave import Contestant, interleave, ratio
+from bench.harness.records import Recorder
 from moe_lora.core.address import Address
 from moe_lora.core.request import FinishReason, GenerateRequest, ModelInfo, TokenOutput
 from moe_lora.dist.cluster.listener import DialledClient
 from moe_lora.dist.net.connection import dial, listen
 from moe_lora.dist.net.peer import Peer
 from moe_lora.engine.client.messages import ENGINE_SIDE, FRONT_END_SIDE, Hello, Outputs, Request
-from moe_lora.report import append_result
 
 _INFO = ModelInfo(
     name="m",
@@ -85,7 +84,7 @@ class OldPath:
     def __init__(self, num_streams: int) -> None:
         self._names = names(num_streams)
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         """Seconds of CPU time for so many steps."""
         ours, theirs = socket.socketpair()
         sender = start("old", len(self._names), num_steps, str(theirs.fileno()), theirs.fileno())
@@ -131,7 +130,7 @@ class NewPath:
     def __init__(self, num_streams: int) -> None:
         self._names = names(num_streams)
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         """Seconds of CPU time for so many steps."""
         with tempfile.TemporaryDirectory(prefix="moe_lora-") as folder:
             return asyncio.run(self._receive(Address(path=f"{folder}/s"), num_steps))
@@ -217,11 +216,10 @@ def main() -> None:
     if options.send == "new":
         asyncio.run(send_new(options.streams, options.steps, options.place))
         return
-    makers: dict[str, Callable[[int], Any]] = {"old": OldPath, "new": NewPath}
-    contestants = {
-        name: (make(options.streams), options.steps, options.rounds) for name, make in makers.items()
-    }
-    times = interleave(contestants, options.rounds)
+    record = Recorder(options.out)
+    paths: dict[str, Contestant] = {"old": OldPath(options.streams), "new": NewPath(options.streams)}
+    turns = {name: (path, options.steps, options.rounds) for name, path in paths.items()}
+    times = interleave(turns, options.rounds)
     result: dict[str, Any] = {
         name: sorted(options.streams / step_s for step_s in found)[len(found) // 2]
         for name, found in times.items()
@@ -232,12 +230,8 @@ def main() -> None:
         f"outputs/s of CPU time, {options.streams} streams: old {result['old']:,.0f}, "
         f"new {result['new']:,.0f}; ratio {found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
     )
-    if options.out:
-        config = {"streams": options.streams, "steps": options.steps, "rounds": options.rounds}
-        load = {"load_average": os.getloadavg()[0]}
-        append_result(
-            options.out, config=config, result=result | load, env=environment(options.out), kind="measured"
-        )
+    config = {"streams": options.streams, "steps": options.steps, "rounds": options.rounds}
+    record(config, result | {"load_average": os.getloadavg()[0]})
 
 
 if __name__ == "__main__":

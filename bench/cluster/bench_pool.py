@@ -12,9 +12,9 @@ import argparse
 import json
 import multiprocessing
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.harness.interleave import interleave, ratio
+from bench.harness.interleave import interleave, ratio, repeated
 from bench.harness.random_model import FULL, TINY, ModelSize, write_adapter, write_config
-from bench.harness.records import environment
+from bench.harness.records import Recorder
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.adapters.host_store import adapter_without_data, facts_of, is_intact
 from moe_lora.adapters.packed import PackedAdapter
@@ -35,13 +35,15 @@ from moe_lora.dist.transport import make_transport
 from moe_lora.engine.adapters.pool_fetch import fetch_layers
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.loop import Sources
-from moe_lora.report import append_result
 
 KINDS = ("shm", "gloo")
 RANKS = (8, 64)
 NUM_ROUNDS = 15
 EXPECTED = {"shm by layer": 1.3, "shm whole": 2.3, "gloo by layer": 6.0, "gloo whole": 7.0, "disk": 10.0}
 _DTYPE = torch.bfloat16
+
+Bring = Callable[[], object]
+"""A way to bring the adapter to the arena."""
 
 
 def serve(pipe: Connection, path: Path, model_dir: Path) -> None:
@@ -70,19 +72,6 @@ def pool_of(kind: str, name: str, path: Path, model_dir: Path) -> Iterator[PoolA
         yield PoolAdapters(transport, lambda _, adapter, content: read_adapter(path, shape, _DTYPE, adapter))
 
 
-class Work:
-    """A way to bring the adapter to the arena; `check` says whether it is there."""
-
-    def __init__(self, bring: Callable[[], object]) -> None:
-        self.bring = bring
-
-    def decode(self, num_steps: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            self.bring()
-        return time.perf_counter() - begin
-
-
 class Arena:
     """Where the layers go."""
 
@@ -96,16 +85,16 @@ class Arena:
         for source, target in zip(layers, self.targets, strict=True):
             np.copyto(target.numpy(), source.numpy())
 
-    def check(self, work: Work, name: str) -> None:
+    def check(self, bring: Bring, name: str) -> None:
         self.memory.zero_()
-        work.bring()
+        bring()
         for layer, target in zip(self.packed.layers, self.targets, strict=True):
             assert torch.equal(layer.data.view(torch.uint8), target), f"{name} brought something else"
 
 
 def contestants(
     pools: dict[str, PoolAdapters], facts: AdapterFacts, arena: Arena, path: Path, shape: ModelShape
-) -> dict[str, Work]:
+) -> dict[str, Bring]:
     """All ways, by name."""
     layers = [layer.data.view(torch.uint8) for layer in arena.packed.layers]
 
@@ -114,23 +103,20 @@ def contestants(
         assert reader is not None
         fetch_layers(reader, targets)
 
-    def by_layer(pool: PoolAdapters) -> Work:
-        return Work(lambda: fetch(pool, arena.targets))
-
-    def whole(pool: PoolAdapters) -> Work:
-        def bring() -> None:
-            fetch(pool, arena.staged)
-            arena.copy(arena.staged)
-
-        return Work(bring)
+    def whole(pool: PoolAdapters) -> None:
+        fetch(pool, arena.staged)
+        arena.copy(arena.staged)
 
     def disk() -> None:
         packed = read_adapter(path, shape, _DTYPE)
         arena.copy([layer.data.view(torch.uint8) for layer in packed.layers])
 
-    found = {"memcpy": Work(lambda: arena.copy(layers)), "disk": Work(disk)}
+    found: dict[str, Bring] = {"memcpy": partial(arena.copy, layers), "disk": disk}
     for kind, pool in pools.items():
-        found |= {f"{kind} by layer": by_layer(pool), f"{kind} whole": whole(pool)}
+        found |= {
+            f"{kind} by layer": partial(fetch, pool, arena.targets),
+            f"{kind} whole": partial(whole, pool),
+        }
     return found
 
 
@@ -149,10 +135,12 @@ def measure(size: ModelSize, lora_rank: int, num_rounds: int, folder: Path) -> d
         pools = {kind: stack.enter_context(pool_of(kind, "reader", path, folder)) for kind in KINDS}
         for kind, pool in pools.items():
             know(pool, facts, (sources[kind],))
-        works = contestants(pools, facts, arena, path, shape)
-        for name, work in works.items():
-            arena.check(work, name)
-        times = interleave({name: (work, 1, num_rounds) for name, work in works.items()}, num_rounds)
+        ways = contestants(pools, facts, arena, path, shape)
+        for name, bring in ways.items():
+            arena.check(bring, name)
+        times = interleave(
+            {name: (repeated(bring), 1, num_rounds) for name, bring in ways.items()}, num_rounds
+        )
     ours.send("stop")
     holder.join()
     return {
@@ -179,14 +167,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print("expected", json.dumps(EXPECTED))
-    env = environment(arguments.out)
+    record = Recorder(arguments.out)
     size, ranks, rounds = (TINY, RANKS[:1], 3) if arguments.quick else (FULL, RANKS, NUM_ROUNDS)
     for lora_rank in ranks:
         with tempfile.TemporaryDirectory() as folder:
             results = measure(size, lora_rank, rounds, Path(folder))
         for name, result in results.items():
-            config = {"bench": "pool", "way": name, "lora_rank": lora_rank, **size.describe()}
-            append_result(arguments.out, config=config, result=result, env=env, kind="measured")
+            record({"bench": "pool", "way": name, "lora_rank": lora_rank, **size.describe()}, result)
             over = result["over_memcpy"]
             print(
                 f"{result['nbytes'] / 1e6:6.1f} MB {name:<14} {1e3 * result['seconds']:8.2f} ms "

@@ -9,24 +9,23 @@ lookup in 20 us, the whole list in 0.5 s, a page of 1000 in 13 ms, a resolve of 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from bench.harness.interleave import interleave, ratio
-from bench.harness.records import environment
+from bench.harness.interleave import Contestant, interleave, ratio, repeated
+from bench.harness.records import Recorder
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.registry.registry import Registry
-from moe_lora.report import append_result
 
 NUM_ADAPTERS = 40_000
 NUM_ROUNDS = 9
@@ -43,7 +42,7 @@ class Adds:
         folder.mkdir()
         (folder / CONFIG_FILE).write_text(json.dumps(_CONFIG))
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         taken = 0.0
         for _ in range(num_steps):
             weights = np.full((2, 64), self.num_added, dtype=np.float32)
@@ -55,50 +54,34 @@ class Adds:
         return taken
 
 
-class BareAdds:
+def bare_adds(folder: Path) -> Contestant:
     """The least that is as durable: three small files, their folder and its parent synced, one commit."""
+    folder.mkdir()
+    database = sqlite3.connect(folder / "bare.sqlite", isolation_level=None)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = FULL")
+    database.execute("CREATE TABLE bare (name TEXT PRIMARY KEY, row TEXT) WITHOUT ROWID")
+    numbers = itertools.count()
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.num_added = folder, 0
-        folder.mkdir()
-        self.database = sqlite3.connect(folder / "bare.sqlite", isolation_level=None)
-        self.database.execute("PRAGMA journal_mode = WAL")
-        self.database.execute("PRAGMA synchronous = FULL")
-        self.database.execute("CREATE TABLE bare (name TEXT PRIMARY KEY, row TEXT) WITHOUT ROWID")
+    def add() -> None:
+        number = str(next(numbers))
+        place = folder / number
+        place.mkdir()
+        for name in "abc":
+            with (place / name).open("wb") as file:
+                file.write(b"x" * 600)
+                file.flush()
+                os.fsync(file.fileno())
+        for synced in (place, folder):
+            handle = os.open(synced, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        database.execute("INSERT INTO bare VALUES (?, ?)", (number, "x" * 400))
 
-    def decode(self, num_steps: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            place = self.folder / str(self.num_added)
-            place.mkdir()
-            for name in "abc":
-                with (place / name).open("wb") as file:
-                    file.write(b"x" * 600)
-                    file.flush()
-                    os.fsync(file.fileno())
-            for folder in (place, self.folder):
-                handle = os.open(folder, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
-            self.database.execute("INSERT INTO bare VALUES (?, ?)", (str(self.num_added), "x" * 400))
-            self.num_added += 1
-        return time.perf_counter() - begin
+    return repeated(add)
 
 
-class Calls:
-    """One function again and again."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.function = function
-
-    def decode(self, num_steps: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            self.function()
-        return time.perf_counter() - begin
-
-
-def compared(own: Any, bare: Any, num_steps: int) -> dict[str, Any]:
+def compared(own: Contestant, bare: Contestant, num_steps: int) -> dict[str, Any]:
     """Seconds a step of both in turn, and the ratio."""
     times = interleave(
         {"own": (own, num_steps, NUM_ROUNDS), "bare": (bare, num_steps, NUM_ROUNDS)}, NUM_ROUNDS
@@ -115,10 +98,10 @@ def measure(num_adapters: int, folder: Path) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     num_steps = max(1, num_adapters // (20 * NUM_ROUNDS))
     with Registry(folder / "registry", create=True) as registry:
-        adds, bare = Adds(registry, folder / "source"), BareAdds(folder / "bare")
+        adds, bare = Adds(registry, folder / "source"), bare_adds(folder / "bare")
         results["add, first"] = compared(adds, bare, num_steps)
         between = num_adapters - 2 * adds.num_added
-        results["add, between"] = {"own_s": adds.decode(between) / between}
+        results["add, between"] = {"own_s": adds(between) / between}
         results["add, last"] = compared(adds, bare, num_steps)
         rng = random.Random(0)
         database = sqlite3.connect(registry.folder / "registry.sqlite")
@@ -129,18 +112,18 @@ def measure(num_adapters: int, folder: Path) -> dict[str, dict[str, Any]]:
         def bare_get() -> None:
             database.execute("SELECT * FROM adapters WHERE name = ?", (name(),)).fetchall()
 
-        results["get"] = compared(Calls(lambda: registry.get(name())), Calls(bare_get), 1000)
+        results["get"] = compared(repeated(lambda: registry.get(name())), repeated(bare_get), 1000)
         results["resolve"] = compared(
-            Calls(lambda: registry.resolve(name(), BASE)),
-            Calls(lambda: Path(registry.get(name()).path, WEIGHTS_FILE).read_bytes()),
+            repeated(lambda: registry.resolve(name(), BASE)),
+            repeated(lambda: Path(registry.get(name()).path, WEIGHTS_FILE).read_bytes()),
             100,
         )
-        bare_list = Calls(lambda: database.execute("SELECT * FROM adapters ORDER BY name").fetchall())
-        results["list"] = compared(Calls(registry.adapters), bare_list, 1)
+        bare_list = repeated(lambda: database.execute("SELECT * FROM adapters ORDER BY name").fetchall())
+        results["list"] = compared(repeated(registry.adapters), bare_list, 1)
         page = "SELECT * FROM adapters WHERE name > ? ORDER BY name LIMIT 1000"
         results["page"] = compared(
-            Calls(lambda: registry.adapters(after=name(), limit=1000)),
-            Calls(lambda: database.execute(page, (name(),)).fetchall()),
+            repeated(lambda: registry.adapters(after=name(), limit=1000)),
+            repeated(lambda: database.execute(page, (name(),)).fetchall()),
             5,
         )
         results["list"]["num_listed"] = len(registry.adapters())
@@ -157,12 +140,11 @@ def main() -> None:
     parser.add_argument("--num-adapters", type=int, default=NUM_ADAPTERS)
     arguments = parser.parse_args()
     print("expected", json.dumps(EXPECTED))
-    env = environment(arguments.out)
+    record = Recorder(arguments.out)
     # Removing the files takes about as long as adding them, so what was found is written before.
     with tempfile.TemporaryDirectory() as folder:
         for what, result in measure(arguments.num_adapters, Path(folder)).items():
-            config = {"bench": "registry", "what": what, "num_adapters": arguments.num_adapters}
-            append_result(arguments.out, config=config, result=result, env=env, kind="measured")
+            record({"bench": "registry", "what": what, "num_adapters": arguments.num_adapters}, result)
             print(
                 f"{what:<13} {1e3 * result['own_s']:.3f} ms",
                 json.dumps(result.get("own_over_bare")),

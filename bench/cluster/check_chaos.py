@@ -22,8 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.harness.records import environment
-from moe_lora.report.results import append_result
+from bench.harness.records import Recorder
 from tests.dist.chaos import FAULTS, HOLDER_FAULTS, ChaosPlan, ChaosReport, run_chaos
 from tests.dist.chaos_model import ask_undisturbed, make_chaos_model
 
@@ -66,7 +65,7 @@ def plan_of(num_requests: int, seed: int, pool: str) -> ChaosPlan:
 
 def run_all(plans: Sequence[ChaosPlan], out: Path, logs: Path | None) -> list[ChaosReport]:
     """The report of each plan, written to `out` and told as they come."""
-    env, console = environment(out), Console()
+    record, console = Recorder(out), Console()
     reports = []
     with tempfile.TemporaryDirectory(prefix="moe_lora-") as name:
         folder = Path(name)
@@ -76,7 +75,7 @@ def run_all(plans: Sequence[ChaosPlan], out: Path, logs: Path | None) -> list[Ch
         for number, plan in enumerate(plans):
             report = run_chaos(model, questions, (logs or folder) / f"round-{number}", plan)
             config = {"requests": plan.num_requests, "seed": plan.seed, "pool_replicas": plan.pool_replicas}
-            append_result(out, config=config, result=as_result(report), env=env, kind="measured")
+            record(config, as_result(report))
             tell(console, plan, report)
             reports.append(report)
     return reports

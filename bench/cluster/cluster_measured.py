@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,18 +49,14 @@ class Setup:
         return TTFT_RATIO * self.alone[PADDED].ttft_s
 
 
-def run_measured(
-    plan: Plan, folder: Path, only: str | None = None, on_run: Callable[[str], None] = lambda name: None
-) -> Iterator[Found]:
+def run_measured(plan: Plan, folder: Path, only: str | None = None) -> Iterator[Found]:
     """(config, result) of what was measured of the machine, of each system of each cell, of figure 1.
 
-    only: cells whose name has this in it.  on_run: called before each run.
+    only: cells whose name has this in it.
     """
-    on_run("profile of steps")
     files = write_files(folder, plan)
     models = machine_models(plan, files, folder)
     with ExitStack() as stack:
-        on_run("start of the instances")
         fleets = {
             kernel: stack.enter_context(
                 started(plan, kernel, files, _points_file(folder, kernel, models[kernel]))
@@ -72,9 +68,9 @@ def run_measured(
         yield from _machine(setup, files)
         known: dict[tuple[str, float], _Known] = defaultdict(_Known)
         for turn, cell in enumerate(plan.chosen_cells(only)):
-            yield from _run_cell(setup, cell, turn, known[cell.trace, cell.load], on_run)
+            yield from _run_cell(setup, cell, turn, known[cell.trace, cell.load])
         if plan.mixes(only):
-            yield from run_mixing(plan, fleets, models, on_run)
+            yield from run_mixing(plan, fleets, models)
 
 
 def _points_file(folder: Path, kernel: str, model: MachineModel) -> Path:
@@ -114,9 +110,7 @@ class _Known:
     first: Outcome | None = None
 
 
-def _run_cell(
-    setup: Setup, cell: Cell, turn: int, known: _Known, on_run: Callable[[str], None]
-) -> Iterator[Found]:
+def _run_cell(setup: Setup, cell: Cell, turn: int, known: _Known) -> Iterator[Found]:
     """First without LoRA, if the cell has that: the others' time per token is judged by it.  turn: which of
     the others begins.
     """
@@ -125,7 +119,6 @@ def _run_cell(
     others = [system for system in cell.systems if system != NO_LORA]
     turn %= len(others)
     for system in [*cell.systems[: len(cell.systems) - len(others)], *others[turn:], *others[:turn]]:
-        on_run(f"{cell.name}, {system.name}")
         busy = Busy()
         outcome = _answer(setup, cell, system, requests, known.bare)
         shares = busy.shares()

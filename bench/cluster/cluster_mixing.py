@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -30,7 +30,6 @@ def run_mixing(
     plan: Plan,
     fleets: Mapping[str, Fleet],
     models: Mapping[str, MachineModel],
-    on_run: Callable[[str], None],
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(config, result) per kernel.  Alone: every request has rank 8.  Beside: every second one has rank 128,
     and the others, the same ones as before, are judged.  Rounds and kernels in turn.
@@ -42,7 +41,6 @@ def run_mixing(
         beside = _with_high(plan, alone)
         for kernel, fleet in fleets.items():
             for mixed in (False, True) if number % 2 else (True, False):
-                on_run(f"figure 1, {kernel}, {'beside' if mixed else 'alone'}")
                 outcome = run_system(fleet, _SYSTEM, beside if mixed else alone, num_instances=1)
                 times[kernel][mixed].append(_ttft_ms(outcome.records[::2]))
     for kernel, found in times.items():

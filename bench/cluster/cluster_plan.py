@@ -133,10 +133,6 @@ class Plan:
         """Whether figure 1 is among what was chosen."""
         return only is None or only in "figure 1"
 
-    def num_runs(self, only: str | None) -> int:
-        mixing = 2 * len(self.kernels) * self.mixing_rounds if self.mixes(only) else 0
-        return mixing + sum(len(cell.systems) for cell in self.chosen_cells(only))
-
 
 def make_cells(low: float, load: float, high: float) -> tuple[Cell, ...]:
     """All traces with the padding kernel, three with true ranks; the last with all routers, and all loads."""
@@ -176,19 +172,6 @@ FULL_PLAN = Plan(
 )
 QUICK_PLAN = replace(
     FULL_PLAN,
-    duration_s=2.5,
-    warm_up_s=0.5,
-    placement_s=1.0,
-    profile_rounds=1,
-    mixing_rounds=1,
-    mixing_s=1.5,
-    cells=(
-        Cell(trace="poisson uniform", kernel=PADDED, load=0.45, systems=(NO_LORA, *PLACED, ROUTED[0])),
-        Cell(trace="poisson uniform", kernel=TRUE_RANK, load=0.45, systems=PLACED[::4]),
-    ),
-)
-TINY_PLAN = replace(
-    QUICK_PLAN,
     size=TINY,
     num_adapters=5,
     num_instances=2,
@@ -199,6 +182,9 @@ TINY_PLAN = replace(
     max_output_tokens=8,
     duration_s=0.6,
     warm_up_s=0.1,
+    placement_s=1.0,
+    profile_rounds=1,
+    mixing_rounds=1,
     mixing_s=0.3,
     cells=(
         Cell(trace="production", kernel=PADDED, load=0.05, systems=(NO_LORA, PLACED[0], ROUTED[0])),

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.harness.records import Record
 from moe_lora.report.plots import FAILED, color, label, log_ticks, new_figure, nothing
 
 from .cluster_plan import PADDED, TRUE_RANK
-from .cluster_report import KERNEL_NAMES, PLACED_NAMES, Record, by_cell, of_section
+from .cluster_report import KERNEL_NAMES, PLACED_NAMES, by_cell, of_section
 
 _SPREAD = 0.1
 """Between the marks of a trace's systems, whose distance is 1."""

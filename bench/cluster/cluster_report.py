@@ -1,32 +1,21 @@
-"""Tables of the measured records of bench_cluster, on a terminal and as markdown."""
+"""What the measured records of bench_cluster say: tables, and the papers' claims beside them."""
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.lora_server.disagg_report import table
+from bench.harness.records import Record
+from bench.harness.tables import table
 
-from .cluster_plan import PADDED, PLACED, SYSTEM_NAMES, TRUE_RANK
+from .cluster_plan import PADDED, PLACED, SYSTEM_NAMES, TIMEOUT_S, TRUE_RANK
 
-Record = dict[str, Any]
 CellKey = tuple[str, str, float]
+Systems = dict[str, dict[str, Any]]
+PLACED_NAMES = tuple(one.name for one in PLACED)
 KERNEL_NAMES = {PADDED: "padded", TRUE_RANK: "true rank"}
-_SHOWN: tuple[tuple[str, str, str], ...] = (
-    ("p95_ttft_ms", "P95 TTFT ms", ".0f"),
-    ("p95_itl_ms", "P95 TBT ms", ".0f"),
-    ("mean_tpot_ms", "TPOT ms", ".1f"),
-    ("requests_per_s", "req/s", ".1f"),
-    ("requests_per_s_within_slo", "in SLO/s", ".1f"),
-    ("ttft_attainment", "TTFT SLO", ".1%"),
-    ("tpt_attainment", "TPT SLO", ".1%"),
-    ("failed", "failed", "d"),
-    ("machine_busy", "busy", ".0%"),
-    ("others_busy", "others", ".0%"),
-    ("front_end_busy", "front end", ".0%"),
-    ("same_answers", "same", ".3f"),
-)
 
 
 def by_cell(records: Sequence[Record]) -> dict[CellKey, dict[str, dict[str, Any]]]:
@@ -62,43 +51,31 @@ def line(config: dict[str, Any], result: dict[str, Any]) -> str:
     return f"{name}: P95 TTFT {_text(result['p95_ttft_ms'], '.0f')} ms, {result['failed']} failed"
 
 
-def cell_tables(records: Sequence[Record]) -> Iterator[str]:
-    """A line per system of each cell."""
-    for (trace, kernel, load), systems in by_cell(records).items():
-        rows = [
-            {"system": name}
-            | {title: _text(result[key], form) for key, title, form in _SHOWN}
-            | {"held": _held(result), "used": _used(result), "loads": str(sum(result["adapter_loads"]))}
-            for name, result in systems.items()
-        ]
-        yield table(rows, f"\n{trace}, {KERNEL_NAMES[kernel]} kernel, load {load:g}")
-
-
 def markdown(records: Sequence[Record]) -> str:
     """Compact tables: a line per cell, a column per system."""
     cells = by_cell(records)
     if not cells:
         return ""
-    parts = [
+    parts: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("P95 TTFT in ms (bold: within the SLO)", _ttft),
         ("P95 TBT in ms", lambda result: _text(result["p95_itl_ms"], ".0f")),
         ("Mean TPOT in ms", lambda result: _text(result["mean_tpot_ms"], ".1f")),
         ("Requests/s within the TTFT SLO", lambda result: _text(result["requests_per_s_within_slo"], ".1f")),
-        ("Requests within 1.5 times the time per token without LoRA", _tpt),
+        (
+            "Requests within 1.5 times the time per token without LoRA",
+            lambda result: _text(result["tpt_attainment"], ".0%"),
+        ),
         ("Adapters of an instance: held, used (mean / most); adapters loaded", _adapters),
     ]
-    return "\n\n".join(_markdown_table(cells, title, shown) for title, shown in parts)
-
-
-def _markdown_table(
-    cells: dict[CellKey, dict[str, dict[str, Any]]], title: str, shown: Callable[[dict[str, Any]], str]
-) -> str:
-    names = [name for name in SYSTEM_NAMES if any(name in systems for systems in cells.values())]
-    lines = [f"| {title} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for (trace, kernel, load), systems in cells.items():
-        texts = [shown(systems[name]) if name in systems else "" for name in names]
-        lines.append(f"| {trace}, {KERNEL_NAMES[kernel]}, load {load:g} | {' | '.join(texts)} |")
-    return "\n".join(lines)
+    tables = []
+    for title, shown in parts:
+        rows = [
+            {"": f"{trace}, {KERNEL_NAMES[kernel]}, load {load:g}"}
+            | {name: shown(result) for name, result in systems.items()}
+            for (trace, kernel, load), systems in cells.items()
+        ]
+        tables.append(table(rows, title, markdown=True))
+    return "\n".join(tables)
 
 
 def _ttft(result: dict[str, Any]) -> str:
@@ -108,21 +85,10 @@ def _ttft(result: dict[str, Any]) -> str:
     return f"**{text}**" if result["ttft_slo_met"] else text
 
 
-def _tpt(result: dict[str, Any]) -> str:
-    return _text(result["tpt_attainment"], ".0%")
-
-
 def _adapters(result: dict[str, Any]) -> str:
-    return f"{_held(result)}, {_used(result)}; {sum(result['adapter_loads'])}"
-
-
-def _held(result: dict[str, Any]) -> str:
-    return f"{result['adapters_held']['mean']:.1f} / {result['adapters_held']['most']:.0f}"
-
-
-def _used(result: dict[str, Any]) -> str:
-    counts = result["adapters_used"]
-    return f"{sum(counts) / len(counts):.1f} / {max(counts)}"
+    held, counts = result["adapters_held"], result["adapters_used"]
+    used = f"{sum(counts) / len(counts):.1f} / {max(counts)}"
+    return f"{held['mean']:.1f} / {held['most']:.0f}, {used}; {sum(result['adapter_loads'])}"
 
 
 def _text(value: Any, form: str) -> str:
@@ -165,4 +131,110 @@ def _highest(ladder: dict[float, dict[str, dict[str, Any]]], name: str) -> float
     return highest
 
 
-PLACED_NAMES = tuple(one.name for one in PLACED)
+# What came out beside what LoRAServe and Toppings claim, and what true-rank kernels change.
+
+
+def claims(records: Sequence[Record]) -> str:
+    """Lines of markdown."""
+    return "\n".join(f"- {line}" for line in _lines(records))
+
+
+def _lines(records: Sequence[Record]) -> Iterator[str]:
+    cells = by_cell(records)
+    padded = [systems for (_, kernel, _), systems in cells.items() if kernel == PADDED]
+    held_up = [of for of in padded if not _is_lost(of)]
+    for ours in ("loraserve", "optimal"):
+        for other, claim in (
+            ("s-lora random", "paper: up to 9"),
+            ("s-lora contiguous", "paper: up to 9"),
+            ("toppings", "paper: lower"),
+        ):
+            ratios = _ratios(held_up, other, ours, "p95_ttft_ms")
+            if ratios:
+                yield f"P95 TTFT of {other} by that of {ours}, padded: {_spread(ratios)} ({claim})"
+    for ours in ("loraserve", "optimal"):
+        held = [
+            of["toppings"]["adapters_held"]["most"] / of[ours]["adapters_held"]["most"]
+            for of in padded
+            if {"toppings", ours} <= of.keys()
+        ]
+        if held:
+            yield f"most adapters held by an instance, toppings by {ours}: {_spread(held)} (paper: up to 16)"
+    for other, points in (("dlora", "+21 or +26"), ("random", "+21 or +26"), ("first fit", "more")):
+        yield from _scheduler(padded, other, points)
+    for name, of in highest_rates(records).items():
+        shown = ", ".join(
+            f"{system} {'none' if load is None else f'{load:g}'}" for system, load in of.items()
+        )
+        yield f"highest load within the TTFT SLO, {name}: {shown} (paper: up to twice S-LoRA's)"
+    for kernel, found in of_section(records, "figure 1").items():
+        ratio = found["ratio"]
+        yield f"figure 1, {kernel}: beside rank 128, rank 8 has {ratio:.2f} times its P95 TTFT (paper: 1.84)"
+    yield from _true_rank(records)
+    if number := disturbed(records):
+        yield f"other programs took more than 5 % of the machine beside {number} runs: measure again alone"
+
+
+def _is_lost(systems: Systems) -> bool:
+    """Whether no placement's P95 was below the time at which requests fail: nothing can be compared there."""
+    times = [systems[name]["p95_ttft_ms"] for name in PLACED_NAMES if name in systems]
+    return bool(times) and min(times) >= 1e3 * TIMEOUT_S
+
+
+def _scheduler(padded: Sequence[Systems], other: str, points: str) -> Iterator[str]:
+    """Toppings' scheduler against another router, both over full replication."""
+    both = [
+        of
+        for of in padded
+        if {"toppings", other} <= of.keys() and of["toppings"]["tpt_attainment"] is not None
+    ]
+    times = _ratios(both, "toppings", other, "mean_tpt_ms")
+    if times:
+        gains = [100 * (of["toppings"]["tpt_attainment"] - of[other]["tpt_attainment"]) for of in both]
+        yield (
+            f"toppings against {other} routing, padded: {_spread(gains, '+.0f')} points of TPT attainment "
+            f"(paper: {points}), mean TPT {_spread(times)} times "
+            "(paper: 0.78 dLoRA, 0.77 random, 0.43 first fit)"
+        )
+
+
+def _true_rank(records: Sequence[Record]) -> Iterator[str]:
+    """Where both kernels had the same requests: does it still matter who serves which rank?"""
+    cells = by_cell(records)
+    for (trace, kernel, load), padded in cells.items():
+        true = cells.get((trace, TRUE_RANK, load))
+        if kernel != PADDED or true is None:
+            continue
+        names = [
+            name
+            for name in PLACED_NAMES
+            if padded.get(name, {}).get("p95_ttft_ms") and true.get(name, {}).get("p95_ttft_ms")
+        ]
+        if len(names) < 2:
+            continue
+        met = [name for name in names if true[name]["ttft_slo_met"]]
+        gain = [padded[name]["p95_ttft_ms"] / true[name]["p95_ttft_ms"] for name in names]
+        within = "all" if len(met) == len(names) else ", ".join(met) or "none"
+        yield (
+            f"{trace}, load {load:g}: worst by best P95 TTFT of {len(names)} systems "
+            f"{_worst(padded, names):.1f} padded and {_worst(true, names):.1f} with true ranks; padded by "
+            f"true-rank P95 TTFT {_spread(gain)}; {within} within the SLO with true ranks"
+        )
+
+
+def _worst(systems: Systems, names: Sequence[str]) -> float:
+    times = [systems[name]["p95_ttft_ms"] for name in names]
+    return max(times) / min(times)
+
+
+def _ratios(cells: Sequence[Systems], numerator: str, denominator: str, key: str) -> list[float]:
+    """Of the cells that have both."""
+    pairs = [(of.get(numerator, {}).get(key), of.get(denominator, {}).get(key)) for of in cells]
+    return [above / below for above, below in pairs if above and below]
+
+
+def _spread(values: Sequence[float], form: str = ".2f") -> str:
+    if len(values) == 1:
+        return format(values[0], form)
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:{form}} (median; {least:{form}} to {most:{form}})"

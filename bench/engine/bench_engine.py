@@ -15,11 +15,10 @@ from typing import Any
 import click
 import torch
 
-from bench.harness.ceiling import ReadBandwidth
 from bench.harness.random_model import write_adapters, write_model
-from bench.harness.records import environment
-from moe_lora.report.results import append_result, read_results
+from bench.harness.records import Record, Recorder
 
+from .ceiling import ReadBandwidth
 from .engine_cells import Contestants, Files
 from .engine_goals import goals, goals_table
 from .engine_plan import PLANS, Plan
@@ -36,10 +35,10 @@ def write_files(folder: Path, plan: Plan) -> Files:
     )
 
 
-def run(plan: Plan, out: Path, num_threads: int) -> None:
-    """Measure everything and append the records to `out`."""
+def run(plan: Plan, out: Path, num_threads: int) -> list[Record]:
+    """Measure everything; the records, which are in `out` too."""
     torch.set_num_threads(num_threads)
-    env = environment(out)
+    record = Recorder(out)
     bandwidth = ReadBandwidth()
     with tempfile.TemporaryDirectory(prefix="moe_lora_bench_") as folder:
         files = write_files(Path(folder), plan)
@@ -48,16 +47,15 @@ def run(plan: Plan, out: Path, num_threads: int) -> None:
             checks = bench.check()
             click.echo(f"{dtype}: " + ", ".join(f"{k} {v['token_agreement']:.1%}" for k, v in checks.items()))
             for num_requests, num_adapters in plan.cells():
-                for record in bench.measure(num_requests, num_adapters, bandwidth):
-                    record["result"]["correctness"] = checks
-                    append_result(out, **record, env=env, kind="measured")
-                    click.echo(_line(record))
+                for config, result in bench.measure(num_requests, num_adapters, bandwidth):
+                    record(config, result | {"correctness": checks})
+                    click.echo(_line(config, result))
             del bench
             gc.collect()
+    return record.records
 
 
-def _line(record: dict[str, Any]) -> str:
-    config, result = record["config"], record["result"]
+def _line(config: dict[str, Any], result: dict[str, Any]) -> str:
     share = result.get("share_of_ceiling")
     return (
         f"{config['dtype']:9} {config['num_requests']:3} requests {config['cell_num_adapters']:3} adapters  "
@@ -92,8 +90,7 @@ def main(
     chosen = PLANS[plan] if dtype is None else replace(PLANS[plan], dtypes=(dtype,))
     if num_requests:
         chosen = replace(chosen, num_requests=num_requests)
-    run(chosen, out, num_threads)
-    records = read_results(out)
+    records = run(chosen, out, num_threads)
     click.echo(goals_table(goals(records, chosen.headline)))
     if plot is not None:
         from .engine_plot import write_plot

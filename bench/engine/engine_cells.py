@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from bench.harness.ceiling import ReadBandwidth, StepBytes, step_bytes
 from bench.harness.interleave import Contestant, interleave, ratio
 from bench.harness.random_model import RANKS
 from moe_lora.core.hf_config import shape_fields
 from moe_lora.core.shape import ModelShape
 
-from .agreement import agreement
+from .ceiling import ReadBandwidth, StepBytes, step_bytes
 from .engine_plan import PROMPT_TOKENS, Plan
 from .engine_runs import EngineRun, Prompts, start_engine
-from .peers import Decoder, GroupedDecoder, fastest_experts, load_peft, load_transformers
+from .peers import Decoder, GroupedDecoder, agreement, fastest_experts, load_peft, load_transformers
 
 Adapters = tuple[tuple[str, str], ...]
 
@@ -92,27 +91,25 @@ class Contestants:
 
     def measure(
         self, num_requests: int, num_adapters: int, bandwidth: ReadBandwidth
-    ) -> Iterator[dict[str, Any]]:
-        """Records (config and result) of one cell."""
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """(config, result) of each contestant of one cell."""
         self.choose_experts(num_requests)
         contestants = self.contestants(num_requests, num_adapters)
         for name, (contestant, _, _) in contestants.items():
             if name != "peft grouped":  # its prefill was a warm-up, and a step takes seconds
-                contestant.decode(1)
+                contestant(1)
         read = {
             name: step_bytes(contestant, self.shape, self.itemsize)
             for name, (contestant, _, _) in contestants.items()
             if isinstance(contestant, EngineRun)
         }
         gc.collect()
-        contestants["read"] = (_Reads(bandwidth), 1, self.plan.num_rounds)
+        contestants["read"] = (lambda num_bytes: num_bytes / bandwidth.measure(), 1, self.plan.num_rounds)
         times = interleave(contestants, self.plan.num_rounds)
         for name in times:
             if name != "read":
-                yield {
-                    "config": self.config(name, num_requests, num_adapters, contestants[name][1]),
-                    "result": _result(name, times, num_requests, read.get(name)),
-                }
+                config = self.config(name, num_requests, num_adapters, contestants[name][1])
+                yield config, _result(name, times, num_requests, read.get(name))
 
     def config(self, system: str, num_requests: int, num_adapters: int, num_steps: int) -> dict[str, Any]:
         peer = not system.startswith("engine")
@@ -152,16 +149,6 @@ class Contestants:
             "worst_logit_gap": max(part["worst_logit_gap"] for part in parts),
         }
         return found
-
-
-@dataclass(frozen=True)
-class _Reads:
-    """The machine's read bandwidth as a contestant: seconds per byte."""
-
-    bandwidth: ReadBandwidth
-
-    def decode(self, num_steps: int) -> float:
-        return num_steps / self.bandwidth.measure()
 
 
 def _result(

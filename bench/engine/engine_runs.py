@@ -60,7 +60,7 @@ def start_engine(
 class EngineRun:
     """Requests (prompt, adapter or None) on one engine.
 
-    Every `decode` starts them anew; the prefix cache then holds the prompts (of whole blocks and one token
+    Every call starts them anew; the prefix cache then holds the prompts (of whole blocks and one token
     more), so that the untimed first step is short.
     """
 
@@ -68,7 +68,7 @@ class EngineRun:
     prompts: Prompts
     adapters: Sequence[str | None]
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         """Seconds of `num_steps` steps, each of which gains every request one token."""
         self.start(num_steps + 1)
         start_s = time.perf_counter()

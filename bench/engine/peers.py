@@ -43,7 +43,7 @@ def load_peft(base: Any, adapters: Sequence[tuple[str, str]]) -> Any:
 
 
 class Decoder:
-    """Greedy decode of rows of one length from a prefilled cache, which every `decode` starts from."""
+    """Greedy decode of rows of one length from a prefilled cache, which every call starts from."""
 
     def __init__(self, model: Any, prompts: Prompts, **model_arguments: Any) -> None:
         from transformers import DynamicCache
@@ -55,7 +55,7 @@ class Decoder:
         layers: list[Any] = self._cache.layers
         self._prefilled = [(layer.keys, layer.values) for layer in layers]
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         """Seconds of `num_steps` steps."""
         # A step appends by concatenation, so that the prefilled tensors stay as they are.
         for layer, (keys, values) in zip(self._cache.layers, self._prefilled, strict=True):
@@ -90,12 +90,12 @@ class GroupedDecoder:
             groups[name] = Decoder(model, rows)
         return cls(model, groups)
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         """Seconds in which every request gains `num_steps` tokens; an adapter is switched to once."""
         start_s = time.perf_counter()
         for name, decoder in self.groups.items():
             self.model.set_adapter(name)
-            decoder.decode(num_steps)
+            decoder(num_steps)
         return time.perf_counter() - start_s
 
 
@@ -109,8 +109,29 @@ def fastest_experts(model: Any, prompts: Prompts, num_steps: int) -> str:
     times = {}
     for name in names:
         model.set_experts_implementation(name)
-        decoder.decode(1)
-        times[name] = min(decoder.decode(num_steps) for _ in range(2))
+        decoder(1)
+        times[name] = min(decoder(num_steps) for _ in range(2))
     best = min(times, key=times.__getitem__)
     model.set_experts_implementation(best)
     return best
+
+
+@torch.inference_mode()
+def agreement(
+    model: Any, prompts: Prompts, answers: Sequence[Sequence[int]], **model_arguments: Any
+) -> dict[str, float]:
+    """How far the answers are the reference's own greedy choice after the same prefix (teacher forcing).
+
+    token_agreement: share of answer tokens that are its argmax (1.0 = its greedy continuation, token for
+    token).  worst_logit_gap: how far the worst answer token's logit lies below the reference's top one.
+    """
+    tokens = torch.tensor([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
+    length = len(answers[0])
+    logits = model(input_ids=tokens[:, :-1], use_cache=False, **model_arguments).logits[:, -length:].float()
+    chosen = logits.gather(-1, tokens[:, -length:, None])[..., 0]
+    gap = logits.max(-1).values - chosen
+    return {
+        "num_tokens": float(gap.numel()),
+        "token_agreement": (gap == 0).float().mean().item(),
+        "worst_logit_gap": gap.max().item(),
+    }

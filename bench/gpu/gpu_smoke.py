@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from bench.harness.records import environment
+from bench.harness.records import Recorder
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 from moe_lora import LLM, SamplingParams
-from moe_lora.report import append_result
 
 DEMO = Path(__file__).parents[2] / "demo"
 NUM_REQUESTS = 64
@@ -29,7 +28,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="JSON lines are appended here")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    env = environment(options.out)
+    record = Recorder(options.out)
     for eager in (True, False):
         config = {
             "bench": "gpu_smoke",
@@ -38,7 +37,7 @@ def main() -> None:
             "num_requests": NUM_REQUESTS,
         }
         result = measure(options.device, eager)
-        append_result(options.out, config=config, result=result, env=env, kind="measured")
+        record(config, result)
         print(config, result, flush=True)
 
 

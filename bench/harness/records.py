@@ -6,12 +6,35 @@ import os
 from pathlib import Path
 from typing import Any
 
+from moe_lora.report.results import append_result, git_state
 from moe_lora.report.results import environment as this_environment
-from moe_lora.report.results import git_state
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 ALLOW_DIRTY = "MOE_LORA_BENCH_ALLOW_DIRTY"
+
+Record = dict[str, Any]
+"""{kind, config, result, env}, as `results.read_results` gives it."""
+
+
+class Recorder:
+    """The records of one run, appended to a file as they come (None: kept here only).
+
+    Made before anything is measured: it exits if a record may not be written to `out` (see `environment`).
+    more: added to the environment.
+    """
+
+    def __init__(self, out: str | Path | None, kind: str = "measured", **more: Any) -> None:
+        self.records: list[Record] = []
+        self._out, self._kind, self._env = out, kind, environment(out) | more
+
+    def __call__(self, config: dict[str, Any], result: dict[str, Any], kind: str | None = None) -> Record:
+        """Keep one; kind: another one than the run's."""
+        record: Record = {"kind": kind or self._kind, "config": config, "result": result, "env": self._env}
+        if self._out is not None:
+            append_result(self._out, **record)
+        self.records.append(record)
+        return record
 
 
 def environment(out: str | Path | None) -> dict[str, Any]:

@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lora.report.results import append_result, environment, git_state, read_results, write_text
+import networkx
+
+from bench.harness.records import Recorder
+from moe_lora.report.results import git_state, read_results, write_text
 
 from .house_trace import TRACE_METHOD, trace_requests
 
@@ -141,31 +144,9 @@ def _longest(name: str, modules: dict[str, Source]) -> str:
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Largest sets of more than one node that reach each other (Tarjan), sorted."""
-    number: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        number[node] = lowest[node] = len(number)
-        stack.append(node)
-        for target in sorted(edges.get(node, ())):
-            if target not in number:
-                visit(target)
-                lowest[node] = min(lowest[node], lowest[target])
-            elif target in stack:
-                lowest[node] = min(lowest[node], number[target])
-        if lowest[node] == number[node]:
-            place = stack.index(node)
-            group, stack[place:] = stack[place:], []
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in sorted(edges):
-        if node not in number:
-            visit(node)
-    return sorted(found)
+    """Largest sets of more than one node that reach each other, sorted."""
+    graph = networkx.DiGraph([(node, target) for node, targets in edges.items() for target in targets])
+    return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
 
 
 def public_names(source: Source) -> Iterator[tuple[str, bool]]:
@@ -356,6 +337,7 @@ def main() -> None:
             parser.error("--page needs --out, the file of records")
         write_text(given.out.with_suffix(".md"), page(read_results(given.out)))
         return
+    record = Recorder(given.out)
     state = git_state(given.tree)
     config = {
         "bench": "house",
@@ -370,7 +352,7 @@ def main() -> None:
         rows = _trace_rows(result) if given.trace else _count_rows(result)
         print("\n".join(f"{name:<60} {value}" for name, value in rows.items()))
         return
-    append_result(given.out, config=config, result=result, env=environment(), kind="measured")
+    record(config, result)
 
 
 if __name__ == "__main__":

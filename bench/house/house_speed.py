@@ -25,8 +25,8 @@ from typing import Any
 import click
 
 from bench.harness.interleave import interleave, ratio
-from bench.harness.records import ROOT, environment
-from moe_lora.report.results import append_result, git_state
+from bench.harness.records import ROOT, Recorder
+from moe_lora.report.results import git_state
 
 TOLERANCE = 0.03
 DRIVER = Path(__file__).with_name("house_speed_child.py")
@@ -64,7 +64,7 @@ class Measured:
     def __init__(self, process: subprocess.Popen[str], what: str) -> None:
         self._process, self._what = process, what
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         """Seconds of that many steps."""
         assert self._process.stdin is not None
         print(json.dumps({"what": self._what, "num_steps": num_steps}), file=self._process.stdin, flush=True)
@@ -77,7 +77,7 @@ class Demo:
     def __init__(self, checkout: Checkout) -> None:
         self._tree = checkout.tree
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         begin = time.perf_counter()
         subprocess.run(["make", "demo"], cwd=self._tree, check=True, stdout=subprocess.DEVNULL)
         return (time.perf_counter() - begin) * num_steps
@@ -127,7 +127,7 @@ def measure(part: str, plan: Part, before: Checkout, after: Checkout) -> dict[st
                 steps = next(steps for prefix, steps in plan.steps.items() if name.startswith(prefix))
                 if part in ("coupled", "lora_server", "decisions"):
                     for given in calls.values():
-                        given[name].decode(steps)
+                        given[name](steps)
                 turns = {side: (given[name], steps, plan.rounds) for side, given in calls.items()}
                 for side, seconds in interleave(turns, plan.rounds).items():
                     found.setdefault(name, {}).setdefault(side, []).extend(seconds)
@@ -184,7 +184,7 @@ def main(
     out: Path | None,
 ) -> None:
     """Time two checkouts in turn and say where the later one is slower."""
-    env = environment(out)
+    record = Recorder(out)
     # Not resolved: a virtual environment's python is a link whose own place says which environment it is.
     one, other = (
         Checkout(before.resolve(), _absolute(before_python)),
@@ -206,8 +206,7 @@ def main(
                 "after": git_state(other.tree),
             }
             print(line(f"{part}: {name}", plan.unit, result), flush=True)
-            if out is not None:
-                append_result(out, config=config, result=result, env=env, kind="measured")
+            record(config, result)
 
 
 def _absolute(python: str) -> str:

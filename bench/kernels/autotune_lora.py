@@ -101,7 +101,7 @@ class Tuner:
             check(case, phases)
             before = phases.get("shrink") if phase == "expand" else None
             passes = Passes(phases[phase], case.num_copies, case.device, True, before)
-            return min(passes.decode(1) for _ in range(3)) / case.num_copies
+            return min(passes(1) for _ in range(3)) / case.num_copies
         except Exception as error:  # whatever a compiler or launcher raises for a configuration it can't do
             if isinstance(error, torch.AcceleratorError):
                 raise  # the device is lost

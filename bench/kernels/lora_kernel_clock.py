@@ -31,10 +31,10 @@ class Passes:
         self._device, self.timed_by = device, "wall time" if device.type == "cpu" else "cuda events"
         self._before = None if before is None else _pass_over(before, num_copies)
         self._pass = _pass_over(call, num_copies)
-        self.decode(1)
+        self(1)
         if device.type == "cuda" and graph:
             self._capture()
-        self.first_s = self.decode(1)
+        self.first_s = self(1)
         self.num_passes = min(_MAX_PASSES, max(1, round(_LEAST_S[device.type] / self.first_s)))
 
     def _capture(self) -> None:
@@ -44,8 +44,8 @@ class Passes:
         if captured is not None:
             self._before, self._pass, self.timed_by = before, captured, "cuda graph"
 
-    def decode(self, num_steps: int) -> float:
-        """Seconds of `num_steps` passes (the name is that of `interleave.Contestant`)."""
+    def __call__(self, num_steps: int) -> float:
+        """Seconds of `num_steps` passes."""
         if self._before is None:
             return self._seconds(num_steps)
         total_s = 0.0

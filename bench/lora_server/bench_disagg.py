@@ -14,13 +14,14 @@ from typing import Any
 import click
 
 from bench.harness.records import environment
+from bench.harness.tables import table
 from moe_lora.report.results import append_result, read_results
 from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
 
 from .disagg_device import Device, read_device
 from .disagg_plan import PARTS, Plan, Series, make_plan
-from .disagg_report import comparison, expectations, is_hopeless, table
+from .disagg_report import comparison, expectations, is_hopeless
 from .disagg_runs import (
     Files,
     engine_config,

@@ -221,7 +221,7 @@ def cell(
     for contestant in contestants.values():
         contestant.decode(steps)
     with observed(remote) as exchanges:
-        times = interleave({name: (c, steps, rounds) for name, c in contestants.items()}, rounds)
+        times = interleave({name: (c.decode, steps, rounds) for name, c in contestants.items()}, rounds)
     result = {
         **shares(contestants["remote"].timed(exchanges)),
         "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},

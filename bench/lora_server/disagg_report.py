@@ -161,15 +161,3 @@ def _caches(system: System, num_adapters: int) -> list[np.ndarray]:
         return [np.array(list(shares.values()))]
     owner = balanced_assignment(shares, system.num_instances)
     return [np.array([p for a, p in shares.items() if owner[a] == i]) for i in range(system.num_instances)]
-
-
-def table(rows: Sequence[Row], title: str) -> str:
-    """The rows in columns under a title."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [columns, *([str(row.get(column, "")) for column in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
-    return "\n".join([title, *lines])

@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness.records import environment
+from bench.harness.records import Recorder
 from moe_lora.dist.cluster.controller.placement_controller import DemandHistory
 from moe_lora.provision.placement.optimal import optimal_placement
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.placement.placement_problem import Table, placement_quality
-from moe_lora.report import append_result
 from moe_lora.workload.popularity.named import parse_popularity
 
 from .placement_exact import exact_worst_load
@@ -162,10 +161,10 @@ def main() -> None:
     parser.add_argument("--num-exact", type=int, default=100)
     parser.add_argument("--cost-size", default="10000x100", metavar="ADAPTERSxSERVERS")
     arguments = parser.parse_args()
-    env = environment(arguments.out)
+    record = Recorder(arguments.out, kind="simulated")
 
-    def tell(config: dict[str, Any], result: dict[str, Any], kind: str) -> None:
-        append_result(arguments.out, config=config, result=result, env=env, kind=kind)
+    def tell(config: dict[str, Any], result: dict[str, Any], kind: str = "simulated") -> None:
+        record(config, result, kind)
         print(json.dumps(config), json.dumps(result))
 
     for size in arguments.sizes:
@@ -174,8 +173,8 @@ def main() -> None:
                 for forecast in (True, False):
                     found = quality(popularity, _size(size), operating_points(times_128), forecast=forecast)
                     config = {"size": size, "popularity": popularity, "points": points, "forecast": forecast}
-                    tell({"part": "quality", **config}, dict(found), "simulated")
-    tell({"part": "exact", "size": "6x3"}, against_exact(arguments.num_exact), "simulated")
+                    tell({"part": "quality", **config}, dict(found))
+    tell({"part": "exact", "size": "6x3"}, against_exact(arguments.num_exact))
     for name, result in cost(*_size(arguments.cost_size)):
         result["goal_met"] = result["from_previous_s"][1] < GOAL_S
         tell({"part": "cost", "size": arguments.cost_size, "method": name}, result, "measured")

@@ -87,7 +87,8 @@ def against_printed(name: str, num_adapters: int, rounds: int) -> dict[str, Any]
         "printed": Solver(lambda: reference.min_capacity_by_scan(p, batch, TARGET, rate)),
     }
     times = interleave(
-        {"ours": (solvers["ours"], 50, rounds), "printed": (solvers["printed"], 1, rounds)}, rounds
+        {"ours": (solvers["ours"].decode, 50, rounds), "printed": (solvers["printed"].decode, 1, rounds)},
+        rounds,
     )
     return {
         "capacity": {key: solver.answer for key, solver in solvers.items()},

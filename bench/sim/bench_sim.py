@@ -14,11 +14,11 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.harness.records import environment
+from bench.harness.records import Recorder
+from bench.harness.tables import table
 from bench.lora_server.disagg_device import Device, read_device
-from bench.lora_server.disagg_report import table
 from bench.lora_server.disagg_runs import shortened
-from moe_lora.report.results import append_result, read_results
+from moe_lora.report.results import read_results
 from moe_lora.sim.system import simulate
 from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SimLoraServerConfig, SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
@@ -108,7 +108,7 @@ def timed(case: Case, device: Device) -> dict[str, Any]:
 
 
 def speed(device: Device, num_requests: int, out: Path | None) -> None:
-    rows, env = [], environment(out)
+    rows, record = [], Recorder(out, kind="simulated")
     for case in cases(num_requests):
         result = timed(case, device)
         rows.append(
@@ -122,21 +122,17 @@ def speed(device: Device, num_requests: int, out: Path | None) -> None:
                 "at once": f"{result['admitted_at_once']:.3f}",
             }
         )
-        if out is not None:
-            config = {"part": "speed"} | vars(case)
-            append_result(out, config=config, result=result, env=env, kind="simulated")
+        record({"part": "speed"} | vars(case), result)
     click.echo(table(rows, "Speed"))
 
 
 def validate(device: Device, trace: str, out: Path | None) -> None:
-    env = environment(out)
+    record = Recorder(out, kind="simulated")
     rows = comparison(device, shortened(read_trace(trace)), read_results(RECORDED))
     off = deviations(rows)
     click.echo(table([_printed(row) for row in rows], "Recorded of emulated devices / simulated"))
     click.echo(table([{"of": key} | _rounded(value) for key, value in off.items()], "\nOff by"))
-    if out is not None:
-        config = {"part": "validate", "recorded": RECORDED.name}
-        append_result(out, config=config, result={"points": rows, "off": off}, env=env, kind="simulated")
+    record({"part": "validate", "recorded": RECORDED.name}, {"points": rows, "off": off})
 
 
 def _printed(row: dict[str, Any]) -> dict[str, str]:

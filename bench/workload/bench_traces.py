@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness.interleave import interleave, ratio
-from bench.harness.records import environment
-from moe_lora.report import append_result
+from bench.harness.records import Recorder
 from moe_lora.workload.statistics import trace_statistics
 from moe_lora.workload.traces.traces import iter_trace
 
@@ -90,7 +89,7 @@ class Reader:
     def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
         self._start, self._rows = start, start()
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         begin = time.perf_counter()
         left = num_steps - sum(1 for _ in islice(self._rows, num_steps))
         if left:
@@ -146,11 +145,11 @@ def main() -> None:
     parser.add_argument("--num-lines", type=int, default=GOAL_LINES)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     arguments = parser.parse_args()
-    env, worst = environment(arguments.out), 0
+    record, worst = Recorder(arguments.out), 0
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.formats:
             for config, result in measure(name, arguments.num_lines, Path(folder)):
-                append_result(arguments.out, config=config, result=result, env=env, kind="measured")
+                record(config, result)
                 print(config["format"], config["system"], json.dumps(result))
                 worst = max(worst, result.get("peak_rss_bytes", 0))
     met = "met" if worst <= GOAL_BYTES else "missed"

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from bench.cluster.bench_cluster import main
-from bench.cluster.cluster_claims import claims
 from bench.cluster.cluster_plan import (
     FULL_PLAN,
     NO_LORA,
@@ -17,11 +16,10 @@ from bench.cluster.cluster_plan import (
     PLACED,
     QUICK_PLAN,
     ROUTED,
-    TINY_PLAN,
     TRACES,
     TRUE_RANK,
 )
-from bench.cluster.cluster_report import disturbed, highest_rates, least_agreement, markdown
+from bench.cluster.cluster_report import claims, disturbed, highest_rates, least_agreement, markdown
 from bench.cluster.cluster_requests import demand_at_start, requests_of
 from moe_lora.report.results import read_results
 
@@ -37,17 +35,17 @@ def record(trace: str, kernel: str, load: float, system: str, **result: object) 
     return {"config": config, "result": {"same_answers": 1.0, **result}}
 
 
-def test_every_system_of_the_tiny_plan_is_measured_on_the_same_requests(tmp_path: Path) -> None:
+def test_every_system_of_the_quick_plan_is_measured_on_the_same_requests(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
-    printed = run("--tiny", "--out", str(out), "--plot", str(plot), "--markdown")
+    printed = run("--quick", "--out", str(out), "--plot", str(plot))
     records = read_results(out)
     assert {one["kind"] for one in records} == {"measured"}
     sections = [one["config"]["section"] for one in records]
-    assert sections.count("machine") == sections.count("figure 1") == len(TINY_PLAN.kernels)
+    assert sections.count("machine") == sections.count("figure 1") == len(QUICK_PLAN.kernels)
     cells = [one for one in records if one["config"]["section"] == "cells"]
     systems = [(one["config"]["kernel"], one["config"]["system"]) for one in cells]
     assert sorted(systems) == sorted(
-        (cell.kernel, system.name) for cell in TINY_PLAN.cells for system in cell.systems
+        (cell.kernel, system.name) for cell in QUICK_PLAN.cells for system in cell.systems
     )
     for one in cells:
         found = one["result"]
@@ -56,8 +54,8 @@ def test_every_system_of_the_tiny_plan_is_measured_on_the_same_requests(tmp_path
         assert 0 < found["mean_ttft_ms"] <= found["p95_ttft_ms"] * 20
         if one["config"]["system"] != NO_LORA.name:
             assert found["same_answers"] >= 0.99
-            assert sum(found["adapters_used"]) >= TINY_PLAN.num_adapters
-            assert found["adapters_held"]["mean"] <= found["adapters_held"]["most"] <= TINY_PLAN.num_adapters
+            assert sum(found["adapters_used"]) >= QUICK_PLAN.num_adapters
+            assert found["adapters_held"]["mean"] <= found["adapters_held"]["most"] <= QUICK_PLAN.num_adapters
         assert 0 <= found["tpt_attainment"] <= 1
         assert 0 <= found["others_busy"] <= found["machine_busy"]
     assert "P95 TTFT in ms" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -97,20 +98,14 @@ def test_number_of_parameters_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     assert round(FULL.num_parameters / 1e6) == 440
 
 
-class _Scripted:
-    """A contestant that notes its turns."""
-
-    def __init__(self, name: str, turns: list[str]) -> None:
-        self.name, self.turns = name, turns
-
-    def decode(self, num_steps: int) -> float:
-        self.turns.append(self.name)
-        return 2.0 * num_steps
-
-
 def test_contestants_take_turns_and_slow_ones_sit_out() -> None:
     turns: list[str] = []
-    times = interleave({"a": (_Scripted("a", turns), 4, 3), "b": (_Scripted("b", turns), 1, 2)}, 3)
+
+    def scripted(name: str, num_steps: int) -> float:
+        turns.append(name)
+        return 2.0 * num_steps
+
+    times = interleave({"a": (partial(scripted, "a"), 4, 3), "b": (partial(scripted, "b"), 1, 2)}, 3)
     assert turns == ["a", "b", "b", "a", "a"]
     assert times == {"a": [2.0] * 3, "b": [2.0] * 2}
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from bench.harness import records
-from bench.harness.records import ALLOW_DIRTY, environment
+from bench.harness.records import ALLOW_DIRTY, Recorder, environment
 from moe_lora.report.results import environment as this_environment
+from moe_lora.report.results import read_results
 
-BENCH = Path(records.__file__).parent
+BENCH = Path(records.__file__).parents[1]
 
 
 @pytest.fixture
@@ -79,6 +80,17 @@ def test_nothing_is_refused_where_nothing_is_written(tree):
 def test_a_tree_outside_of_git_is_not_refused(tree):
     subprocess.run(["rm", "-rf", str(tree / ".git")], check=True)
     assert environment(tree / "bench" / "results" / "old.jsonl")["git_commit"] is None
+
+
+def test_recorder_keeps_what_it_writes(tree, tmp_path):
+    record = Recorder(tmp_path / "new.jsonl", kind="simulated", device="here")
+    record({"case": 1}, {"seconds": 2.0})
+    record({"case": 2}, {"seconds": 3.0}, kind="measured")
+    assert read_results(tmp_path / "new.jsonl") == record.records
+    assert [one["kind"] for one in record.records] == ["simulated", "measured"]
+    assert record.records[0]["env"]["device"] == "here"
+    unwritten = Recorder(None)
+    assert unwritten({}, {"a": 1})["result"] == {"a": 1}
 
 
 def test_every_bench_takes_its_environment_from_here():

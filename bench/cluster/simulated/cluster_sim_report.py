@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-Record = dict[str, Any]
-Row = dict[str, str]
+from bench.harness.records import Record
+from bench.harness.tables import table
+
+Shown = tuple[list[dict[str, str]], str]
+"""Rows of a table, and its title."""
 
 # LoRAServe, sections V-F and V-G: LoRAServe by the system named, "up to".
 PAPER = {
@@ -23,7 +26,8 @@ def summary_tables(records: Sequence[Record], *, markdown: bool = False) -> str:
     tables = []
     for cell in _cells(records):
         study = cell[0]["config"]["study"]
-        tables.append(_SHOWN[study](cell, markdown))
+        rows, title = _SHOWN[study](cell)
+        tables.append(table(rows, f"\n{title}", markdown=markdown))
     return "\n".join(["All of this is simulated; no engine ran.", *tables])
 
 
@@ -36,7 +40,7 @@ def _cells(records: Sequence[Record]) -> list[list[Record]]:
     return list(cells.values())
 
 
-def _weak_scaling(cell: Sequence[Record], markdown: bool) -> str:
+def _weak_scaling(cell: Sequence[Record]) -> Shown:
     config, reference = cell[0]["config"], cell[0]["result"]
     rows = []
     for record in cell:
@@ -55,10 +59,10 @@ def _weak_scaling(cell: Sequence[Record], markdown: bool) -> str:
         row["fetches"] = f"{point['num_fetches']:.0f}"
         rows.append(row)
     title = "{model}: {popularity}, {num_adapters} adapters on {num_servers} servers".format(**config)
-    return _table(rows, title, markdown)
+    return rows, title
 
 
-def _fewest_servers(cell: Sequence[Record], markdown: bool) -> str:
+def _fewest_servers(cell: Sequence[Record]) -> Shown:
     config, reference = cell[0]["config"], cell[0]["result"]
     rows = [
         {
@@ -72,10 +76,10 @@ def _fewest_servers(cell: Sequence[Record], markdown: bool) -> str:
     title = "{model}: fewest servers for {rate_per_s:.1f} requests/s, {num_adapters} adapters".format(
         **config
     )
-    return _table(rows, title, markdown)
+    return rows, title
 
 
-def _toppings(cell: Sequence[Record], markdown: bool) -> str:
+def _toppings(cell: Sequence[Record]) -> Shown:
     config = cell[0]["config"]
     ours = next(record["result"] for record in cell if record["config"]["system"] == "rank_aware")
     rows = []
@@ -100,7 +104,7 @@ def _toppings(cell: Sequence[Record], markdown: bool) -> str:
         **config
     )
     base_ms = 1e3 * ours["mean_tpt_without_lora_s"]
-    return _table(rows, f"{title}; without LoRA {base_ms:.1f} ms a token", markdown)
+    return rows, f"{title}; without LoRA {base_ms:.1f} ms a token"
 
 
 _SHOWN = {"weak_scaling": _weak_scaling, "fewest_servers": _fewest_servers, "toppings": _toppings}
@@ -116,20 +120,3 @@ def _whole(value: float | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _table(rows: Sequence[Row], title: str, markdown: bool) -> str:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns, *([row.get(column, "") for column in columns] for row in rows)]
-    if markdown:
-        rules = [["---"] * len(columns)]
-        return "\n".join([f"\n**{title}**\n", *(_piped(line) for line in lines[:1] + rules + lines[1:])])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    shown = (
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
-    return "\n".join([f"\n{title}", *(line.rstrip() for line in shown)])
-
-
-def _piped(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

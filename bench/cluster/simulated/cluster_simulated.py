@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import Progress
 
-from bench.harness.records import environment
-from moe_lora.report.results import append_result
+from bench.harness.records import Recorder
 
 from .cluster_sim_loraserve import loraserve_cells
 from .cluster_sim_report import summary_tables
@@ -28,19 +25,12 @@ def simulate(out: Path | None, *, quick: bool, only: str | None) -> None:
     if not chosen:
         known = "\n".join(label for label, *_ in labelled)
         raise click.UsageError(f"--only {only!r} is in no cell's label; these are there:\n{known}")
-    env, records = environment(out), []
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("cells", total=len(chosen))
-        for label, name, run in chosen:
-            bar.update(task, description=label)
-            for config, result in run():
-                record = {"config": {"part": "simulated", **name, **config}, "result": result}
-                records.append(record)
-                if out is not None:
-                    append_result(out, **record, env=env, kind="simulated")
-            bar.advance(task)
-    click.echo(summary_tables(records))
+    record = Recorder(out, kind="simulated")
+    for label, name, run in chosen:
+        click.echo(label)
+        for config, result in run():
+            record({"part": "simulated", **name, **config}, result)
+    click.echo(summary_tables(record.records))
 
 
 def print_markdown(records: list[dict[str, Any]]) -> None:

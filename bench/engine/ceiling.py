@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.engine.engine_runs import EngineRun
 from moe_lora.core.shape import ModelShape
 from moe_lora.engine.core import EngineCore
 from moe_lora.kernels.operands import SlotTable, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source
+
+from .engine_runs import EngineRun
 
 _READ_BYTES = 256 << 20
 
@@ -82,7 +83,7 @@ def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
     recorder = _Recorder(context.backend)
     context.backend = recorder
     try:
-        run.decode(1)
+        run(1)
     finally:
         context.backend = recorder.inner
     assert recorder.step is not None
