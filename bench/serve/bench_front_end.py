@@ -25,8 +25,8 @@ from typing import Any
 from urllib.request import urlopen
 
 from bench.harness.interleave import interleave, ratio
-from bench.harness.records import ROOT, environment
-from moe_lora.report import append_result
+from bench.harness.records import ROOT, Recorder
+from moe_lora.report.results import git_state
 
 ADAPTERS = ("rot13", "reverse", "upper", "leet")
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -61,7 +61,7 @@ class FrontEnd:
         self._server.terminate()
         self._server.wait(60)
 
-    def decode(self, num_steps: int) -> float:
+    def __call__(self, num_steps: int) -> float:
         """Seconds of the front end's CPU time for so many tokens of each stream."""
         started_s = self._cpu_s()
         asyncio.run(self._stream_all(num_steps))
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", help="append a record here")
     options = parser.parse_args()
-    env = environment(options.out)
+    record = Recorder(options.out)
     trees = {"now": (ROOT, sys.executable)}
     if options.before is not None:
         trees["before"] = (options.before.resolve(), options.before_python)
@@ -115,7 +115,7 @@ def main() -> None:
         contestants = {}
         for name, (tree, python) in trees.items():
             front_end = servers.enter_context(FrontEnd(tree, python, options.streams, options.path))
-            front_end.decode(options.steps)
+            front_end(options.steps)
             contestants[name] = (front_end, options.steps, options.rounds)
         times = interleave(contestants, options.rounds)
     us = {name: [1e6 * step_s / options.streams for step_s in found] for name, found in times.items()}
@@ -126,15 +126,10 @@ def main() -> None:
     if "before" in times:
         result["now_over_before"] = ratio(times["now"], times["before"])
     print(json.dumps(result, indent=1))
-    if options.out:
-        config = {"path": options.path, "streams": options.streams, "steps": options.steps}
-        config |= {"rounds": options.rounds, "before": options.before and _commit(options.before)}
-        append_result(options.out, config=config, result=result, env=env, kind="measured")
-
-
-def _commit(tree: Path) -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout.strip()
+    config = {"path": options.path, "streams": options.streams, "steps": options.steps}
+    config |= {"rounds": options.rounds}
+    config |= {"before": options.before and git_state(options.before)["git_commit"]}
+    record(config, result)
 
 
 if __name__ == "__main__":
