@@ -12,6 +12,7 @@ From that come the command's option (`cli.setting_options`), what a section of t
 from __future__ import annotations
 
 import ast
+import difflib
 import functools
 import inspect
 import math
@@ -208,8 +209,6 @@ def check_names(section: str, given: Mapping[str, Any], allowed: Iterable[str]) 
     allowed = tuple(allowed)
     for name in given:
         if name not in allowed:
-            import difflib
-
             place = f"{section}.{name}".lstrip(".")
             near = difflib.get_close_matches(str(name), allowed, n=1)
             asked = f"did you mean {near[0]}?  " if near else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import fcntl
 import logging
 import os
@@ -58,13 +57,11 @@ def run_folder(given: str | None) -> Iterator[Path]:
         raise ConfigError(
             f"state_dir={str(parent)!r} can't be written ({error.strerror}); let it name another folder"
         ) from error
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+    with folder_locked(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _make(folder: Path) -> None:
@@ -75,24 +72,22 @@ def _make(folder: Path) -> None:
 
 def _sweep(parent: Path) -> None:
     for folder in parent.glob(f"{_RUN}*"):
-        with suppress(OSError):
-            handle = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(handle)
+        with suppress(OSError), folder_locked(folder, wait=False):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # One process at a time in a folder.
 
 
 @contextmanager
-def folder_locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of an existing folder: the folder's own, so that no lock file is left behind."""
+def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of an existing folder: the folder's own, so that no lock file is left behind.
+
+    wait: False raises BlockingIOError where another process holds it.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(handle)
@@ -127,7 +122,7 @@ def quiet_teardown() -> None:
 
 
 def _close_stderr() -> None:
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         sys.stderr.flush()
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 2)
