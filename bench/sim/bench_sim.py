@@ -97,10 +97,10 @@ def timed(case: Case, device: Device) -> dict[str, Any]:
     num_tokens = sum(request.output_tokens for request in requests)
     return {
         "busy_s": busy_s,
-        "events_per_s": result.num_events / busy_s,
+        "events_per_s": result.events.num_events / busy_s,
         "requests_per_s": len(requests) / busy_s,
         "tokens_per_s": num_tokens / busy_s,
-        "num_events": result.num_events,
+        "num_events": result.events.num_events,
         "num_steps": result.num_steps,
         "num_loads": result.num_loads,
         "simulated_s": result.end_s,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -79,56 +78,6 @@ class SimPlacement:
         return names
 
 
-# What came out of a simulation.
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimResult:
-    """The requests with their stamps, and what it took.
-
-    requests: in the order in which they finished.  num_steps: of all instances.  num_loads: of adapters.
-    end_s: when the last one was done.  stopped: given up before all were done.  num_fetches: adapters that
-    came from another host.  held: adapters that each table of a placement gave each instance.
-    """
-
-    requests: Sequence[SimRequest]
-    num_events: int
-    num_steps: int
-    num_loads: int
-    end_s: float
-    stopped: bool = False
-    num_fetches: int = 0
-    held: Sequence[Sequence[int]] = ()
-    kind: str = "simulated"
-
-    def column(self, name: str, since_s: float = 0.0) -> NDArray[np.float64]:
-        """A number of every request that arrived at since_s or later, by its attribute's name."""
-        return np.array([getattr(r, name) for r in self.requests if r.arrival_s >= since_s], dtype=np.float64)
-
-    def summary(self, since_s: float = 0.0) -> dict[str, Any]:
-        """Of the requests that arrived at since_s or later; None where there is nothing to average.
-
-        admitted_at_once: share that started with the first step after their arrival.  waited_for_adapter,
-        waited_for_room: of the others, those that waited for an adapter's slot, and for KV or the batch; the
-        three sum to 1.  ttft: as `SimRequest.decode_ttft_s`.
-        """
-        at_once = self.column("at_once", since_s)
-        for_adapter = self.column("waited_for_adapter", since_s)
-        ttft_s = self.column("decode_ttft_s", since_s)
-        tpot_s = self.column("tpot_s", since_s)
-        return {
-            "kind": self.kind,
-            "num_requests": len(at_once),
-            "admitted_at_once": mean(at_once),
-            "waited_for_adapter": mean(for_adapter),
-            "waited_for_room": mean(1 - at_once - for_adapter),
-            "mean_ttft_s": mean(ttft_s),
-            "p50_ttft_s": percentile(ttft_s, 50),
-            "p95_ttft_s": percentile(ttft_s, 95),
-            "mean_tpot_s": mean(tpot_s[~np.isnan(tpot_s)]),
-        }
-
-
 def percentile(values: NDArray[np.float64], percent: float) -> float | None:
     """Linear between the two nearest values, as in `report.run_file`; None of no values."""
     return float(np.percentile(values, percent)) if len(values) else None
@@ -143,8 +92,8 @@ def simulate(
     config: SystemConfig,
     requests: Sequence[PlannedRequest],
     give_up: Callable[[SimRequest], bool] | None = None,
-) -> SimResult:
-    """Every request through the system, to its last token.  Nothing is drawn: equal arguments, equal results.
+) -> System:
+    """The system after every request's last token.  Nothing is drawn: equal arguments, equal results.
 
     requests: by arrival.  give_up: told of each request that is done; True ends the simulation there.
     Raises ValueError if requests are not by arrival, or one has no token to generate, CapacityError for one
@@ -152,28 +101,19 @@ def simulate(
     """
     system = System(config, give_up)
     system.replay(requests)
-    return SimResult(
-        requests=system.done,
-        num_events=system.events.num_events,
-        num_steps=sum(instance.num_steps for instance in system.instances),
-        num_loads=sum(link.num_loads for link in system.links),
-        end_s=max((request.finish_s for request in system.done), default=0.0),
-        stopped=system.stopped,
-        num_fetches=sum(source.fetches.num_loads for source in system.sources),
-        held=[] if system.placement is None else system.placement.held,
-    )
+    return system
 
 
 class System:
     """Instances, what their adapters come from, and the router before them.
 
-    done: finished requests, in the order in which they finished.  links: over which adapters are loaded.
-    sources: of the instances, where each has its own.
+    requests: the finished ones with their stamps, in the order in which they finished.  stopped: given up
+    before all were done.  links: over which adapters are loaded.  sources: of the instances, each its own.
     """
 
     def __init__(self, config: SystemConfig, give_up: Callable[[SimRequest], bool] | None = None) -> None:
         self.events = EventQueue()
-        self.done: list[SimRequest] = []
+        self.requests: list[SimRequest] = []
         self.links: list[LoadLink] = []
         self.sources: list[LocalAdapters] = []
         self.placement: SimPlacement | None = None
@@ -192,6 +132,58 @@ class System:
         if config.placement is not None:
             self.placement = self._placed(config.placement)
 
+    @property
+    def num_steps(self) -> int:
+        """Of all instances."""
+        return sum(instance.num_steps for instance in self.instances)
+
+    @property
+    def num_loads(self) -> int:
+        """Of adapters."""
+        return sum(link.num_loads for link in self.links)
+
+    @property
+    def num_fetches(self) -> int:
+        """Adapters that came from another host."""
+        return sum(source.fetches.num_loads for source in self.sources)
+
+    @property
+    def held(self) -> Sequence[Sequence[int]]:
+        """Adapters that each table of a placement gave each instance."""
+        return [] if self.placement is None else self.placement.held
+
+    @property
+    def end_s(self) -> float:
+        """When the last one was done."""
+        return max((request.finish_s for request in self.requests), default=0.0)
+
+    def column(self, name: str, since_s: float = 0.0) -> NDArray[np.float64]:
+        """A number of every request that arrived at since_s or later, by its attribute's name."""
+        return np.array([getattr(r, name) for r in self.requests if r.arrival_s >= since_s], dtype=np.float64)
+
+    def summary(self, since_s: float = 0.0) -> dict[str, Any]:
+        """Of the requests that arrived at since_s or later; None where there is nothing to average.
+
+        admitted_at_once: share that started with the first step after their arrival.  waited_for_adapter,
+        waited_for_room: of the others, those that waited for an adapter's slot, and for KV or the batch; the
+        three sum to 1.  ttft: as `SimRequest.decode_ttft_s`.
+        """
+        at_once = self.column("at_once", since_s)
+        for_adapter = self.column("waited_for_adapter", since_s)
+        ttft_s = self.column("decode_ttft_s", since_s)
+        tpot_s = self.column("tpot_s", since_s)
+        return {
+            "kind": "simulated",
+            "num_requests": len(at_once),
+            "admitted_at_once": mean(at_once),
+            "waited_for_adapter": mean(for_adapter),
+            "waited_for_room": mean(1 - at_once - for_adapter),
+            "mean_ttft_s": mean(ttft_s),
+            "p50_ttft_s": percentile(ttft_s, 50),
+            "p95_ttft_s": percentile(ttft_s, 95),
+            "mean_tpot_s": mean(tpot_s[~np.isnan(tpot_s)]),
+        }
+
     def replay(self, requests: Sequence[PlannedRequest]) -> None:
         """Let the requests come, and run until nothing is left to do."""
         self._num_expected = len(requests)
@@ -199,7 +191,7 @@ class System:
             self.placement.begin()
         self._expect(iter(requests))
         self.events.run()
-        assert self.stopped or len(self.done) == len(requests), "a request was forgotten"
+        assert self.stopped or len(self.requests) == len(requests), "a request was forgotten"
 
     def _expect(self, requests: Iterator[PlannedRequest]) -> None:
         planned = next(requests, None)
@@ -223,7 +215,7 @@ class System:
         self._router.choose(request, self.instances).add(request)
 
     def _finish(self, request: SimRequest) -> None:
-        self.done.append(request)
+        self.requests.append(request)
         if self.placement is not None:
             self.placement.count(request)
         if self._give_up is not None and self._give_up(request):
@@ -234,7 +226,7 @@ class System:
         if not isinstance(self._router, PhiRouting):
             raise ConfigError("a placement needs a router that goes by it; give router=PhiRouting")
         return SimPlacement(
-            config, self._router, self.sources, self.events, lambda: len(self.done) < self._num_expected
+            config, self._router, self.sources, self.events, lambda: len(self.requests) < self._num_expected
         )
 
     def _connect(self, config: SystemConfig) -> None:

@@ -48,14 +48,14 @@ def test_every_router_serves_all_requests_and_leaves_the_books_empty(name, kind)
     system = System(replace(config, router=lambda: make_router(name, CONTEXT)))
     plan = some()
     system.replay(plan)
-    assert len(system.done) == len(plan)
+    assert len(system.requests) == len(plan)
     for instance in system.instances:
         load = instance.load
         assert (load.num_requests, load.waiting_tokens) == (0, 0)
         assert not load.waiting
         assert not load.running
     if name == "phi":
-        placed = Counter((request.adapter, request.instance) for request in system.done)
+        placed = Counter((request.adapter, request.instance) for request in system.requests)
         assert set(placed) == {(name, index) for name, row in TABLE.items() for index, _ in row}
         assert abs(placed["a", 0] - placed["a", 1]) <= 1
 
@@ -66,6 +66,6 @@ def test_rank_aware_routing_keeps_the_high_ranks_together():
     for name in ("rank_aware", "round_robin"):
         system = System(replace(config, router=lambda name=name: make_router(name, CONTEXT)))
         system.replay(some())
-        high = Counter(request.instance for request in system.done if RANKS[request.adapter] == 128)
+        high = Counter(request.instance for request in system.requests if RANKS[request.adapter] == 128)
         spread[name] = max(high.values()) / sum(high.values())
     assert spread["rank_aware"] > spread["round_robin"] + 0.1

@@ -60,13 +60,13 @@ def most_at_once(spans):
 def test_every_request_ends_once_with_stamps_in_order_and_no_limit_is_passed(config, requests):
     system = System(config)
     system.replay(requests)
-    assert sorted(request.index for request in system.done) == list(range(len(requests)))
-    for request in system.done:
+    assert sorted(request.index for request in system.requests) == list(range(len(requests)))
+    for request in system.requests:
         assert request.arrival_s <= request.admitted_s <= request.first_token_s <= request.finish_s
         assert request.decode_ttft_s >= 0
     for instance in system.instances:
         assert instance.outstanding_tokens == 0
-        own = [request for request in system.done if request.instance == instance.index]
+        own = [request for request in system.requests if request.instance == instance.index]
         assert most_at_once([(r.admitted_s, r.finish_s, 1) for r in own]) <= config.instance.max_num_seqs
         if config.instance.kv_tokens is not None:
             spans = [(r.admitted_s, r.finish_s, r.num_tokens) for r in own]
@@ -109,7 +109,7 @@ def both_ways(monkeypatch, config, seed):
     together = simulate(config, requests)
     monkeypatch.setattr(RunningRequests, "steps_alike", lambda self: 1)
     one_by_one = simulate(config, requests)
-    assert together.num_events < one_by_one.num_events
+    assert together.events.num_events < one_by_one.events.num_events
     return together, one_by_one
 
 

@@ -14,7 +14,7 @@ from moe_lora.provision.performance.operating_points import PointLoad, SloGoal
 from moe_lora.provision.placement.placement import PLACEMENTS, random_placement
 from moe_lora.provision.placement.placement_problem import Table
 from moe_lora.sim.running import SimRequest
-from moe_lora.sim.system import SimResult, percentile
+from moe_lora.sim.system import System, percentile
 from moe_lora.sim.system import simulate as run_system
 from moe_lora.sim.system_config import SystemConfig
 from moe_lora.workload.popularity.named import parse_popularity
@@ -167,7 +167,7 @@ def _at(systems: Systems, name: str, num_servers: int, rate: float) -> dict[str,
     return {"rate_per_s": rate} | {key: fmean(one[key] for one in found) for key in found[0]}
 
 
-def _judged(result: SimResult, systems: Systems, num_servers: int) -> dict[str, float]:
+def _judged(result: System, systems: Systems, num_servers: int) -> dict[str, float]:
     """tbt: mean over requests of the time between two tokens.  held: adapters on a host, of all tables."""
     since_s = systems.load.since_s
     ttft_s = result.column("first_token_s", since_s) - result.column("arrival_s", since_s)

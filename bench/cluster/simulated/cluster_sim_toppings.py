@@ -13,7 +13,7 @@ import numpy as np
 from moe_lora.policies.routing import Instance, RoutedView, Router
 from moe_lora.provision.performance.operating_points import PointLoad, SloGoal
 from moe_lora.provision.placement.placement import PLACEMENTS
-from moe_lora.sim.system import SimResult
+from moe_lora.sim.system import System
 from moe_lora.sim.system import simulate as run_system
 from moe_lora.sim.system_config import SystemConfig
 from moe_lora.workload.popularity.popularity import zipf
@@ -113,7 +113,7 @@ def _systems(model: str, load: Load, slo_tpot_s: float) -> Systems:
     )
 
 
-def _without_lora(load: Load, plan: Sequence[PlannedRequest]) -> SimResult:
+def _without_lora(load: Load, plan: Sequence[PlannedRequest]) -> System:
     """The same requests of the base model, where the least token work is left."""
     systems = Systems(
         load=load, model=step_models(NUM_MODULES)["padded"], points={}, mean_output_tokens=OUTPUT_TOKENS
@@ -128,13 +128,13 @@ def _judged_ids(plan: Sequence[PlannedRequest], load: Load) -> list[int]:
     return [one.index for one in plan if one.arrival_s >= load.since_s]
 
 
-def _tpt_s(result: SimResult) -> dict[int, float]:
+def _tpt_s(result: System) -> dict[int, float]:
     """Time per token, queue and prefill included (Toppings section 7.1), by request."""
     return {one.index: (one.finish_s - one.arrival_s) / one.output_tokens for one in result.requests}
 
 
 def _judged(
-    result: SimResult, plan: Sequence[PlannedRequest], load: Load, base_tpt_s: Mapping[int, float]
+    result: System, plan: Sequence[PlannedRequest], load: Load, base_tpt_s: Mapping[int, float]
 ) -> dict[str, Any]:
     """slo_attainment: requests whose time per token is at most 1.5 times their own without LoRA;
     slo_attainment_of_mean: at most 1.5 times the mean.
