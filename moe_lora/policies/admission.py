@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 
@@ -88,7 +89,11 @@ class ResidentView(Protocol):
 Resident = TypeVar("Resident", bound=ResidentView)
 
 
+_last_used_s = attrgetter("last_used_s")
+
+
 def least_recently_used(residents: Iterable[Resident]) -> Resident | None:
     """The idle adapter unused for longest, those that queued requests wait for last; None if all run."""
-    idle = [view for view in residents if view.num_running == 0]
-    return min(idle, key=lambda view: (view.num_waiting > 0, view.last_used_s), default=None)
+    idle = [view for view in residents if not view.num_running]
+    unwanted = [view for view in idle if not view.num_waiting]
+    return min(unwanted or idle, key=_last_used_s, default=None)
