@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from bench.harness.records import environment
-from moe_lora.report.results import append_result
+from bench.harness.records import Recorder
 from moe_lora.workload.traces.traces import read_trace
 
 from .cache_plan import (
@@ -69,34 +68,25 @@ def _cell(
 
 
 def simulate(trace: str | None, out: Path | None, *, quick: bool, only: str | None) -> None:
-    records, env = [], environment(out)
+    record = Recorder(out, kind="simulated")
     for cell in cells(trace, quick=quick):
-        if only is not None and only not in " ".join(str(value) for value in cell.name.values()):
-            continue
-        found = []
-        for config, result in run_cell(cell):
-            found.append({"kind": "simulated", "config": config, "result": result})
-            if out is not None:
-                append_result(out, config=config, result=result, env=env, kind="simulated")
-        click.echo(cell_table(found))
-        records += found
-    click.echo(comparison(records))
+        if only is None or only in " ".join(map(str, cell.name.values())):
+            click.echo(cell_table([record(config, result) for config, result in run_cell(cell)]))
+    click.echo(comparison(record.records))
 
 
 def measure(out: Path | None, *, quick: bool, only: str | None) -> None:
     from .cache_measured import FULL_PLAN, TINY_PLAN, run_measured  # torch, for this part only
 
-    records, env = [], environment(out)
+    record = Recorder(out)
     plan, policies = (TINY_PLAN, ("lru", OURS)) if quick else (FULL_PLAN, POLICIES)
     plan = replace(plan, applications=tuple(name for name in plan.applications if (only or "") in name))
     with TemporaryDirectory() as folder:
         for config, result in run_measured(plan, policies, Path(folder)):
-            records.append({"kind": "measured", "config": config, "result": result})
-            if out is not None:
-                append_result(out, config=config, result=result, env=env, kind="measured")
+            record(config, result)
             if config["policy"] == policies[-1]:
-                click.echo(measured_table(records[-len(policies) :]))
-    click.echo(measured_comparison(records))
+                click.echo(measured_table(record.records[-len(policies) :]))
+    click.echo(measured_comparison(record.records))
 
 
 @click.command()

@@ -8,28 +8,23 @@ the cache's own interface.  Then requests continue conversations drawn with Zipf
 has had 8 turns starts anew, with a tick every 100 ms of their clock; orders are confirmed at once.  Match +
 update is `match`, `publish` and `release`, the swapping in that a match orders included; "resident" requests
 found all of it on the device.  A decision ranks all candidates and chooses 1 % of the device's pages to swap
-out.  Times are this process's processor time without its garbage collections.  One JSON line per policy:
-{kind, config, result, env}.
+out.  Times are this process's processor time without its garbage collections.  One record per policy.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import networkx
-import numpy as np
 
-from bench.harness.records import environment
+from bench.harness.records import Recorder
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching import CacheCosts
@@ -197,44 +192,24 @@ def measure(policy: str, num_nodes: int, num_requests: int) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, object]:
-    """Where this was measured, and how busy it was."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "measured": True,
-        "cpu": models[0] if models else platform.machine(),
-        "num_cpus": os.cpu_count(),
-        "clock": "processor time",
-        "numpy": np.__version__,
-        "networkx": networkx.__version__,
-        "python": platform.python_version(),
-        "load_average": os.getloadavg()[0],
-    }
-
-
 def main() -> None:
     """Measure every policy asked for, write JSON lines, and say how that compares."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", required=True)
     parser.add_argument("--nodes", type=int, default=100_000)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument(
         "--policies", nargs="+", choices=sorted(CACHING_POLICIES), default=["cost-aware", "fastlibra", "lru"]
     )
     args = parser.parse_args()
-    env = environment(args.out)
-    with args.out.open("w") as out:
-        for policy in args.policies:
-            result = measure(policy, args.nodes, args.requests)
-            config = {"policy": policy, "num_nodes": args.nodes, "num_adapters": NUM_ADAPTERS}
-            record = {"kind": "cache_overhead", "config": config, "result": result, "env": env | machine()}
-            out.write(json.dumps(record) + "\n")
-            out.flush()
-            for name, goal in GOAL_US.items():
-                paper = PAPER_US[name]
-                print(f"{policy:12} {name:24} {result[name]:7.0f} us, goal {goal:.0f}, paper {paper:.0f}")
+    load = os.getloadavg()[0]
+    record = Recorder(args.out, clock="processor time", networkx=networkx.__version__, load_average=load)
+    for policy in args.policies:
+        result = measure(policy, args.nodes, args.requests)
+        record({"policy": policy, "num_nodes": args.nodes, "num_adapters": NUM_ADAPTERS}, result)
+        for name, goal in GOAL_US.items():
+            paper = PAPER_US[name]
+            print(f"{policy:12} {name:24} {result[name]:7.0f} us, goal {goal:.0f}, paper {paper:.0f}")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from bench.harness.records import Record
 from bench.harness.tables import table
 
 from .cache_plan import OURS
-
-Record = dict[str, Any]
 
 CELL_NAMES = ("model", "num_adapters", "application", "popularity", "share_of_capacity")
 
@@ -44,12 +42,15 @@ def cell_table(records: Sequence[Record]) -> str:
     """A line per policy of one cell."""
     name = records[0]["config"]
     title = "\n{model}, {num_adapters} adapters, {application}, popularity {popularity}".format(**name)
-    rows = [
+    return table(_rows(records, SHOWN), title)
+
+
+def _rows(records: Sequence[Record], shown: Sequence[tuple[str, str, str]]) -> list[dict[str, str]]:
+    return [
         {"policy": record["config"]["policy"], "setting": record["config"]["setting"]}
-        | {column: format(record["result"][key], form) for key, column, form in SHOWN}
+        | {column: format(record["result"][key], form) for key, column, form in shown}
         for record in records
     ]
-    return table(rows, title)
 
 
 def measured_table(records: Sequence[Record]) -> str:
@@ -62,12 +63,7 @@ def measured_table(records: Sequence[Record]) -> str:
         ("requests_per_s", "requests/s", ".2f"),
         ("same_answers", "same answers", ".3f"),
     ]
-    rows = [
-        {"policy": record["config"]["policy"], "setting": record["config"]["setting"]}
-        | {column: format(record["result"][key], form) for key, column, form in shown}
-        for record in records
-    ]
-    return table(rows, title)
+    return table(_rows(records, shown), title)
 
 
 def measured_comparison(records: Sequence[Record]) -> str:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import click
 
-from bench.harness.records import environment
-from moe_lora.report.results import append_result
+from bench.harness.records import Recorder
 
 from .bench_cache import cells
 from .cache_plan import settings_of
@@ -33,7 +32,7 @@ THRESHOLDS = ((0.90, 0.70), (0.95, 0.50), (0.95, 0.70), (0.95, 0.90), (0.99, 0.7
 @click.option("--trace", type=click.Path(dir_okay=False), required=True, help="Mooncake's trace, JSON lines.")
 def main(out: Path, trace: str) -> None:
     """Run every pair of thresholds, on the same requests."""
-    env = environment(out)
+    record = Recorder(out, kind="simulated")
     for cell in cells(trace, quick=False):
         application = cell.name["application"]
         if application not in RATES or (cell.name["model"], cell.name["num_adapters"]) != ("7B", 100):
@@ -42,14 +41,8 @@ def main(out: Path, trace: str) -> None:
             for upper, lower in THRESHOLDS:
                 chosen = replace(cell, config=replace(cell.config, upper=upper, lower=lower))
                 result = simulated(chosen, settings_of(policy)[setting], RATES[application])
-                config = dict(cell.name) | {
-                    "policy": policy,
-                    "setting": setting,
-                    "upper": upper,
-                    "lower": lower,
-                }
-                config |= {"rate_per_s": RATES[application]}
-                append_result(out, config=config, result=result, env=env, kind="simulated")
+                varied = {"policy": policy, "setting": setting, "upper": upper, "lower": lower}
+                record({**cell.name, **varied, "rate_per_s": RATES[application]}, result)
                 click.echo(
                     f"{application:20} {policy:10} {upper:.2f} {lower:.2f}  TTFT {result['ttft_ms']:.1f} ms, "
                     f"LoRA hits {result['adapter_hit_rate']:.3f}, KV hits {result['kv_device_hit_rate']:.3f}"

@@ -1,6 +1,6 @@
 """Decode speed of the engine beside transformers, peft and the memory bandwidth; see README.md.
 
-python -m bench.engine.bench_engine --out FILE.jsonl [--plot FILE.png] [--quick | --tiny]
+python -m bench.engine.bench_engine --out FILE.jsonl [--plot FILE.png] [--quick]
 """
 
 from __future__ import annotations
@@ -71,23 +71,23 @@ def _line(config: dict[str, Any], result: dict[str, Any]) -> str:
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Figure of the records in --out."
 )
-@click.option("--quick", "plan", flag_value="quick", help="A small model, under a minute.")
-@click.option("--tiny", "plan", flag_value="tiny", help="A tiny model, seconds: does it run at all?")
-@click.option("--full", "plan", flag_value="full", default=True, hidden=True)
+@click.option("--quick", is_flag=True, help="A tiny model, seconds: does it run?")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Only this dtype.")
 @click.option("--num-requests", type=int, multiple=True, help="Only this concurrency; repeatable.")
 @click.option("--num-threads", type=int, default=os.cpu_count(), show_default="all cores")
 def main(
     out: Path,
     plot: Path | None,
-    plan: str,
+    quick: bool,
     dtype: str | None,
     num_requests: tuple[int, ...],
     num_threads: int,
 ) -> None:
     """Measure decode speed; --out is replaced."""
     out.unlink(missing_ok=True)
-    chosen = PLANS[plan] if dtype is None else replace(PLANS[plan], dtypes=(dtype,))
+    chosen = PLANS["quick" if quick else "full"]
+    if dtype is not None:
+        chosen = replace(chosen, dtypes=(dtype,))
     if num_requests:
         chosen = replace(chosen, num_requests=num_requests)
     records = run(chosen, out, num_threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.harness.random_model import FULL, QUICK, TINY, ModelSize
+from bench.harness.random_model import FULL, TINY, ModelSize
 
 PROMPT_TOKENS = 33
 """Two blocks of the prefix cache and one token, so that the cache holds all but the last token."""
@@ -38,13 +38,6 @@ class Plan:
 PLANS = {
     "full": Plan(size=FULL),
     "quick": Plan(
-        size=QUICK,
-        num_requests=(1, 16),
-        num_adapters=(8,),
-        num_rounds=3,
-        grouped_rounds=1,
-    ),
-    "tiny": Plan(
         size=TINY,
         dtypes=("float32",),
         num_requests=(1, 4),

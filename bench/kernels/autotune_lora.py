@@ -1,6 +1,6 @@
 """Finds launch configurations and algorithms by rank of the GPU's LoRA kernels; writes them into its table.
 
-    python -m bench.kernels.autotune_lora [--budget-s 150] [--state FILE.json] [--allow-fused] [--dry-run]
+    python -m bench.kernels.autotune_lora [--budget-s 150] [--state FILE.json] [--dry-run]
 
 Time-boxed and resumable: every measurement goes to --state at once, a later run goes on from there; see
 README.md.
@@ -25,11 +25,11 @@ from moe_lora.report.results import environment
 
 from .lora_kernel_cases import Case
 from .lora_kernel_clock import COLD_BYTES, Passes
-from .lora_kernel_own import gpu_phases
+from .lora_kernel_own import ALGORITHMS, gpu_phases
 from .lora_kernel_peers import NotApplicable, Phases
 from .lora_kernel_plan import ALL, MIXED_LORA_RANKS, CaseSpec, Shape
 from .lora_kernel_runs import check
-from .lora_tuning import Found, Pair, Target, descend, enumerate_all, in_turn, rank_classes, together, updated
+from .lora_tuning import Crossovers, Found, Pair, Target, descend, in_turn, rank_classes, together, updated
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TUNING_GPU = "NVIDIA H200"
@@ -142,18 +142,15 @@ def search_order(shapes: Mapping[Target, Shape]) -> list[list[Target]]:
     return list(groups.values())
 
 
-def tune(
-    tuner: Tuner, table: ConfigTable, found: Found, deadline: Callable[[float], bool], exhaustive: bool
-) -> None:
+def tune(tuner: Tuner, table: ConfigTable, found: Found, deadline: Callable[[float], bool]) -> None:
     """Search the configurations of all targets until 1 - CROSSOVER_SHARE of the budget is spent."""
-    search = enumerate_all if exhaustive else descend
 
     def start(target: Target) -> Pair:
         return found.best(target) or known(table, target)
 
     def one(group: list[Target]) -> Iterator[Pair]:
         for target in group:
-            yield from search(target, start(target), partial(tuner.configured, target), found)
+            yield from descend(target, start(target), partial(tuner.configured, target), found)
 
     def spent() -> bool:
         return deadline(1 - CROSSOVER_SHARE)
@@ -173,15 +170,9 @@ def _in_runs(search: Iterator[Pair], spent: Callable[[], bool], length: int = 8)
         yield run
 
 
-Crossovers = dict[tuple[Target, bool], list[tuple[int, int, str]]]
-
-
-def crossovers(
-    tuner: Tuner, found: Found, deadline: Callable[[float], bool], allow_fused: bool
-) -> Crossovers:
+def crossovers(tuner: Tuner, found: Found, deadline: Callable[[float], bool]) -> Crossovers:
     """Which algorithm serves which ranks, for sites where every rank of MIXED_LORA_RANKS was measured."""
     classes: Crossovers = {}
-    names = ("wgmma", "vector", *(["fused"] if allow_fused else []))
     for first, *_ in search_order(tuner.shapes):
         if first.kernel.startswith("fused"):
             continue
@@ -201,15 +192,9 @@ def crossovers(
                         for phase in PHASES
                     ]
                 )
-                for name in names
+                for name in ALGORITHMS
             }
-        without_fused = {
-            lora_rank: {name: s for name, s in known.items() if name != "fused"}
-            for lora_rank, known in seconds.items()
-        }
-        classes[first, False] = rank_classes(without_fused)
-        if allow_fused:
-            classes[first, True] = rank_classes(seconds)
+        classes[first] = rank_classes(seconds)
     return classes
 
 
@@ -223,12 +208,8 @@ def crossovers(
     help="Every measurement; a later run goes on from it.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
-@click.option("--exhaustive", is_flag=True, help="Every configuration instead of coordinate descent (hours).")
-@click.option("--allow-fused", is_flag=True, help="Let a whole delta use the fused kernel: other last bits.")
 @click.option("--dry-run", is_flag=True, help="Say what would be searched; needs no GPU, writes nothing.")
-def main(
-    budget_s: float, state: Path, dtype: str, exhaustive: bool, allow_fused: bool, dry_run: bool
-) -> None:
+def main(budget_s: float, state: Path, dtype: str, dry_run: bool) -> None:
     """Tune the LoRA kernels for this machine's GPU and write what was found into its table."""
     shapes = targets(dtype)
     if dry_run:
@@ -243,12 +224,12 @@ def main(
     def deadline(share: float) -> bool:
         return time.monotonic() - started_s > share * budget_s
 
-    tune(tuner, table, found, deadline, exhaustive)
+    tune(tuner, table, found, deadline)
     commit = environment()["git_commit"]
     note = f"Entries marked tuned: bench/kernels/autotune_lora.py on {table.gpu}, commit {commit}."
     note += " Others are defaults."
     configs.save_table(updated(table, list(shapes), found, {}, note))
-    classes = crossovers(tuner, found, deadline, allow_fused)
+    classes = crossovers(tuner, found, deadline)
     path = configs.save_table(updated(table, list(shapes), found, classes, note))
     tuned = sum(found.best(target) is not None for target in shapes)
     click.echo(f"{path}: {tuned} of {len(shapes)} kernels tuned, {len(classes)} rules of ranks")

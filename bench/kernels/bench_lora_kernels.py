@@ -7,17 +7,15 @@ python -m bench.kernels.bench_lora_kernels --out FILE.jsonl [--quick | --tiny]
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import torch
 
-from bench.harness.records import environment
-from moe_lora.report.results import append_result, read_results
+from bench.harness.records import Record, Recorder
 
 from .lora_kernel_cases import Case, memory_bytes
 from .lora_kernel_clock import COLD_BYTES, Rates
@@ -32,22 +30,14 @@ DEFAULT_BUDGET_S = {"cpu": 340.0, "cuda": 230.0}
 CPU_MEMORY_BYTES = 3 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """budget_s: no case starts after it.  use_graphs: time captured decode work on a GPU."""
-
-    budget_s: float
-    use_graphs: bool
-
-
 def refuse_too_large(specs: Sequence[CaseSpec], cold_bytes: int, limit_bytes: int) -> None:
     """Raise ValueError naming the cases whose operands do not fit, before any memory is taken."""
     sizes = ((spec, memory_bytes(spec, cold_bytes)) for spec in specs)
     large = [f"{spec.title}: {size / 1e9:.1f} GB" for spec, size in sizes if size > limit_bytes]
     if large:
         raise ValueError(
-            f"{len(large)} cases need more than --memory-gb {limit_bytes / 1e9:.1f}: {'; '.join(large)}. "
-            "Raise --scale, which divides rows and adapters, or --memory-gb"
+            f"{len(large)} cases need more than {limit_bytes / 1e9:.1f} GB: {'; '.join(large)}. "
+            "Raise --scale, which divides rows and adapters"
         )
 
 
@@ -64,28 +54,25 @@ def memory_limit(device: torch.device) -> int:
 
 
 def run(
-    chosen: Plan, contestants: Sequence[Contestant], device: torch.device, out: Path, options: RunOptions
-) -> None:
-    """Measure case by case and append each case's records at once."""
-    env = {**environment(out), "device_name": device_name(device)}
+    chosen: Plan, contestants: Sequence[Contestant], device: torch.device, out: Path, budget_s: float
+) -> list[Record]:
+    """Measure case by case and append each case's records at once.  budget_s: no case starts after it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    record = Recorder(out, device_name=name)
     started_s = time.monotonic()
     rates = Rates(device, chosen.specs[0].dtype)
     for number, spec in enumerate(chosen.specs):
-        if time.monotonic() - started_s > options.budget_s:
-            click.echo(f"time budget of {options.budget_s:g} s is spent: left out the last")
+        if time.monotonic() - started_s > budget_s:
+            click.echo(f"time budget of {budget_s:g} s is spent: left out the last")
             click.echo("\n".join(f"  {left.title}" for left in chosen.specs[number:]))
             break
         click.echo(spec.title)
-        measured = CaseRun(Case(spec, device, cold_bytes(chosen, device)), contestants, options.use_graphs)
-        for record in measured.measure(rates, chosen.rounds):
-            append_result(out, **record, env=env, kind="measured")
-            click.echo(line(record))
+        measured = CaseRun(Case(spec, device, cold_bytes(chosen, device)), contestants)
+        for config, result in measured.measure(rates, chosen.rounds):
+            click.echo(line(record(config, result)))
         del measured
         gc.collect()
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return record.records
 
 
 @click.command()
@@ -108,14 +95,7 @@ def device_name(device: torch.device) -> str:
     type=click.Path(dir_okay=False, path_type=Path),
     help="A Python file with another contestant; repeatable.",
 )
-@click.option(
-    "--memory-gb", type=float, help="Limit of a case's operands; default 3 on CPU, 60 % of a GPU's."
-)
 @click.option("--budget-s", type=float, help="Start no case after this; default 340 on CPU, 230 on a GPU.")
-@click.option(
-    "--graphs/--no-graphs", default=True, show_default=True, help="CUDA graphs for all but prefill."
-)
-@click.option("--num-threads", type=int, default=os.cpu_count(), show_default="all cores")
 def main(
     out: Path,
     mode: str,
@@ -124,21 +104,16 @@ def main(
     scale: int | None,
     wanted: str,
     peer_modules: tuple[Path, ...],
-    memory_gb: float | None,
     budget_s: float | None,
-    graphs: bool,
-    num_threads: int,
 ) -> None:
     """Measure the LoRA kernels; --out is replaced. Exits with 1 if one of our own kernels is wrong."""
-    torch.set_num_threads(num_threads)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
     try:
         chosen = plan(mode, getattr(torch, dtype), DEFAULT_SCALE[device] if scale is None else scale)
         chosen = replace(chosen, specs=tuple(spec for spec in chosen.specs if wanted in spec.title))
-        limit = memory_limit(place) if memory_gb is None else int(memory_gb * 1e9)
-        refuse_too_large(chosen.specs, cold_bytes(chosen, place), limit)
+        refuse_too_large(chosen.specs, cold_bytes(chosen, place), memory_limit(place))
         contestants = [*own_kernels(place), *torch_peers(), *map(load_peer, peer_modules)]
     except ValueError as error:
         raise click.ClickException(str(error)) from None
@@ -146,10 +121,9 @@ def main(
         raise click.ClickException(f"--case {wanted!r} is in no title")
     out.unlink(missing_ok=True)
     budget = DEFAULT_BUDGET_S[device] if budget_s is None else budget_s
-    run(chosen, contestants, place, out, RunOptions(budget_s=budget, use_graphs=graphs))
-    records = read_results(out)
+    records = run(chosen, contestants, place, out, budget)
     click.echo(verdict_table(records))
-    if any(record["config"]["role"] not in ("peer", "outside") for record in wrong(records)):
+    if any(one["config"]["role"] not in ("peer", "outside") for one in wrong(records)):
         raise SystemExit(1)
 
 

@@ -6,20 +6,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Record = dict[str, Any]
-Wanted = Callable[[Record], bool]
-Value = Callable[[Record], "float | None"]
+from bench.harness.records import Record
+
+Fields = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Goal:
-    """Every wanted record's value must reach `limit`."""
+    """What every record of our kernel on the device must reach, of those that it is about.
+
+    value: of a record's config and result; None where the goal is not about it.
+    """
 
     name: str
     limit: float
     device: str
-    wanted: Wanted
-    value: Value
+    value: Callable[[Fields, Fields], float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,98 +39,57 @@ class Verdict:
         return self.num_met == self.num_cases
 
 
-def _case(
-    group: str | None = None, bound: str | None = None, phase: str | None = None, **config: Any
-) -> Wanted:
-    def wanted(record: Record) -> bool:
-        found, result = record["config"], record["result"]
-        return (
-            (group is None or found["group"] == group)
-            and (bound is None or result["bound"] == bound)
-            and (phase is None or found["phase"] == phase)
-            and all(found[key] == value for key, value in config.items())
-        )
-
-    return wanted
+def _figure19(config: Fields, result: Fields) -> float | None:
+    wanted = config["group"] == "figure19" and result["bound"] == "memory"
+    return result["of_copy"]["median"] if wanted else None
 
 
-def _few_rows(record: Record) -> bool:
-    config = record["config"]
-    return config["group"] == "decode" and config["num_adapters"] == 8 and config["num_rows"] in (8, 16, 32)
+def _prefill(config: Fields, result: Fields) -> float | None:
+    wanted = config["group"] == "prefill" and result["bound"] == "compute"
+    return result["of_gemm"]["median"] if wanted else None
 
 
-def _share(name: str) -> Value:
-    return lambda record: record["result"][name]["median"]
+def _mixed_ranks(config: Fields, result: Fields) -> float | None:
+    return None if config["equal_ranks"] else _over_best_outside(config, result)
 
 
-def _over(name: str) -> Value:
-    def value(record: Record) -> float | None:
-        found = record["result"]["speedup_over"].get(name)
-        return None if found is None else found["median"]
-
-    return value
+def _equal_ranks(config: Fields, result: Fields) -> float | None:
+    return _over_best_outside(config, result) if config["equal_ranks"] else None
 
 
-def _over_best(record: Record) -> float | None:
-    found = record["result"]["speedup_over"].values()
-    return min((other["median"] for other in found), default=None)
-
-
-def _over_best_and_outside(record: Record) -> float | None:
+def _over_best_outside(config: Fields, result: Fields) -> float | None:
     """None where no kernels from outside were timed beside ours: what torch offers answers no such goal."""
-    return _over_best(record) if record["result"].get("outside") else None
+    return _over_best(result) if config["phase"] == "delta" and result.get("outside") else None
+
+
+def _over_best(result: Fields) -> float | None:
+    return min((other["median"] for other in result["speedup_over"].values()), default=None)
+
+
+def _of_read(config: Fields, result: Fields) -> float | None:
+    wanted = config["phase"] == "delta" and result["bound"] == "memory"
+    return result["of_read"]["median"] if wanted else None
+
+
+def _of_gemm(config: Fields, result: Fields) -> float | None:
+    wanted = config["phase"] == "delta" and result["bound"] == "compute"
+    return result["of_gemm"]["median"] if wanted else None
+
+
+def _few_rows(config: Fields, result: Fields) -> float | None:
+    few = config["group"] == "decode" and config["num_adapters"] == 8 and config["num_rows"] in (8, 16, 32)
+    loop = result["speedup_over"].get("mm loop")
+    return loop["median"] if few and loop is not None else None
 
 
 GOALS = (
-    Goal(
-        name="figure 19, memory-bound: share of copy bandwidth",
-        limit=0.85,
-        device="cuda",
-        wanted=_case("figure19", "memory"),
-        value=_share("of_copy"),
-    ),
-    Goal(
-        name="prefill, compute-bound: share of the GEMM rate",
-        limit=0.7,
-        device="cuda",
-        wanted=_case("prefill", "compute"),
-        value=_share("of_gemm"),
-    ),
-    Goal(
-        name="mixed ranks: times the best peer's speed, --peer-module included",
-        limit=2.0,
-        device="cuda",
-        wanted=_case(phase="delta", equal_ranks=False),
-        value=_over_best_and_outside,
-    ),
-    Goal(
-        name="equal ranks: times the best peer's speed, --peer-module included",
-        limit=1.0,
-        device="cuda",
-        wanted=_case(phase="delta", equal_ranks=True),
-        value=_over_best_and_outside,
-    ),
-    Goal(
-        name="memory-bound: share of read bandwidth",
-        limit=0.6,
-        device="cpu",
-        wanted=_case(bound="memory", phase="delta"),
-        value=_share("of_read"),
-    ),
-    Goal(
-        name="compute-bound: share of the GEMM rate",
-        limit=0.6,
-        device="cpu",
-        wanted=_case(bound="compute", phase="delta"),
-        value=_share("of_gemm"),
-    ),
-    Goal(
-        name="8 adapters of 1-4 rows: times the mm loop's speed",
-        limit=3.0,
-        device="cpu",
-        wanted=_few_rows,
-        value=_over("mm loop"),
-    ),
+    Goal("figure 19, memory-bound: share of copy bandwidth", 0.85, "cuda", _figure19),
+    Goal("prefill, compute-bound: share of the GEMM rate", 0.7, "cuda", _prefill),
+    Goal("mixed ranks: times the best peer's speed, --peer-module included", 2.0, "cuda", _mixed_ranks),
+    Goal("equal ranks: times the best peer's speed, --peer-module included", 1.0, "cuda", _equal_ranks),
+    Goal("memory-bound: share of read bandwidth", 0.6, "cpu", _of_read),
+    Goal("compute-bound: share of the GEMM rate", 0.6, "cpu", _of_gemm),
+    Goal("8 adapters of 1-4 rows: times the mm loop's speed", 3.0, "cpu", _few_rows),
 )
 
 
@@ -148,8 +109,8 @@ def _values(goal: Goal, records: Iterable[Record]) -> Iterator[tuple[float, str]
     for record in records:
         config = record["config"]
         ours = config["role"] == "ours" and "refused" not in record["result"]
-        if ours and config["device"] == goal.device and goal.wanted(record):
-            value = goal.value(record)
+        if ours and config["device"] == goal.device:
+            value = goal.value(config, record["result"])
             if value is not None:
                 yield value, f"{config['case']}, {config['phase']}"
 
@@ -190,7 +151,7 @@ def line(record: Record) -> str:
     name = f"  {config['phase']:6} {config['kernel']:14}"
     if "refused" in result:
         return f"{name} left out: {result['refused']}"
-    best = _over_best(record) if "speedup_over" in result else None
+    best = _over_best(result) if "speedup_over" in result else None
     return (
         f"{name} {result['time_ms']:9.3f} ms {result['bytes_per_s'] / 1e9:8.1f} GB/s "
         f"{result['flops_per_s'] / 1e9:8.0f} GFLOP/s  {result['of_bound']['median']:4.0%} of "

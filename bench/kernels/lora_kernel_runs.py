@@ -15,7 +15,8 @@ from .lora_kernel_clock import Passes, Rates
 from .lora_kernel_peers import Contestant, NotApplicable, Phases
 from .lora_kernel_plan import CaseSpec
 
-Record = dict[str, Any]
+Found = tuple[dict[str, Any], dict[str, Any]]
+"""Config and result of a record."""
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 """Largest error against the fp32 reference, by the largest value of the delta."""
 _OTHERS = ("baseline", "peer", "outside")
@@ -48,7 +49,7 @@ def check(case: Case, phases: Phases) -> float:
 class CaseRun:
     """All contestants of one case, prepared and checked."""
 
-    def __init__(self, case: Case, contestants: Sequence[Contestant], use_graphs: bool) -> None:
+    def __init__(self, case: Case, contestants: Sequence[Contestant]) -> None:
         self.case = case
         self.errors: dict[str, float] = {}
         self.refused: dict[str, str] = {}
@@ -61,10 +62,10 @@ class CaseRun:
             except NotApplicable as reason:
                 self.refused[contestant.name] = str(reason)
                 continue
-            self._prepare(contestant.name, phases, use_graphs)
+            self._prepare(contestant.name, phases)
 
-    def _prepare(self, name: str, phases: Phases, use_graphs: bool) -> None:
-        graph = use_graphs and self.case.spec.group != "prefill"
+    def _prepare(self, name: str, phases: Phases) -> None:
+        graph = self.case.spec.group != "prefill"
         for phase in self.case.spec.phases:
             if phase in phases:
                 before = phases.get("shrink") if phase == "expand" else None
@@ -72,7 +73,7 @@ class CaseRun:
                     phases[phase], self.case.num_copies, self.case.device, graph, before
                 )
 
-    def measure(self, rates: Rates, rounds: int) -> list[Record]:
+    def measure(self, rates: Rates, rounds: int) -> list[Found]:
         """One record per phase and contestant, refused ones included."""
         turns: dict[str, tuple[Passes, int, int]] = {
             name: (passes, 1, rounds) for name, passes in rates.contestants.items()
@@ -88,8 +89,7 @@ class CaseRun:
             if (phase, name) in self.passes
         ]
         refused = [
-            {"config": self._config("delta", name, None), "result": {"refused": reason}}
-            for name, reason in self.refused.items()
+            (self._config("delta", name, None), {"refused": reason}) for name, reason in self.refused.items()
         ]
         return records + refused
 
@@ -108,7 +108,7 @@ class CaseRun:
             "timed_by": None if passes is None else passes.timed_by,
         }
 
-    def _record(self, phase: str, name: str, times: dict[str, list[float]], rates: Rates) -> Record:
+    def _record(self, phase: str, name: str, times: dict[str, list[float]], rates: Rates) -> Found:
         copies = self.case.num_copies
         own = [seconds / copies for seconds in times[f"{phase}/{name}"]]
         work = self.case.work
@@ -120,7 +120,7 @@ class CaseRun:
             }
             found["outside"] = [o for o in found["speedup_over"] if self._roles[o] == "outside"]
         found["relative_error"] = self.errors[name]
-        return {"config": self._config(phase, name, self.passes[phase, name]), "result": found}
+        return self._config(phase, name, self.passes[phase, name]), found
 
 
 def describe(spec: CaseSpec) -> dict[str, Any]:

@@ -51,6 +51,10 @@ class Target:
         return f"{self.kernel} {self.dtype} {phase} {self.in_features}x{self.out_features}"
 
 
+Crossovers = dict[Target, list[tuple[int, int, str]]]
+"""Classes of ranks (least, largest, algorithm) at each site."""
+
+
 @dataclass
 class Found:
     """Seconds of everything measured so far, by target key and configuration (as JSON), kept in a file.
@@ -155,14 +159,6 @@ def descend(target: Target, start: Pair, measure: Measure, found: Found) -> Iter
                 break
 
 
-def enumerate_all(target: Target, start: Pair, measure: Measure, found: Found) -> Iterator[Pair]:
-    """Every configuration of the space in both phases, `start` first; yields what it measures."""
-    for pair in [start, *(dict.fromkeys(PHASES, config) for config in config_space(target.kernel))]:
-        if any(not found.knows(target.key(phase), pair[phase]) for phase in PHASES):
-            _seconds(target, pair, measure, found)
-            yield pair
-
-
 def _seconds(target: Target, pair: Pair, measure: Measure, found: Found) -> float:
     return together(
         [
@@ -210,7 +206,7 @@ def updated(
     table: ConfigTable,
     targets: Sequence[Target],
     found: Found,
-    crossovers: Mapping[tuple[Target, bool], Sequence[tuple[int, int, str]]],
+    crossovers: Crossovers,
     note: str,
 ) -> ConfigTable:
     """The table with the best configurations and classes of ranks that were found, ahead of what it had."""
@@ -220,17 +216,17 @@ def updated(
         for phase, config in (found.best(target) or {}).items()
     ]
     choices = [
-        Choice(**_key(target), algorithm=name, min_rank=low, max_rank=high, whole=whole, state="tuned")
-        for (target, whole), classes in crossovers.items()
+        Choice(**_key(target), algorithm=name, min_rank=low, max_rank=high, state="tuned")
+        for target, classes in crossovers.items()
         for low, high, name in classes
     ]
     replaced = {_place(entry) for entry in entries}
-    chosen = {(choice.whole, *_place(choice)) for choice in choices}
+    chosen = {_place(choice) for choice in choices}
     return ConfigTable(
         table.gpu,
         note,
         (*entries, *(entry for entry in table.entries if _place(entry) not in replaced)),
-        (*choices, *(c for c in table.choices if (c.whole, *_place(c)) not in chosen)),
+        (*choices, *(c for c in table.choices if c.whole or _place(c) not in chosen)),
     )
 
 

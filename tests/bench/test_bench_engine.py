@@ -24,7 +24,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("bench")
     out, plot = folder / "out.jsonl", folder / "plot.png"
     threads = torch.get_num_threads()
-    done = CliRunner().invoke(main, ["--tiny", "--out", str(out), "--plot", str(plot), "--num-threads", "1"])
+    done = CliRunner().invoke(main, ["--quick", "--out", str(out), "--plot", str(plot), "--num-threads", "1"])
     torch.set_num_threads(threads)
     assert done.exit_code == 0, done.output
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -32,7 +32,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 def test_each_cell_has_every_contestant(records: list[dict]) -> None:
-    plan = PLANS["tiny"]
+    plan = PLANS["quick"]
     for num_requests, num_adapters in plan.cells():
         found = {
             r["config"]["system"]
@@ -65,7 +65,7 @@ def test_tokens_of_the_run_equal_the_peers_in_fp32(records: list[dict]) -> None:
 
 
 def test_goals_are_read_from_the_records(records: list[dict]) -> None:
-    found = goals(records, PLANS["tiny"].headline)
+    found = goals(records, PLANS["quick"].headline)
     assert [goal.name.split(",")[0] for goal in found] == [
         "base over transformers",
         "base over transformers",

@@ -55,13 +55,11 @@ def spec_of(shape_number: int = 0, **changes: object) -> CaseSpec:
 def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], str]:
     folder = tmp_path_factory.mktemp("lora")
     out = folder / "out.jsonl"
-    arguments = ["--tiny", "--device", "cpu", "--num-threads", "1", "--out", str(out)]
+    arguments = ["--tiny", "--device", "cpu", "--out", str(out)]
     for name, text in (("outsider", PEER), ("wrong", WRONG_PEER)):
         (folder / f"{name}.py").write_text(text)
         arguments += ["--peer-module", str(folder / f"{name}.py")]
-    threads = torch.get_num_threads()
     done = CliRunner().invoke(main, arguments)
-    torch.set_num_threads(threads)
     assert done.exit_code == 0, done.output
     return read_results(out), done.output
 

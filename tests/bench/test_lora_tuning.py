@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 from bench.kernels.autotune_lora import TUNING_GPU, main, targets
@@ -14,7 +13,6 @@ from bench.kernels.lora_tuning import (
     Pair,
     Target,
     descend,
-    enumerate_all,
     in_turn,
     neighbours,
     rank_classes,
@@ -67,12 +65,6 @@ def test_descent_finds_the_best_pair_without_measuring_everything() -> None:
     steps = list(descend(TARGET, start(), distance, found))
     assert found.best(TARGET) == BEST
     assert len(steps) <= measured(found) < len(config_space(TARGET.kernel))
-
-
-def test_enumeration_measures_the_whole_space_once() -> None:
-    found = Found()
-    assert len(list(enumerate_all(TARGET, start(), distance, found))) == len(config_space(TARGET.kernel))
-    assert found.best(TARGET) == BEST
 
 
 def test_a_second_run_goes_on_where_the_first_was_cut_off(tmp_path: Path) -> None:
@@ -128,22 +120,21 @@ def test_rank_classes_cover_every_rank_and_merge_equal_neighbours() -> None:
     assert rank_classes({}) == []
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_table_takes_what_was_found_and_keeps_the_rest(whole: bool) -> None:
+def test_the_table_takes_what_was_found_and_keeps_the_rest() -> None:
     table, found = load_table(TUNING_GPU), Found()
     list(descend(TARGET, start(), distance, found))
-    new = updated(table, [TARGET], found, {(TARGET, whole): [(1, 16, "vector"), (17, 512, "wgmma")]}, "note")
+    new = updated(table, [TARGET], found, {TARGET: [(1, 16, "vector"), (17, 512, "wgmma")]}, "note")
     for phase in PHASES:
         assert new.config(TARGET.kernel, "bf16", phase, *WIDTHS) == BEST[phase]
         other = (TARGET.kernel, "bf16", phase, 4096, 4097)
         assert new.config(*other) == table.config(*other)
     (shape,) = {shape.model: shape for shape in targets("bf16").values() if shape.model == "dense"}.values()
-    classes = choose(shape.site, "bf16", new, whole=whole)
+    classes = choose(shape.site, "bf16", new)
     assert [(c.algorithm, c.min_rank, c.max_rank) for c in classes] == [("vector", 1, 16), ("wgmma", 17, 512)]
     assert choose(shape.site, "fp16", new) == choose(shape.site, "fp16", table)
-    again = updated(new, [TARGET], found, {(TARGET, whole): [(1, 512, "wgmma")]}, "note")
+    again = updated(new, [TARGET], found, {TARGET: [(1, 512, "wgmma")]}, "note")
     assert len(again.entries) == len(new.entries)
-    assert len(choose(shape.site, "bf16", again, whole=whole)) == 1
+    assert len(choose(shape.site, "bf16", again)) == 1
 
 
 def test_dry_run_names_every_target_without_a_gpu() -> None:
