@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.core.errors import AdapterError, ConfigError
-from moe_lora.engine.client.client import CallableEngine, EngineClient
-from moe_lora.policies.routing import Router, TokenMeter
+from moe_lora.core.errors import ConfigError
+from moe_lora.engine.client.client import EngineClient
+from moe_lora.policies.routing import Router
 
-from .config import ONE_FRONT_END, EngineConfig, LoraServerConfig
+from .config import ONE_FRONT_END, EngineConfig, FrontEndConfig, LoraServerConfig
 
 if TYPE_CHECKING:
-    from moe_lora.dist.cluster.controller.placement_controller import Routes
+    from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
     from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
-    from moe_lora.dist.cluster.instances import InstanceRegistry
-    from moe_lora.dist.cluster.routing_client import FleetClient
-    from moe_lora.engine.client.heartbeat import Heartbeat
 
 
 def serve(cluster: ClusterConfig) -> None:
@@ -33,40 +29,26 @@ def serve(cluster: ClusterConfig) -> None:
     cluster.engine.num_threads counts for each instance.  Of the cluster's addresses only that of HTTP counts.
     Raises ConfigError, RegistryError or AdapterError for what can be known at start.
     """
-    from moe_lora.dist.cluster.controller.capacity_controller import make_controller
-    from moe_lora.dist.cluster.controller.cluster_controller import Decisions
     from moe_lora.dist.cluster.controller.served_registry import opened_registry
-    from moe_lora.engine.client.heartbeat import Heartbeat
     from moe_lora.engine.text.text import load_tokenizer
-    from moe_lora.serve.cluster_roles import only_front_end
+    from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.server import bind, serve_forever
 
-    routes, config, name = _checked_routes(cluster), cluster.engine, cluster.served_model_name
-    tokenizer, front_end = load_tokenizer(config.model_dir), cluster.front_end
+    _check_local(cluster)
+    tokenizer, front_end = load_tokenizer(cluster.engine.model_dir), cluster.front_end
 
-    async def run(config: EngineConfig, served: ServedRegistry | None) -> None:
-        heartbeat = Heartbeat.of(routes.config)
+    async def run(cluster: ClusterConfig, registry: ServedRegistry | None) -> None:
         async with (
-            local_lora_server(config, cluster.lora_server) as joined,
-            local_instances(
-                joined, routes.router, meter=routes.meter, ranks=routes.ranks, heartbeat=heartbeat
-            ) as fleet,
+            local_lora_server(cluster) as joined,
+            local_instances(joined, registry) as controlled,
         ):
-            decisions = Decisions(
-                fleet=fleet,
-                meter=routes.meter,
-                placement=routes.placement(fleet),
-                provision=make_controller(cluster.provision, fleet, joined.lora_server),
-                registry=served,
+            frontend = Frontend(
+                client=controlled.fleet, tokenizer=tokenizer, cluster=joined, controller=controlled.controller
             )
-            deciding = only_front_end(decisions, tokenizer, name, front_end.cors_origins)
-            await serve_forever(deciding, sock, front_end.drain_s)
+            await serve_forever(frontend, sock, front_end.drain_s)
 
-    with (
-        bind(front_end.host, front_end.port) as sock,
-        opened_registry(cluster.registry, config, name) as (config, served),
-    ):
-        asyncio.run(run(config, served))
+    with bind(front_end.host, front_end.port) as sock, opened_registry(cluster) as (cluster, registry):
+        asyncio.run(run(cluster, registry))
 
 
 def serve_controller(cluster: ClusterConfig) -> None:
@@ -91,12 +73,12 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     from moe_lora.serve.server import bind
 
     # What can't work is said here, once, and not by each process.
-    _checked_routes(cluster)
+    _check_local(cluster)
     thread_share(cluster.engine.num_threads, cluster.engine.num_instances, usable_cores())
 
     async def run(folder: str, contents_dir: str) -> int:
-        async with local_lora_server(cluster.engine, cluster.lora_server) as joined:
-            whole = on_sockets(cluster, num_front_ends, joined.lora_server, folder)
+        async with local_lora_server(cluster) as joined:
+            whole = on_sockets(joined, num_front_ends, folder)
             whole = replace(whole, engine=replace(whole.engine, contents_dir=contents_dir))
             with cluster_file(whole) as file:
                 roles = roles_of(whole, file, sock.fileno())
@@ -132,133 +114,93 @@ def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: 
             asyncio.run(serve_directed(cluster, name, tokenizer, sock))
 
 
-def _checked_routes(cluster: ClusterConfig) -> Routes:
-    """What routes the requests to instances of this host.  Raises ConfigError."""
+def _check_local(cluster: ClusterConfig) -> None:
+    """Raises ConfigError for what instances of this host can't do."""
     from moe_lora.dist.cluster.controller.placement_controller import make_routes
     from moe_lora.dist.launch.host_roles import check_pool
 
-    routes = make_routes(cluster.front_end, cluster.engine.max_num_seqs, cluster.engine.lora_kernel)
+    make_routes(cluster)
     if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
         raise ConfigError(
             "a placement is over several instances; give --instances 2 or more, or leave it out"
         )
     check_pool(cluster.engine)
-    return routes
 
 
 @asynccontextmanager
 async def local_instances(
-    config: EngineConfig,
-    routing: str | Router = "least_outstanding",
-    *,
-    meter: TokenMeter | None = None,
-    ranks: dict[str, int] | None = None,
-    heartbeat: Heartbeat | None = None,
-) -> AsyncIterator[FleetClient]:
+    cluster: ClusterConfig, registry: ServedRegistry | None = None, router: Router | None = None
+) -> AsyncIterator[ControlledFleet]:
     """Engine processes of this host that stand in for each other, ended with the context.
 
-    Each that ends is started again.  routing: a router, or the name of one in `policies.routers.ROUTERS`.
-    meter, ranks: see `FleetClient`.  heartbeat: when one is silent.  Raises what keeps one from starting.
+    Each that ends is started again.  registry: see `controlled_fleet`.  router: another than the settings
+    name.  Raises what keeps one from starting.
     """
-    from moe_lora.core.address import Address
-    from moe_lora.core.clock import WallClock
+    from moe_lora.core.address import parse_address
     from moe_lora.core.host import run_folder
-    from moe_lora.dist.cluster.instances import InstanceRegistry
-    from moe_lora.dist.cluster.listener import CatchUp, InstanceListener, Recovery
-    from moe_lora.dist.cluster.pool.directory import PoolDirectory
-    from moe_lora.dist.cluster.routing_client import FleetClient
+    from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
+    from moe_lora.dist.cluster.controller.placement_controller import make_routes
     from moe_lora.dist.launch.host_roles import (
         HostRoles,
-        Role,
-        StartInstance,
-        instance_config,
-        start_file,
+        cluster_file,
+        instance_roles,
+        on_sockets,
         thread_share,
     )
-    from moe_lora.engine.client.process import usable_cores, worker_environment
-    from moe_lora.policies.routers import make_router
+    from moe_lora.engine.client.process import usable_cores
 
-    count = config.num_instances
-    config = replace(config, num_threads=thread_share(config.num_threads, count, usable_cores()))
-    pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
-    instance_registry = InstanceRegistry((), config.adapters, _ALL_ENDED, heartbeat, pool)
-    recovery = Recovery(instance_registry, None)
-    router = make_router(routing) if isinstance(routing, str) else routing
-    fleet = FleetClient(instance_registry, router, WallClock(), meter=meter, ranks=ranks)
-    listener = InstanceListener(
-        instance_registry, CatchUp(instance_registry, recovery), on_give_up=lambda name: roles.kill(name)
-    )
+    config = cluster.engine
+    threads = thread_share(config.num_threads, config.num_instances, usable_cores())
+    config = replace(config, num_threads=threads)
+    routes = make_routes(cluster)
+    if router is not None:
+        routes = replace(routes, router=router)
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
-        if config.lora_server is None:
+        if cluster.lora_server is None:
             kept = stack.enter_context(run_folder(config.state_dir))
             config = replace(config, contents_dir=str(kept / "contents"))
-        address = Address(path=f"{folder}/instances")
-        parts = []
-        for index in range(count):
-            part = instance_config(config, index, config.adapters)
-            instance_registry.number_of(part.instance)
-            parts.append(
-                Role(
-                    name=part.instance,
-                    kind="instance",
-                    words=local_worker(
-                        file := stack.enter_context(start_file(StartInstance(part, address, folder)))
-                    ),
-                    fds=(file,),
-                    environment=worker_environment(part.threads_per_process),
-                )
-            )
-        async with listener.open("the instances' socket", address, None):
+        cluster = on_sockets(replace(cluster, engine=config), 1, folder)
+        parts = instance_roles(config.num_instances, stack.enter_context(cluster_file(cluster)))
+        async with controlled_fleet(
+            cluster,
+            routes,
+            "the instances' socket",
+            parse_address("engines_address", cluster.engines_address()),
+            advice=_ALL_ENDED,
+            registry=registry,
+            on_give_up=lambda name: roles.kill(name),
+        ) as controlled:
+            instance_registry = controlled.instance_registry
+            for part in parts:
+                instance_registry.number_of(part.name)
             roles = HostRoles(parts)
             roles.failed.add_done_callback(
                 lambda failed: setattr(instance_registry, "advice", str(failed.result()))
             )
             try:
                 await roles.ready()
-                while (
-                    not all(one.starting for one in instance_registry.instances)
-                    or len(instance_registry.instances) < count
-                ):
-                    await asyncio.sleep(_LOOK_S)
-                if pool is not None:
-                    clients = [one.starting for one in instance_registry.instances]
-                    await pool.fill(cast("list[CallableEngine]", clients), config.adapters)
-                recovery.end()
-                while len(instance_registry.live) < count:
-                    await asyncio.sleep(_LOOK_S)
-                _check_all_there(instance_registry)
-                yield fleet
+                await controlled.start_together(config.num_instances, config.adapters)
+                yield controlled
             finally:
-                await fleet.close()
+                await controlled.fleet.close()
                 await roles.stop()
 
 
-def _check_all_there(instance_registry: InstanceRegistry) -> None:
-    """Raises AdapterError if an instance lacks at the start what the others serve."""
-    for instance in instance_registry.live:
-        if instance.missing:
-            names = ", ".join(sorted(instance.missing))
-            raise AdapterError(
-                f"instance {instance.name} can't have what others read of {names}; the log says why: let "
-                "nothing write to the folders of adapters while the server starts"
-            )
-
-
-_LOOK_S = 0.01
 _ALL_ENDED = "each that ended is being started again; send the request again in a while"
 
 
 @contextmanager
 def engine_processes(
-    config: EngineConfig, routing: str | Router = "least_outstanding", *, heartbeat: Heartbeat | None = None
+    config: EngineConfig, front_end: FrontEndConfig | None = None, router: Router | None = None
 ) -> Iterator[EngineClient]:
     """`local_instances` for callers of any thread and event loop."""
     from moe_lora.dist.net.thread import entered
     from moe_lora.engine.client.loop_client import ThreadedClient
 
-    with entered(lambda: local_instances(config, routing, heartbeat=heartbeat)) as (client, thread):
-        yield ThreadedClient(client, thread)
+    cluster = _instances_only(config, front_end or FrontEndConfig())
+    with entered(lambda: local_instances(cluster, router=router)) as (controlled, thread):
+        yield ThreadedClient(controlled.fleet, thread)
 
 
 @contextmanager
@@ -267,80 +209,70 @@ def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
     from moe_lora.dist.net.thread import entered
     from moe_lora.engine.client.loop_client import ThreadedClient
 
-    with entered(lambda: local_instances(config)) as (fleet, thread):
-        yield [ThreadedClient(one.client, thread) for one in fleet.instances]
+    cluster = _instances_only(config, FrontEndConfig())
+    with entered(lambda: local_instances(cluster)) as (controlled, thread):
+        yield [ThreadedClient(one.client, thread) for one in controlled.fleet.instances]
 
 
 @contextmanager
 def lora_server_processes(config: EngineConfig, server: LoraServerConfig | None) -> Iterator[EngineConfig]:
-    """`local_lora_server` for callers of any thread."""
+    """`local_lora_server` for callers of any thread; settings of an engine that uses it."""
     from moe_lora.dist.net.thread import entered
 
-    with entered(lambda: local_lora_server(config, server)) as (joined, _):
-        yield joined
+    cluster = replace(_instances_only(config, FrontEndConfig()), lora_server=server)
+    with entered(lambda: local_lora_server(cluster)) as (joined, _):
+        yield joined.instance()
+
+
+def _instances_only(config: EngineConfig, front_end: FrontEndConfig) -> ClusterConfig:
+    """A cluster that is not served over HTTP."""
+    return ClusterConfig(
+        engine=replace(config, lora_server=None),
+        served_model_name=config.model_dir,
+        lora_server=config.lora_server,
+        front_end=front_end,
+    )
 
 
 @asynccontextmanager
-async def local_lora_server(
-    config: EngineConfig, server: LoraServerConfig | None
-) -> AsyncIterator[EngineConfig]:
+async def local_lora_server(cluster: ClusterConfig) -> AsyncIterator[ClusterConfig]:
     """The LoRA Server's ranks on this host, ended with the context; yields settings that name the server.
 
-    server: its address and store_dir are chosen here; None: no server, nothing is started.
+    Its address and store_dir are chosen here.  Without a LoRA Server nothing is started.
     """
-    if server is None:
-        yield config
+    if cluster.lora_server is None:
+        yield cluster
         return
 
     from moe_lora.core.hf_config import read_config
     from moe_lora.core.host import run_folder
     from moe_lora.core.shape import ModelShape
-    from moe_lora.dist.launch.host_roles import THREADS_PER_RANK, HostRoles, Role, StartRank, start_file
+    from moe_lora.dist.launch.host_roles import HostRoles, cluster_file, server_roles
     from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
-    from moe_lora.engine.client.process import worker_environment
 
+    config = cluster.engine
     with ExitStack() as stack:
-        directory = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
+        folder = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
         kept = stack.enter_context(run_folder(config.state_dir))
         server = replace(
-            server,
-            address=f"{directory}/lora-server",
-            store_dir=str(kept / "adapters"),
+            cluster.lora_server, address=f"{folder}/lora-server", store_dir=str(kept / "adapters")
         )
         # Checked before there are as many processes as a layout that can't work asks for.
         shape = ModelShape.from_hf_config(read_config(Path(config.model_dir)))
-        Partition(shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites)
-        config = replace(config, lora_server=server)
-        parts = []
-        for rank in range(Layout.parse(server.layout).num_ranks):
-            file = stack.enter_context(start_file(StartRank(config, rank, directory)))
-            parts.append(
-                Role(
-                    name=f"lora-server-{rank}",
-                    kind="lora-server",
-                    words=local_worker(file),
-                    fds=(file,),
-                    environment=worker_environment(THREADS_PER_RANK),
-                )
-            )
-        roles = HostRoles(parts)
+        layout = Layout.parse(server.layout)
+        Partition(shape, layout, config.expert_parallel, sites=server.sites)
+        cluster = replace(cluster, lora_server=server)
+        # The file names no other address, so that the folder which a rank deletes is this one.
+        alone = replace(
+            cluster,
+            certificates=None,
+            front_end=replace(cluster.front_end, engines_address=None),
+            front_ends={},
+            controller=None,
+        )
+        roles = HostRoles(server_roles(layout.num_ranks, stack.enter_context(cluster_file(alone))))
         try:
             await roles.ready()
-            yield config
+            yield cluster
         finally:
             await roles.stop()
-
-
-def local_worker(start_file: int) -> tuple[str, ...]:
-    """Words of the command of a process that does what the file (see `dist.launch.host_roles`) says.
-
-    It ends with this process.
-    """
-    return (
-        "-m",
-        "moe_lora.dist.launch.run_role",
-        "--start-fd",
-        str(start_file),
-        "--parent",
-        str(os.getpid()),
-    )

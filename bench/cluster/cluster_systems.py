@@ -15,6 +15,7 @@ from moe_lora.config import RoutingConfig
 from moe_lora.config.plan import ReplayOptions
 from moe_lora.core.clock import WallClock
 from moe_lora.core.request import GenerateRequest, TokenOutput
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
@@ -117,7 +118,9 @@ async def _connected(
     context = RoutingContext(max_num_seqs=fleet.plan.max_num_seqs, model=model, ranks=ranks)
     router = make_router(system.router, context)
     noted = _NotedRouter(router, outcome)
-    client = _NotedFleet(instance_registry, noted, WallClock(), meter=meter, ranks=ranks)
+    client = _NotedFleet(
+        instance_registry, noted, WallClock(), FleetAdapters(instance_registry, ranks), meter
+    )
     client.outcome = outcome
     before = await idle(fleet.clients)
     await client.model_info()

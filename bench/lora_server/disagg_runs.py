@@ -156,7 +156,7 @@ def started(
     loads = dict(zip(popularity.adapters, popularity.probabilities, strict=True))
     owners = balanced_assignment(loads, config.num_instances)
     router = PhiRouting({name: [(index, 1.0)] for name, index in owners.items()})
-    with lora_server_processes(config, server) as joined, engine_processes(joined, router) as client:
+    with lora_server_processes(config, server) as joined, engine_processes(joined, router=router) as client:
         yield client
 
 

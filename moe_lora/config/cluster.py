@@ -101,6 +101,11 @@ class ClusterConfig:
             if other != place:
                 raise ConfigError(f"{place}={address!r} is {other} too; each needs a port of its own")
 
+    @property
+    def provisioning(self) -> ProvisionConfig | None:
+        """How the load on adapters is watched; None: it is not."""
+        return self.provision or (None if self.lora_server is None else ProvisionConfig())
+
     def instance(self, name: str = "instance-0") -> EngineConfig:
         """Settings of the instance of that name, its LoRA Server where the file says.
 
@@ -140,10 +145,15 @@ class ClusterConfig:
     @property
     def folder_of_sockets(self) -> str | None:
         """Where roles of one host have their sockets (`dist.launch.host_roles`), None if they have none."""
-        address = "" if self.controller is None else self.controller.address
+        if self.controller is not None:
+            address = self.controller.address
+        elif self.front_end.engines_address is not None:
+            address = self.front_end.engines_address
+        else:
+            address = "" if self.lora_server is None else self.lora_server.address
         return os.path.dirname(address) if address.startswith("/") else None
 
-    def doors(self) -> dict[str, Address]:
+    def dialled_addresses(self) -> dict[str, Address]:
         """Where everything is that an instance dials, by name: the controller and each front end.
 
         Raises ConfigError if the file does not say where.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -54,22 +55,37 @@ class _Bucket:
     num_at_once: int = 0
 
 
+class VisitWindow(Protocol):
+    """What requests for adapters are noted in."""
+
+    def begin(self, adapter: str) -> Visit: ...
+
+    def start(self, visit: Visit) -> None: ...
+
+    def refuse(self, visit: Visit) -> None: ...
+
+    def end(self, visit: Visit, timing: RequestTiming | None) -> None: ...
+
+
 class Visit:
-    """One request in a window: it arrives, starts, and ends or turns out to be none."""
+    """One request in a window: it arrives, starts, and ends or turns out to be none.
 
-    __slots__ = ("_window", "adapter", "arrival", "started")
+    number: the window's, for its own use.
+    """
 
-    def __init__(self, window: DemandWindow, adapter: str, arrival: int) -> None:
+    __slots__ = ("_window", "adapter", "number", "started")
+
+    def __init__(self, window: VisitWindow, adapter: str, number: int) -> None:
         self._window = window
         self.adapter = adapter
-        self.arrival = arrival
+        self.number = number
         self.started = False
 
     def start(self) -> None:
         """Its first token is there."""
         assert not self.started
         self.started = True
-        self._window.start()
+        self._window.start(self)
 
     def refuse(self) -> None:
         """It could not run, for a name that does not exist, say: it does not count."""
@@ -107,11 +123,11 @@ class DemandWindow:
         self._advance()
         self._num_started -= visit.started
         for bucket in self._buckets:
-            if bucket.number == visit.arrival:
+            if bucket.number == visit.number:
                 _take(bucket.counts, visit.adapter, 1)
                 _take(self._total, visit.adapter, 1)
 
-    def start(self) -> None:
+    def start(self, visit: Visit) -> None:
         self._advance()
         self._num_started += 1
 

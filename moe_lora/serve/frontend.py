@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.request import ModelInfo, SamplingParams
-from moe_lora.dist.cluster.controller.controller_views import PlacementView, ProvisionView, RegistryView
+from moe_lora.dist.cluster.controller.cluster_state import Controller
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.serve.metrics.metrics import Metrics
 
 from .http_errors import ApiError, bad_request
 
 if TYPE_CHECKING:
-    from moe_lora.dist.cluster.controller.controller_link import ControllerLink
     from moe_lora.engine.text.text import Tokenizer
 
 
@@ -64,42 +64,26 @@ LONG_TEXT_CHARS = 10_000
 """Texts from here on are tokenized in a thread, so that they don't hold up everyone's tokens."""
 
 
-class Task(Protocol):
-    """Something that goes on beside the requests."""
-
-    async def run(self) -> None:
-        """Go on until cancelled."""
-        ...
-
-
 @dataclass(kw_only=True)
 class Frontend:
     """One engine as one HTTP application sees it.
 
-    tokenizer None: prompts are token ids only.  model_name: what requests call the base model; every other
-    name is an adapter's.  controller None: the load on adapters is not watched.  placement None: adapters
-    are not divided over instances.  registry None: adapters are known by their paths only.  link: to the
-    process that decides, if that is another one.  tasks: run while it serves.  ending: cuts requests when it
-    ends.  ready: waited for before it serves.  cors_origins: whose pages a browser lets call this server;
-    "*" is all.  Whoever makes it closes the client.
+    tokenizer None: prompts are token ids only.  cluster: what is served, and what a controller does for it.
+    controller: runs while it serves.  ending: cuts requests when it ends.  model_name: what requests call the
+    base model; every other name is an adapter's.  Whoever makes it closes the client.
     """
 
     client: EngineClient
     tokenizer: Tokenizer | None
-    model_name: str
-    controller: ProvisionView | None = None
-    placement: PlacementView | None = None
-    registry: RegistryView | None = None
-    link: ControllerLink | None = None
-    tasks: Sequence[Task] = ()
-    ready: Callable[[], Awaitable[None]] | None = None
-    cors_origins: Sequence[str] = ()
+    cluster: ClusterConfig
+    controller: Controller
     ending: Ending = field(default_factory=Ending)
     created_s: int = field(default_factory=lambda: int(time.time()))
     _info: ModelInfo | None = None
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.model_name, self.controller, self.placement, self.link)
+        self.model_name = self.cluster.served_model_name
+        self.metrics = Metrics(self.cluster, self.controller)
 
     async def info(self) -> ModelInfo:
         if self._info is None:

@@ -29,7 +29,7 @@ from .http_errors import install_error_handlers
 
 
 def create_app(frontend: Frontend) -> FastAPI:
-    """OpenAI-compatible endpoints over a front end's engine; it does not run the front end's tasks."""
+    """OpenAI-compatible endpoints over a front end's engine; it does not run the controller."""
     # FastAPI's pages at /docs and /redoc load scripts from elsewhere, which a server without a network can't.
     app = FastAPI(
         docs_url=None,
@@ -40,10 +40,11 @@ def create_app(frontend: Frontend) -> FastAPI:
     )
     install_error_handlers(app)
     app.add_middleware(RequestIds)
-    if frontend.cors_origins:
+    cors_origins = frontend.cluster.front_end.cors_origins
+    if cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=frontend.cors_origins,
+            allow_origins=cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[HEADER],
@@ -233,14 +234,12 @@ async def serve_forever(frontend: Frontend, sock: socket.socket, drain_s: float 
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    tasks = [asyncio.create_task(one.run()) for one in frontend.tasks]
+    deciding = asyncio.create_task(frontend.controller.run())
     try:
-        if frontend.ready is not None:
-            await frontend.ready()
+        await frontend.controller.ready()
         await server.serve(sockets=[sock])
     finally:
-        for task in tasks:
-            task.cancel()
+        deciding.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 

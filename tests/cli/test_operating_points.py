@@ -10,11 +10,12 @@ from click.testing import CliRunner
 
 from moe_lora.cli.main import main
 from moe_lora.cli.profile_steps import good_models
-from moe_lora.config import RoutingConfig
+from moe_lora.config import FrontEndConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.provision.performance.operating_points import read_operating_points
 from moe_lora.provision.performance.performance_models import read_step_model
+from tests.dist.cluster.fleet_parts import cluster_config
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")
 SMALL = ["--ranks", "4,16", "--threads", "1", "--eager"]
@@ -51,9 +52,9 @@ def test_profile_holds_models_and_what_they_were_fitted_to(profiled: Path) -> No
 def test_routers_take_the_profile(profiled: Path, form: str) -> None:
     settings = {"performance_model": str(profiled / "steps.json"), "performance_form": form}
     for name in ("rank_aware", "shortest_pending_time"):
-        make_routes(RoutingConfig(routing=name, **settings), 4, "bgmv")
+        make_routes(cluster_config(FrontEndConfig(routing=name, **settings), lora_kernel="bgmv"))
     with pytest.raises(ConfigError, match=f"no {form} model of kernel 'sgmv'; it has bgmv"):
-        make_routes(RoutingConfig(routing="rank_aware", **settings), 4, "sgmv")
+        make_routes(cluster_config(FrontEndConfig(routing="rank_aware", **settings)))
 
 
 def test_points_simulated_from_the_profile(profiled: Path) -> None:

@@ -238,7 +238,7 @@ def test_each_of_several_front_ends_has_its_own_places_and_shares_the_rest(read)
 def test_instances_dial_the_controller_and_every_front_end(read):
     cluster = read(SEVERAL)
     assert cluster.controller == ControllerConfig(address="10.0.0.1:7700", engines_address="10.0.0.1:7701")
-    assert cluster.doors() == {
+    assert cluster.dialled_addresses() == {
         "controller": Address("10.0.0.1", 7701),
         "one": Address("10.0.0.1", 7600),
         "two": Address("10.0.0.2", 7600),
@@ -247,9 +247,9 @@ def test_instances_dial_the_controller_and_every_front_end(read):
 
 def test_an_only_front_end_needs_no_name(read):
     cluster = read(WHOLE)
-    assert cluster.doors() == {"front-end": Address("10.0.0.1", 7600)}
+    assert cluster.dialled_addresses() == {"front-end": Address("10.0.0.1", 7600)}
     assert cluster.front_end_named("front-end") == cluster.front_end
     with pytest.raises(ConfigError, match="none named 'one'; give one of front-end"):
         cluster.front_end_named("one")
     with pytest.raises(ConfigError, match="engines_address is needed"):
-        read("model_dir: m").doors()
+        read("model_dir: m").dialled_addresses()

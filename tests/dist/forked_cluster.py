@@ -21,8 +21,8 @@ from unittest import mock
 
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.request import GenerateRequest
-from moe_lora.dist.launch.host_roles import Started, StartRank, say_started
-from moe_lora.dist.launch.run_role import serve_started
+from moe_lora.dist.launch.host_roles import Started, say_started
+from moe_lora.dist.launch.roles import JobPlace, serve_rank
 from moe_lora.dist.lora_server.client import attach
 from moe_lora.dist.lora_server.protocol.control import LoraServerAdmin
 from moe_lora.dist.lora_server.protocol.partition import Layout
@@ -150,9 +150,9 @@ def answers(engine: EngineCore, requests: Sequence[GenerateRequest]) -> Tokens:
 def server_processes(config: EngineConfig, num_ranks: int) -> Iterator[None]:
     """All ranks of the LoRA Server that `config` names."""
     with ExitStack() as stack:
-        connections = [stack.enter_context(forked(serve_rank)) for _ in range(num_ranks)]
+        connections = [stack.enter_context(forked(serve_server_rank)) for _ in range(num_ranks)]
         for server_rank, connection in enumerate(connections):
-            connection.send(StartRank(config, server_rank))
+            connection.send((config, server_rank))
         for connection in connections:
             started = HEAR_STARTED(os.read(connection.fileno(), 1 << 16))
             if started.error is not None:
@@ -163,9 +163,9 @@ def server_processes(config: EngineConfig, num_ranks: int) -> Iterator[None]:
             connection.close()
 
 
-def serve_rank(connection: Connection) -> None:
+def serve_server_rank(connection: Connection) -> None:
     """What the product starts for a rank; it ends with the connection."""
-    start: StartRank = connection.recv()
+    config, server_rank = connection.recv()
 
     def end_with_connection() -> None:
         connection.poll(None)
@@ -174,7 +174,7 @@ def serve_rank(connection: Connection) -> None:
     threading.Thread(target=end_with_connection, daemon=True).start()
     status = os.dup(connection.fileno())
     try:
-        serve_started(start, status, 0)
+        serve_rank(config, JobPlace(server_rank), status)
     except Exception as error:
         say_started(status, error)
 

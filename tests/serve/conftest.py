@@ -5,6 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig, RegistryConfig
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
+from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
+from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.server import create_app
 from tests.small_tokenizers import characters, wrapped
@@ -34,7 +41,28 @@ def engine(tokenizer) -> ScriptedEngine:
 
 def app_of(engine, tokenizer, **settings):
     """The application over an engine whose base is called "base"."""
-    return create_app(Frontend(client=engine, tokenizer=tokenizer, model_name="base", **settings))
+    return create_app(frontend_of(engine, tokenizer, **settings))
+
+
+def frontend_of(
+    engine,
+    tokenizer,
+    provision: CapacityController | None = None,
+    registry: ServedRegistry | None = None,
+    has_server: bool = False,
+    **front_end,
+) -> Frontend:
+    """A front end that decides by itself.  front_end: settings of HTTP."""
+    cluster = ClusterConfig(
+        engine=EngineConfig(model_dir="base"),
+        served_model_name="base",
+        lora_server=LoraServerConfig() if has_server else None,
+        provision=None if provision is None else provision.config,
+        registry=None if registry is None else RegistryConfig(folder="registry"),
+        front_end=FrontEndConfig(**front_end),
+    )
+    controller = ClusterController(FleetAdapters(InstanceRegistry(())), provision, registry)
+    return Frontend(client=engine, tokenizer=tokenizer, cluster=cluster, controller=controller)
 
 
 def as_served(url: str, engine: ScriptedEngine) -> contextlib.AbstractContextManager[Served]:

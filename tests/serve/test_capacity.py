@@ -72,7 +72,8 @@ def paper() -> PaperServer:
 @contextlib.contextmanager
 def served_with(shared_thread, engine, tokenizer, controller: CapacityController | None) -> Iterator[Served]:
     switch, url = shared_thread
-    switch.app = app_of(engine, tokenizer, controller=controller)
+    has_server = controller is not None and controller._server is not None
+    switch.app = app_of(engine, tokenizer, provision=controller, has_server=has_server)
     with as_served(url, engine) as served:
         yield served
 

@@ -7,16 +7,17 @@ import json
 
 import pytest
 
-from moe_lora.config import RoutingConfig
+from moe_lora.config import FrontEndConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.dist.cluster.controller.cluster_controller import ClusterController
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
-from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.policies.routers import PhiRouting
 from moe_lora.provision.performance.performance_models import FORMAT
 from moe_lora.serve.metrics.metrics import Metrics
-from tests.dist.cluster.fleet_parts import CountingEngine
+from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
 
 NAMES = tuple("abcd")
 
@@ -27,12 +28,12 @@ class Cluster:
     def __init__(self, num_engines: int = 2, placement: str = "loraserve", **settings) -> None:
         self.clock = VirtualClock()
         self.engines = [CountingEngine(adapters=dict.fromkeys(NAMES, "p")) for _ in range(num_engines)]
-        self.config = RoutingConfig(placement=placement, **settings)
-        self.routes = make_routes(self.config, 8, "sgmv")
+        self.config = FrontEndConfig(placement=placement, **settings)
+        self.routes = make_routes(cluster_config(self.config))
         self.instance_registry = InstanceRegistry(self.engines, [(name, "p") for name in NAMES])
         meter = self.routes.meter
-        self.fleet = FleetClient(
-            self.instance_registry, self.routes.router, self.clock, meter=meter, ranks=self.routes.ranks
+        self.fleet = fleet_client(
+            self.instance_registry, self.routes.router, self.clock, meter, self.routes.ranks
         )
         assert isinstance(self.routes.router, PhiRouting)
         self.router = self.routes.router
@@ -153,11 +154,11 @@ def test_ranks_are_known_to_the_routers_that_need_them(tmp_path):
         "prefill_s": {},
     }
     path.write_text(json.dumps({"format": FORMAT, "models": [model]}))
-    routes = make_routes(RoutingConfig(routing="rank_aware", performance_model=str(path)), 8, "bgmv")
-    engines = [CountingEngine(adapters={"a": "p"}) for _ in range(2)]
-    fleet = FleetClient(
-        InstanceRegistry(engines, [("a", "p")]), routes.router, VirtualClock(), ranks=routes.ranks
+    routes = make_routes(
+        cluster_config(FrontEndConfig(routing="rank_aware", performance_model=str(path)), lora_kernel="bgmv")
     )
+    engines = [CountingEngine(adapters={"a": "p"}) for _ in range(2)]
+    fleet = fleet_client(InstanceRegistry(engines, [("a", "p")]), routes.router, ranks=routes.ranks)
     asyncio.run(fleet.model_info())
     assert routes.ranks == {"a": 1}
     asyncio.run(fleet.load_adapter("b", "q"))
@@ -169,7 +170,8 @@ def test_metrics_tell_of_tables_moves_and_load(tmp_path):
     points = tmp_path / "points.json"
     points.write_text(json.dumps({"1": 100.0, "8": 50.0}))
     cluster = Cluster(operating_points=str(points))
-    metrics = Metrics("base", None, cluster.controller)
+    controller = ClusterController(FleetAdapters(cluster.instance_registry), placement=cluster.controller)
+    metrics = Metrics(cluster_config(cluster.config), controller)
     assert "moe_lora:placement_adapters_held{" not in metrics.render().decode()
 
     async def run() -> None:

@@ -14,6 +14,7 @@ from moe_lora.adapters.peft.files import WEIGHTS_FILE
 from moe_lora.adapters.registry.base_model import base_model_hash
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.config import EngineConfig, RegistryConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, ConfigError, RegistryError
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry, opened_registry
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder
@@ -194,12 +195,13 @@ def stocked(tmp_path) -> Path:
 
 
 def started(folder, *, chosen=None, adapters=(), name="base"):
-    settings = RegistryConfig(folder=str(folder), adapters=chosen)
-    with opened_registry(settings, EngineConfig(model_dir=str(MODEL), adapters=adapters), name) as (
-        config,
-        _,
-    ):
-        return [name for name, _ in config.adapters]
+    cluster = ClusterConfig(
+        engine=EngineConfig(model_dir=str(MODEL), adapters=adapters),
+        served_model_name=name,
+        registry=RegistryConfig(folder=str(folder), adapters=chosen),
+    )
+    with opened_registry(cluster) as (found, _):
+        return [name for name, _ in found.engine.adapters]
 
 
 def test_adapters_of_this_base_are_served_from_the_start_or_those_chosen(stocked):

@@ -18,15 +18,14 @@ from moe_lora.serve.server import bind
 
 PROGRAM = """
     import logging
-    from moe_lora.serve.frontend import Frontend
     from moe_lora.serve.server import bind, run_server
-    from tests.serve.conftest import scripted
+    from tests.serve.conftest import frontend_of, scripted
     from tests.small_tokenizers import characters, wrapped
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     tokenizer = wrapped(characters())
     engine = scripted(tokenizer, step_s=STEP_S)
-    frontend = Frontend(client=engine, tokenizer=tokenizer, model_name="base")
+    frontend = frontend_of(engine, tokenizer)
     run_server(frontend, bind("127.0.0.1", 0), drain_s=DRAIN_S)
     print("aborted", len(engine.aborted), flush=True)
 """

@@ -22,11 +22,14 @@ from prometheus_client.parser import text_string_to_metric_families
 import moe_lora
 from moe_lora import LLM, AsyncLLM, Completion, EngineConfig, SamplingParams
 from moe_lora.cli.main import main
-from moe_lora.config import FrontEndPlace, cluster
+from moe_lora.config import FrontEndConfig, FrontEndPlace, LoraServerConfig, cluster
 from moe_lora.config.cluster import read_cluster
 from moe_lora.config.settings import Settings, settings_of
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import AdapterResidency, EngineStats, FleetStats, InstanceStats
+from moe_lora.dist.cluster.controller.cluster_state import Figures
+from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.lora_server.protocol.control import ServerState
 from moe_lora.serve.metrics.metrics import Metrics
 from tests.serve.conftest import app_of
@@ -123,10 +126,18 @@ def test_names_and_labels_of_metrics() -> None:
     counts = {one.name: 1 for one in dataclasses.fields(ServerState)}
     instance = {one.name: 1 for one in dataclasses.fields(InstanceStats) if one.name != "name"}
     numbers = {one.name: 1 for one in dataclasses.fields(EngineStats) if one.name.startswith("num_")}
-    controller = SimpleNamespace(latest=_Ones(), has_server=True)
-    placement = SimpleNamespace(version=1, num_copies=1, num_problems=1, latest=_Ones(), has_points=True)
-    link = SimpleNamespace(name="a", state=None, up=True, num_joins=1)
-    metrics: Any = Metrics("base", controller, placement, link)  # type: ignore[arg-type]
+    routes = SimpleNamespace(meter=None, ranks={})
+    link: Any = ControllerLink(Address(path="/nowhere"), None, "a", None, routes)  # type: ignore[arg-type]
+    ones: Any = _Ones()
+    link.figures = Figures(num_tables=1, num_copies=1, num_problems=1, quality=ones, outlook=ones)
+    front_end = FrontEndConfig(placement="loraserve", operating_points="points.json")
+    config = cluster.ClusterConfig(
+        engine=EngineConfig(model_dir="base"),
+        served_model_name="base",
+        lora_server=LoraServerConfig(),
+        front_end=front_end,
+    )
+    metrics = Metrics(config, link)
     metrics.server = ServerState(**counts)
     metrics.stats = FleetStats(
         **numbers, resident_adapters=("a",), instances=(InstanceStats(name="a", **instance),)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError
 from moe_lora.core.request import AdapterInfo
@@ -16,114 +18,132 @@ from .instances import Instance, InstanceRegistry, ServedVersion
 from .reports import merge_adapters
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
-async def load_everywhere(
-    instance_registry: InstanceRegistry, name: str, path: str, *, replace: bool, pool: FleetPool | None = None
-) -> AdapterInfo:
-    """Serve the directory as `name` on all live instances; those that come back later load it too.
+class FleetAdapters:
+    """Changes what all instances of a registry serve; those that come back later are brought to the same.
 
-    The content is what the first of them finds.  If one refuses, be it that it finds other content, the
-    others go back to what they served before.  Calls for one name must come one after the other.  pool: what
-    has some of them hold it; None: all do.
+    A caller that gives up does not leave the instances with different adapters: the change goes on.
+    pool: has some instances hold each adapter; None: all do.  ranks: of adapters, kept up to date.
     """
-    with instance_registry.loading():
-        previous = instance_registry.adapters.get(name)
-        if previous is not None and not replace:
-            raise AdapterExistsError(
-                f"adapter {name!r} is already loaded; unload it first or load it in place"
+
+    def __init__(self, instance_registry: InstanceRegistry, ranks: dict[str, int] | None = None) -> None:
+        directory = instance_registry.pool
+        self.pool = None if directory is None else FleetPool(instance_registry, directory)
+        self.ranks = {} if ranks is None else ranks
+        self._instance_registry = instance_registry
+        # Calls for one adapter come one after the other, or instances could disagree on which was the last.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
+        """Serve the directory as `name` on all live instances.
+
+        The content is what the first of them finds.  If one refuses, be it that it finds other content, the
+        others go back to what they served before.
+        """
+        return await self._alone(name, self._load(name, path, replace))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
+
+        Raises AdapterNotFoundError if no instance knows the name.
+        """
+        await self._alone(name, self._unload(name))
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
+        """Pin or unpin an adapter on all live instances.
+
+        If one refuses, the others go back to what was.  Raises AdapterNotFoundError for an unknown name.
+        """
+        return await self._alone(name, self._pin(name, pinned))
+
+    async def _alone(self, name: str, change: Awaitable[Answer]) -> Answer:
+        async def work() -> Answer:
+            async with self._locks.setdefault(name, asyncio.Lock()):
+                return await change
+
+        return await asyncio.shield(work())
+
+    async def _load(self, name: str, path: str, replace: bool) -> AdapterInfo:
+        registry, pool = self._instance_registry, self.pool
+        with registry.loading():
+            previous = registry.adapters.get(name)
+            if previous is not None and not replace:
+                raise AdapterExistsError(
+                    f"adapter {name!r} is already loaded; unload it first or load it in place"
+                )
+            instances, version = registry.candidates(None), registry.next_version(name)
+            if pool is None:
+
+                async def load(some: list[Instance], content: str | None) -> Answers[AdapterInfo]:
+                    words: Any = {"replace": replace, "version": version, "content_hash": content}
+                    return await ask(registry, some, lambda client: client.load_adapter(name, path, **words))
+
+                answers, errors = await load_alike(instances, load)
+            else:
+                answers, errors = await pool.load(instances, name, path, replace=replace, version=version)
+            if errors:
+                await self._take_back([instance for instance, _ in answers], name, previous)
+                raise _refusal(name, answers, errors)
+            for instance, _ in answers:
+                instance.missing.discard(name)
+            info = answers[0][1]
+            registry.serve(info, path)
+            self.ranks[name] = info.lora_rank
+            return info
+
+    async def _unload(self, name: str) -> None:
+        registry = self._instance_registry
+        registry.candidates(None)
+        registry.forget(name)
+        # Asked anew: one that came in before it was forgotten came with it.
+        instances = registry.candidates(None)
+        if self.pool is not None:
+            self.pool.forget(name)
+        answers, errors = await ask(registry, instances, lambda client: client.unload_adapter(name))
+        if self.pool is not None:
+            await self.pool.sweep()
+        for _, error in errors:
+            if not answers or not isinstance(error, AdapterNotFoundError):
+                raise error
+
+    async def _pin(self, name: str, pinned: bool) -> AdapterInfo:
+        registry = self._instance_registry
+        with registry.loading():
+            served = registry.adapters.get(name)
+            if served is None:
+                raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
+            instances = registry.candidates(name)
+            answers, errors = await ask(
+                registry, instances, lambda client: client.pin_adapter(name, pinned=pinned)
             )
-        instances, version = instance_registry.candidates(None), instance_registry.next_version(name)
-        if pool is None:
+            if errors:
+                if served.pinned != pinned and answers:
+                    before = [instance for instance, _ in answers]
+                    await ask(registry, before, lambda client: client.pin_adapter(name, pinned=served.pinned))
+                raise errors[0][1]
+            registry.pin(name, pinned=pinned)
+            return merge_adapters([info] for _, info in answers)[0]
 
-            async def load(some: list[Instance], content: str | None) -> Answers[AdapterInfo]:
-                words: Any = {"replace": replace, "version": version, "content_hash": content}
-                return await ask(
-                    instance_registry, some, lambda client: client.load_adapter(name, path, **words)
-                )
+    async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:
+        """Undo a load; an instance where that fails gets no more requests for the adapter."""
 
-            answers, errors = await load_alike(instances, load)
+        def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
+            if previous is None:
+                return client.unload_adapter(name)
+            words: Any = {"version": previous.version, "content_hash": previous.content_hash}
+            return client.load_adapter(name, previous.path, replace=True, **words)
+
+        if not instances:
+            return
+        if self.pool is None or previous is None:
+            _, errors = await ask(self._instance_registry, instances, undo)
         else:
-            answers, errors = await pool.load(instances, name, path, replace=replace, version=version)
-        if errors:
-            await _take_back(instance_registry, [instance for instance, _ in answers], name, previous, pool)
-            raise _refusal(name, answers, errors)
-        for instance, _ in answers:
-            instance.missing.discard(name)
-        instance_registry.serve(answers[0][1], path)
-        return answers[0][1]
-
-
-async def unload_everywhere(
-    instance_registry: InstanceRegistry, name: str, pool: FleetPool | None = None
-) -> None:
-    """Refuse new requests for `name` everywhere; returns when the last instance has freed it.
-
-    Raises AdapterNotFoundError if no instance knows the name.
-    """
-    instance_registry.candidates(None)
-    instance_registry.forget(name)
-    # Asked anew: one that came in before it was forgotten came with it.
-    instances = instance_registry.candidates(None)
-    if pool is not None:
-        pool.forget(name)
-    answers, errors = await ask(instance_registry, instances, lambda client: client.unload_adapter(name))
-    if pool is not None:
-        await pool.sweep()
-    for _, error in errors:
-        if not answers or not isinstance(error, AdapterNotFoundError):
-            raise error
-
-
-async def pin_everywhere(instance_registry: InstanceRegistry, name: str, *, pinned: bool) -> AdapterInfo:
-    """Pin or unpin an adapter on all live instances; those that come back later do so too.
-
-    If one instance refuses, the others go back to what was.  Raises AdapterNotFoundError for an unknown name.
-    """
-    with instance_registry.loading():
-        served = instance_registry.adapters.get(name)
-        if served is None:
-            raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
-        answers, errors = await ask(
-            instance_registry,
-            instance_registry.candidates(name),
-            lambda client: client.pin_adapter(name, pinned=pinned),
-        )
-        if errors:
-            if served.pinned != pinned and answers:
-                before = [instance for instance, _ in answers]
-                await ask(
-                    instance_registry, before, lambda client: client.pin_adapter(name, pinned=served.pinned)
-                )
-            raise errors[0][1]
-        instance_registry.pin(name, pinned=pinned)
-        return merge_adapters([info] for _, info in answers)[0]
-
-
-async def _take_back(
-    instance_registry: InstanceRegistry,
-    instances: list[Instance],
-    name: str,
-    previous: ServedVersion | None,
-    pool: FleetPool | None,
-) -> None:
-    """Undo a load; an instance where that fails gets no more requests for the adapter."""
-
-    def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
-        if previous is None:
-            return client.unload_adapter(name)
-        words: Any = {"version": previous.version, "content_hash": previous.content_hash}
-        return client.load_adapter(name, previous.path, replace=True, **words)
-
-    if not instances:
-        return
-    if pool is None:
-        _, errors = await ask(instance_registry, instances, undo)
-    else:
-        errors = await pool.take_back(instances, name, previous)
-    for instance, error in errors:
-        logger.error("instance %s can't go back to what it served as %s: %r", instance.name, name, error)
-        instance.missing.add(name)
+            errors = await self.pool.take_back(instances, name, previous)
+        for instance, error in errors:
+            logger.error("instance %s can't go back to what it served as %s: %r", instance.name, name, error)
+            instance.missing.add(name)
 
 
 def _refusal(

@@ -183,13 +183,13 @@ class FrontEndLinks:
     """A link to each listener (by name), through which an engine loop is asked and answers.
 
     Belongs to the event loop in which it is made.  What the engine loop emits for a listener that is not
-    there is dropped: nobody waits for it.  keys: None where all doors are sockets of this host.
+    there is dropped: nobody waits for it.  keys: None where all addresses are sockets of this host.
     """
 
     def __init__(
-        self, doors: Mapping[str, Address], keys: Keys | None, inbox: Inbox, max_model_len: int
+        self, addresses: Mapping[str, Address], keys: Keys | None, inbox: Inbox, max_model_len: int
     ) -> None:
-        self._doors = doors
+        self._addresses = addresses
         self._keys = keys
         self._inbox = inbox
         self._lines = ConnectionMux(inbox, max_model_len)
@@ -211,7 +211,7 @@ class FrontEndLinks:
         """Serve until `stop`; the engine loop is told to stop then.  pulse: of that loop."""
         links = [
             asyncio.create_task(self._link(name, address, hello, pulse))
-            for name, address in self._doors.items()
+            for name, address in self._addresses.items()
         ]
         await self._stopping.wait()
         self._inbox.put(Stop())

@@ -165,6 +165,9 @@ class InstanceRegistry:
         self._versions = dict.fromkeys(self._adapters, 1)
         self._numbers = {instance.name: instance.index for instance in self.instances}
         self._num_loading = 0
+        self._holdings: Mapping[str, Holding] = {}
+        self.directed = False
+        """Whether a controller elsewhere has said what is served; until then it is what instances have."""
         self.advice = advice
         self._at_rest = asyncio.Event()
         self._at_rest.set()
@@ -215,8 +218,7 @@ class InstanceRegistry:
 
         Raises EngineDeadError if the fleet was closed.
         """
-        if self.closed.is_set():
-            raise EngineDeadError("the instances were closed")
+        self._check_open()
         for instance in self.instances:
             if instance.name == name:
                 break
@@ -225,6 +227,10 @@ class InstanceRegistry:
             self.instances = sorted([*self.instances, instance], key=lambda one: one.index)
         instance.starting = client
         return instance
+
+    def _check_open(self) -> None:
+        if self.closed.is_set():
+            raise EngineDeadError("the instances were closed")
 
     def number_of(self, name: str) -> int:
         """The index of the instance of that name; one that has not dialled in yet will have it."""
@@ -253,8 +259,7 @@ class InstanceRegistry:
         Raises EngineDeadError if the fleet was closed.
         """
         await self.at_rest()
-        if self.closed.is_set():
-            raise EngineDeadError("the instances were closed")
+        self._check_open()
         if not self._is_all(have):
             return False
         self._route_to(instance, client, missing, incarnation)
@@ -283,6 +288,40 @@ class InstanceRegistry:
         else:
             instance.num_starts += 1
             instance.past_before, instance.incarnation = instance.past, incarnation
+
+    def join_as_it_is(
+        self, instance: Instance, client: EngineClient, have: dict[str, ServedVersion], incarnation: str
+    ) -> None:
+        """Put an instance into routing whose adapters a controller elsewhere looks after.
+
+        It is no candidate for those of which `have` lacks what is served, unless the controller, which may
+        have brought them meanwhile, says that it holds them.  Raises EngineDeadError if the fleet was closed.
+        """
+        self._check_open()
+        if not self.directed:
+            self.recover(Served.of(have))
+        holding = self._holdings.get(instance.name)
+        if holding is not None and holding.incarnation == incarnation:
+            missing = set(holding.missing)
+        else:
+            missing = self.served.lacking(have)
+        self._route_to(instance, client, missing, incarnation)
+
+    def follow(self, served: Served, holdings: Mapping[str, Holding]) -> None:
+        """From now on this is served, as a controller elsewhere says, and its instances hold that.
+
+        One that the controller does not see did not get what is new.
+        """
+        self.directed = True
+        new = served.lacking(self._adapters)
+        self._adapters, self._versions = dict(served.adapters), dict(served.versions)
+        self._holdings = holdings
+        for instance in self.instances:
+            holding = holdings.get(instance.name)
+            if holding is not None and holding.incarnation == instance.incarnation:
+                instance.missing = set(holding.missing)
+            else:
+                instance.missing |= new
 
     @property
     def holdings(self) -> dict[str, Holding]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, ModelInfo, TokenOutput
-from moe_lora.dist.cluster.controller.directed import DirectedInstanceRegistry
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.net.connection import OPEN_S, listen
 from moe_lora.dist.net.keys import Keys
@@ -112,68 +111,51 @@ RECOVERY_S = 2.0
 """Engines that are there dial in at least once a second."""
 
 
-class RoutingEntry(Protocol):
-    async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        """Put the instance into routing.  Raises EngineDeadError if it ended, or the fleet was closed."""
-        ...
+BringIn = Callable[["Instance", "DialledClient", str], Awaitable[None]]
+"""Puts an instance into routing, of this incarnation.  Raises EngineDeadError if it ended, or the fleet was
+closed."""
 
 
 class CatchUp:
-    """Gives an engine what it lacks first, takes from it what is not served, and pins.
+    """Gives an engine what it lacks before it comes into routing, takes from it what is not served, and pins.
 
-    recovery: takes over what engines serve already, while it lasts.
+    In its first seconds, the recovery, it takes over what it finds: until that is over nobody comes into
+    routing, and by then the engines that outlived the process before this one have dialled in and said what
+    they serve, so that what was loaded over HTTP is served on.  recovery_s: None: until `end_recovery`.
     """
 
-    def __init__(self, instance_registry: InstanceRegistry, recovery: Recovery | None = None) -> None:
-        self._instance_registry = instance_registry
-        self._recovery = recovery
-
-    async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        pool = self._instance_registry.pool
-        have, missing = await held_by(client, pool), set[str]()
-        if self._recovery is not None and not self._recovery.over:
-            self._recovery.report(have)
-            await self._instance_registry.at_rest()
-            have = await held_by(client, pool)  # engines that start together are given adapters meanwhile
-        while not await self._instance_registry.join(instance, client, have, missing, incarnation):
-            await catch_up(client, self._instance_registry.adapters, have, missing, pool)
-
-
-class AsItIs:
-    """Takes an engine as it is: a controller looks after what it has."""
-
-    def __init__(self, instance_registry: DirectedInstanceRegistry) -> None:
-        self._instance_registry = instance_registry
-
-    async def bring_in(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
-        self._instance_registry.join_as_it_is(instance, client, await held_by(client), incarnation)
-
-
-class Recovery:
-    """The first seconds of a process that looks after instances: it takes over what it finds.
-
-    Until it is over nobody comes into routing; by then the engines that outlived the process before this one
-    have dialled in and said what they serve, and so what was loaded over HTTP is served on.  limit_s: None:
-    until `end` is called.
-    """
-
-    def __init__(self, instance_registry: InstanceRegistry, limit_s: float | None = RECOVERY_S) -> None:
+    def __init__(self, instance_registry: InstanceRegistry, recovery_s: float | None = RECOVERY_S) -> None:
         self._instance_registry = instance_registry
         self._holding = ExitStack()
         self._holding.enter_context(instance_registry.loading())
-        self.over = False
-        if limit_s is not None:
-            asyncio.get_running_loop().call_later(limit_s, self.end)
+        self._recovering = True
+        if recovery_s is not None:
+            asyncio.get_running_loop().call_later(recovery_s, self.end_recovery)
 
-    def report(self, have: dict[str, ServedVersion]) -> None:
-        """An engine has these; once it is over that changes nothing."""
-        if not self.over:
-            self._instance_registry.recover(Served.of(have))
-
-    def end(self) -> None:
+    def end_recovery(self) -> None:
         """Let them in.  May be called again."""
-        self.over = True
+        self._recovering = False
         self._holding.close()
+
+    async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        registry = self._instance_registry
+        have, missing = await held_by(client, registry.pool), set[str]()
+        if self._recovering:
+            registry.recover(Served.of(have))
+            await registry.at_rest()
+            have = await held_by(client, registry.pool)  # those that start together are given some meanwhile
+        while not await registry.join(instance, client, have, missing, incarnation):
+            await catch_up(client, registry.adapters, have, missing, registry.pool)
+
+
+class AsItIs:
+    """Takes an engine as it is: a controller elsewhere looks after what it has."""
+
+    def __init__(self, instance_registry: InstanceRegistry) -> None:
+        self._instance_registry = instance_registry
+
+    async def __call__(self, instance: Instance, client: DialledClient, incarnation: str) -> None:
+        self._instance_registry.join_as_it_is(instance, client, await held_by(client), incarnation)
 
 
 _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids")
@@ -271,19 +253,18 @@ class DialledClient(CallableEngine):
 class InstanceListener:
     """Lets engines of this cluster into the `InstanceRegistry`.
 
-    entry: how they come into routing; by default they are given what they lack before.  on_give_up: called
-    with the name of one that is taken for dead, after its connection was ended.
+    on_give_up: called with the name of one that is taken for dead, after its connection was ended.
     """
 
     def __init__(
         self,
         instance_registry: InstanceRegistry,
-        entry: RoutingEntry | None = None,
+        bring_in: BringIn,
         on_give_up: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._instance_registry = instance_registry
         self._on_give_up = on_give_up
-        self._entry = entry or CatchUp(instance_registry)
+        self._bring_in = bring_in
         self._inside: set[str] = set()
         self._info: ModelInfo | None = None
 
@@ -340,7 +321,7 @@ class InstanceListener:
 
         async def come() -> None:
             was_silent = instance.silent
-            await self._entry.bring_in(instance, client, hello.incarnation)
+            await self._bring_in(instance, client, hello.incarnation)
             how = "gets on again" if was_silent else f"dialled in from {host}"
             logger.info("instance %s %s", hello.name, how)
 

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import cast
-from weakref import WeakValueDictionary
+from typing import Protocol, cast
 
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -19,11 +18,9 @@ from moe_lora.core.request import (
     ModelInfo,
     TokenOutput,
 )
-from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.routing import Router, TokenMeter
 
-from .adapter_calls import load_everywhere, pin_everywhere, unload_everywhere
 from .failover import MAX_RESENDS, ResumableRequest, token_work
 from .fan_out import ask_live
 from .instances import Instance, InstanceRegistry, ServedVersion
@@ -38,13 +35,24 @@ class _Running:
     client: EngineClient | None = None
 
 
+class AdapterCalls(Protocol):
+    """What decides which adapters are served: `FleetAdapters` here, or a link to the process where it is."""
+
+    ranks: dict[str, int]
+
+    async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo: ...
+
+
 class FleetClient:
     """`EngineClient` over the instances of an `InstanceRegistry` (see `EngineClient` for its contract).
 
     When an instance ends, its unfinished requests go on at another one, from the token they had reached.
-    Adapters are loaded, unloaded and pinned everywhere or nowhere.  meter: counts each adapter's tokens,
-    those of a prompt with its first output.  ranks: filled with the adapters' ranks before the first request
-    is routed.
+    adapters: who loads, unloads and pins them; its ranks are filled before the first request is routed.
+    meter: counts each adapter's tokens, those of a prompt with its first output.
     """
 
     def __init__(
@@ -52,22 +60,16 @@ class FleetClient:
         instance_registry: InstanceRegistry,
         router: Router,
         clock: Clock,
-        *,
+        adapters: AdapterCalls,
         meter: TokenMeter | None = None,
-        ranks: dict[str, int] | None = None,
     ) -> None:
         self._instance_registry = instance_registry
         self._router = router
         self._clock = clock
         self._meter = meter
-        self._ranks = ranks
+        self._adapters = adapters
         self._running: dict[str, _Running] = {}
         self._info: ModelInfo | None = None
-        self.pool = (
-            None if instance_registry.pool is None else FleetPool(instance_registry, instance_registry.pool)
-        )
-        # Calls for one adapter come one after the other, or instances could disagree on which was the last.
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def instances(self) -> list[Instance]:
@@ -75,9 +77,13 @@ class FleetClient:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         limit = (await self.model_info()).max_model_len
+        version = self._instance_registry.version(request.adapter)
+        if request.adapter is not None and version is None:
+            # Without any instance nobody knows what is loaded.
+            self._instance_registry.candidates(None)
+            raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
         if request.request_id in self._running:
             raise ValueError(f"request_id {request.request_id!r} is already running")
-        version = self._instance_registry.version(request.adapter)
         resumable = ResumableRequest(request, version, self._clock.now_s())
         running = self._running[request.request_id] = _Running(resumable)
         left: Instance | None = None
@@ -168,8 +174,7 @@ class FleetClient:
         """That of one instance; they are alike.  max_loras counts for each."""
         if self._info is None:
             info = (await ask_live(self._instance_registry, lambda client: client.model_info()))[0][1]
-            if self._ranks is not None:
-                self._ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
+            self._adapters.ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})
             self._info = info
         return self._info
 
@@ -182,35 +187,14 @@ class FleetClient:
         version: int | None = None,
         content_hash: str | None = None,
     ) -> AdapterInfo:
-        async def load() -> AdapterInfo:
-            assert version is content_hash is None, "the instance_registry says which"
-            async with self._lock(name):
-                info = await load_everywhere(
-                    self._instance_registry, name, path, replace=replace, pool=self.pool
-                )
-                if self._ranks is not None:
-                    self._ranks[name] = info.lora_rank
-                return info
-
-        # A caller that gives up must not leave the instances with different adapters.
-        return await asyncio.shield(load())
+        assert version is content_hash is None, "the controller says which"
+        return await self._adapters.load_adapter(name, path, replace)
 
     async def unload_adapter(self, name: str) -> None:
-        async def unload() -> None:
-            async with self._lock(name):
-                await unload_everywhere(self._instance_registry, name, self.pool)
-
-        await asyncio.shield(unload())
+        await self._adapters.unload_adapter(name)
 
     async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
-        async def pin() -> AdapterInfo:
-            async with self._lock(name):
-                return await pin_everywhere(self._instance_registry, name, pinned=pinned)
-
-        return await asyncio.shield(pin())
-
-    def _lock(self, name: str) -> asyncio.Lock:
-        return self._locks.setdefault(name, asyncio.Lock())
+        return await self._adapters.pin_adapter(name, pinned)
 
     async def list_adapters(self) -> list[AdapterInfo]:
         answers = await ask_live(self._instance_registry, lambda client: client.list_adapters())

@@ -9,12 +9,11 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from tempfile import TemporaryFile
 
-from moe_lora.config import ControllerConfig, EngineConfig, FrontEndPlace, LoraServerConfig
+from moe_lora.config import ControllerConfig, EngineConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig, cluster_text
-from moe_lora.core.address import Address
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
 from moe_lora.dist.net.codec import Message, decoder_of, encode
@@ -81,7 +80,7 @@ class Role:
     kind: str
     words: tuple[str, ...]
     fds: tuple[int, ...] = ()
-    environment: Mapping[str, str] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class HostRoles:
@@ -163,7 +162,7 @@ class HostRoles:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, *role.words, "--status-fd", str(theirs), "--starts", str(num_starts)),
                 pass_fds=(*role.fds, theirs),
-                env=None if role.environment is None else {**os.environ, **role.environment},
+                env={**os.environ, **role.environment},
                 start_new_session=True,
             )
         except OSError as error:  # no handles, no memory: perhaps the next time
@@ -266,17 +265,19 @@ def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
         yield file.fileno()
 
 
-def on_sockets(
-    cluster: ClusterConfig, num_front_ends: int, server: LoraServerConfig | None, folder: str
-) -> ClusterConfig:
+def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> ClusterConfig:
     """The same cluster with all its addresses sockets in a folder that only this user enters.
 
-    server: the LoRA Server that runs here, None if there is none.
+    num_front_ends: 1: the one that starts the instances, and decides.
     """
+    front_end = replace(cluster.front_end, engines_address=None)
+    if num_front_ends == 1:
+        alone = replace(front_end, engines_address=f"{folder}/engines")
+        return replace(cluster, certificates=None, front_end=alone, front_ends={}, controller=None)
     return replace(
         cluster,
-        lora_server=server,
-        front_end=replace(cluster.front_end, engines_address=None),
+        certificates=None,
+        front_end=front_end,
         front_ends={
             f"front-end-{number}": FrontEndPlace(engines_address=f"{folder}/front-end-{number}")
             for number in range(num_front_ends)
@@ -290,8 +291,7 @@ def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:
 
     file: descriptor of the cluster's file.
     """
-    config = ("--config", f"/dev/fd/{file}", "--parent", str(os.getpid()))
-    serve = ("-m", "moe_lora.cli.main", "serve", *config)
+    serve = ("-m", "moe_lora.cli.main", "serve", *_told(file))
     return [
         Role(name="controller", kind="controller", words=(*serve, "--role", "controller"), fds=(file,)),
         *(
@@ -303,19 +303,37 @@ def roles_of(cluster: ClusterConfig, file: int, http: int) -> list[Role]:
             )
             for name in cluster.front_ends
         ),
-        *(
-            Role(
-                name=f"instance-{number}",
-                kind="instance",
-                words=(
-                    *("-m", "moe_lora.dist.launch.run_role", *config),
-                    *("--role", "instance", "--name", f"instance-{number}"),
-                ),
-                fds=(file,),
-            )
-            for number in range(cluster.engine.num_instances)
-        ),
+        *instance_roles(cluster.engine.num_instances, file),
     ]
+
+
+def instance_roles(num_instances: int, file: int) -> list[Role]:
+    """The instances of a cluster on this host.  file: descriptor of the cluster's file."""
+    names = [f"instance-{number}" for number in range(num_instances)]
+    run = (*_RUN_ROLE, *_told(file), "--role", "instance", "--name")
+    return [Role(name=name, kind="instance", words=(*run, name), fds=(file,)) for name in names]
+
+
+def server_roles(num_ranks: int, file: int) -> list[Role]:
+    """The LoRA Server's ranks, as those of a torchrun job.  file: descriptor of the cluster's file."""
+    return [
+        Role(
+            name=f"lora-server-{rank}",
+            kind="lora-server",
+            words=(*_RUN_ROLE, *_told(file), "--role", "lora-server"),
+            fds=(file,),
+            environment={"RANK": str(rank), "WORLD_SIZE": str(num_ranks)},
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+_RUN_ROLE = ("-m", "moe_lora.dist.launch.run_role")
+
+
+def _told(file: int) -> tuple[str, ...]:
+    """Options of a process that reads the cluster from a descriptor, and ends with this one."""
+    return "--config", f"/dev/fd/{file}", "--parent", str(os.getpid())
 
 
 # What each of several instances on one machine gets of it.
@@ -350,55 +368,3 @@ def check_pool(config: EngineConfig) -> None:
         raise ConfigError(
             f"pool.replicas={pool.replicas} is more than the {config.num_instances} instances; choose fewer"
         )
-
-
-def instance_config(config: EngineConfig, index: int, adapters: tuple[tuple[str, str], ...]) -> EngineConfig:
-    """The settings of one of `config.num_instances` instances.
-
-    Seeds differ, or unseeded requests would get the same answers from each.
-    """
-    return replace(config, adapters=adapters, seed=config.seed + index, instance=f"instance-{index}")
-
-
-# What processes of one host are started with, in a file without a name that they inherit.
-
-
-THREADS_PER_RANK = 1
-
-
-class StartInstance(Message, frozen=True):
-    """An instance, which dials in at the socket of the only front end of its host.  directory: of the socket,
-    deleted if the front end is killed.
-    """
-
-    config: EngineConfig
-    address: Address
-    directory: str
-
-
-class StartRank(Message, frozen=True):
-    """A rank of the LoRA Server.  config: of the instances; it names the server.  directory: of the server,
-    deleted with it.
-    """
-
-    config: EngineConfig
-    server_rank: int
-    directory: str | None = None
-
-
-_DECODE_RANK = decoder_of([StartInstance, StartRank])
-
-
-@contextmanager
-def start_file(start: StartInstance | StartRank) -> Iterator[int]:
-    """A descriptor from which `read_start` reads it, any number of times."""
-    with TemporaryFile() as file:
-        file.write(encode(start))
-        file.flush()
-        yield file.fileno()
-
-
-def read_start(descriptor: int) -> StartInstance | StartRank:
-    found = _DECODE_RANK(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
-    assert isinstance(found, StartInstance | StartRank)
-    return found

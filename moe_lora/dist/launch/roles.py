@@ -14,16 +14,22 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moe_lora.config import ONE_FRONT_END, EngineConfig
-from moe_lora.config.cluster import ClusterConfig, read_cluster
+from moe_lora.config import EngineConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import state_folder
 from moe_lora.dist.net.keys import Keys, keys_of
 
-from .host_roles import THREADS_PER_RANK, StartInstance, StartRank, say_started, thread_share
+from .host_roles import say_started, thread_share
 
+if TYPE_CHECKING:
+    from moe_lora.dist.lora_server.server.server_rank import ServerRank
+
+THREADS_PER_RANK = 1
 _PARENT_S = 0.5
 
 
@@ -44,20 +50,12 @@ class JobPlace:
         )
 
 
-def serve_role(path: str, role: str, name: str, status: int | None = None) -> int:
-    """Run a role until SIGTERM or SIGINT; the exit code.
+def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | None = None) -> int:
+    """One rank of the LoRA Server, the process's rank in its job, until SIGTERM or SIGINT; the exit code.
 
     status: a descriptor over which it is told when it does its part (see `host_roles`).  Raises ConfigError,
     LoraServerError or AdapterError for what keeps it from starting.
     """
-    cluster, place = read_cluster(path), JobPlace.here()
-    if role == "lora-server":
-        return serve_lora_server(cluster, place)
-    return serve_instance(cluster, place, name, status)
-
-
-def serve_lora_server(cluster: ClusterConfig, place: JobPlace) -> int:
-    """One rank of the LoRA Server: the process's rank in its torchrun job."""
     from moe_lora.dist.lora_server.protocol.partition import Layout
     from moe_lora.engine.client.process import worker_environment
 
@@ -71,35 +69,83 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace) -> int:
             f"processes; start it with torchrun --nproc-per-node {layout.num_ranks}, or change the layout"
         )
     os.environ.update(worker_environment(THREADS_PER_RANK))
+    return serve_rank(config, place, status)
 
-    from .build_server_rank import build_rank
 
-    rank = build_rank(StartRank(config, place.dist_rank))
+def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int:
+    """Build a rank of the LoRA Server that config names, and run it until told to stop; the exit code."""
+    rank = build_rank(config, place.dist_rank)
     stop_on_signals(rank.stop, place)
+    say_started(status)
     rank.run()
     return 0
 
 
-def serve_instance(cluster: ClusterConfig, place: JobPlace, name: str, status: int | None = None) -> int:
-    """One LLM instance, which dials every front end; its first rank is the engine, others follow it."""
+def build_rank(config: EngineConfig, server_rank: int) -> ServerRank:
+    """A rank of the LoRA Server.  config: of the instances; it names the server."""
+    import torch
+
+    from moe_lora.core.hf_config import read_config
+    from moe_lora.core.shape import ModelShape
+    from moe_lora.dist.lora_server.server.server_rank import RankConfig, ServerRank
+    from moe_lora.engine.ranks.rank import DTYPES, resolved
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    hf_config = read_config(Path(config.model_dir))
+    config = resolved(config, hf_config)
+    assert config.lora_server is not None
+    profile = config.emulation.step_profile
+    return ServerRank(
+        RankConfig(
+            server=config.lora_server,
+            shape=ModelShape.from_hf_config(hf_config),
+            dtype=DTYPES[config.dtype],
+            device=torch.device(config.device),
+            server_rank=server_rank,
+            expert_parallel=config.expert_parallel,
+            starvation_s=config.starvation_s,
+            lora_kernel=config.lora_kernel,
+            adapters=config.adapters,
+            lora_time=None if profile is None else profile.lora,
+        )
+    )
+
+
+def serve_instance(
+    cluster: ClusterConfig, place: JobPlace, name: str, status: int | None = None, starts: int | None = None
+) -> int:
+    """One LLM instance, which dials every front end; its first rank is the engine, others follow it.
+
+    starts: how often who keeps it running started it before; None: nobody does.  As `serve_lora_server`
+    otherwise.
+    """
     from moe_lora.dist.lora_server.protocol.reach import own_host
     from moe_lora.engine.client.process import usable_cores, worker_environment
 
     config = cluster.instance(name)
-    doors, keys = cluster.doors(), keys_of(cluster)
+    addresses, keys = cluster.dialled_addresses(), keys_of(cluster)
     if place.num_ranks not in (1, config.expert_parallel):
         raise ConfigError(
             f"this job has {place.num_ranks} processes, but engine.expert_parallel={config.expert_parallel}; "
             f"start it with torchrun --nproc-per-node {config.expert_parallel}"
         )
     if config.pool is not None and config.pool.host is None:
-        config = replace(config, pool=replace(config.pool, host=own_host(str(next(iter(doors.values()))))))
+        config = replace(
+            config, pool=replace(config.pool, host=own_host(str(next(iter(addresses.values())))))
+        )
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())
-    # Instances and incarnations that began with one seed would give unseeded requests the same answers.
-    seed = config.seed + zlib.crc32(f"{name} {time.time_ns()}".encode())
-    contents = config.contents_dir or str(state_folder(config.state_dir) / f"contents-{_digest(keys, doors)}")
-    # A bad folder keeps no instance from starting: the front end has it brought, or marks the adapter.
-    config = replace(config, num_threads=threads, seed=seed, contents_dir=contents, leave_out_bad=True)
+    contents = config.contents_dir or str(
+        state_folder(config.state_dir) / f"contents-{_digest(keys, addresses)}"
+    )
+    config = replace(
+        config,
+        num_threads=threads,
+        seed=seed_of(config.seed, name, starts),
+        contents_dir=contents,
+        # A bad folder keeps no instance from starting: the controller has it brought, or marks the adapter.
+        # Only who starts a server with instances of its own is told.
+        leave_out_bad=cluster.controller is not None or starts != 0,
+    )
     os.environ.update(worker_environment(config.threads_per_process))
     if place.dist_rank:
         from moe_lora.engine.ranks.follower import follow_rank_0
@@ -109,43 +155,28 @@ def serve_instance(cluster: ClusterConfig, place: JobPlace, name: str, status: i
             signal.signal(number, signal.SIG_IGN)
         follow_rank_0()
         return 0
-    return serve_engine(config, place, doors, keys, status)
+    return _serve_engine(config, place, addresses, keys, status)
 
 
-def _digest(keys: Keys | None, doors: Mapping[str, Address]) -> str:
+def seed_of(seed: int, name: str, starts: int | None) -> int:
+    """Of one start of an instance: two with one seed would give unseeded requests the same answers."""
+    return seed + zlib.crc32(f"{name} {time.time_ns() if starts is None else starts}".encode())
+
+
+def _digest(keys: Keys | None, addresses: Mapping[str, Address]) -> str:
     """Tells clusters apart: by their authority, on one host by their sockets."""
-    cluster = str(sorted(map(str, doors.values()))).encode() if keys is None else keys.authority()
+    cluster = str(sorted(map(str, addresses.values()))).encode() if keys is None else keys.authority()
     return hashlib.sha256(b"contents " + cluster).hexdigest()[:16]
 
 
-def serve_local_instance(start: StartInstance, status: int | None, starts: int) -> int:
-    """An instance of the same host as its only front end; the exit code."""
-    seed = start.config.seed + starts * start.config.num_instances
-    # What can't be had keeps no instance from starting again: the front end has it brought.
-    config = replace(start.config, seed=seed, leave_out_bad=starts > 0)
-    return serve_engine(config, JobPlace(), {ONE_FRONT_END: start.address}, None, status)
-
-
-def serve_local_rank(start: StartRank, status: int | None) -> int:
-    """A rank of the LoRA Server on the host of all its instances; the exit code."""
-
-    from .build_server_rank import build_rank
-
-    rank = build_rank(start)
-    stop_on_signals(rank.stop, JobPlace())
-    say_started(status)
-    rank.run()
-    return 0
-
-
-def serve_engine(
+def _serve_engine(
     config: EngineConfig,
     place: JobPlace,
-    doors: Mapping[str, Address],
+    addresses: Mapping[str, Address],
     keys: Keys | None,
     status: int | None,
 ) -> int:
-    """Build an engine and serve those at the doors until told to stop; the exit code."""
+    """Build an engine and serve those at the addresses until told to stop; the exit code."""
     from moe_lora.dist.cluster.instance_links import FrontEndLinks
     from moe_lora.engine.build import build_engine
     from moe_lora.engine.client.messages import Hello, Inbox
@@ -158,7 +189,7 @@ def serve_engine(
 
     async def serve() -> int:
         inbox = Inbox()
-        links = FrontEndLinks(doors, keys, inbox, core.info.max_model_len)
+        links = FrontEndLinks(addresses, keys, inbox, core.info.max_model_len)
         loop = EngineLoop(core, links.emit, inbox)
         stop_on_signals(links.stop, place)
         loop.start()

@@ -4,7 +4,7 @@
     torchrun -m moe_lora.dist.launch.run_role --config cluster.yaml --role instance --name instance-1
 
 A role of one process needs no torchrun: python -m moe_lora.dist.launch.run_role and the same options.
-With --start-fd it is one that `moe-lora serve` started on its own host.
+With --status-fd it is one that `moe-lora serve` started on its own host.
 """
 
 from __future__ import annotations
@@ -16,45 +16,37 @@ import sys
 from moe_lora.core.errors import MoeLoraError
 from moe_lora.core.host import quiet_teardown
 
-from .host_roles import StartInstance, StartRank, failure_told, read_start
-
-
-def serve_started(start: StartInstance | StartRank, status: int | None, starts: int) -> int:
-    """Do what this process was started for, until it is told to stop; the exit code."""
-    from .roles import serve_local_instance, serve_local_rank
-
-    if isinstance(start, StartInstance):
-        return serve_local_instance(start, status, starts)
-    return serve_local_rank(start, status)
+from .host_roles import failure_told
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--config", metavar="FILE", help="cluster.yaml, see docs/reference/cluster_file.md")
-    parser.add_argument("--role", choices=("lora-server", "instance"))
+    parser.add_argument(
+        "--config", metavar="FILE", required=True, help="cluster.yaml, see docs/reference/cluster_file.md"
+    )
+    parser.add_argument("--role", choices=("lora-server", "instance"), required=True)
     parser.add_argument("--name", help="of the instance, unlike all others'  [default: instance-0]")
-    for hidden in ("--start-fd", "--parent", "--status-fd", "--starts"):
+    for hidden in ("--parent", "--status-fd", "--starts"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     quiet_teardown()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    if options.start_fd is None and (options.config is None or options.role is None):
-        parser.error("--config and --role are needed")
     if options.name is not None and options.role != "instance":
         parser.error("--name is an instance's")
-    from .roles import end_with, serve_role
+    from moe_lora.config.cluster import read_cluster
 
-    start = None if options.start_fd is None else read_start(options.start_fd)
-    directory = start.directory if start is not None else None
-    if options.parent is not None:
-        end_with(options.parent, directory)
-    status, starts = options.status_fd, options.starts or 0
+    from .roles import JobPlace, end_with, serve_instance, serve_lora_server
+
+    status, place = options.status_fd, JobPlace.here()
     try:
         with failure_told(status):
-            if start is not None:
-                code = serve_started(start, status, starts)
+            cluster = read_cluster(options.config)
+            if options.parent is not None:
+                end_with(options.parent, cluster.folder_of_sockets)
+            if options.role == "lora-server":
+                code = serve_lora_server(cluster, place, status)
             else:
-                code = serve_role(options.config, options.role, options.name or "instance-0", status)
+                code = serve_instance(cluster, place, options.name or "instance-0", status, options.starts)
     except (MoeLoraError, ValueError) as error:
         sys.exit(f"Error: {error}")
     sys.exit(code)

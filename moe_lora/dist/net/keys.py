@@ -67,7 +67,7 @@ def keys_of(cluster: ClusterConfig) -> Keys | None:
     Raises ConfigError if they can't be read, or there are none and an address is one of a network.
     """
     if cluster.certificates is None:
-        for name, address in cluster.doors().items():
+        for name, address in cluster.dialled_addresses().items():
             if not address.path:
                 raise needs_keys(f"{name}.engines_address", address)
     return keys_in(cluster.certificates)

@@ -10,11 +10,10 @@ from fastapi import APIRouter, Query
 from starlette.responses import PlainTextResponse, Response
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, adapter_folder
-from moe_lora.adapters.registry.registry import REMOVED
+from moe_lora.adapters.registry.registry import REMOVED, RegisteredAdapter
 from moe_lora.config import MAX_COUNT
 from moe_lora.core.errors import AdapterError, AdapterExistsError
 from moe_lora.core.request import AdapterInfo, name_problem
-from moe_lora.dist.cluster.controller.controller_views import RegistryView
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, to_api_error
 from moe_lora.serve.openai.protocol import (
@@ -123,15 +122,16 @@ def _card(info: AdapterInfo) -> dict[str, Any]:
 
 
 async def _find(body: LoadAdapterRequest, frontend: Frontend) -> str:
-    """Where the adapter's files lie.  Raises ApiError, and what `ServedRegistry.resolve` raises."""
+    """Where the adapter's files lie.  Raises ApiError, and what `Registry.resolve` raises."""
     if body.lora_path is not None:
         return find_files(body.lora_path, body.lora_name)
-    if frontend.registry is None:
+    if frontend.cluster.registry is None:
         raise bad_request(
             "lora_path is missing; give the directory of a PEFT adapter, or start the server with --registry",
             "lora_path",
         )
-    return (await frontend.registry.resolve(body.lora_name)).path
+    found: RegisteredAdapter = await frontend.controller.call("registry_resolve", body.lora_name)
+    return found.path
 
 
 # The registry over HTTP: what `moe-lora adapters` does, and where names without a path are found.
@@ -144,10 +144,13 @@ Version = Annotated[int | None, Query(ge=1, le=MAX_COUNT)]
 def registry_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1/registry", tags=["registry"])
 
-    def opened() -> RegistryView:
-        if frontend.registry is None:
+    def check_opened() -> None:
+        if frontend.cluster.registry is None:
             raise ApiError(404, "there is no registry of adapters; start with --registry FOLDER")
-        return frontend.registry
+
+    async def ask(method: str, *args: Any) -> Any:
+        check_opened()
+        return await frontend.controller.call(f"registry_{method}", *args)
 
     @router.get("/adapters", response_model=None)
     async def list_registered(
@@ -156,49 +159,38 @@ def registry_router(frontend: Frontend) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 1000,
     ) -> Response:
         """Current versions by name, `limit` at once; `after` goes on behind a name."""
-        served = opened()
-        found = await served.call("adapters", state=state, after=after, limit=limit + 1)
+        found = await ask("adapters", state, after, limit + 1)
         data = [asdict(one) for one in found[:limit]]
-        listed = {"object": "list", "base_hash": await served.base(), "data": data}
+        listed = {"object": "list", "base_hash": await ask("base"), "data": data}
         return JsonResponse({**listed, "has_more": len(found) > limit})
 
     @router.post("/adapters", response_model=None)
     async def register(body: RegisterAdapterRequest) -> Response:
         """Add the PEFT adapter in `lora_path` as the next version of `lora_name`; that does not load it."""
-        served = opened()
+        check_opened()
         check_new_name(body.lora_name, frontend)
-        added = await served.call(
-            "add",
-            body.lora_name,
-            find_files(body.lora_path, body.lora_name),
-            base_hash=await served.base(),
-            owner=body.owner,
-            link=body.link,
-        )
-        return JsonResponse(asdict(added))
+        place = find_files(body.lora_path, body.lora_name)
+        return JsonResponse(asdict(await ask("add", body.lora_name, place, body.owner, body.link)))
 
     @router.post("/check", response_model=None)
     async def check() -> Response:
         """Read all files of the registry; `problem` is null where they are what was added."""
-        served = opened()
-        found = await served.call("check")
+        found = await ask("check")
         data = [{"name": one.name, "version": one.version, "problem": problem} for one, problem in found]
         return JsonResponse({"object": "list", "data": data})
 
     @router.get("/adapters/{name:path}", response_model=None)
     async def show(name: str) -> Response:
         """All versions of a name, removed ones too."""
-        served = opened()
-        versions = await served.call("versions", name)
+        versions = await ask("versions", name)
         return JsonResponse({"object": "list", "data": [asdict(one) for one in versions]})
 
     @router.delete("/adapters/{name:path}", response_model=None)
     async def remove(name: str, version: Version = None) -> Response:
         """Remove one version of a name, or all; what is being served is not."""
-        served = opened()
         doomed = [
             one.path
-            for one in await served.call("versions", name)
+            for one in await ask("versions", name)
             if one.state != REMOVED and version in (None, one.version)
         ]
         if any(one.name == name and one.path in doomed for one in await frontend.client.list_adapters()):
@@ -206,7 +198,7 @@ def registry_router(frontend: Frontend) -> APIRouter:
                 f"adapter {name!r} is being served, and an instance that starts again needs its files; "
                 "unload it first (/v1/unload_lora_adapter)",
             )
-        removed = await served.call("remove", name, version)
+        removed = await ask("remove", name, version)
         return JsonResponse({"object": "list", "data": [asdict(one) for one in removed]})
 
     return router

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 import moe_lora
 from moe_lora.core.errors import EngineDeadError, LoraServerError
-from moe_lora.dist.cluster.controller.controller_views import ProvisionView
+from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse
 from moe_lora.serve.openai.protocol import CapacityRequest
@@ -45,9 +45,9 @@ def status_router(frontend: Frontend) -> APIRouter:
         with suppress(EngineDeadError):
             shown.max_loras = (await frontend.info()).max_loras
             shown.stats = await frontend.client.stats()
-        if frontend.controller is not None:
+        if frontend.cluster.lora_server is not None:
             with suppress(EngineDeadError, LoraServerError):
-                shown.server = await frontend.controller.server_state()
+                shown.server = await frontend.controller.call("server_state")
         return Response(shown.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router
@@ -106,36 +106,32 @@ def models_router(frontend: Frontend) -> APIRouter:
 def capacity_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["capacity"])
 
-    def controller() -> ProvisionView:
-        if frontend.controller is None:
-            raise ApiError(
-                404, "the load on adapters is not watched; start with --target-iar or a LoRA Server"
-            )
-        return frontend.controller
-
-    def with_server() -> ProvisionView:
-        if frontend.controller is None or not frontend.controller.has_server:
+    async def ask_server(method: str, *args: int) -> ServerState:
+        if frontend.cluster.lora_server is None:
             raise ApiError(404, "there is no LoRA Server; start with --lora-server, or set max_loras")
-        return frontend.controller
+        state: ServerState = await frontend.controller.call(method, *args)
+        return state
 
     @router.get("/provision", response_model=None)
     async def provision() -> Response:
         """What the last evaluation of the load found; `latest` is null before the first one."""
-        config, latest = controller().config, controller().latest
+        config, latest = frontend.cluster.provisioning, frontend.controller.figures.outlook
+        if config is None:
+            raise ApiError(
+                404, "the load on adapters is not watched; start with --target-iar or a LoRA Server"
+            )
         report = None if latest is None else {**asdict(latest), "suffices": latest.suffices}
         return JsonResponse({"settings": asdict(config), "latest": report})
 
     @router.get("/lora_server", response_model=None)
     async def lora_server() -> Response:
         """The LoRA Server's capacity, what is resident, who waits."""
-        state = await with_server().server_state()
-        assert state is not None
-        return JsonResponse(asdict(state))
+        return JsonResponse(asdict(await ask_server("server_state")))
 
     @router.post("/lora_server/capacity", response_model=None)
     async def resize(body: CapacityRequest) -> Response:
         """Hold up to `capacity` adapters at once from now on; running requests are served to the end."""
-        return JsonResponse(asdict(await with_server().resize(body.capacity)))
+        return JsonResponse(asdict(await ask_server("resize", body.capacity)))
 
     return router
 

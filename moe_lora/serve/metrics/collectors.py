@@ -9,8 +9,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moe_lora.core.request import EngineStats, FleetStats
+from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.cluster.controller.controller_views import PlacementView, ProvisionView
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -114,7 +114,7 @@ SERVER_COUNTERS = (
 
 
 PLACEMENT_COUNTERS = (
-    ("moe_lora:placement_tables", "Routing tables so far.", "version"),
+    ("moe_lora:placement_tables", "Routing tables so far.", "num_tables"),
     ("moe_lora:placement_moves", "Adapters moved to an instance.", "num_copies"),
     ("moe_lora:placement_problems", "Placements that could not be made.", "num_problems"),
 )
@@ -204,35 +204,31 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
             yield family(kind, name, text, ("model_name", "instance"), found)
 
 
-def provision_families(
-    model_name: str, controller: ProvisionView, server: ServerState | None
-) -> Iterator[Metric]:
-    """Of the last evaluation of the load, and of the LoRA Server; None: it did not answer or is not there."""
-    yield from table(GaugeMetricFamily, OUTLOOK_GAUGES, model_name, controller.latest)
-    if controller.has_server:
-        text = "1 while its leader answers."
-        yield plain(GaugeMetricFamily, "moe_lora:lora_server_up", text, model_name, server is not None)
-        yield from table(GaugeMetricFamily, SERVER_GAUGES, model_name, server)
-        yield from table(CounterMetricFamily, SERVER_COUNTERS, model_name, server)
+def server_families(model_name: str, server: ServerState | None) -> Iterator[Metric]:
+    """Of the LoRA Server; None: it did not answer."""
+    text = "1 while its leader answers."
+    yield plain(GaugeMetricFamily, "moe_lora:lora_server_up", text, model_name, server is not None)
+    yield from table(GaugeMetricFamily, SERVER_GAUGES, model_name, server)
+    yield from table(CounterMetricFamily, SERVER_COUNTERS, model_name, server)
 
 
-def placement_families(model_name: str, placement: PlacementView) -> Iterator[Metric]:
-    """Of the division of adapters over instances."""
-    yield from table(CounterMetricFamily, PLACEMENT_COUNTERS, model_name, placement)
-    latest = placement.latest
+def placement_families(model_name: str, figures: Figures, has_points: bool) -> Iterator[Metric]:
+    """Of the division of adapters over instances.  has_points: loads are shares of a capacity."""
+    yield from table(CounterMetricFamily, PLACEMENT_COUNTERS, model_name, figures)
+    quality = figures.quality
     yield plain(
         GaugeMetricFamily,
         "moe_lora:placement_max_utilisation",
         "Forecast load of the busiest instance, 1 = its operating point.",
         model_name,
-        latest.worst_load if latest is not None and placement.has_points else None,
+        quality.worst_load if quality is not None and has_points else None,
     )
     yield plain(
         GaugeMetricFamily,
         "moe_lora:placement_adapters_held",
         "Adapters of the fullest instance.",
         model_name,
-        None if latest is None else latest.most_held,
+        None if quality is None else quality.most_held,
     )
 
 

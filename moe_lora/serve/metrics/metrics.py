@@ -8,14 +8,23 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.request import EngineStats, RequestTiming
+from moe_lora.dist.cluster.controller.cluster_state import Controller
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.cluster.controller.controller_views import PlacementView, ProvisionView, VisitView
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
+from moe_lora.provision.online import Visit
 
-from .collectors import engine_families, link_families, placement_families, provision_families
+from .collectors import (
+    OUTLOOK_GAUGES,
+    engine_families,
+    link_families,
+    placement_families,
+    server_families,
+    table,
+)
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
@@ -55,18 +64,12 @@ class Metrics:
     not there.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        controller: ProvisionView | None = None,
-        placement: PlacementView | None = None,
-        link: ControllerLink | None = None,
-    ) -> None:
+    def __init__(self, cluster: ClusterConfig, controller: Controller) -> None:
         self.stats: EngineStats | None = None
         self.server: ServerState | None = None
         self.max_loras = 0
-        self._model_name = model_name
-        self._controller, self._placement, self._link = controller, placement, link
+        self._model_name = model_name = cluster.served_model_name
+        self._cluster, self._controller = cluster, controller
         self._registry = CollectorRegistry()
         self._registry.register(self)
         labels = ["model_name", "finished_reason"]
@@ -93,12 +96,16 @@ class Metrics:
         """What is made anew for each reader, as prometheus_client's registry asks for it."""
         name = self._model_name
         yield from engine_families(name, self.stats, self.max_loras)
-        if self._controller is not None:
-            yield from provision_families(name, self._controller, self.server)
-        if self._placement is not None:
-            yield from placement_families(name, self._placement)
-        if self._link is not None:
-            yield from link_families(name, self._link)
+        cluster, figures = self._cluster, self._controller.figures
+        if cluster.provisioning is not None:
+            yield from table(GaugeMetricFamily, OUTLOOK_GAUGES, name, figures.outlook)
+        if cluster.lora_server is not None:
+            yield from server_families(name, self.server)
+        if cluster.front_end.placement is not None:
+            has_points = cluster.front_end.operating_points is not None
+            yield from placement_families(name, figures, has_points)
+        if isinstance(self._controller, ControllerLink):
+            yield from link_families(name, self._controller)
         bounds = [*(str(float(bound)) for bound in TOKEN_BUCKETS_S), "+Inf"]
         buckets = list(zip(bounds, accumulate(self._gap_counts), strict=True))
         for gap_name in GAP_NAMES:
@@ -119,7 +126,7 @@ class RequestWatch:
 
     __slots__ = ("_arrival_s", "_first_s", "_last_s", "_metrics", "_num_tokens", "_visit")
 
-    def __init__(self, metrics: Metrics, visit: VisitView | None) -> None:
+    def __init__(self, metrics: Metrics, visit: Visit | None) -> None:
         self._metrics = metrics
         self._visit = visit
         self._arrival_s = self._first_s = self._last_s = time.perf_counter()

@@ -136,8 +136,9 @@ class Generation:
                 min_tokens=self.sampling.min_tokens,
                 prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
             )
-        if frontend.controller is not None and self.adapter is not None:
-            visit = frontend.controller.window.begin(self.adapter)
+        window = frontend.controller.window
+        if window is not None and self.adapter is not None:
+            visit = window.begin(self.adapter)
         watch = RequestWatch(frontend.metrics, visit)
         reason, timing, cut = "abort", None, False
         outputs = cast("AsyncGenerator[TokenOutput, None]", frontend.client.generate(request))

@@ -15,20 +15,27 @@ from moe_lora.core.address import Address, parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.dist.cluster.controller.directed import DirectedInstanceRegistry
 from moe_lora.dist.cluster.instance_links import FrontEndLinks
 from moe_lora.dist.cluster.instances import InstanceRegistry
-from moe_lora.dist.cluster.listener import AsItIs, CatchUp, InstanceListener
-from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.thread import LoopThread
 from moe_lora.engine.client.heartbeat import Heartbeat, Pulse
 from moe_lora.engine.client.messages import Abort, Call, Generate, Hello, Inbox, Outputs, Reply, Stop
 from moe_lora.policies.routing import RoundRobin
 
-from .fleet_parts import INFO
+from .fleet_parts import INFO, fleet_client
 
 ADVICE = "none has dialled in"
+
+
+def caught_up(instance_registry: InstanceRegistry) -> CatchUp:
+    """Brings in what dials in, with nothing to recover first."""
+    catch_up = CatchUp(instance_registry, None)
+    catch_up.end_recovery()
+    return catch_up
+
+
 HELD_TOKENS = 9
 T = TypeVar("T")
 
@@ -131,12 +138,12 @@ class Instance:
         refused=(),
     ):
         self.incarnation = incarnation or secrets.token_hex(8)
-        doors = {f"listener-{one}": parse_address("listener", one) for one in sockets}
+        addresses = {f"listener-{one}": parse_address("listener", one) for one in sockets}
         inbox = Inbox()
         self._thread = LoopThread()
 
         async def make() -> FrontEndLinks:
-            return FrontEndLinks(doors, keys, inbox, info.max_model_len)
+            return FrontEndLinks(addresses, keys, inbox, info.max_model_len)
 
         self.dial = self._thread.run(make())
         self.loop = ScriptedLoop(self.dial.emit, inbox, number, dict(adapters or {}))
@@ -167,14 +174,13 @@ class FrontEnd:
         socket: str | Address | None = None,
         adapters=(),
         heartbeat: Heartbeat | None = None,
-        make_entry=CatchUp,
+        make_entry=caught_up,
         keys: Keys | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="moe_lora-")
         self.thread = LoopThread()
-        make_roster = DirectedInstanceRegistry if make_entry is AsItIs else InstanceRegistry
-        self.instance_registry = make_roster((), adapters, ADVICE, heartbeat)
-        self.fleet = FleetClient(self.instance_registry, RoundRobin(), WallClock())
+        self.instance_registry = InstanceRegistry((), adapters, ADVICE, heartbeat)
+        self.fleet = fleet_client(self.instance_registry, RoundRobin(), WallClock())
         self._closing = asyncio.Event()
         self._closed = False
         place: Future[Address] = Future()

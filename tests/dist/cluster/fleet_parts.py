@@ -5,9 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from moe_lora.config import EngineConfig, FrontEndConfig
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.clock import Clock, VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, CapacityError, EngineDeadError
 from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.policies.routing import Router, TokenMeter
 
 INFO = ModelInfo(
     name="base",
@@ -19,6 +27,27 @@ INFO = ModelInfo(
     max_loras=4,
     eos_token_ids=(),
 )
+
+
+def cluster_config(front_end: FrontEndConfig | None = None, **engine: Any) -> ClusterConfig:
+    """A cluster of engines like `CountingEngine`."""
+    return ClusterConfig(
+        engine=EngineConfig(model_dir="base", **engine),
+        served_model_name="base",
+        front_end=front_end or FrontEndConfig(),
+    )
+
+
+def fleet_client(
+    instance_registry: InstanceRegistry,
+    router: Router,
+    clock: Clock | None = None,
+    meter: TokenMeter | None = None,
+    ranks: dict[str, int] | None = None,
+) -> FleetClient:
+    """A client of the instances that are there."""
+    adapters = FleetAdapters(instance_registry, ranks)
+    return FleetClient(instance_registry, router, clock or VirtualClock(), adapters, meter)
 
 
 @dataclass(eq=False)

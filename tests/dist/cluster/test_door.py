@@ -15,7 +15,7 @@ from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served, ServedVersion
-from moe_lora.dist.cluster.listener import AsItIs, CatchUp, Recovery
+from moe_lora.dist.cluster.listener import AsItIs, CatchUp
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.messages import Dead
 
@@ -268,11 +268,11 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
         front_end.run(front_end.fleet.load_adapter("later", path, replace=True))
     two.stop()
     front_end.close()
-    recoveries: list[Recovery] = []
+    entries: list[CatchUp] = []
 
     def recovering(instance_registry: InstanceRegistry) -> CatchUp:
-        recoveries.append(Recovery(instance_registry, 60))
-        return CatchUp(instance_registry, recoveries[0])
+        entries.append(CatchUp(instance_registry, 60))
+        return entries[0]
 
     other = FrontEnd(
         front_end.socket, [("start", "places/start"), ("new", "places/new")], make_entry=recovering
@@ -287,7 +287,7 @@ def test_new_front_end_takes_over_what_instances_serve(front_end, join, made):
         )
     )
     assert other.names() == []
-    other.thread.loop.call_soon_threadsafe(recoveries[0].end)
+    other.thread.loop.call_soon_threadsafe(entries[0].end_recovery)
     until(lambda: other.names() == ["one", "three"])
     served = {"start": ("places/start", 1), "new": ("places/new", 1), "later": ("places/latest", 2)}
     assert one.loop.adapters == third.loop.adapters == served
@@ -300,7 +300,7 @@ def test_what_is_found_after_the_recovery_is_not_served(front_end, join, made):
     other = FrontEnd(
         front_end.socket,
         (),
-        make_entry=lambda instance_registry: CatchUp(instance_registry, Recovery(instance_registry, 0)),
+        make_entry=lambda instance_registry: CatchUp(instance_registry, 0),
     )
     made.insert(0, other)
     join("one")

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec import structs
 
-from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
@@ -17,18 +16,18 @@ from moe_lora.core.errors import (
     EngineSilentError,
 )
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.dist.cluster.adapter_calls import unload_everywhere
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.failover import MAX_RESENDS
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.policies.routing import LeastOutstanding, RoundRobin, TokenMeter
 
-from .fleet_parts import CountingEngine
+from .fleet_parts import CountingEngine, fleet_client
 
 
 def fleet_of(*engines: CountingEngine, router=None) -> FleetClient:
     adapters = tuple(engines[0].adapters.items())
-    return FleetClient(InstanceRegistry(engines, adapters), router or LeastOutstanding(), VirtualClock())
+    return fleet_client(InstanceRegistry(engines, adapters), router or LeastOutstanding())
 
 
 def ask(name: str = "r", adapter: str | None = None, max_tokens: int = 8) -> GenerateRequest:
@@ -268,7 +267,7 @@ def test_instance_that_cannot_take_a_load_back_gets_no_requests_for_the_adapter(
 def test_adapter_missing_everywhere_is_named_until_it_is_loaded_or_unloaded():
     async def run() -> None:
         instance_registry = InstanceRegistry([CountingEngine(), CountingEngine()], [("a", "p")])
-        fleet = FleetClient(instance_registry, LeastOutstanding(), VirtualClock())
+        fleet = fleet_client(instance_registry, LeastOutstanding())
         for instance in instance_registry.instances:
             instance.missing.add("a")
         with pytest.raises(EngineDeadError, match="'a' is unavailable"):
@@ -348,7 +347,7 @@ def test_books_tell_what_waits_and_runs_and_end_empty_whoever_ends():
         engines = [CountingEngine(dies_at=6, adapters={"a": "p"}), CountingEngine(adapters={"a": "p"})]
         meter = TokenMeter()
         instance_registry = InstanceRegistry(engines, [("a", "p")])
-        fleet = FleetClient(instance_registry, LeastOutstanding(), VirtualClock(), meter=meter)
+        fleet = fleet_client(instance_registry, LeastOutstanding(), meter=meter)
         first, second = (one.load for one in instance_registry.instances)
         stream = fleet.generate(ask(adapter="a"))
         await anext(stream)
@@ -381,7 +380,7 @@ def test_one_that_comes_in_as_an_adapter_is_unloaded_frees_it_too(monkeypatch):
         forget(name)
 
     monkeypatch.setattr(instance_registry, "forget", forget_after_it_came)
-    asyncio.run(unload_everywhere(instance_registry, "a"))
+    asyncio.run(FleetAdapters(instance_registry).unload_adapter("a"))
     assert here.adapters == late.adapters == {}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moe_lora.assemble import engine_processes
-from moe_lora.config import EngineConfig
+from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.core.request import FleetStats, GenerateRequest, SamplingParams
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Heartbeat
@@ -125,13 +125,14 @@ def test_request_of_one_that_stays_stopped_goes_on_elsewhere_and_is_not_answered
 CONFIG = EngineConfig(
     model_dir=str(ROOT / "demo" / "model"), dtype="float32", eager=True, num_threads=1, num_instances=2
 )
+FRONT_END = FrontEndConfig(routing="round_robin", heartbeat_timeout_s=2.0, heartbeat_dead_s=3.5)
 
 
 @pytest.fixture
 def engines() -> Iterator[tuple[EngineClient, list[int]]]:
     """Two engines behind a client, and the ids of their processes."""
     before = set(children(os.getpid()))
-    with engine_processes(CONFIG, "round_robin", heartbeat=Heartbeat(timeout_s=2.0, dead_s=3.5)) as client:
+    with engine_processes(CONFIG, FRONT_END) as client:
         yield client, sorted({*children(os.getpid())} - before)
 
 

@@ -57,7 +57,7 @@ def cluster(tmp_path) -> ClusterConfig:
 
 
 def test_the_file_says_what_the_settings_say(cluster, tmp_path):
-    everything = on_sockets(cluster, 2, None, str(tmp_path))
+    everything = on_sockets(cluster, 2, str(tmp_path))
     (tmp_path / "cluster.yaml").write_text(cluster_text(everything))
     assert read_cluster(tmp_path / "cluster.yaml") == everything
     with cluster_file(everything) as descriptor:
@@ -80,10 +80,10 @@ def test_relative_paths_are_those_of_the_folder_where_it_was_started(cluster, tm
 
 
 def test_each_role_has_a_socket_of_its_own_in_the_folder(cluster, tmp_path):
-    once = on_sockets(cluster, 2, None, str(tmp_path))
-    assert sorted(once.doors()) == ["controller", "front-end-0", "front-end-1"]
-    assert len({*once.doors().values(), once.controller.address}) == 4
-    assert all(address.path.startswith(str(tmp_path)) for address in once.doors().values())
+    once = on_sockets(cluster, 2, str(tmp_path))
+    assert sorted(once.dialled_addresses()) == ["controller", "front-end-0", "front-end-1"]
+    assert len({*once.dialled_addresses().values(), once.controller.address}) == 4
+    assert all(address.path.startswith(str(tmp_path)) for address in once.dialled_addresses().values())
     names = [role.name for role in roles_of(once, 5, 6)]
     assert names == ["controller", "front-end-0", "front-end-1", "instance-0", "instance-1"]
 

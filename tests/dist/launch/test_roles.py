@@ -66,7 +66,7 @@ def test_place_is_what_torchrun_says(monkeypatch):
         (["--role", "lora-server"], 1, "Error: lora_server.layout=EP2-PP1 has 2 ranks"),
         (["--role", "instance"], 1, "Error: front_end.engines_address is needed"),
         (["--role", "lora-server", "--name", "x"], 2, "--name is an instance's"),
-        ([], 2, "--config and --role are needed"),
+        ([], 2, "the following arguments are required: --role"),
     ],
 )
 def test_command_ends_with_one_line(write, options, code, reason):

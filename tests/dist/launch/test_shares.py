@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.launch.host_roles import instance_config, thread_share
+from moe_lora.dist.launch.host_roles import thread_share
+from moe_lora.dist.launch.roles import seed_of
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,10 @@ def test_more_threads_than_cores_are_refused(num_threads, num_instances, most):
         thread_share(num_threads, num_instances, 8)
 
 
-def test_seeds_differ_between_instances():
-    config = EngineConfig(model_dir="m", num_instances=3, seed=5)
-    assert [instance_config(config, index, ()).seed for index in range(3)] == [5, 6, 7]
+def test_seeds_differ_between_instances_and_incarnations():
+    seeds = [seed_of(5, f"instance-{index}", starts) for index in range(3) for starts in (0, 1, None, None)]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_seed_of_a_started_instance_is_the_same_each_time():
+    assert seed_of(5, "instance-0", 0) == seed_of(5, "instance-0", 0) == seed_of(4, "instance-0", 0) + 1

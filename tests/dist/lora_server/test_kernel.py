@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from moe_lora.config import EngineConfig, LoraServerConfig
-from moe_lora.dist.launch.build_server_rank import build_rank
-from moe_lora.dist.launch.host_roles import StartRank
+from moe_lora.dist.launch.roles import build_rank
 from moe_lora.dist.lora_server.server import data_loop as serving
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
@@ -20,7 +19,7 @@ def test_lora_kernel_reaches_the_data_loop(tmp_path, monkeypatch):
     config = EngineConfig(model_dir=str(MODEL), device="cpu", lora_kernel="bgmv", lora_server=server)
     used = []
     monkeypatch.setattr(serving, "request_deltas", lambda *operands, kernel: used.append(kernel))
-    rank = build_rank(StartRank(config, 0))
+    rank = build_rank(config, 0)
     try:
         nothing = np.empty(0, np.int64)
         request = SimpleNamespace(slot=nothing, generation=nothing, layer=0)

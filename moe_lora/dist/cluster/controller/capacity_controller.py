@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from moe_lora.config import LoraServerConfig, ProvisionConfig
+from moe_lora.config import ProvisionConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import CapacityError, EngineDeadError, LastProblem, LoraServerError
 from moe_lora.core.request import FleetStats
@@ -40,10 +41,6 @@ class CapacityController:
         self._server = server
         self._suffices = True
         self._problem = LastProblem()
-
-    @property
-    def has_server(self) -> bool:
-        return self._server is not None
 
     async def run(self) -> None:
         """Evaluate until cancelled."""
@@ -119,11 +116,10 @@ class CapacityController:
             logger.warning("the LoRA Server's capacity stays %d: %s", state.capacity, error)
 
 
-def make_controller(
-    provision: ProvisionConfig | None, client: EngineClient, server: LoraServerConfig | None
-) -> CapacityController | None:
-    """The controller as `ClusterConfig.provision` says; None: the load on adapters is not watched."""
-    if provision is None and server is None:
+def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController | None:
+    """The controller as `ClusterConfig.provisioning` says; None: the load on adapters is not watched."""
+    if cluster.provisioning is None:
         return None
+    server = cluster.instance().lora_server
     admin = None if server is None else LoraServerAdmin(server.address, keys_in(server.certificates))
-    return CapacityController(provision or ProvisionConfig(), client, admin)
+    return CapacityController(cluster.provisioning, client, admin)

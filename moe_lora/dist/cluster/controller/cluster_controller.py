@@ -1,279 +1,154 @@
-"""The controller's event loop: calls of front ends in, states out."""
+"""What decides for all front ends: adapters, their placement, the LoRA Server's capacity."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
-import logging
-import signal
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address
-from moe_lora.core.errors import ConfigError, MoeLoraError
-from moe_lora.dist.cluster.listener import RECOVERY_S, Recovery
+from moe_lora.core.clock import WallClock
+from moe_lora.core.errors import AdapterError
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.listener import CatchUp, InstanceListener
+from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.keys import Keys
-from moe_lora.dist.net.peer import Asked
-from moe_lora.policies.routing import TokenMeter
+from moe_lora.dist.net.keys import keys_of
+from moe_lora.engine.client.client import CallableEngine
+from moe_lora.engine.client.heartbeat import Heartbeat
+from moe_lora.provision.online import DemandWindow
 
-from .capacity_controller import CapacityController
-from .cluster_state import ClusterStateLog, ControllerMethods, Figures, FrontEndHello, FrontEndReport, Taken
-from .front_end_listener import Session, front_end_listener
-from .placement_controller import PlacementController
+from .capacity_controller import CapacityController, make_capacity_controller
+from .cluster_state import ControllerMethods, Figures
+from .placement_controller import PlacementController, Routes
 from .served_registry import ServedRegistry
 
-if TYPE_CHECKING:
-    pass
-
-logger = logging.getLogger(__name__)
-
-POLL_S = 0.2
-SHOW_S = 1.0
-TAKEN_S = 5.0
-"""A call is answered without a front end that does not take the new state for so long."""
-SETTLE_S = 1.0
-"""Instances that start together are placed on together."""
-LONGEST_RECOVERY_S = 10.0
-"""A front end of the file that does not dial in is not waited for any longer, in seconds."""
+_LOOK_S = 0.01
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decisions:
-    """What decides: adapters (fleet), placement, provisioning, and the registry where names are found.
+class ClusterController(ControllerMethods):
+    """Decides, and carries out what is asked of it; there is one in every system.
 
-    It is there in every system: beside the requests of an only front end, or in a process of its own.
-    """
-
-    fleet: FleetClient
-    meter: TokenMeter
-    placement: PlacementController | None = None
-    provision: CapacityController | None = None
-    registry: ServedRegistry | None = None
-
-    def methods(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """What front ends may call."""
-        fleet, provision, registry = self.fleet, self.provision, self.registry
-        found: dict[str, Callable[..., Awaitable[Any]]] = {
-            "load_adapter": lambda name, path, replace: fleet.load_adapter(name, path, replace=replace),
-            "unload_adapter": fleet.unload_adapter,
-            "pin_adapter": lambda name, pinned: fleet.pin_adapter(name, pinned=pinned),
-        }
-        if provision is not None:
-            found |= {"server_state": provision.server_state, "resize": provision.resize}
-        if registry is not None:
-            found |= {"registry_base": registry.base, "registry_resolve": registry.resolve}
-            for method in REGISTRY_CALLS:
-                found[f"registry_{method}"] = _by_names(registry, method)
-        return found
-
-
-REGISTRY_CALLS = ("adapters", "add", "check", "versions", "remove")
-
-
-def _by_names(registry: ServedRegistry, method: str) -> Callable[..., Awaitable[Any]]:
-    """Calls a method of the registry with the arguments that `ControllerMethods` names."""
-    names = list(inspect.signature(getattr(ControllerMethods, f"registry_{method}")).parameters)[1:]
-    return lambda *args: registry.call(method, **dict(zip(names, args, strict=True)))
-
-
-class ClusterController:
-    """Answers the calls of front ends, and has each of them do as was decided.
-
-    front_ends: names of those that the file has.  recovery: of this start; the first states are given out
-    when it is over.
+    An only front end has it in its process and calls it; for several it is in a process of its own, behind a
+    `FrontEndListener`.  placement: None: adapters are not divided over instances.
     """
 
     def __init__(
         self,
-        decisions: Decisions,
-        state_log: ClusterStateLog,
-        recovery: Recovery,
-        front_ends: Collection[str],
+        adapters: FleetAdapters,
+        provision: CapacityController | None = None,
+        registry: ServedRegistry | None = None,
+        placement: PlacementController | None = None,
     ) -> None:
-        self._decisions = decisions
-        self._state_log = state_log
-        self._recovery = recovery
-        self._awaited = set(front_ends)
-        self._sessions: list[Session] = []
-        self._taken = asyncio.Condition()
-        self._ready = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._methods = decisions.methods()
+        super().__init__(adapters, provision, registry)
+        self.placement = placement
 
-    async def run(self) -> None:
-        """Recover, then decide and give out, until cancelled."""
-        tasks = [asyncio.create_task(self._show())]
-        try:
-            await self._recover()
-            work = (self._place(), self._provision(), self._keep_pool())
-            tasks += [asyncio.create_task(task) for task in work]
-            while True:
-                await self._learn_ranks()
-                self._give_out()
-                await asyncio.sleep(POLL_S)
-        finally:
-            for task in (*tasks, *self._tasks):
-                task.cancel()
-            for session in self._sessions:
-                session.peer.end("the controller was stopped")
-
-    async def _recover(self) -> None:
-        """Hear what front ends and instances know; none comes into routing before."""
-        waited_s = 0.0
-        while waited_s < RECOVERY_S or (self._awaited and waited_s < LONGEST_RECOVERY_S):
-            await asyncio.sleep(POLL_S)
-            waited_s += POLL_S
-        self._recovery.end()
-        self._ready.set()
-        self._give_out()
-        state = self._state_log.state
-        logger.info(
-            "the controller begins: state %d, table %d, %d front ends",
-            state.number,
-            0 if self._decisions.placement is None else self._decisions.placement.version,
-            len(self._sessions),
+    @property
+    def figures(self) -> Figures:
+        placement = self.placement
+        return Figures(
+            num_tables=0 if placement is None else placement.version,
+            num_copies=0 if placement is None else placement.num_copies,
+            num_problems=0 if placement is None else placement.num_problems,
+            quality=None if placement is None else placement.latest,
+            outlook=None if self.provision is None else self.provision.latest,
         )
 
-    async def _place(self) -> None:
-        placement = self._decisions.placement
-        if placement is None:
-            return
-        while not await self._decisions.fleet.is_alive():
-            await asyncio.sleep(POLL_S)
-        # A table to go on with stays until a whole time step was seen.
-        await asyncio.sleep(placement.interval_s if placement.version else SETTLE_S)
-        await placement.run()
+    @property
+    def window(self) -> DemandWindow | None:
+        return None if self.provision is None else self.provision.window
 
-    async def _provision(self) -> None:
-        if self._decisions.provision is not None:
-            await self._decisions.provision.run()
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self, method)(*args)
 
-    async def _keep_pool(self) -> None:
-        if self._decisions.fleet.pool is not None:
-            await self._decisions.fleet.pool.run()
+    async def ready(self) -> None:
+        pass
 
-    async def _show(self) -> None:
-        """Tell front ends what their metrics are to say of the controller."""
-        placement, provision = self._decisions.placement, self._decisions.provision
-        while True:
-            figures = Figures(
-                num_copies=0 if placement is None else placement.num_copies,
-                num_problems=0 if placement is None else placement.num_problems,
-                quality=None if placement is None else placement.latest,
-                outlook=None if provision is None else provision.latest,
-            )
-            for session in self._sessions:
-                session.peer.send(figures)
-            await asyncio.sleep(SHOW_S)
-
-    async def _learn_ranks(self) -> None:
-        """As soon as an instance is there; of later ones the loading tells."""
-        try:
-            if await self._decisions.fleet.is_alive():
-                await self._decisions.fleet.model_info()
-        except Exception as error:  # whatever an instance answers, the controller goes on without
-            logger.debug("no instance says which ranks adapters have: %r", error)
-
-    def _give_out(self) -> None:
-        """Send the state to all if it is another than before."""
-        if self._ready.is_set() and self._state_log.write():
-            for session in self._sessions:
-                session.peer.send(self._state_log.state)
-
-    def joined(self, session: Session, hello: FrontEndHello) -> None:
-        logger.info("front end %s dialled in", session.name)
-        self._sessions.append(session)
-        self._awaited.discard(session.name)
-        if not self._ready.is_set():
-            if hello.state is not None:
-                self._state_log.recover(hello.state)
-            return
-        before, now = hello.state, self._state_log.state
-        if before is not None and before.number >= now.number and before != now:
-            logger.warning(
-                "front end %s had state %d of an earlier controller, which is given up: it came too late",
-                session.name,
-                before.number,
-            )
-            self._state_log.count_above(before)
-            # Those that had the state by its lower number would count as late until the next one.
-            for other in self._sessions:
-                other.peer.send(self._state_log.state)
-        else:
-            session.peer.send(self._state_log.state)
-
-    def left(self, session: Session) -> None:
-        self._sessions.remove(session)
-        for visit in session.visits.values():
-            visit.end(None)
-        self._spawn(self._notify())
-
-    def received(self, session: Session, message: Message | Asked) -> None:
-        if isinstance(message, Asked):
-            self._spawn(self._answer(message))
-        elif isinstance(message, Taken):
-            session.taken = message.number
-            self._spawn(self._notify())
-        elif isinstance(message, FrontEndReport):
-            for adapter, num_tokens in message.tokens.items():
-                self._decisions.meter.add(adapter, num_tokens)
-            if self._decisions.provision is not None:
-                for event in message.visits:
-                    session.see(self._decisions.provision.window, event)
-
-    async def _answer(self, call: Asked) -> None:
-        """Carry out a call; answer it when all front ends have what it changed."""
-        await self._ready.wait()
-        try:
-            method = self._methods.get(call.method)
-            if method is None:
-                raise ConfigError(f"this controller has no {call.method}: its file is not the front end's")
-            value = await method(*call.args)
-            self._give_out()
-            await self._all_taken(self._state_log.state.number)
-            call.answer(value)
-        except Exception as error:
-            if not isinstance(error, MoeLoraError | OSError | ValueError | KeyError):
-                logger.exception("%s failed", call.method)
-            call.fail(error)
-
-    async def _all_taken(self, number: int) -> None:
-        def taken() -> bool:
-            return all(session.taken >= number for session in self._sessions)
-
-        async with self._taken:
-            try:
-                await asyncio.wait_for(self._taken.wait_for(taken), TAKEN_S)
-            except asyncio.TimeoutError:
-                late = [session.name for session in self._sessions if session.taken < number]
-                logger.warning("front ends %s do not take state %d; going on", ", ".join(late), number)
-
-    async def _notify(self) -> None:
-        async with self._taken:
-            self._taken.notify_all()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def run(self) -> None:
+        """Place adapters, watch the load and keep the pool, until cancelled."""
+        parts = (self.placement, self.provision, self.adapters.pool)
+        await asyncio.gather(*(part.run() for part in parts if part is not None))
 
 
-# Running the controller until a signal ends it.
+@dataclass(frozen=True, kw_only=True)
+class ControlledFleet:
+    """A controller and what it decides about."""
+
+    controller: ClusterController
+    fleet: FleetClient
+    instance_registry: InstanceRegistry
+    routes: Routes
+    catch_up: CatchUp
+
+    async def start_together(self, num_instances: int, adapters: Sequence[tuple[str, str]]) -> None:
+        """Return when that many instances, with these adapters from the start, are in routing.
+
+        Raises AdapterError if one of them lacks what the others serve.
+        """
+        registry = self.instance_registry
+        while not (
+            len(registry.instances) == num_instances and all(one.starting for one in registry.instances)
+        ):
+            await asyncio.sleep(_LOOK_S)
+        if registry.pool is not None:
+            clients = [one.starting for one in registry.instances]
+            await registry.pool.fill(cast("list[CallableEngine]", clients), adapters)
+        self.catch_up.end_recovery()
+        while len(registry.live) < num_instances:
+            await asyncio.sleep(_LOOK_S)
+        for instance in registry.live:
+            if instance.missing:
+                names = ", ".join(sorted(instance.missing))
+                raise AdapterError(
+                    f"instance {instance.name} can't have what others read of {names}; the log says why: let "
+                    "nothing write to the folders of adapters while the server starts"
+                )
 
 
-async def run_controller(cluster_controller: ClusterController, address: Address, keys: Keys | None) -> None:
-    """Direct the front ends that dial in until SIGINT or SIGTERM.  Raises ConfigError if the address can't be
-    had.
+@asynccontextmanager
+async def controlled_fleet(
+    cluster: ClusterConfig,
+    routes: Routes,
+    setting: str,
+    address: Address,
+    *,
+    advice: str,
+    registry: ServedRegistry | None = None,
+    recovery_s: float | None = None,
+    on_give_up: Callable[[str], None] = lambda name: None,
+) -> AsyncIterator[ControlledFleet]:
+    """A controller for the instances that dial that address, until the context ends.
+
+    setting: names the address in errors.  advice: see `InstanceRegistry`.  registry: whose adapters are among
+    those of cluster.engine.  recovery_s: see `CatchUp`.  on_give_up: see `InstanceListener`.  Raises
+    ConfigError for what can be known at start.
     """
-    loop = asyncio.get_running_loop()
-    async with front_end_listener("controller.address", address, keys, cluster_controller) as place:
-        task = asyncio.create_task(cluster_controller.run())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        logger.info("the controller listens at %s", place)
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    config = cluster.engine
+    pool = None if config.pool is None else PoolDirectory(config.pool.replicas)
+    heartbeat = Heartbeat.of(cluster.front_end)
+    instance_registry = InstanceRegistry((), config.adapters, advice, heartbeat, pool)
+    adapters = FleetAdapters(instance_registry, routes.ranks)
+    fleet = FleetClient(instance_registry, routes.router, WallClock(), adapters, routes.meter)
+    controller = ClusterController(
+        adapters,
+        make_capacity_controller(cluster, fleet),
+        registry,
+        routes.placement(fleet, adapters.pool),
+    )
+    catch_up = CatchUp(instance_registry, recovery_s)
+    listener = InstanceListener(instance_registry, catch_up, on_give_up)
+    async with listener.open(setting, address, keys_of(cluster)):
+        try:
+            yield ControlledFleet(
+                controller=controller,
+                fleet=fleet,
+                instance_registry=instance_registry,
+                routes=routes,
+                catch_up=catch_up,
+            )
+        finally:
+            await fleet.close()

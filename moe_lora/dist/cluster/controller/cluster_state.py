@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from msgspec import field
 from msgspec.structs import replace
 
 from moe_lora.adapters.registry.registry import RegisteredAdapter
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import AdapterInfo, RequestTiming
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings
 from moe_lora.policies.routers import PhiRouting
-from moe_lora.provision.online import Outlook
+from moe_lora.provision.online import Outlook, VisitWindow
 from moe_lora.provision.placement.placement_problem import PlacementQuality
 
+from .capacity_controller import CapacityController
 from .placement_controller import PlacementController, Routes
+from .served_registry import ServedRegistry
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 PINGS = Pings(interval_s=1.0, timeout_s=4.0)
 
 
@@ -81,44 +87,104 @@ class Taken(Message, frozen=True):
 
 
 class Figures(Message, frozen=True, kw_only=True):
-    """What the controller's metrics would say.  num_copies, num_problems, quality: see
-    `PlacementController`.  outlook: of `CapacityController`.
+    """What metrics and status pages say of the controller.  num_tables: routing tables so far.  num_copies,
+    num_problems, quality: see `PlacementController`.  outlook: the last one of `CapacityController`.
     """
 
+    num_tables: int = 0
     num_copies: int = 0
     num_problems: int = 0
     quality: PlacementQuality | None = None
     outlook: Outlook | None = None
 
 
-class ControllerMethods(typing.Protocol):
-    """What front ends may call."""
+class Controller(typing.Protocol):
+    """What decides for a front end: a `ClusterController` in its process, or a `ControllerLink` to another's.
 
-    def load_adapter(self, name: str, path: str, replace: bool) -> AdapterInfo: ...
+    figures: the latest.  window: where requests for adapters are noted; None: the load is not watched.
+    """
 
-    def unload_adapter(self, name: str) -> None: ...
+    @property
+    def figures(self) -> Figures: ...
 
-    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo: ...
+    @property
+    def window(self) -> VisitWindow | None: ...
 
-    def server_state(self) -> ServerState | None: ...
+    async def call(self, method: str, *args: Any) -> Any:
+        """What one of `ControllerMethods` returns.  Raises what it raises, ControllerAwayError."""
+        ...
 
-    def resize(self, capacity: int) -> ServerState: ...
+    async def ready(self) -> None:
+        """Return when it is known what is served."""
+        ...
 
-    def registry_base(self) -> str: ...
+    async def run(self) -> None:
+        """Go on beside the requests, until cancelled."""
+        ...
 
-    def registry_resolve(self, name: str) -> RegisteredAdapter: ...
 
-    def registry_adapters(self, state: str | None, after: str, limit: int) -> list[RegisteredAdapter]: ...
+class ControllerMethods:
+    """What a front end may ask of the controller, with annotations that say what travels.
 
-    def registry_add(
-        self, name: str, source: str, base_hash: str, owner: str = "", link: bool = False
-    ) -> RegisteredAdapter: ...
+    provision: None: the load on adapters is not watched.  registry: None: adapters are known by their paths
+    only.
+    """
 
-    def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]: ...
+    def __init__(
+        self, adapters: FleetAdapters, provision: CapacityController | None, registry: ServedRegistry | None
+    ) -> None:
+        self.adapters = adapters
+        self.provision = provision
+        self.registry = registry
 
-    def registry_versions(self, name: str) -> list[RegisteredAdapter]: ...
+    async def load_adapter(self, name: str, path: str, replace: bool) -> AdapterInfo:
+        return await self.adapters.load_adapter(name, path, replace)
 
-    def registry_remove(self, name: str, version: int | None) -> list[RegisteredAdapter]: ...
+    async def unload_adapter(self, name: str) -> None:
+        await self.adapters.unload_adapter(name)
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
+        return await self.adapters.pin_adapter(name, pinned)
+
+    async def server_state(self) -> ServerState | None:
+        return await _given(self.provision).server_state()
+
+    async def resize(self, capacity: int) -> ServerState:
+        return await _given(self.provision).resize(capacity)
+
+    async def registry_base(self) -> str:
+        return _given(self.registry).base_hash
+
+    async def registry_resolve(self, name: str) -> RegisteredAdapter:
+        served = _given(self.registry)
+        return await asyncio.to_thread(served.registry.resolve, name, served.base_hash)
+
+    async def registry_adapters(self, state: str | None, after: str, limit: int) -> list[RegisteredAdapter]:
+        adapters = _given(self.registry).registry.adapters
+        return await asyncio.to_thread(adapters, state=state, after=after, limit=limit)
+
+    async def registry_add(self, name: str, source: str, owner: str, link: bool) -> RegisteredAdapter:
+        served = _given(self.registry)
+        add = partial(served.registry.add, base_hash=served.base_hash, owner=owner, link=link)
+        return await asyncio.to_thread(add, name, source)
+
+    async def registry_check(self) -> list[tuple[RegisteredAdapter, str | None]]:
+        return await asyncio.to_thread(_given(self.registry).registry.check)
+
+    async def registry_versions(self, name: str) -> list[RegisteredAdapter]:
+        return await asyncio.to_thread(_given(self.registry).registry.versions, name)
+
+    async def registry_remove(self, name: str, version: int | None) -> list[RegisteredAdapter]:
+        return await asyncio.to_thread(_given(self.registry).registry.remove, name, version)
+
+
+Part = typing.TypeVar("Part")
+
+
+def _given(part: Part | None) -> Part:
+    if part is None:
+        raise ConfigError("this controller does not do that: its file is not the front end's")
+    return part
 
 
 CONTROLLER_METHODS = Interface(ControllerMethods)
@@ -142,8 +208,6 @@ class ClusterStateLog:
         self._routes = routes
         self._placement = placement
         self.state = ClusterState(number=0)
-        self._table: dict[str, tuple[tuple[str, float], ...]] = {}
-        self._table_version = 0
 
     def write(self) -> bool:
         """Bring `state` up to date; whether that changed it."""
@@ -155,14 +219,13 @@ class ClusterStateLog:
         )
         router = self._routes.router
         if isinstance(router, PhiRouting) and self._placement is not None:
-            if router.version != self._table_version:
-                self._table = {
-                    adapter: tuple((self._instance_registry.name_of(index), phi) for index, phi in row)
-                    for adapter, row in router.table.items()
+            table, name_of = self.state.table, self._instance_registry.name_of
+            if router.version != self.state.table_version:
+                table = {
+                    name: tuple((name_of(index), phi) for index, phi in row)
+                    for name, row in router.table.items()
                 }
-                self._table_version = router.version
-            demand = self._placement.demand
-            now = replace(now, table=self._table, table_version=router.version, demand=demand)
+            now = replace(now, table=table, table_version=router.version, demand=self._placement.demand)
         if now == self.state:
             return False
         self.state = replace(now, number=now.number + 1)
@@ -177,16 +240,21 @@ class ClusterStateLog:
         self.state = replace(self.state, number=max(self.state.number, state.number))
         self._instance_registry.recover(state.served)
         self._routes.ranks.update(state.ranks)
-        router = self._routes.router
-        if isinstance(router, PhiRouting) and state.table_version > router.version:
-            number_of = self._instance_registry.number_of
-            router.swap(
-                {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}
-            )
-            router.version = state.table_version
+        if state.table_version > self._routes.table_version:
+            take_table(state, self._routes, self._instance_registry)
             if self._placement is not None:
                 self._placement.resume(state.demand)
 
     def count_above(self, state: ClusterState) -> None:
         """Give the state a higher number than one that came too late to be recovered."""
         self.state = replace(self.state, number=max(self.state.number, state.number) + 1)
+
+
+def take_table(state: ClusterState, routes: Routes, instance_registry: InstanceRegistry) -> None:
+    """Route by a state's table, if adapters are divided over instances."""
+    if isinstance(routes.router, PhiRouting):
+        number_of = instance_registry.number_of
+        routes.router.swap(
+            {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}
+        )
+        routes.router.version = state.table_version

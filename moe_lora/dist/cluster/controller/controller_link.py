@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from typing import Any, Protocol
+from typing import Any, cast
 
 from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
+from moe_lora.core.request import AdapterInfo, RequestTiming
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import OPEN_S, dial, stay_connected
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
+from moe_lora.provision.online import Visit
 
 from .cluster_state import (
     FRONT_END_SIDE,
@@ -24,40 +28,71 @@ from .cluster_state import (
     FrontEndHello,
     FrontEndReport,
     Taken,
+    VisitEvent,
+    take_table,
 )
+from .placement_controller import Routes
 
 logger = logging.getLogger(__name__)
 
 REPORT_S = 0.25
+READY_S = 5.0
+_LOOK_S = 0.05
 
 
-class Follower(Protocol):
-    """What of a front end hears of the controller, in its event loop."""
+class ReportedWindow:
+    """Notes what requests do, for the controller's `DemandWindow`."""
 
-    def follow(self, state: ClusterState) -> None:
-        """Do from now on as the controller says."""
-        ...
+    def __init__(self) -> None:
+        self._events: list[VisitEvent] = []
+        self._numbers = itertools.count()
 
-    def show(self, figures: Figures) -> None: ...
+    def begin(self, adapter: str) -> Visit:
+        visit = Visit(self, adapter, next(self._numbers))
+        self._events.append(VisitEvent("begin", visit.number, adapter))
+        return visit
 
-    def report(self) -> FrontEndReport | None:
-        """What happened since the last report; None: nothing."""
-        ...
+    def start(self, visit: Visit) -> None:
+        self._events.append(VisitEvent("start", visit.number))
+
+    def refuse(self, visit: Visit) -> None:
+        self._events.append(VisitEvent("refuse", visit.number))
+
+    def end(self, visit: Visit, timing: RequestTiming | None) -> None:
+        self._events.append(VisitEvent("end", visit.number, timing=timing))
+
+    def take(self) -> tuple[VisitEvent, ...]:
+        """What was noted; noting begins anew."""
+        taken = tuple(self._events)
+        self._events.clear()
+        return taken
 
 
 class ControllerLink:
-    """Carries a front end's calls and reports to the controller, and its decisions back.
+    """Carries a front end's calls and reports to the controller, and its decisions to registry and router.
 
     Belongs to the event loop that runs `run`.  up: whether the controller is there.  state: the last that it
     sent; older ones that come later are ignored, so a front end goes on with the newest.  num_joins:
-    connections so far.
+    connections so far.  watched: whether the load on adapters is.
     """
 
-    def __init__(self, address: Address, keys: Keys | None, name: str) -> None:
+    def __init__(
+        self,
+        address: Address,
+        keys: Keys | None,
+        name: str,
+        instance_registry: InstanceRegistry,
+        routes: Routes,
+        *,
+        watched: bool = True,
+    ) -> None:
         self._address, self._keys, self.name = address, keys, name
+        self._instance_registry, self._routes = instance_registry, routes
         self._peer: Peer | None = None
+        self.ranks = routes.ranks
         self.state: ClusterState | None = None
-        self.follower: Follower | None = None
+        self.figures = Figures()
+        self.window = ReportedWindow() if watched else None
         self.num_joins = 0
 
     @property
@@ -79,6 +114,25 @@ class ControllerLink:
                 "what is there (GET /v1/adapters) once it is back, then send it again"
             ) from error
 
+    async def load_adapter(self, name: str, path: str, replace: bool = False) -> AdapterInfo:
+        return cast("AdapterInfo", await self.call("load_adapter", name, path, replace))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.call("unload_adapter", name)
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
+        return cast("AdapterInfo", await self.call("pin_adapter", name, pinned))
+
+    async def ready(self) -> None:
+        """Return when this front end knows what is served and has an instance, or after READY_S.
+
+        Until then one that starts again beside others leaves requests to them.
+        """
+        waited_s = 0.0
+        while waited_s < READY_S and (self.state is None or not self._instance_registry.live):
+            await asyncio.sleep(_LOOK_S)
+            waited_s += _LOOK_S
+
     async def run(self) -> None:
         """Keep the connection and report what happens, until cancelled."""
         dialling = asyncio.create_task(
@@ -92,9 +146,10 @@ class ControllerLink:
             while True:
                 await asyncio.sleep(REPORT_S)
                 # While nobody listens what was counted is dropped: no later time step is to have it.
-                report = None if self.follower is None else self.follower.report()
-                if self._peer is not None and report is not None:
-                    self._peer.send(report)
+                tokens = self._routes.meter.take()
+                visits = () if self.window is None else self.window.take()
+                if self._peer is not None and (tokens or visits):
+                    self._peer.send(FrontEndReport(tokens, visits))
         finally:
             dialling.cancel()
             if self._peer is not None:
@@ -124,13 +179,16 @@ class ControllerLink:
         """Do as a message of the controller says."""
         if isinstance(message, ClusterState):
             self._take(message)
-        elif isinstance(message, Figures) and self.follower is not None:
-            self.follower.show(message)
+        elif isinstance(message, Figures):
+            self.figures = message
 
     def _take(self, state: ClusterState) -> None:
         if self.state is None or state.number > self.state.number:
             self.state = state
-            if self.follower is not None:
-                self.follower.follow(state)
+            self._instance_registry.follow(state.served, state.holdings)
+            self.ranks.clear()
+            self.ranks.update(state.ranks)
+            if state.table_version != self._routes.table_version:
+                take_table(state, self._routes, self._instance_registry)
         if self._peer is not None:
             self._peer.send(Taken(self.state.number))

@@ -1,25 +1,48 @@
-"""Where front ends dial the controller."""
+"""Where front ends dial the controller: their calls in, states out."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Collection, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address
+from moe_lora.core.errors import MoeLoraError
+from moe_lora.dist.cluster.listener import RECOVERY_S
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import OPEN_S, listen
 from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
 from moe_lora.provision.online import DemandWindow, Visit
 
-from .cluster_state import CONTROLLER_SIDE, PINGS, PROTOCOL_VERSION, Admitted, FrontEndHello, VisitEvent
+from .cluster_controller import ControlledFleet
+from .cluster_state import (
+    CONTROLLER_SIDE,
+    PINGS,
+    PROTOCOL_VERSION,
+    Admitted,
+    ClusterStateLog,
+    FrontEndHello,
+    FrontEndReport,
+    Taken,
+    VisitEvent,
+)
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+SHOW_S = 1.0
+TAKEN_S = 5.0
+"""A call is answered without a front end that does not take the new state for so long."""
+LONGEST_RECOVERY_S = 10.0
+"""A front end of the file that does not dial in is not waited for any longer, in seconds."""
 
 
 @dataclass(eq=False)
@@ -52,52 +75,193 @@ class Session:
             visit.end(event.timing)
 
 
-class Host(Protocol):
-    """Whom the listener tells what front ends do."""
+class FrontEndListener:
+    """Answers the calls of front ends, and has each of them do as was decided.
 
-    def joined(self, session: Session, hello: FrontEndHello) -> None: ...
+    The recovery of what it controls ends, and the first states are given out, when front ends were heard too.
+    front_ends: names of those that the file has.
+    """
 
-    def received(self, session: Session, message: Message | Asked) -> None: ...
+    def __init__(
+        self, controlled: ControlledFleet, state_log: ClusterStateLog, front_ends: Collection[str]
+    ) -> None:
+        self.sessions: list[Session] = []
+        self._controlled = controlled
+        self._controller = controlled.controller
+        self._state_log = state_log
+        self._awaited = set(front_ends)
+        self._changed = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def left(self, session: Session) -> None: ...
+    @asynccontextmanager
+    async def open(self, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
+        """Listen for front ends until the context ends.  Raises ConfigError if the address can't be had."""
+        async with listen("controller.address", address, keys, self._receive, PINGS) as place:
+            yield place
 
+    async def run(self) -> None:
+        """Recover, then decide and give out, until cancelled."""
+        self._spawn(self._show())
+        try:
+            await self._recover()
+            self._spawn(self._controller.run())
+            while True:
+                await self._learn_ranks()
+                self._give_out()
+                await asyncio.sleep(POLL_S)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            for session in self.sessions:
+                session.peer.end("the controller was stopped")
 
-@asynccontextmanager
-async def front_end_listener(
-    setting: str, address: Address, keys: Keys | None, told: Host
-) -> AsyncIterator[Address]:
-    """Listen for front ends until the context ends.  Raises ConfigError if the address can't be had."""
+    async def _recover(self) -> None:
+        """Hear what front ends and instances know; none comes into routing before."""
+        waited_s = 0.0
+        while waited_s < RECOVERY_S or (self._awaited and waited_s < LONGEST_RECOVERY_S):
+            await asyncio.sleep(POLL_S)
+            waited_s += POLL_S
+        self._controlled.catch_up.end_recovery()
+        self._ready.set()
+        self._give_out()
+        state = self._state_log.state
+        logger.info(
+            "the controller begins: state %d, table %d, %d front ends",
+            state.number,
+            state.table_version,
+            len(self.sessions),
+        )
 
-    async def visit(connection: Connection, host: str) -> None:
+    async def _show(self) -> None:
+        """Tell front ends what their metrics are to say of the controller."""
+        while True:
+            for session in self.sessions:
+                session.peer.send(self._controller.figures)
+            await asyncio.sleep(SHOW_S)
+
+    async def _learn_ranks(self) -> None:
+        """As soon as an instance is there; of later ones the loading tells."""
+        try:
+            if await self._controlled.fleet.is_alive():
+                await self._controlled.fleet.model_info()
+        except Exception as error:  # whatever an instance answers, the controller goes on without
+            logger.debug("no instance says which ranks adapters have: %r", error)
+
+    def _give_out(self) -> None:
+        """Send the state to all if it is another than before."""
+        if self._state_log.write():
+            self._send_all()
+
+    def _send_all(self) -> None:
+        for session in self.sessions:
+            session.peer.send(self._state_log.state)
+
+    async def _receive(self, connection: Connection, host: str) -> None:
         peer = Peer(connection, CONTROLLER_SIDE, f"a front end from {host}")
         try:
             hello = await peer.receive(OPEN_S)
         except PeerEndedError as error:
             logger.warning("what dialled the controller from %s was turned away: %s", host, error)
             return
-        problem = _refusal(hello)
-        peer.send(Admitted(problem))
-        if problem is not None:
+        if not isinstance(hello, FrontEndHello) or hello.protocol != PROTOCOL_VERSION:
+            there = getattr(hello, "protocol", None)
+            problem = (
+                f"protocol {there} there and {PROTOCOL_VERSION} at the controller; install the same version"
+            )
             logger.warning("what dialled the controller from %s was refused: %s", host, problem)
+            peer.send(Admitted(problem))
             peer.end()
             await peer.closed()
             return
-        assert isinstance(hello, FrontEndHello)
+        peer.send(Admitted())
         session = Session(hello.name, peer)
-        told.joined(session, hello)
+        self._join(session, hello)
         try:
             async for message in peer.messages():
-                told.received(session, message)
+                self._hear(session, message)
         finally:
             logger.warning("lost front end %s: %s", session.name, peer.problem)
-            told.left(session)
+            self.sessions.remove(session)
+            for visit in session.visits.values():
+                visit.end(None)
+            self._changed.set()
 
-    async with listen(setting, address, keys, visit, PINGS) as place:
-        yield place
+    def _join(self, session: Session, hello: FrontEndHello) -> None:
+        logger.info("front end %s dialled in", session.name)
+        self.sessions.append(session)
+        self._awaited.discard(session.name)
+        if not self._ready.is_set():
+            if hello.state is not None:
+                self._state_log.recover(hello.state)
+            return
+        before, now = hello.state, self._state_log.state
+        if before is not None and before.number >= now.number and before != now:
+            logger.warning(
+                "front end %s had state %d of an earlier controller, which is given up: it came too late",
+                session.name,
+                before.number,
+            )
+            self._state_log.count_above(before)
+            # Those that had the state by its lower number would count as late until the next one.
+            self._send_all()
+        else:
+            session.peer.send(self._state_log.state)
+
+    def _hear(self, session: Session, message: Message | Asked) -> None:
+        if isinstance(message, Asked):
+            self._spawn(self._answer(message))
+        elif isinstance(message, Taken):
+            session.taken = message.number
+            self._changed.set()
+        elif isinstance(message, FrontEndReport):
+            for adapter, num_tokens in message.tokens.items():
+                self._controlled.routes.meter.add(adapter, num_tokens)
+            window = self._controller.window
+            if window is not None:
+                for event in message.visits:
+                    session.see(window, event)
+
+    async def _answer(self, call: Asked) -> None:
+        """Carry out a call; answer it when all front ends have what it changed."""
+        await self._ready.wait()
+        try:
+            value = await self._controller.call(call.method, *call.args)
+            self._give_out()
+            await self._all_taken(self._state_log.state.number)
+            call.answer(value)
+        except Exception as error:
+            if not isinstance(error, MoeLoraError | OSError | ValueError | KeyError):
+                logger.exception("%s failed", call.method)
+            call.fail(error)
+
+    async def _all_taken(self, number: int) -> None:
+        async def wait() -> None:
+            while any(session.taken < number for session in self.sessions):
+                self._changed.clear()
+                await self._changed.wait()
+
+        try:
+            await asyncio.wait_for(wait(), TAKEN_S)
+        except asyncio.TimeoutError:
+            late = [session.name for session in self.sessions if session.taken < number]
+            logger.warning("front ends %s do not take state %d; going on", ", ".join(late), number)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
-def _refusal(hello: Message | Asked) -> str | None:
-    if isinstance(hello, FrontEndHello) and hello.protocol == PROTOCOL_VERSION:
-        return None
-    there = getattr(hello, "protocol", None)
-    return f"protocol {there} there and {PROTOCOL_VERSION} at the controller; install the same version"
+async def run_listener(listener: FrontEndListener, address: Address, keys: Keys | None) -> None:
+    """Direct the front ends that dial in until SIGINT or SIGTERM.  Raises ConfigError if the address can't be
+    had.
+    """
+    loop = asyncio.get_running_loop()
+    async with listener.open(address, keys) as place:
+        task = asyncio.create_task(listener.run())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        logger.info("the controller listens at %s", place)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from moe_lora.config import RoutingConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import FleetStats
-from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
@@ -32,6 +33,9 @@ from moe_lora.provision.placement.placement_problem import PlacementQuality, pla
 
 
 NUM_STEPS = 4
+SETTLE_S = 1.0
+"""Instances that start together are placed on together."""
+_LOOK_S = 0.2
 
 
 class DemandHistory:
@@ -99,6 +103,7 @@ class PlacementController:
         router: PhiRouting,
         meter: TokenMeter,
         clock: Clock | None = None,
+        pool: FleetPool | None = None,
     ) -> None:
         assert config.placement is not None
         self.latest: PlacementQuality | None = None
@@ -110,8 +115,8 @@ class PlacementController:
         points = config.operating_points
         self._points = None if points is None else read_operating_points(points)
         self._client = client
-        self._pool = client.pool if isinstance(client, FleetClient) else None
-        self._moving = nullcontext if self._pool is None else self._pool.moving
+        self._pool = pool
+        self._moving = nullcontext if pool is None else pool.moving
         self._router = router
         self._meter = meter
         self._clock = clock or WallClock()
@@ -120,18 +125,9 @@ class PlacementController:
         self._problem = LastProblem()
 
     @property
-    def has_points(self) -> bool:
-        """Whether loads are shares of a capacity, and not tokens/s."""
-        return self._points is not None
-
-    @property
     def version(self) -> int:
         """Tables so far."""
         return self._router.version
-
-    @property
-    def interval_s(self) -> float:
-        return self._config.placement_interval_s
 
     def resume(self, demand: Mapping[str, float]) -> None:
         """Go on from the table that the router has, and what was forecast for it, of a controller before."""
@@ -141,7 +137,13 @@ class PlacementController:
         self._history.observe(demand, 1.0)
 
     async def run(self) -> None:
-        """Place now, without any demand yet, and then every interval, until cancelled."""
+        """Place once there are instances, without any demand yet, and then every interval, until cancelled.
+
+        A table to go on with stays until a whole time step was seen.
+        """
+        while not await self._client.is_alive():
+            await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(self._config.placement_interval_s if self.version else SETTLE_S)
         while True:
             await self.step()
             await asyncio.sleep(self._config.placement_interval_s)
@@ -168,7 +170,8 @@ class PlacementController:
         infos, stats = await asyncio.gather(self._client.list_adapters(), self._client.stats())
         adapters = {info.name: info.lora_rank for info in infos}
         sizes = {info.name: float(info.nbytes) for info in infos}
-        live = [one.index for one in stats.instances if one.live] if isinstance(stats, FleetStats) else [0]
+        assert isinstance(stats, FleetStats)
+        live = [one.index for one in stats.instances if one.live]
         if not adapters:
             self._router.swap({})
             return
@@ -209,20 +212,26 @@ class Routes:
     meter: TokenMeter = field(default_factory=TokenMeter)
     ranks: dict[str, int] = field(default_factory=dict)
 
-    def placement(self, client: EngineClient) -> PlacementController | None:
+    @property
+    def table_version(self) -> int:
+        """Routing tables so far, 0 where there is none."""
+        return self.router.version if isinstance(self.router, PhiRouting) else 0
+
+    def placement(self, client: EngineClient, pool: FleetPool | None = None) -> PlacementController | None:
         """The controller of the router's table, if there is a placement.  Raises ConfigError."""
         if not isinstance(self.router, PhiRouting):
             return None
-        return PlacementController(self.config, client, self.router, self.meter)
+        return PlacementController(self.config, client, self.router, self.meter, pool=pool)
 
 
-def make_routes(config: RoutingConfig, max_num_seqs: int, lora_kernel: str) -> Routes:
-    """max_num_seqs, lora_kernel: of the instances.  Raises ConfigError for an unknown name and for files that
-    can't be read.
-    """
+def make_routes(cluster: ClusterConfig) -> Routes:
+    """What routes the requests of a front end.  Raises ConfigError for files that can't be read."""
+    config, engine = cluster.front_end, cluster.engine
     name = config.routing or ("least_outstanding" if config.placement is None else "phi")
     ranks: dict[str, int] = {}
-    context = RoutingContext(max_num_seqs=max_num_seqs, model=_cost_model(config, lora_kernel), ranks=ranks)
+    context = RoutingContext(
+        max_num_seqs=engine.max_num_seqs, model=_cost_model(config, engine.lora_kernel), ranks=ranks
+    )
     return Routes(config=config, router=make_router(name, context), ranks=ranks)
 
 

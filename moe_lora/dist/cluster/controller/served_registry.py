@@ -1,58 +1,45 @@
-"""A registry beside a running server: what of it is served from the start, and calls off the event loop."""
+"""A registry beside a running server, and what of it is served from the start."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
 
 from moe_lora.adapters.registry.base_model import base_model_hash
-from moe_lora.adapters.registry.registry import RegisteredAdapter, Registry
-from moe_lora.config import EngineConfig, RegistryConfig
+from moe_lora.adapters.registry.registry import Registry
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class ServedRegistry:
-    """A registry and the base model that is served, for an event loop: calls run in threads."""
+    """A registry and the hash of the base model that is served."""
 
-    def __init__(self, registry: Registry, base_hash: str) -> None:
-        self.registry = registry
-        self.base_hash = base_hash
-
-    async def base(self) -> str:
-        """The base model's hash."""
-        return self.base_hash
-
-    async def resolve(self, name: str) -> RegisteredAdapter:
-        """The current version of `name`, fit to be served.  Raises as `Registry.resolve`."""
-        return cast("RegisteredAdapter", await self.call("resolve", name, self.base_hash))
-
-    async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
-        """What a method of `Registry` returns."""
-        return await asyncio.to_thread(getattr(self.registry, method), *args, **keywords)
+    registry: Registry
+    base_hash: str
 
 
 @contextmanager
 def opened_registry(
-    settings: RegistryConfig | None, config: EngineConfig, model_name: str
-) -> Iterator[tuple[EngineConfig, ServedRegistry | None]]:
-    """The registry, closed with the context, and settings that name what is served of it from the start.
+    cluster: ClusterConfig,
+) -> Iterator[tuple[ClusterConfig, ServedRegistry | None]]:
+    """Settings that name what is served of the registry from the start, and that, closed with the context.
 
     An adapter with lost or altered files is left out and logged, unless it was named.  Raises AdapterError or
     AdapterNotFoundError for one that was, RegistryError or ConfigError if the registry or the base model
     can't be read, or names collide.
     """
+    settings, config = cluster.registry, cluster.engine
     if settings is None:
-        yield config, None
+        yield cluster, None
         return
     with Registry(settings.folder) as registry:
         base_hash = base_model_hash(config.model_dir)
-        taken = {model_name, *(name for name, _ in config.adapters)}
+        taken = {cluster.served_model_name, *(name for name, _ in config.adapters)}
         found = []
         chosen = settings.adapters
         for name in (
@@ -69,4 +56,5 @@ def opened_registry(
                 if chosen is not None:
                     raise
                 logger.error("left out: %s", error)
-        yield replace(config, adapters=(*config.adapters, *found)), ServedRegistry(registry, base_hash)
+        config = replace(config, adapters=(*config.adapters, *found))
+        yield replace(cluster, engine=config), ServedRegistry(registry, base_hash)

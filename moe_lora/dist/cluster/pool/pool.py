@@ -132,16 +132,12 @@ class FleetPool:
         return [(instance, entry.info) for instance, entry in answers], errors
 
     async def take_back(
-        self, instances: list[Instance], name: str, previous: ServedVersion | None
+        self, instances: list[Instance], name: str, previous: ServedVersion
     ) -> list[tuple[Instance, Exception]]:
-        """Undo a load that some refused, where it was done; those that can't.
+        """Go back from a load that some refused to what was served before; those that can't.
 
-        What was served before is still held, while its directory may have changed since it was read.
+        That is still held, while its directory may have changed since it was read.
         """
-        if previous is None:
-            return (
-                await ask(self._instance_registry, instances, lambda client: client.unload_adapter(name))
-            )[1]
         path, version = previous.path, previous.version
         facts = self._directory.facts_at(name, path, version)
 

@@ -7,27 +7,23 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from tempfile import TemporaryDirectory
 
-from moe_lora.config import ProvisionConfig, RoutingConfig
+from moe_lora.config import FrontEndConfig, ProvisionConfig
 from moe_lora.core.address import Address
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
-from moe_lora.dist.cluster.controller.cluster_controller import ClusterController, Decisions
+from moe_lora.dist.cluster.controller.cluster_controller import ClusterController, ControlledFleet
 from moe_lora.dist.cluster.controller.cluster_state import ClusterStateLog
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.cluster.controller.directed import (
-    DirectedFleet,
-    DirectedInstanceRegistry,
-    DirectedProvision,
-    DirectedRouting,
-)
-from moe_lora.dist.cluster.controller.front_end_listener import front_end_listener
+from moe_lora.dist.cluster.controller.front_end_listener import FrontEndListener
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.dist.cluster.instances import InstanceRegistry
-from moe_lora.dist.cluster.listener import Recovery
+from moe_lora.dist.cluster.listener import CatchUp
 from moe_lora.dist.cluster.routing_client import FleetClient
-from tests.dist.cluster.fleet_parts import CountingEngine
+from moe_lora.dist.net.keys import Keys
+from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config
 
 START = (("a", "places/a"), ("b", "places/b"))
 NAMES = ("one", "two")
@@ -46,7 +42,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class ControllerSide:
-    """A controller's process, but for its own listener.  clock: of demand and placement."""
+    """A controller's process, but for its own listener of instances.  clock: of demand and placement."""
 
     def __init__(
         self,
@@ -56,37 +52,32 @@ class ControllerSide:
     ) -> None:
         self.clock = VirtualClock()
         self.instance_registry = InstanceRegistry(fleet_engines, START)
-        self.routes = make_routes(RoutingConfig(placement=placement, placement_interval_s=3600.0), 8, "sgmv")
+        self.routes = make_routes(
+            cluster_config(FrontEndConfig(placement=placement, placement_interval_s=3600.0))
+        )
+        adapters = FleetAdapters(self.instance_registry, self.routes.ranks)
         self.fleet = FleetClient(
-            self.instance_registry,
-            self.routes.router,
-            self.clock,
-            meter=self.routes.meter,
-            ranks=self.routes.ranks,
+            self.instance_registry, self.routes.router, self.clock, adapters, self.routes.meter
         )
         self.placement = self.routes.placement(self.fleet)
         self.provision = CapacityController(ProvisionConfig(), self.fleet, None, self.clock)
+        self.controller = ClusterController(adapters, self.provision, registry, self.placement)
         self.state_log = ClusterStateLog(self.instance_registry, self.routes, self.placement)
-        self.cluster_controller = ClusterController(
-            Decisions(
-                fleet=self.fleet,
-                meter=self.routes.meter,
-                placement=self.placement,
-                provision=self.provision,
-                registry=registry,
-            ),
-            self.state_log,
-            Recovery(self.instance_registry, None),
-            NAMES,
+        controlled = ControlledFleet(
+            controller=self.controller,
+            fleet=self.fleet,
+            instance_registry=self.instance_registry,
+            routes=self.routes,
+            catch_up=CatchUp(self.instance_registry, None),
         )
+        self.listener = FrontEndListener(controlled, self.state_log, NAMES)
 
-    async def start(self, address: Address) -> None:
+    async def start(self, address: Address, keys: Keys | None = None) -> Address:
         """Listen there."""
         self._stack = AsyncExitStack()
-        await self._stack.enter_async_context(
-            front_end_listener("controller.address", address, None, self.cluster_controller)
-        )
-        self.task = asyncio.create_task(self.cluster_controller.run())
+        place = await self._stack.enter_async_context(self.listener.open(address, keys))
+        self.task = asyncio.create_task(self.listener.run())
+        return place
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -98,15 +89,19 @@ class FrontEndSide:
     """A front end's process, but for HTTP and its listener."""
 
     def __init__(
-        self, name: str, address: Address, fleet_engines: list[CountingEngine], placement: str | None = None
+        self,
+        name: str,
+        address: Address,
+        fleet_engines: list[CountingEngine],
+        placement: str | None = None,
+        keys: Keys | None = None,
     ):
-        self.link = ControllerLink(address, None, name)
-        self.instance_registry = DirectedInstanceRegistry(fleet_engines, START)
-        self.routes = make_routes(RoutingConfig(placement=placement), 8, "sgmv")
-        self.fleet = DirectedFleet(self.instance_registry, self.routes, self.link, VirtualClock())
-        self.provision = DirectedProvision(ProvisionConfig(), False, self.link)
-        self.routing = DirectedRouting(self.instance_registry, self.routes, self.provision)
-        self.link.follower = self.routing
+        self.instance_registry = InstanceRegistry(fleet_engines, START)
+        self.routes = make_routes(cluster_config(FrontEndConfig(placement=placement)))
+        self.link = ControllerLink(address, keys, name, self.instance_registry, self.routes)
+        self.fleet = FleetClient(
+            self.instance_registry, self.routes.router, VirtualClock(), self.link, self.routes.meter
+        )
         self.task = asyncio.create_task(self.link.run())
 
     async def ask(self, request_id: str, adapter: str | None = None, max_tokens: int = 4) -> list[int]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from moe_lora.config import RoutingConfig
-from moe_lora.core.clock import VirtualClock
+from moe_lora.config import FrontEndConfig
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, ClusterStateLog
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, Served, ServedVersion
-from moe_lora.dist.cluster.routing_client import FleetClient
-from tests.dist.cluster.fleet_parts import CountingEngine
+from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
 
 
 class Kept:
@@ -18,8 +16,8 @@ class Kept:
 
     def __init__(self, *names: str) -> None:
         self.instance_registry = InstanceRegistry((), [("a", "p")])
-        self.routes = make_routes(RoutingConfig(placement="loraserve"), 8, "sgmv")
-        fleet = FleetClient(self.instance_registry, self.routes.router, VirtualClock())
+        self.routes = make_routes(cluster_config(FrontEndConfig(placement="loraserve")))
+        fleet = fleet_client(self.instance_registry, self.routes.router)
         self.placement = self.routes.placement(fleet)
         self.state_log = ClusterStateLog(self.instance_registry, self.routes, self.placement)
         for name in names:

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.cluster_state import FRONT_END_SIDE, Admitted, FrontEndHello, Taken
-from moe_lora.dist.cluster.controller.controller_link import ControllerLink
-from moe_lora.dist.cluster.controller.front_end_listener import Session, front_end_listener
-from moe_lora.dist.net.codec import Message, Protocol
+from moe_lora.dist.net.codec import Protocol
 from moe_lora.dist.net.connection import dial
-from moe_lora.dist.net.keys import make_keys
+from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.engine.client.messages import Beat
 
-from .parts import until
+from .parts import ControllerSide, FrontEndSide, until
 
 
-class Told:
-    """Notes what front ends do."""
+@asynccontextmanager
+async def listening(
+    address: Address, keys: Keys | None = None
+) -> AsyncIterator[tuple[ControllerSide, Address]]:
+    """A controller that is ready, and where it listens."""
+    controller = ControllerSide([])
+    place = await controller.start(address, keys)
+    try:
+        yield controller, place
+    finally:
+        await controller.stop()
 
-    def __init__(self) -> None:
-        self.inside: list[str] = []
-        self.heard: list[Any] = []
 
-    def joined(self, session: Session, hello: FrontEndHello) -> None:
-        self.inside.append(session.name)
-
-    def received(self, session: Session, message: Message | Any) -> None:
-        self.heard.append(message)
-
-    def left(self, session: Session) -> None:
-        self.inside.remove(session.name)
+def inside(controller: ControllerSide) -> list[str]:
+    return [session.name for session in controller.listener.sessions]
 
 
 @pytest.fixture
@@ -45,8 +44,7 @@ def address(tmp_path) -> Address:
 
 def test_front_end_of_another_version_is_refused_with_the_difference(address):
     async def run() -> None:
-        told = Told()
-        async with front_end_listener("controller.address", address, None, told):
+        async with listening(address) as (controller, _):
             peer = Peer(await dial("controller.address", address, None), FRONT_END_SIDE, "the controller")
             peer.send(FrontEndHello(name="old", state=None, protocol=0))
             admitted = await peer.receive(10)
@@ -54,24 +52,23 @@ def test_front_end_of_another_version_is_refused_with_the_difference(address):
             assert "install the same version" in (admitted.refusal or "")
             with pytest.raises(PeerEndedError):
                 await peer.receive(10)
-            assert told.inside == []
+            assert inside(controller) == []
 
     asyncio.run(run())
 
 
 def test_message_of_another_link_ends_the_connection(address):
     async def run() -> None:
-        told = Told()
-        async with front_end_listener("controller.address", address, None, told):
+        async with listening(address) as (controller, _):
             peer = Peer(await dial("controller.address", address, None), Protocol.of(Admitted), "it")
             peer.send(FrontEndHello(name="one", state=None))
             await peer.receive(10)
             peer.send(Taken(1))
-            await until(lambda: told.heard == [Taken(1)])
+            await until(lambda: [one.taken for one in controller.listener.sessions] == [1])
             peer.send(Beat())
             with pytest.raises(PeerEndedError, match="not understood"):
                 await peer.receive(10)
-            await until(lambda: told.inside == [])
+            await until(lambda: inside(controller) == [])
 
     asyncio.run(run())
 
@@ -80,28 +77,26 @@ def test_between_hosts_only_certificates_of_the_same_authority_let_in(tmp_path, 
     ours, others = make_keys(tmp_path / "ours"), make_keys(tmp_path / "others")
 
     async def run() -> None:
-        told = Told()
-        async with front_end_listener("controller.address", Address("127.0.0.1", 0), ours, told) as place:
-            links = [
-                ControllerLink(place, keys, name) for keys, name in ((others, "stranger"), (ours, "one"))
+        async with listening(Address("127.0.0.1", 0), ours) as (controller, place):
+            dialling = [
+                FrontEndSide(name, place, [], keys=keys)
+                for keys, name in ((others, "stranger"), (ours, "one"))
             ]
-            tasks = [asyncio.create_task(link.run()) for link in links]
-            await until(lambda: told.inside == ["one"])
+            await until(lambda: inside(controller) == ["one"])
             await until(lambda: "are its certificates of the same authority?" in caplog.text)
-            assert not links[0].up
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await until(lambda: told.inside == [])
+            assert not dialling[0].link.up
+            for one in dialling:
+                await one.stop()
+            await until(lambda: inside(controller) == [])
 
     asyncio.run(run())
 
 
 def test_taken_address_is_an_error_that_names_the_setting(address):
     async def run() -> None:
-        async with front_end_listener("controller.address", address, None, Told()):
+        async with listening(address):
             with pytest.raises(ConfigError, match=r"controller\.address="):
-                async with front_end_listener("controller.address", address, None, Told()):
+                async with listening(address):
                     pass
 
     asyncio.run(run())

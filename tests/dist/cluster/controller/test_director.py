@@ -10,10 +10,9 @@ import pytest
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, ControllerAwayError
 from moe_lora.core.request import RequestTiming
-from moe_lora.dist.cluster.controller import cluster_controller
 from moe_lora.dist.cluster.controller import controller_link as link
+from moe_lora.dist.cluster.controller import front_end_listener, placement_controller
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState
-from moe_lora.dist.cluster.controller.directed import DirectedRegistry
 from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 from moe_lora.dist.cluster.instances import Served, ServedVersion
 from tests.adapters.peft_folders import BASE, peft_folder
@@ -26,9 +25,9 @@ TIMING = RequestTiming(queue_s=0.1, adapter_load_s=0.0, prefill_s=0.2, first_dec
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """A controller begins as soon as its front ends are there."""
-    monkeypatch.setattr(cluster_controller, "RECOVERY_S", 0.0)
-    monkeypatch.setattr(cluster_controller, "SETTLE_S", 0.0)
-    monkeypatch.setattr(cluster_controller, "POLL_S", 0.02)
+    monkeypatch.setattr(front_end_listener, "RECOVERY_S", 0.0)
+    monkeypatch.setattr(placement_controller, "SETTLE_S", 0.0)
+    monkeypatch.setattr(front_end_listener, "POLL_S", 0.02)
     monkeypatch.setattr(link, "REPORT_S", 0.02)
 
 
@@ -136,7 +135,7 @@ def test_a_call_under_way_when_the_controller_ends_is_told_so():
 def test_a_table_reaches_all_front_ends_and_outlives_the_controller():
     async def test(cluster: Cluster) -> None:
         one, two = cluster.front_ends
-        await until(lambda: one.routing.version and two.routing.version)
+        await until(lambda: one.routes.table_version and two.routes.table_version)
         table = one.routes.router.table
         assert table == two.routes.router.table
         assert {index for row in table.values() for index, _ in row} == {0, 1}
@@ -147,10 +146,10 @@ def test_a_table_reaches_all_front_ends_and_outlives_the_controller():
         placement = cluster.controller.placement
         assert placement is not None
         await placement.step()
-        await until(lambda: two.routing.version == placement.version)
+        await until(lambda: two.routes.table_version == placement.version)
         assert len(two.routes.router.table["a"]) == 2
         copies, version, table = placement.num_copies, placement.version, two.routes.router.table
-        await until(lambda: two.routing.num_copies == copies)
+        await until(lambda: two.link.figures.num_copies == copies)
         await cluster.controller.stop()
         await cluster.restart_controller()
         placement = cluster.controller.placement
@@ -162,13 +161,13 @@ def test_a_table_reaches_all_front_ends_and_outlives_the_controller():
         await until(lambda: sum(cluster.controller.routes.meter._tokens.values()) == 12 * 6)
         await placement.step()
         assert (placement.version, placement.num_copies) == (version + 1, 0)
-        await until(lambda: one.routing.version == version + 1)
+        await until(lambda: one.routes.table_version == version + 1)
 
     in_cluster(test, "loraserve")
 
 
 def test_a_front_end_that_takes_nothing_is_not_waited_for(monkeypatch, caplog):
-    monkeypatch.setattr(cluster_controller, "TAKEN_S", 0.1)
+    monkeypatch.setattr(front_end_listener, "TAKEN_S", 0.1)
 
     async def test(cluster: Cluster) -> None:
         one, two = cluster.front_ends
@@ -184,7 +183,7 @@ def test_the_load_on_adapters_is_seen_from_all_front_ends():
     async def test(cluster: Cluster) -> None:
         one, two = cluster.front_ends
         window = cluster.controller.provision.window
-        visits = [front_end.provision.window.begin(name) for front_end in (one, two) for name in "ab"]
+        visits = [front_end.link.window.begin(name) for front_end in (one, two) for name in "ab"]
         await until(lambda: window.demand().num_requests == 4)
         for visit in visits[:3]:
             visit.start()
@@ -193,7 +192,7 @@ def test_the_load_on_adapters_is_seen_from_all_front_ends():
         await until(lambda: window.demand().num_timed == 1)
         await until(lambda: window.demand().num_requests == 3)
         await two.stop()  # what it had under way ended with it
-        await until(lambda: len(cluster.controller.cluster_controller._sessions) == 1)
+        await until(lambda: len(cluster.controller.listener.sessions) == 1)
         cluster.controller.clock.advance(1.0)
         window.demand()
         assert window._num_started == 1
@@ -241,7 +240,7 @@ def test_who_has_the_state_by_its_lower_number_gets_the_higher_one():
         await until(lambda: late.link.state.number == 1001)
         for one in cluster.front_ends:
             await until(lambda one=one: one.link.state.number == 1001)
-        await until(lambda: {one.taken for one in cluster.controller.cluster_controller._sessions} == {1001})
+        await until(lambda: {one.taken for one in cluster.controller.listener.sessions} == {1001})
         running.cancel()
 
     in_cluster(test)
@@ -250,12 +249,14 @@ def test_who_has_the_state_by_its_lower_number_gets_the_higher_one():
 def test_the_registry_is_where_the_controller_is(tmp_path):
     async def test(registry: Registry) -> None:
         async with Cluster(registry=ServedRegistry(registry, BASE)) as cluster:
-            remote = DirectedRegistry(cluster.front_ends[0].link)
+            link = cluster.front_ends[0].link
             source = str(peft_folder(tmp_path / "source", 1))
-            added = await remote.call("add", "new", source, base_hash=await remote.base(), owner="me")
-            assert added == await remote.resolve("new") == registry.get("new")
+            added = await link.call("registry_add", "new", source, "me", False)
+            assert added.base_hash == await link.call("registry_base") == BASE
+            assert added == await link.call("registry_resolve", "new") == registry.get("new")
+            assert await link.call("registry_adapters", None, "", 10) == [added]
             with pytest.raises(AdapterNotFoundError):
-                await remote.call("versions", "nobody")
+                await link.call("registry_versions", "nobody")
 
     with Registry(tmp_path / "registry", create=True) as registry:
         asyncio.run(test(registry))

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from moe_lora.adapters.facts import AdapterFacts
-from moe_lora.config import RoutingConfig
+from moe_lora.config import FrontEndConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import AdapterInfo
-from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
+from moe_lora.dist.cluster.adapter_calls import FleetAdapters
+from moe_lora.dist.cluster.controller.placement_controller import make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.listener import catch_up, held_by
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
@@ -22,6 +23,7 @@ from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import PoolEntry
 from moe_lora.policies.routers import PhiRouting
 from moe_lora.policies.routing import LeastOutstanding
+from tests.dist.cluster.fleet_parts import cluster_config
 
 SIZES = {"big": 100, "small": 10, "tiny": 1}
 Log = list[tuple[Any, ...]]
@@ -155,9 +157,10 @@ class Fleet:
         pairs = [(name, name) for name in adapters]
         asyncio.run(self.directory.fill(self.engines, pairs))
         self.instance_registry = InstanceRegistry(self.engines, pairs, pool=self.directory)
-        self.client = FleetClient(self.instance_registry, LeastOutstanding(), VirtualClock())
-        assert self.client.pool is not None
-        self.pool = self.client.pool
+        adapters = FleetAdapters(self.instance_registry)
+        self.client = FleetClient(self.instance_registry, LeastOutstanding(), VirtualClock(), adapters)
+        assert adapters.pool is not None
+        self.pool = adapters.pool
 
     def holders(self, path: str) -> list[int]:
         return [number for number, engine in enumerate(self.engines) if f"#{path}" in engine.held]
@@ -280,11 +283,12 @@ def test_a_placement_copies_then_routes_then_drops():
 
 def test_placement_that_goes_on_from_a_table_has_adapters_held_where_that_sends_them():
     fleet = Fleet(2, ["big", "small"])
-    config = RoutingConfig(placement="loraserve")
-    routes = make_routes(config, 8, "sgmv")
+    routes = make_routes(cluster_config(FrontEndConfig(placement="loraserve")))
     assert isinstance(routes.router, PhiRouting)
     routes.router.swap({"big": [(1, 1.0)], "small": [(1, 1.0)]})
-    PlacementController(config, fleet.client, routes.router, routes.meter, VirtualClock()).resume({})
+    placement = routes.placement(fleet.client, fleet.pool)
+    assert placement is not None
+    placement.resume({})
     fleet.step()
     assert fleet.holders("big") == fleet.holders("small") == [1]
     fleet.check_sources()
