@@ -17,6 +17,7 @@ from moe_lora.core.errors import AdapterVersionError, EngineDeadError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
+    FinishReason,
     GenerateRequest,
     ModelInfo,
     TokenLogprobs,
@@ -28,7 +29,6 @@ from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.scheduling.scheduler import Scheduler
-from moe_lora.scheduling.views import Scheduled
 
 from .runner import ModelRunner
 from .sampler import sample
@@ -163,8 +163,14 @@ class EngineCore:
         logits = self._runner.run(plan)
         sampling = [item.sequence for item in plan if item.samples]
         tokens, logprobs = sample(logits, sampling, self.info.eos_token_ids)
-        self._advance(plan)
         self._counters["num_steps"] += 1
+        for sequence in (item.sequence for item in plan):
+            if not sequence.counted:
+                sequence.counted = True
+                self._counters["prefix_query_tokens"] += len(sequence.tokens)
+                self._counters["prefix_hit_tokens"] += sequence.num_cached
+                self._counters["prompt_tokens"] += len(sequence.tokens)
+        self._scheduler.advance(plan)
         return failed + [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
 
     def tend(self) -> float | None:
@@ -193,21 +199,21 @@ class EngineCore:
             "there is no room in the arena for this request, and nothing that could leave it; unpin adapters "
             "or raise arena_mb"
         )
-        return [self._fail(sequence, problem)]
+        return [self._end(sequence, "error", problem)]
 
     def _end_failed(self) -> list[TokenOutput]:
         """End the requests whose adapter could not be brought."""
         failed, self._scheduler.failed = self._scheduler.failed, []
         problem = "adapter {!r} could not be copied to the device; the engine's log says why"
-        return [self._fail(sequence, problem.format(sequence.request.adapter)) for sequence in failed]
+        return [self._end(one, "error", problem.format(one.request.adapter)) for one in failed]
 
-    def _fail(self, sequence: Sequence, problem: str) -> TokenOutput:
+    def _end(self, sequence: Sequence, reason: FinishReason, problem: str | None = None) -> TokenOutput:
         """The last output of a request that the scheduler has let go."""
         request_id = sequence.request.request_id
         del self._sequences[request_id]
         timing = sequence.timing(self._clock.now_s())
         return TokenOutput(
-            request_id=request_id, token_ids=(), finish_reason="error", error=problem, timing=timing
+            request_id=request_id, token_ids=(), finish_reason=reason, error=problem, timing=timing
         )
 
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
@@ -236,12 +242,11 @@ class EngineCore:
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request; its last output, or None if it is not known (any more)."""
-        sequence = self._sequences.pop(request_id, None)
+        sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
         self._scheduler.finish(sequence)
-        timing = sequence.timing(self._clock.now_s())
-        return TokenOutput(request_id=request_id, token_ids=(), finish_reason="abort", timing=timing)
+        return self._end(sequence, "abort")
 
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
         """Read an adapter's files (see `AdapterContents.read`); safe to call from another thread."""
@@ -330,17 +335,6 @@ class EngineCore:
         if seed is None:
             seed = int(torch.randint(2**62, (1,), generator=self._seeds))
         return torch.Generator().manual_seed(seed % 2**63)
-
-    def _advance(self, plan: list[Scheduled[Sequence]]) -> None:
-        """Note what has been computed."""
-        for item in plan:
-            sequence = item.sequence
-            if not sequence.counted:
-                sequence.counted = True
-                self._counters["prefix_query_tokens"] += len(sequence.tokens)
-                self._counters["prefix_hit_tokens"] += sequence.num_cached
-                self._counters["prompt_tokens"] += len(sequence.tokens)
-        self._scheduler.advance(plan)
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         now_s = self._clock.now_s()

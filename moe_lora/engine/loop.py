@@ -41,7 +41,7 @@ Sources = Sequence[bytes]
 
 
 class PoolCalls:
-    """`EngineLoop.methods` of an instance whose adapters lie in a pool."""
+    """What else may be called of an instance whose adapters lie in a pool."""
 
     def __init__(self, core: EngineCore, pool: PoolAdapters) -> None:
         self._core = core
@@ -50,12 +50,12 @@ class PoolCalls:
     def quick(self) -> dict[str, Callable[..., Any]]:
         """Methods that are done at once."""
         return {
-            "pool_know": self.know,
+            "pool_know": self._know,
             "pool_drop": self._pool.drop,
-            "pool_sources": self.set_sources,
-            "pool_state": self.state,
+            "pool_sources": self._set_sources,
+            "pool_state": lambda: [self._entry(info.name) for info in self._core.list_adapters()],
             "pool_orphans": self._pool.orphans,
-            "pool_known": self.known,
+            "pool_known": lambda hashes: list(filter(self._pool.knows, hashes)),
             "pool_free": self._pool.free_orphan,
         }
 
@@ -63,11 +63,11 @@ class PoolCalls:
         """Methods of two parts: one for another thread, and one for the loop's, which gets what the first
         returned, and then the arguments."""
         return {
-            "pool_load": (self._read, self._add),
+            "pool_load": (partial(_read, self._core), self._add),
             "pool_hold": (self._fetch, self._hold),
         }
 
-    def know(
+    def _know(
         self, facts: AdapterFacts, path: str, replace: bool, version: int, sources: Sources
     ) -> PoolEntry:
         """Serve an adapter whose bytes other instances hold."""
@@ -75,36 +75,15 @@ class PoolCalls:
         self._pool.set_sources(facts.content_hash, sources)
         return self._entry(facts.name)
 
-    def set_sources(self, sources: Mapping[str, Sources]) -> None:
+    def _set_sources(self, sources: Mapping[str, Sources]) -> None:
         """From now on read these adapters (content hashes) from there."""
         for content_hash, places in sources.items():
             if self._pool.knows(content_hash):
                 self._pool.set_sources(content_hash, places)
 
-    def known(self, content_hashes: Sequence[str]) -> list[str]:
-        """Which of these adapters are served here, or have requests of a version that no longer is."""
-        return [content_hash for content_hash in content_hashes if self._pool.knows(content_hash)]
-
-    def state(self) -> list[PoolEntry]:
-        """The adapters known here."""
-        return [self._entry(info.name) for info in self._core.list_adapters()]
-
-    def _read(
-        self, name: str, path: str, replace: bool, version: int, content_hash: str | None = None
-    ) -> Any:
-        return self._core.read_adapter(name, path, content_hash)
-
-    def _add(
-        self,
-        packed: Any,
-        name: str,
-        path: str,
-        replace: bool,
-        version: int,
-        content_hash: str | None = None,
-    ) -> PoolEntry:
+    def _add(self, *args: Any) -> PoolEntry:
         """Serve an adapter and hold it."""
-        return self._entry(self._core.add_adapter(packed, path, replace=replace, version=version).name)
+        return self._entry(_add(self._core, *args).name)
 
     def _fetch(self, content_hash: str, sources: Sources) -> Any:
         if not self._pool.knows(content_hash):
@@ -122,6 +101,26 @@ class PoolCalls:
     def _entry(self, name: str) -> PoolEntry:
         info, packed = self._core.known_adapter(name)
         return PoolEntry(info=info, facts=facts_of(packed), source=self._pool.source(packed.content_hash))
+
+
+def _read(
+    core: EngineCore, name: str, path: str, replace: bool, version: int | None, content: str | None = None
+) -> PackedAdapter:
+    """The part of a load that another thread may do; content: the hash that it must have."""
+    return core.read_adapter(name, path, content)
+
+
+def _add(
+    core: EngineCore,
+    packed: PackedAdapter,
+    name: str,
+    path: str,
+    replace: bool,
+    version: int | None,
+    content: str | None = None,
+) -> AdapterInfo:
+    """The part of a load that the loop's thread does."""
+    return core.add_adapter(packed, path, replace=replace, version=version)
 
 
 logger = logging.getLogger(__name__)
@@ -146,17 +145,20 @@ class EngineLoop(threading.Thread):
         self._files = ThreadPoolExecutor(1, thread_name_prefix="adapter-files")
         core.watch(self._lose, lambda: self.inbox.put(_look_again))
         self._leaving: list[tuple[Call, frozenset[int]]] = []
-        self.methods: dict[str, Callable[[Call], None]] = {
-            "load_adapter": self._load_adapter,
-            "publish_adapter": lambda call: self._reply(call, self._publish, *call.args),
-            "unload_adapter": self._unload_adapter,
-            "pin_adapter": lambda call: self._reply(call, self._core.pin_adapter, *call.args),
-            "list_adapters": lambda call: self._reply(call, self._core.list_adapters),
-            "stats": lambda call: self._reply(call, self._core.stats),
-            "model_info": lambda call: self._reply(call, lambda: self._core.info),
+        self._quick: dict[str, Callable[..., Any]] = {
+            "publish_adapter": partial(core.add_adapter, replace=True),
+            "pin_adapter": core.pin_adapter,
+            "list_adapters": core.list_adapters,
+            "stats": core.stats,
+            "model_info": lambda: core.info,
+        }
+        self._slow: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+            "load_adapter": (partial(_read, core), partial(_add, core))
         }
         if core.pool is not None:
-            self.methods |= self._pool_methods(PoolCalls(core, core.pool))
+            calls = PoolCalls(core, core.pool)
+            self._quick |= calls.quick()
+            self._slow |= calls.slow()
 
     def run(self) -> None:
         try:
@@ -215,14 +217,23 @@ class EngineLoop(threading.Thread):
             if last is not None:
                 self._emit(Outputs([last]))
         elif isinstance(command, Call):
-            method = self.methods.get(command.method)
-            if method is None:
-                problem = f"this engine has no {command.method}: its settings are not those of the front end"
-                self._emit(Reply(command.call_id, error=ConfigError(problem)))
-            else:
-                method(command)
+            self._call(command)
         else:
             command()
+
+    def _call(self, call: Call) -> None:
+        if call.method in self._quick:
+            self._reply(call, self._quick[call.method], *call.args)
+        elif call.method in self._slow:
+            self._files.submit(self._begin_slow, call, *self._slow[call.method])
+        elif call.method == "unload_adapter":
+            try:
+                self._leaving.append((call, self._core.remove_adapter(*call.args)))
+            except KeyError as error:
+                self._emit(Reply(call.call_id, error=error))
+        else:
+            problem = f"this engine has no {call.method}: its settings are not those of the front end"
+            self._emit(Reply(call.call_id, error=ConfigError(problem)))
 
     def _reply(self, call: Call, function: Callable[..., Any], *args: Any) -> None:
         try:
@@ -230,56 +241,16 @@ class EngineLoop(threading.Thread):
         except Exception as error:
             self._emit(Reply(call.call_id, error=error))
 
-    def _load_adapter(self, call: Call) -> None:
-        """Read the files in another thread, so that steps go on, then add the adapter in this one."""
-
-        def read(
-            name: str, path: str, replace: bool, version: int | None, content_hash: str | None = None
-        ) -> PackedAdapter:
-            return self._core.read_adapter(name, path, content_hash)
-
-        def add(
-            packed: PackedAdapter,
-            name: str,
-            path: str,
-            replace: bool,
-            version: int | None,
-            content_hash: str | None = None,
-        ) -> AdapterInfo:
-            return self._core.add_adapter(packed, path, replace=replace, version=version)
-
-        self._in_two_parts(read, add, call)
-
-    def _pool_methods(self, calls: PoolCalls) -> dict[str, Callable[[Call], None]]:
-        methods: dict[str, Callable[[Call], None]] = {
-            name: lambda call, method=method: self._reply(call, method, *call.args)  # type: ignore[misc]
-            for name, method in calls.quick().items()
-        }
-        for name, parts in calls.slow().items():
-            methods[name] = partial(self._in_two_parts, *parts)
-        return methods
-
-    def _in_two_parts(self, first: Callable[..., Any], second: Callable[..., Any], call: Call) -> None:
-        """Run the first part in the thread for files, then the second in this one, with what it returned."""
-
-        def run() -> None:
-            try:
-                result = first(*call.args)
-            except Exception as error:
-                self._emit(Reply(call.call_id, error=error))
-            else:
-                self.inbox.put(lambda: self._reply(call, second, result, *call.args))
-
-        self._files.submit(run)
-
-    def _publish(self, packed: PackedAdapter, path: str | None) -> AdapterInfo:
-        return self._core.add_adapter(packed, path, replace=True)
-
-    def _unload_adapter(self, call: Call) -> None:
+    def _begin_slow(self, call: Call, first: Callable[..., Any], second: Callable[..., Any]) -> None:
+        """The first part, in the thread for files, so that steps go on; the loop's thread does the second,
+        with what it returned.
+        """
         try:
-            self._leaving.append((call, self._core.remove_adapter(*call.args)))
-        except KeyError as error:
+            result = first(*call.args)
+        except Exception as error:
             self._emit(Reply(call.call_id, error=error))
+        else:
+            self.inbox.put(lambda: self._reply(call, second, result, *call.args))
 
     def _settle_leaving(self) -> None:
         """Answer unload calls whose adapter's last request is done."""

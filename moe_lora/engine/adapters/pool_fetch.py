@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -15,41 +14,21 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError, PeerGoneError, PeerUnreachableError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport
 
-# Peers of a pool as one instance sees them: their windows while it reads them, and how that went.
 
-
-@dataclass(eq=False)
-class PoolCounters:
-    """Since the start.  peer_fetches, disk_fetches: adapters whose last layer came from there.
-    failed_sources: peers and directories that did not give what they should."""
-
-    peer_fetches: int = 0
-    disk_fetches: int = 0
-    fetched_bytes: int = 0
-    failed_sources: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def count(self, name: str, number: int = 1) -> None:
-        """From any thread."""
-        with self._lock:
-            setattr(self, name, getattr(self, name) + number)
-
-
-class PeerWindows:
-    """Windows of peers, attached while they are read.
+class Peers:
+    """Peers of a pool as one instance sees them: their windows while it reads them, and how that went.
 
     Over shared memory a peer's memory is free only when nobody maps it; over a network the last window of a
     peer stays attached, because the connection goes with it.
+    counts: since the start.  peer_fetches, disk_fetches: adapters whose last layer came from there.
+    failed_sources: peers and directories that did not give what they should.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
+        self.counts = dict.fromkeys(("peer_fetches", "disk_fetches", "fetched_bytes", "failed_sources"), 0)
         self._last: dict[str, RemoteWindow] = {}
         self._lock = threading.Lock()
-
-    def attach(self, descriptor: bytes) -> RemoteWindow:
-        """Raises PeerUnreachableError."""
-        return self.transport.attach(descriptor)
 
     def release(self, window: RemoteWindow) -> None:
         """It is not read any more."""
@@ -60,6 +39,11 @@ class PeerWindows:
                 self._last[window.peer] = window
         if before is not None:
             self.transport.detach(before)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """From any thread."""
+        with self._lock:
+            self.counts[name] += number
 
 
 logger = logging.getLogger(__name__)
@@ -78,16 +62,14 @@ class LayerReader:
         self,
         facts: AdapterFacts,
         sources: Callable[[], Sequence[bytes]],
-        peers: PeerWindows,
+        peers: Peers,
         read_again: Callable[[], PackedAdapter],
-        counters: PoolCounters,
     ) -> None:
         self.facts = facts
         self._layout = layout_of(facts)
         self._list_sources = sources
         self._peers = peers
         self._read_again = read_again
-        self._counters = counters
         self._left: list[bytes] | None = None
         self._window: RemoteWindow | None = None
         self._packed: PackedAdapter | None = None
@@ -115,7 +97,7 @@ class LayerReader:
                 out.copy_(self._packed.layers[number].data.view(torch.uint8))
             elif length:
                 self._peers.transport.get(self._open(), start, out)
-                self._counters.count("fetched_bytes", length)
+                self._peers.count("fetched_bytes", length)
 
         self._try_all(read)
 
@@ -137,7 +119,7 @@ class LayerReader:
     def close(self, *, done: bool) -> None:
         """Let go of the source.  done: all layers were read."""
         if done:
-            self._counters.count("disk_fetches" if self._packed is not None else "peer_fetches")
+            self._peers.count("disk_fetches" if self._packed is not None else "peer_fetches")
         self._leave()
 
     def _head_into(self, head: torch.Tensor) -> None:
@@ -150,9 +132,12 @@ class LayerReader:
             place.scale.copy_(layer.scale)
 
     def _try_all(self, read: Callable[[], None]) -> None:
-        """`read` from this source, or the next ones."""
+        """`read` from this source, or the next ones: peers, at last the directory."""
         while True:
-            self._choose()
+            if self._left is None:
+                self._left = list(self._list_sources())
+            if self._packed is None and not self._left:
+                self._packed = self._from_directory()
             try:
                 return read()
             except (PeerGoneError, PeerUnreachableError, OSError, ValueError) as error:
@@ -160,31 +145,25 @@ class LayerReader:
                     raise
                 self._give_up(str(error))
 
-    def _choose(self) -> None:
-        """Have a source to read from: a peer, at last the directory."""
-        if self._left is None:
-            self._left = list(self._list_sources())
-        if self._packed is None and not self._left:
-            logger.info("adapter %s: no instance that holds it answers; read from disk", self.facts.name)
-            try:
-                self._packed = self._from_directory()
-            except AdapterError:
-                self._counters.count("failed_sources")
-                raise
-
     def _from_directory(self) -> PackedAdapter:
-        packed = self._read_again()
-        if packed.content_hash != self.facts.content_hash:
-            raise AdapterError(
-                f"adapter {self.facts.name!r}: no instance holds it, and what lies in its directory now is "
-                "not what was loaded; load it again with load_inplace=true"
-            )
+        name = self.facts.name
+        logger.info("adapter %s: no instance that holds it answers; read from disk", name)
+        try:
+            packed = self._read_again()
+            if packed.content_hash != self.facts.content_hash:
+                raise AdapterError(
+                    f"adapter {name!r}: no instance holds it, and what lies in its directory now is not "
+                    "what was loaded; load it again with load_inplace=true"
+                )
+        except AdapterError:
+            self._peers.count("failed_sources")
+            raise
         return packed
 
     def _open(self) -> RemoteWindow:
         assert self._left
         if self._window is None:
-            window = self._peers.attach(self._left[0])
+            window = self._peers.transport.attach(self._left[0])
             if window.num_bytes != self._layout.num_bytes:
                 self._peers.release(window)
                 raise ValueError(f"{window.peer} has {window.num_bytes} bytes of it")
@@ -194,7 +173,7 @@ class LayerReader:
     def _give_up(self, reason: str) -> None:
         """Leave this source for the next one."""
         logger.warning("adapter %s: a source failed: %s", self.facts.name, reason)
-        self._counters.count("failed_sources")
+        self._peers.count("failed_sources")
         self._leave()
         if self._left:
             del self._left[0]

@@ -25,7 +25,7 @@ from moe_lora.core.request import AdapterResidency
 from moe_lora.dist.transport.contract import Transport, Window
 
 from .adapter_store import AdapterStore
-from .pool_fetch import LayerReader, PeerWindows, PoolCounters
+from .pool_fetch import LayerReader, Peers
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,8 @@ class PoolAdapters(AdapterStore):
 
     def __init__(self, transport: Transport, read: Callable[[str, str, str], PackedAdapter]) -> None:
         super().__init__()
-        self.counters_now = PoolCounters()
         self._transport = transport
-        self._peers = PeerWindows(transport)
+        self._peers = Peers(transport)
         self._read = read
         self._labels = itertools.count()
         self._held: dict[str, Held] = {}
@@ -177,7 +176,7 @@ class PoolAdapters(AdapterStore):
         def list_sources() -> Sequence[bytes]:
             return self._sources.get(content_hash, ()) if sources is None else sources
 
-        return LayerReader(facts, list_sources, self._peers, read_again, self.counters_now)
+        return LayerReader(facts, list_sources, self._peers, read_again)
 
     def learn_tables(self, packed: PackedAdapter) -> None:
         """Keep an adapter's tables and scales, fetched without its data; from any thread."""
@@ -192,14 +191,10 @@ class PoolAdapters(AdapterStore):
 
     def counters(self) -> dict[str, int]:
         """Fields of `EngineStats`."""
-        now = self.counters_now
         return {
             "pool_adapters": len(self._held),
             "pool_bytes": sum(held.window.num_bytes for held in self._held.values()),
-            "pool_peer_fetches": now.peer_fetches,
-            "pool_disk_fetches": now.disk_fetches,
-            "pool_fetched_bytes": now.fetched_bytes,
-            "pool_failed_sources": now.failed_sources,
+            **{f"pool_{name}": number for name, number in self._peers.counts.items()},
         }
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ class Beat(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Call:
-    """Run a method of `EngineLoop.methods`; a `Reply` with the same id follows.  Over a link a call frame."""
+    """Run a method of the engine loop; a `Reply` with the same id follows.  Over a link a call frame."""
 
     call_id: int
     method: str
@@ -138,7 +138,7 @@ Event = Outputs | Rejected | Reply | Beat | Dead
 
 
 class EngineMethods(typing.Protocol):
-    """What a front end, or the controller, may call of an engine over a link: see `EngineLoop.methods`."""
+    """What a front end, or the controller, may call of an engine over a link: see `EngineLoop`."""
 
     def load_adapter(
         self, name: str, path: str, replace: bool, version: int | None, content_hash: str | None
