@@ -57,27 +57,6 @@ def caching_policy(config: EngineConfig, size: ArenaSize, page_bytes: int) -> Ca
     return policy
 
 
-def _store(
-    config: EngineConfig, rank: Rank, size: ArenaSize, followers: Followers | None, contents: AdapterContents
-) -> AdapterStore:
-    """Adapters in files where other processes read them, or where the host arena is what memory is for."""
-    if config.pool is not None:
-        return _pool(config, contents)
-    options: dict[str, Any] = {}
-    if followers is not None:
-
-        def all_read() -> None:
-            followers.tell(RankReport())
-            followers.settle(exchange.TIMEOUT_S)
-
-        options = {"store": HostStore(followers.directory / HOST_STORE), "before_removal": all_read}
-    if rank.lora_server is not None:
-        return LeasedAdapters(rank.lora_server, **options)
-    if followers is None and size.num_host_pages:
-        options = {"in_files": True, "store": contents.store}
-    return AdapterStore(**options)
-
-
 logger = logging.getLogger(__name__)
 
 PEER_TIMEOUT_S = 10.0
@@ -91,49 +70,74 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
     the engine, or if it can't be built.  Raises ConfigError or AdapterError for anything that can be known
     at start.
     """
+    mine = followers or Followers()
     try:
         hf_config = read_config(Path(config.model_dir))
         check_expert_parallel(ModelShape.from_hf_config(hf_config).num_experts, config.expert_parallel)
         if config.expert_parallel > 1:
-            followers = followers or start_followers(config)
-            followers.set_up(config)
-        return _build(config, followers)
+            mine = followers or start_followers(config)
+        mine.set_up(config)
+        return _build(config, mine)
     except BaseException:
-        if followers is not None:
-            followers.close()
+        mine.close()
         raise
 
 
-def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
+def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     rank = Rank(config)
-    shape, dtype, layout = rank.shape, rank.dtype, rank.layout
-    if followers is not None:
-        followers.settle()
+    shape, page_bytes = rank.shape, rank.layout.page_bytes
+    followers.settle()
     contents = _contents(config, rank)
-    adapters = []
+    kept = [rank.kept_entries(other) for other in range(config.expert_parallel)]
+    sizes = ShardSizes(shape, page_bytes, kept)
     if config.pool is None:
         adapters = contents.read_all(
             config.adapters, dict(config.contents), leave_out_bad=config.leave_out_bad
         )
-    kept = [rank.kept_entries(other) for other in range(config.expert_parallel)]
-    sizes = ShardSizes(shape, layout.page_bytes, kept)
-    adapter_pages = [sum(sizes.layer_pages(packed)) for packed, _ in adapters]
-    if config.pool is not None:
+        adapter_pages = [sum(sizes.layer_pages(packed)) for packed, _ in adapters]
+    else:
+        adapters = []
         measured = contents.layer_bytes(config.adapters, leave_out_bad=config.leave_out_bad)
         adapter_pages = [sum(map(sizes.num_pages, layers)) for layers in measured]
-    size = arena_size(config, shape, layout, adapter_pages, rank.device, rank.free_bytes(), rank.local_sites)
-    if followers is not None:
-        followers.tell(Allocate(size.num_pages, size.num_host_pages))
+    size = arena_size(
+        config, shape, rank.layout, adapter_pages, rank.device, rank.free_bytes(), rank.local_sites
+    )
+    followers.tell(Allocate(size.num_pages, size.num_host_pages))
     rank.allocate(size.num_pages, size.num_host_pages)
-    if followers is not None:
-        followers.settle()
-    runner = _runner(rank, followers)
-    clock = WallClock()
+    followers.settle()
+    alone = config.expert_parallel == 1
+    runner = rank.runner() if alone else rank.runner(rank.join(followers.directory), followers.tell)
+    followers.settle()
+    core = _core(config, rank, size, sizes, followers, contents, runner)
+    for packed, path in adapters:
+        core.add_adapter(packed, path)
+    runner.warm_up()
+    followers.tell(RankReport())
+    followers.settle()
+    logger.info(
+        "engine ready: %s, %d adapters, arenas of %.1f MB on %s and %.1f MB on the host, %d processes",
+        *(core.info.name, len(adapters), size.num_pages * page_bytes / 1e6, rank.device),
+        *(size.num_host_pages * page_bytes / 1e6, config.expert_parallel),
+    )
+    return core
+
+
+def _core(
+    config: EngineConfig,
+    rank: Rank,
+    size: ArenaSize,
+    sizes: ShardSizes,
+    followers: Followers,
+    contents: AdapterContents,
+    runner: ModelRunner,
+) -> EngineCore:
+    """What decides, over the memory and the runner that are there."""
+    clock, page_bytes = WallClock(), rank.layout.page_bytes
     cache = UnifiedCache(
         num_device_pages=size.num_pages,
         num_host_pages=size.num_host_pages,
         block_size=config.block_size,
-        policy=caching_policy(config, size, layout.page_bytes),
+        policy=caching_policy(config, size, page_bytes),
         max_kv_pages=size.max_kv_pages,
         max_adapters=config.max_loras,
         prefix_caching=config.prefix_caching,
@@ -162,13 +166,6 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         interval_s=config.swap_interval_s,
         followers=followers,
     )
-    for packed, path in adapters:
-        manager.add(packed, path)
-        contents.serve(packed.name, packed.content_hash)
-    runner.warm_up()
-    if followers is not None:
-        followers.tell(RankReport())
-        followers.settle()
     scheduler: Scheduler[Sequence] = Scheduler(
         cache,
         manager,
@@ -178,15 +175,10 @@ def _build(config: EngineConfig, followers: Followers | None) -> EngineCore:
         starvation_s=config.starvation_s,
         shortest_first=config.queue == "sjf-oracle",
     )
-    info = model_info(config, shape, dtype)
-    logger.info(
-        "engine ready: %s, %d adapters, arenas of %.1f MB on %s and %.1f MB on the host, %d processes",
-        *(info.name, len(adapters), size.num_pages * layout.page_bytes / 1e6, rank.device),
-        *(size.num_host_pages * layout.page_bytes / 1e6, config.expert_parallel),
-    )
-    figures = partial(cache_figures, cache, layout.page_bytes, size.max_kv_pages)
+    info = model_info(config, rank.shape, rank.dtype)
+    figures = partial(cache_figures, cache, page_bytes, size.max_kv_pages)
     parts = (scheduler, runner, manager, transfers, figures, contents, clock)
-    return EngineCore(info, shape, dtype, *parts, config.seed, followers, pool)
+    return EngineCore(info, rank.shape, rank.dtype, *parts, config.seed, followers, pool)
 
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
@@ -197,23 +189,28 @@ def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
     return AdapterContents(rank.shape, rank.dtype, store)
 
 
-def _pool(config: EngineConfig, contents: AdapterContents) -> PoolAdapters:
-    """This instance's part of the adapter pool."""
-    assert config.pool is not None
+def _store(
+    config: EngineConfig, rank: Rank, size: ArenaSize, followers: Followers, contents: AdapterContents
+) -> AdapterStore:
+    """Adapters in files where other processes read them, or where the host arena is what memory is for."""
     options: dict[str, Any] = {}
-    if config.pool.transport == "gloo":
-        options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
-    transport = make_transport(config.pool.transport, name=config.instance, **options)
-    return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content))
+    if config.pool is not None:
+        if config.pool.transport == "gloo":
+            options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
+        transport = make_transport(config.pool.transport, name=config.instance, **options)
+        return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content))
+    if config.expert_parallel > 1:
 
+        def all_read() -> None:
+            followers.tell(RankReport())
+            followers.settle(exchange.TIMEOUT_S)
 
-def _runner(rank: Rank, followers: Followers | None) -> ModelRunner:
-    """What computes steps, on this rank alone or on all of them."""
-    if followers is None:
-        return rank.runner()
-    runner = rank.runner(rank.join(followers.directory), followers.tell)
-    followers.settle()
-    return runner
+        options = {"store": HostStore(followers.directory / HOST_STORE), "before_removal": all_read}
+    elif rank.lora_server is None and size.num_host_pages:
+        options = {"in_files": True, "store": contents.store}
+    return (
+        AdapterStore(**options) if rank.lora_server is None else LeasedAdapters(rank.lora_server, **options)
+    )
 
 
 def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:

@@ -106,7 +106,7 @@ class EngineCore:
         contents: AdapterContents,
         clock: Clock,
         seed: int,
-        followers: Followers | None = None,
+        followers: Followers,
         pool: PoolAdapters | None = None,
     ) -> None:
         self.info = info
@@ -140,15 +140,13 @@ class EngineCore:
         self._transfers.on_change = on_change
         if self._adapters.leases is not None:
             self._adapters.leases.on_change = on_change
-        if self._followers is not None:
-            self._followers.watch(on_loss)
+        self._followers.watch(on_loss)
 
     def close(self, *, at_once: bool = False) -> None:
         """End connections and the engine's other processes; `at_once`: without waiting for what they do."""
         self._transfers.close()
         self._adapters.store.close()
-        if self._followers is not None:
-            self._followers.close(at_once=at_once)
+        self._followers.close(at_once=at_once)
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch; the tokens that requests gained."""

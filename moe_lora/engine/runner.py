@@ -189,9 +189,8 @@ class ModelRunner:
 
     def run(self, plan: Seq[Scheduled[Sequence]]) -> torch.Tensor:
         """Compute the planned tokens; logits [number of sampling sequences, vocab] fp32 in plan order."""
-        decode = all(item.num_tokens == 1 for item in plan)
         num_rows = sum(item.num_tokens for item in plan)
-        if decode and self._buckets:
+        if num_rows == len(plan):  # all decode
             num_rows = next((size for size in self._buckets if size >= num_rows), num_rows)
         return self._run(self._batch(plan, num_rows))
 
@@ -213,67 +212,41 @@ class ModelRunner:
         return self._model(*rows, self._context.channels, layer_forward)
 
     def _batch(self, plan: Seq[Scheduled[Sequence]], num_rows: int, *, any_rows: bool = False) -> StepBatch:
-        tokens, positions, logit_rows = self._rows(plan, num_rows)
+        """The plan's rows, then padding, each row of which is a sequence of its own (seq_lens 0)."""
         num_live = sum(item.num_tokens for item in plan)
         counts = [item.num_tokens for item in plan] + [1] * (num_rows - num_live)
-        return StepBatch(
-            tokens=tokens,
-            positions=positions,
-            logit_rows=logit_rows,
-            num_live=num_live,
-            tables=self._tables(plan, counts),
-            routing=self._routing(plan, counts),
-            compiled=self._fits_graph(plan, num_rows),
-            any_rows=any_rows,
-        )
-
-    def _fits_graph(self, plan: Seq[Scheduled[Sequence]], num_rows: int) -> bool:
-        """Without buckets any step does, with buckets a decode step of a bucket."""
-        if self._eager:
-            return False
-        return not self._buckets or (num_rows in self._buckets and all(item.num_tokens == 1 for item in plan))
-
-    def _rows(
-        self, plan: Seq[Scheduled[Sequence]], num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids [T], positions [T] and the rows whose logits are wanted, all int64."""
-        tokens = np.zeros(num_rows, dtype=np.int64)
-        positions = np.zeros(num_rows, dtype=np.int64)
-        logit_rows = []
-        row = 0
-        for item in plan:
-            start, count = item.sequence.num_computed, item.num_tokens
-            tokens[row : row + count] = item.sequence.tokens[start : start + count]
-            positions[row : row + count] = np.arange(start, start + count)
-            row += count
-            if item.samples:
-                logit_rows.append(row - 1)
-        return (
-            self._tensor(tokens),
-            self._tensor(positions),
-            self._tensor(np.array(logit_rows, dtype=np.int64)),
-        )
-
-    def _tables(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> StepTables:
-        """Step tables; rows beyond the plan belong to a padding sequence each (seq_lens 0).
-
-        counts: rows of each sequence.
-        """
+        decode = num_live == len(plan)
+        tokens, positions = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
         query_start = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         seq_lens = np.zeros(len(counts), dtype=np.int32)
         max_blocks = max((len(item.sequence.table.pages) for item in plan), default=1)
         block_tables = np.zeros((len(counts), max_blocks), dtype=np.int32)
+        logit_rows, row = [], 0
         for index, item in enumerate(plan):
-            sequence = item.sequence
-            pages = sequence.table.pages
-            block_tables[index, : len(pages)] = pages
-            seq_lens[index] = sequence.num_computed + item.num_tokens
-        return StepTables(
-            query_start=self._tensor(query_start),
-            seq_lens=self._tensor(seq_lens),
-            block_tables=self._tensor(block_tables),
-            decode=all(item.num_tokens == 1 for item in plan),
+            sequence, start, first_row = item.sequence, item.sequence.num_computed, row
+            end, row = start + item.num_tokens, row + item.num_tokens
+            tokens[first_row:row] = sequence.tokens[start:end]
+            positions[first_row:row] = np.arange(start, end)
+            block_tables[index, : len(sequence.table.pages)] = sequence.table.pages
+            seq_lens[index] = end
+            if item.samples:
+                logit_rows.append(row - 1)
+        return StepBatch(
+            tokens=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+            num_live=num_live,
+            tables=StepTables(
+                query_start=torch.from_numpy(query_start),
+                seq_lens=torch.from_numpy(seq_lens),
+                block_tables=torch.from_numpy(block_tables),
+                decode=decode,
+            ),
+            routing=self._routing(plan, counts),
+            # Without buckets a graph runs any step, with buckets a decode step of a bucket.
+            compiled=not self._eager and (not self._buckets or (decode and num_rows in self._buckets)),
+            any_rows=any_rows,
         )
 
     def _routing(self, plan: Seq[Scheduled[Sequence]], counts: Seq[int]) -> RowRouting:
@@ -302,10 +275,6 @@ class ModelRunner:
                 term["adapter"] = range(len(routes))
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
         return RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        """On the host: `StepBatch.to` moves it."""
-        return torch.from_numpy(array)
 
 
 def _marking_rows_dynamic(layer_forward: LayerForward) -> LayerForward:

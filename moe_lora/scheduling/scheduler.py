@@ -93,7 +93,10 @@ class Scheduler(Generic[Sequence]):
                 budget -= plan.get(sequence, 0)
         if not self._is_short:
             self._admit(budget, plan)
-        self._tell_queue()
+        queued = list(islice(self.waiting, LOOK_AHEAD))
+        if queued != self._told:
+            self._told = queued
+            self._cache.look_ahead([(sequence.adapter_uid, sequence.tokens) for sequence in queued])
         return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
 
     def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
@@ -106,13 +109,12 @@ class Scheduler(Generic[Sequence]):
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence ended (or its client left), wherever it is."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._give_back(sequence)
-        elif sequence in self.loading:
-            self.loading.remove(sequence)
-            self._give_back(sequence)
-        elif sequence in self.waiting:
+        for group in (self.running, self.loading):
+            if sequence in group:
+                group.remove(sequence)
+                self._give_back(sequence)
+                return
+        if sequence in self.waiting:
             self.waiting.remove(sequence)
             self._stop_waiting(sequence)
 
@@ -147,8 +149,12 @@ class Scheduler(Generic[Sequence]):
             self.waiting.remove(sequence)
             self._stop_waiting(sequence)
             self.loading.append(sequence)
-            sequence.waits.load(self._clock.now_s())
-            self._match(sequence)
+            now_s = self._clock.now_s()
+            sequence.waits.load(now_s)
+            sequence.table = self._cache.match(
+                sequence.adapter_uid, sequence.tokens, now_s, again=sequence.matched
+            )
+            sequence.matched = True
             if self._is_loaded(sequence):
                 if not self._start(sequence, budget, plan):
                     return
@@ -158,13 +164,6 @@ class Scheduler(Generic[Sequence]):
         for sequence in self.waiting:
             if sequence.waits.held_back_s is None and sequence.waits.admitted_s is None:
                 sequence.waits.held_back_s = now_s
-
-    def _tell_queue(self) -> None:
-        """Tell the cache what the next requests need, if that has changed."""
-        queued = list(islice(self.waiting, LOOK_AHEAD))
-        if queued != self._told:
-            self._told = queued
-            self._cache.look_ahead([(sequence.adapter_uid, sequence.tokens) for sequence in queued])
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self.running) + len(self.loading) < self._max_num_seqs
@@ -180,12 +179,6 @@ class Scheduler(Generic[Sequence]):
     def _has_unused_lease(self, sequence: Sequence) -> bool:
         adapter = sequence.adapter
         return adapter is not None and self._adapters.has_unused_lease(adapter)
-
-    def _match(self, sequence: Sequence) -> None:
-        now_s = self._clock.now_s()
-        again = sequence.matched
-        sequence.table = self._cache.match(sequence.adapter_uid, sequence.tokens, now_s, again=again)
-        sequence.matched = True
 
     def _is_loaded(self, sequence: Sequence) -> bool:
         """Whether the adapter and the history of a loading sequence have come."""

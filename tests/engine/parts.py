@@ -22,6 +22,7 @@ from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.arena_size import ArenaSize
 from moe_lora.engine.build import caching_policy
+from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.scheduling.scheduler import Scheduler
@@ -152,6 +153,7 @@ class Parts:
             num_slots=max_loras,
             make_mover=self._make_mover,
             interval_s=0.1,
+            followers=Followers(),
         )
         self.manager.bring_now = self.move
         self.scheduler = Scheduler(

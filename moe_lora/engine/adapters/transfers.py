@@ -137,7 +137,7 @@ class Transfers:
         num_slots: int,
         make_mover: Callable[[Callable[[], None]], Mover],
         interval_s: float,
-        followers: Followers | None = None,
+        followers: Followers,
     ) -> None:
         self._cache = cache
         self._adapters = adapters
@@ -227,8 +227,7 @@ class Transfers:
 
     def _on_all_ranks(self, order: RankOrder) -> Callable[[], None]:
         """Tell the followers; what remains to be done on this rank."""
-        if self._followers is not None:
-            self._followers.tell(order)
+        self._followers.tell(order)
         return self._copier.begin(order)
 
     def _clear_slot(self, namespace: Namespace) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,18 +31,6 @@ TIMEOUT_S = 300.0
 LOOPBACK = "127.0.0.1"
 
 
-class ExpertExchange(Protocol):
-    """Fills in what other ranks computed."""
-
-    def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
-        """Write every row that another rank computed.  Called by all ranks, in the same order.
-
-        y: [T*K, N]; this rank's rows hold their values, all others are zero.  ids: [T, K] int32, expert of
-        each row, -1 for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
-        """
-        ...
-
-
 class RowExchange:
     """Own rows to every other rank.  num_messages, sent_bytes: since the start."""
 
@@ -53,6 +41,11 @@ class RowExchange:
         self.num_messages = self.sent_bytes = 0
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
+        """Write every row that another rank computed.  Called by all ranks, in the same order.
+
+        y: [T*K, N]; this rank's rows hold their values, all others are zero.  ids: [T, K] int32, expert of
+        each row, -1 for padding; equal on all ranks.  Raises EngineDeadError if a rank does not answer.
+        """
         holder = ids.reshape(-1).div(self._experts_per_rank, rounding_mode="floor")
         rows = [(holder == peer).nonzero(as_tuple=True)[0] for peer in range(self._size)]
         peers = [peer for peer in range(self._size) if peer != self._dist_rank]
@@ -79,10 +72,15 @@ class ReduceExchange:
         self._group = group
 
     def fill(self, y: torch.Tensor, ids: torch.Tensor) -> None:
+        """As `RowExchange.fill`."""
         try:
             self._group.allreduce([y.view(-1).view(torch.int32)]).wait()
         except RuntimeError as error:
             raise _lost(error) from error
+
+
+ExpertExchange: TypeAlias = RowExchange | ReduceExchange
+"""Fills in what other ranks computed."""
 
 
 def _lost(error: RuntimeError) -> EngineDeadError:
@@ -108,8 +106,3 @@ def open_group(rendezvous: Path, dist_rank: int, size: int, device: torch.device
     options._devices = [gloo.create_device(hostname=LOOPBACK)]
     options._timeout = timeout
     return gloo(store, dist_rank, size, options)
-
-
-def choose_exchange(group: Backend, num_experts: int, device: torch.device) -> ExpertExchange:
-    """The way that suits the device."""
-    return ReduceExchange(group) if device.type == "cuda" else RowExchange(group, num_experts)

@@ -60,20 +60,26 @@ class Done:
 class Followers:
     """Ranks 1 .. P-1.
 
-    connections: one each, in rank order.  directory: see `SetUp`.  processes: the followers, if this process
-    started them.
+    connections: one each, in rank order; none where rank 0 is alone.  directory: see `SetUp`; None where
+    rank 0 is alone.  processes: the followers, if this process started them.
     """
 
     def __init__(
         self,
-        connections: Sequence[Connection],
-        directory: Path,
+        connections: Sequence[Connection] = (),
+        directory: Path | None = None,
         processes: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
         self._connections = connections
         self._processes = processes
         self._ending = threading.Event()
-        self.directory = directory
+        self._directory = directory
+
+    @property
+    def directory(self) -> Path:
+        """Of this instance, where there are followers."""
+        assert self._directory is not None
+        return self._directory
 
     def set_up(self, config: EngineConfig) -> None:
         """Have all load their part of the model; `settle` waits for it."""
@@ -82,7 +88,7 @@ class Followers:
 
     def tell(self, message: Any) -> None:
         """Send to all.  Raises EngineDeadError if one is gone."""
-        data = packed_message(message)
+        data = packed_message(message) if self._connections else b""
         for dist_rank in range(1, len(self._connections) + 1):
             self._send(dist_rank, data)
 
@@ -152,7 +158,8 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def start_followers(config: EngineConfig) -> Followers:

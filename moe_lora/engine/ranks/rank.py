@@ -27,7 +27,7 @@ from moe_lora.lora.paced import PacedBackend
 from moe_lora.lora.row_routing import Source
 from moe_lora.models.loader import load_model
 
-from .exchange import ExpertExchange, choose_exchange, open_group
+from .exchange import ExpertExchange, ReduceExchange, RowExchange, open_group
 from .followers import RENDEZVOUS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,8 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Rank:
     """One of the `expert_parallel` processes of an engine, its model loaded.
 
-    `allocate` comes next, then `join` where there are others, then `runner`.  local_sites: those whose
-    deltas this engine computes itself.
+    `allocate` comes next, then `join` where there are others, then `runner`.  host_arena: page-locked where
+    the device copies from it.  local_sites: those whose deltas this engine computes itself.
     """
 
     arena: torch.Tensor
@@ -57,26 +57,23 @@ class Rank:
         self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts)
         self.shape = self.model.spec.shape
         self.layout = kv_layout(config, self.shape, self.dtype)
-        self.lora_server = server = self._join_lora_server()
+        self.lora_server = server = (
+            LoraServerClient(
+                config.lora_server,
+                self.shape,
+                self.dtype,
+                config.instance,
+                client_rank=dist_rank,
+                client_ranks=config.expert_parallel,
+            )
+            if config.lora_server is not None
+            else None
+        )
         self.local_sites = [
             site.name
             for i, site in enumerate(self.shape.sites)
             if server is None or not server.partition.serves(i)
         ]
-
-    def _join_lora_server(self) -> LoraServerClient | None:
-        """This rank's connections to the LoRA Server, if there is one."""
-        config = self.config
-        if config.lora_server is None:
-            return None
-        return LoraServerClient(
-            config.lora_server,
-            self.shape,
-            self.dtype,
-            config.instance,
-            client_rank=self.dist_rank,
-            client_ranks=config.expert_parallel,
-        )
 
     def free_bytes(self) -> int:
         """Memory that this rank may count as free; on CPU the ranks share what there is."""
@@ -85,14 +82,41 @@ class Rank:
 
     def allocate(self, num_pages: int, num_host_pages: int) -> None:
         """Take the arenas and the slot table.  Raises ConfigError if the memory for them can't be had."""
-        page_bytes = self.layout.page_bytes
-        self.arena, self.slots = allocate(self.config, num_pages * page_bytes, self.shape, self.device)
-        self.host_arena = allocate_host(num_host_pages * page_bytes, self.device)
+        config, page_bytes = self.config, self.layout.page_bytes
+        arena_bytes, host_bytes = num_pages * page_bytes, num_host_pages * page_bytes
+        try:
+            self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=self.device)
+            advise_huge_pages(self.arena)
+            self.slots = SlotTable(
+                config.max_loras, self.shape.num_layers, self.shape.num_entries, self.device
+            )
+        except (RuntimeError, MemoryError, OverflowError) as error:
+            sizes = {name: getattr(config, name) for name in ("arena_mb", "kv_cache_gb", "lora_memory_gb")}
+            given = "".join(f"{name}={size:g}, " for name, size in sizes.items() if size is not None)
+            raise ConfigError(
+                f"no memory on {self.device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table "
+                f"of {config.max_loras:.3g} adapters; lower {given or 'arena_mb, '}or "
+                f"max_loras={config.max_loras}"
+            ) from error
+        self.host_arena = None
+        try:
+            if host_bytes:
+                pinned = self.device.type == "cuda"
+                self.host_arena = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=pinned)
+                if not pinned:
+                    advise_huge_pages(self.host_arena)
+        except (RuntimeError, MemoryError, OverflowError) as error:
+            raise ConfigError(
+                f"no host memory for an arena of {host_bytes / 1e6:.6g} MB; lower host_arena_mb, or set it "
+                "to 0"
+            ) from error
 
     def join(self, directory: Path) -> ExpertExchange:
         """Meet the other ranks; returns once all are there."""
         group = open_group(directory / RENDEZVOUS, self.dist_rank, self.config.expert_parallel, self.device)
-        return choose_exchange(group, self.shape.num_experts, self.device)
+        if self.device.type == "cuda":
+            return ReduceExchange(group)
+        return RowExchange(group, self.shape.num_experts)
 
     def kept_entries(self, dist_rank: int) -> np.ndarray:
         """[X] bool: the entries of adapters that a rank of this engine computes itself."""
@@ -153,39 +177,6 @@ def kv_layout(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Kv
         block_size=config.block_size,
         dtype=dtype,
     )
-
-
-def allocate(
-    config: EngineConfig, arena_bytes: int, shape: ModelShape, device: torch.device
-) -> tuple[torch.Tensor, SlotTable]:
-    """The arena and the slot table.  Raises ConfigError if the memory for them can't be had."""
-    try:
-        arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-        advise_huge_pages(arena)
-        return arena, SlotTable(config.max_loras, shape.num_layers, shape.num_entries, device)
-    except (RuntimeError, MemoryError, OverflowError) as error:
-        sizes = {name: getattr(config, name) for name in ("arena_mb", "kv_cache_gb", "lora_memory_gb")}
-        given = "".join(f"{name}={size:g}, " for name, size in sizes.items() if size is not None)
-        raise ConfigError(
-            f"no memory on {device} for {arena_bytes / 1e9:.3g} GB of KV and adapters and a table of "
-            f"{config.max_loras:.3g} adapters; lower {given or 'arena_mb, '}or max_loras={config.max_loras}"
-        ) from error
-
-
-def allocate_host(num_bytes: int, device: torch.device) -> torch.Tensor | None:
-    """The host arena, 1-D uint8, page-locked where the device copies from it; None for 0 bytes."""
-    if not num_bytes:
-        return None
-    try:
-        if device.type == "cuda":
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        arena = torch.empty(num_bytes, dtype=torch.uint8)
-        advise_huge_pages(arena)
-        return arena
-    except (RuntimeError, MemoryError, OverflowError) as error:
-        raise ConfigError(
-            f"no host memory for an arena of {num_bytes / 1e6:.6g} MB; lower host_arena_mb, or set it to 0"
-        ) from error
 
 
 def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
