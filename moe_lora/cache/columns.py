@@ -168,6 +168,12 @@ class Ghosts:
         del self._place[self._key[place]]
 
 
+_COLUMNS = (
+    *("is_adapter", "pages", "visits", "recent", "last_used_s", "first_token", "num_tokens", "wanted"),
+    *("turn", "adapter_row", "flags"),
+)
+
+
 class Columns:
     """One row per node; rows of removed nodes are used again.
 
@@ -189,7 +195,6 @@ class Columns:
         self.turn = np.zeros(size, np.int64)
         self.adapter_row = np.zeros(size, np.int64)
         self.flags = np.zeros(size, np.uint8)
-        self._names = [name for name, value in vars(self).items() if isinstance(value, np.ndarray)]
         self._adapter_recent_s = adapter_recent_s
         self._learns_reuse = learns_reuse
         self._now_s = 0.0
@@ -208,7 +213,7 @@ class Columns:
             return self._vacant.pop()
         self.nodes.append(None)
         if len(self.nodes) > self._capacity:
-            for name in self._names:
+            for name in _COLUMNS:
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.zeros_like(column))))
             self._capacity *= 2
@@ -225,7 +230,7 @@ class Columns:
                 self.reuse.note(uses, depth, max(0.0, self._now_s - last_used_s), visited=False)
             else:
                 self.ghosts.add(node, uses, last_used_s, self._now_s)
-        for name in self._names:
+        for name in _COLUMNS:
             getattr(self, name)[row] = 0
         self._vacant.append(row)
 

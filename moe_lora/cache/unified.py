@@ -58,6 +58,7 @@ class UnifiedCache:
         self._room = Room(self._ranking, max_kv_pages, max_adapters)
         self._swapper = Swapper(self._room, upper=upper, lower=lower)
         self._sharing = prefix_caching
+        self._block_size = block_size
         self.counters = self._mover.counters
         self._traits = traits
         self._base = self._tree.add_adapter(None, (), 0.0)
@@ -179,7 +180,8 @@ class UnifiedCache:
         """
         adapter = self._tree.adapters[namespace]
         assert adapter.device_pages is not None or not self._tree.keeps_dependencies, "hold it first"
-        table, path = BlockTable(namespace), list[Node]()
+        table = BlockTable(namespace)
+        path: list[Node] = []
         if self._sharing and not adapter.gone:
             path, partial, common = self._tree.walk(adapter, tokens)
             if partial is not None and not partial.moving:
@@ -190,11 +192,12 @@ class UnifiedCache:
             rest = takewhile(lambda n: worth(n.first_token, n.num_tokens, n.num_pages), path[depth:])
             self._bring_in(list(rest), now_s)
             depth += self._take(table, path[depth:])
-        table.num_matched = table.num_shared * self._tree.block_size
+        table.num_matched = table.num_shared * self._block_size
         if not again:
             counters = self.counters
             self._ranking.num_queries += 1
-            self._tree.columns.visit(path[:depth], now_s)
+            if depth:
+                self._tree.columns.visit(path[:depth], now_s)
             coming = sum([node.num_tokens for node in table.arriving])
             counters.kv_query_tokens += len(tokens)
             counters.kv_host_hit_tokens += coming
@@ -206,7 +209,7 @@ class UnifiedCache:
 
         Evicts at once, without copies: nodes that the host has too first, then the least valued.
         """
-        missing = -(-num_tokens // self._tree.block_size) - len(table.pages)
+        missing = -(-num_tokens // self._block_size) - len(table.pages)
         if missing > 0:
             pages = self._room.take_kv(missing, PRIVATE, now_s)
             if pages is None:
@@ -219,7 +222,7 @@ class UnifiedCache:
         """Make the full blocks of the first `num_computed` tokens findable; equal blocks become one, so
         `table.pages` may change.
         """
-        size = self._tree.block_size
+        size = self._block_size
         if (table.num_shared + 1) * size > num_computed:
             return
         adapter = self._tree.adapters.get(table.namespace)
@@ -363,7 +366,7 @@ class UnifiedCache:
 
     def _insert(self, table: BlockTable, parent: Node, tokens: bytes, now_s: float) -> None:
         """Give the sequence's own full blocks to the tree: at the end of its own tail, or as a new node."""
-        end = table.num_shared + len(tokens) // (TOKEN_BYTES * self._tree.block_size)
+        end = table.num_shared + len(tokens) // (TOKEN_BYTES * self._block_size)
         pages = table.pages[table.num_shared : end]
         tail = table.tail if table.owns_tail else None
         if tail and tail.pins == 1 and not (tail.num_children or tail.host_pages is not None or tail.moving):

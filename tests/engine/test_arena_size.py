@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.engine import arena_size as sizing
 from moe_lora.engine.arena_size import ArenaSize, arena_size
 from moe_lora.engine.build import caching_policy
-from moe_lora.engine.ranks.rank import allocate
+from moe_lora.engine.ranks.rank import Rank
 from moe_lora.kernels.operands import KvLayout
 from moe_lora.policies.caching_policies import CACHING_POLICIES
 from tests.families import tiny_config
@@ -80,8 +81,10 @@ def test_host_arena_of_less_than_a_page_is_refused():
 
 
 def test_memory_that_cannot_be_had_is_blamed_on_settings_that_were_given():
+    config = EngineConfig(model_dir="", arena_mb=1e12)
+    rank = SimpleNamespace(config=config, shape=SHAPE, layout=LAYOUT, device=CPU)
     with pytest.raises(ConfigError, match="lower arena_mb=1e") as refusal:
-        allocate(EngineConfig(model_dir="", arena_mb=1e12), 10**18, SHAPE, CPU)
+        Rank.allocate(rank, 10**18 // LAYOUT.page_bytes, 0)
     assert "None" not in str(refusal.value)
     assert "kv_cache_gb" not in str(refusal.value)
 
