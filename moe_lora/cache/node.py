@@ -126,11 +126,11 @@ def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
     if host and (device or is_adapter or not node.num_children):
         flags |= CAN_LEAVE_HOST
     if not device:
-        if (
-            (host or (is_adapter and not node.failed))
-            and not dying
-            and _may_enter(node.parent, keeps_dependencies)
-        ):
+        parent = node.parent
+        follows = parent is None or parent.device_pages is not None  # or is on its way there
+        if parent is not None and parent.is_adapter and not keeps_dependencies:
+            follows = True
+        if (host or (is_adapter and not node.failed)) and not dying and follows:
             flags |= CAN_ENTER
     elif not node.pins:
         if not node.num_device_children or (is_adapter and not keeps_dependencies):
@@ -138,10 +138,3 @@ def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
         if not (host or is_adapter or dying):
             flags |= CAN_BACK_UP
     return flags
-
-
-def _may_enter(parent: Node | None, keeps_dependencies: bool) -> bool:
-    """Whether what a node needs on the device is there or on its way."""
-    if parent is None or (parent.is_adapter and not keeps_dependencies):
-        return True
-    return parent.device_pages is not None

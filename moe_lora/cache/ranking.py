@@ -81,13 +81,13 @@ class Ranking:
 
     def lowest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
         """The least valued of the rows, ascending, as many as have `num_pages` pages together (or all)."""
-        return self._nodes(self._take(rows, self.values(rows, now_s), num_pages))
+        return self.nodes(self._take(rows, self.values(rows, now_s), num_pages))
 
     def highest(self, rows: NDArray[np.int64], num_pages: int, now_s: float) -> list[Node]:
         """The most valued, descending, likewise; those of no value are left out."""
         values = self.values(rows, now_s)
         useful = values > 0
-        return self._nodes(self._take(rows[useful], -values[useful], num_pages))
+        return self.nodes(self._take(rows[useful], -values[useful], num_pages))
 
     def victim(self, kind: Kind, now_s: float) -> Node | None:
         """The next node to give way, or None if there is none."""
@@ -135,7 +135,9 @@ class Ranking:
             backed = columns.has(rows, BACKED)
         values = self.values(rows, now_s, host=kind is Kind.HOST)
         if kind is Kind.HOST and not self.policy.traits.drops_backed_first:
-            backed = backed & self._stays(rows, now_s)
+            stays = np.ones(len(columns), dtype=np.bool_)  # so that its host copy is to spare
+            stays[self.leaving_soon(now_s)] = False
+            backed &= stays[rows]
         elif not self.policy.traits.drops_backed_first:
             backed = np.zeros(len(rows), dtype=np.bool_)
         backed = backed | columns.has(rows, DYING)  # nothing is lost with them either
@@ -143,24 +145,13 @@ class Ranking:
         order = np.concatenate(chosen)[:BATCH][::-1].tolist()
         return [(node, float(columns.last_used_s[row])) for row in order if (node := columns.nodes[row])]
 
-    def to_back_up(self, now_s: float) -> list[Node]:
-        """Those that will leave the device soon and that the host has not, the least valued first."""
-        rows = self._leaving_soon(now_s)
-        return self._nodes(rows[self.columns.has(rows, CAN_BACK_UP)])
-
-    def _leaving_soon(self, now_s: float) -> NDArray[np.int64]:
+    def leaving_soon(self, now_s: float) -> NDArray[np.int64]:
         """Rows of the least valued idle nodes of the device, `LEAVING_SHARE` of its pages."""
         rows = self.columns.where(CAN_LEAVE | CAN_BACK_UP)
         num_pages = int(LEAVING_SHARE * self.mover.device.num_pages)
         return self._take(rows, self.values(rows, now_s), num_pages)
 
-    def _stays(self, rows: NDArray[np.int64], now_s: float) -> NDArray[np.bool_]:
-        """[N]: whether the node will not leave the device soon, so that its host copy is to spare."""
-        stays = np.ones(len(self.columns), dtype=np.bool_)
-        stays[self._leaving_soon(now_s)] = False
-        return stays[rows]
-
-    def _nodes(self, rows: NDArray[np.int64]) -> list[Node]:
+    def nodes(self, rows: NDArray[np.int64]) -> list[Node]:
         return [node for row in rows.tolist() if (node := self.columns.nodes[row])]
 
     def _take(self, rows: NDArray[np.int64], values: Floats, num_pages: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moe_lora.policies.caching import Floats
 
-from .node import BACKED, CAN_ENTER, CAN_LEAVE, Node
+from .node import BACKED, CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, Node
 from .ranking import Ranking, ascending
 from .room import Room
 
@@ -189,8 +189,9 @@ class Swapper:
         return True
 
     def _back_up(self, now_s: float) -> None:
-        left = self._back_up_pages
-        for node in self._ranking.to_back_up(now_s):
+        """Copy what will leave the device soon and the host has not, the least valued first."""
+        left, rows = self._back_up_pages, self._ranking.leaving_soon(now_s)
+        for node in self._ranking.nodes(rows[self._columns.has(rows, CAN_BACK_UP)]):
             if left <= 0:
                 return
             left -= node.num_pages

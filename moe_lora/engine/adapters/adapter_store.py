@@ -163,17 +163,16 @@ class ShardSizes:
         self._all_kept = all(entries.all() for entries in kept)
 
     def layer_pages(self, packed: PackedAdapter) -> list[int]:
-        return [self.num_pages(num_bytes) for num_bytes in self._layer_bytes(packed)]
+        if self._all_kept:
+            return [self.num_pages(layer.nbytes) for layer in packed.layers]
+        return [
+            self.num_pages(
+                max(shard_layer(layer, self._shape, kept).num_elements for kept in self._kept)
+                * layer.data.element_size()
+            )
+            for layer in packed.layers
+        ]
 
     def num_pages(self, num_bytes: int) -> int:
         """Whole pages that so many bytes take."""
         return -(-num_bytes // self.page_bytes)
-
-    def _layer_bytes(self, packed: PackedAdapter) -> list[int]:
-        if self._all_kept:
-            return [layer.nbytes for layer in packed.layers]
-        return [
-            max(shard_layer(layer, self._shape, kept).num_elements for kept in self._kept)
-            * layer.data.element_size()
-            for layer in packed.layers
-        ]
