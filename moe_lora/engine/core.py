@@ -276,12 +276,11 @@ class EngineCore:
         self._contents.forget(name)
         self._transfers.send()
         logger.info("adapter %s removed", name)
-        adapters = (sequence.adapter for sequence in self._sequences.values())
-        return frozenset(a.uid for a in adapters if a is not None and a.name == name)
+        return frozenset(a.uid for a in self._adapters.versions.values() if a.name == name)
 
     def adapters_in_use(self, uids: frozenset[int]) -> bool:
         """Whether a request of one of these versions is not done yet."""
-        return any(sequence.adapter_uid in uids for sequence in self._sequences.values())
+        return not uids.isdisjoint(self._adapters.versions)
 
     def known_adapter(self, name: str) -> tuple[AdapterInfo, PackedAdapter]:
         """The version of an adapter that new requests use, and what is kept of it.

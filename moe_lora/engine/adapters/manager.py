@@ -91,12 +91,11 @@ class AdapterManager:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
         return self._current[name]
 
-    def remove(self, name: str) -> AdapterVersion:
+    def remove(self, name: str) -> None:
         """Refuse new requests for `name`; its memory is freed once the last request is done."""
         adapter = self.current(name)
         del self._current[name]
         self._retire(adapter)
-        return adapter
 
     def known(self) -> list[AdapterVersion]:
         return list(self._current.values())
