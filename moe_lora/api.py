@@ -1,4 +1,4 @@
-"""The library's front door: `from moe_lora import LLM`."""
+"""What the library exports: `from moe_lora import LLM`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 from websockets.asyncio.connection import Connection
@@ -43,23 +42,17 @@ from .failover import token_work
 # Several connections to one engine loop: whose request is which, and what each adds to the load.
 
 
-class MuxedConnection(Protocol):
-    """One connection, which takes its events."""
-
-    def send(self, message: Message) -> None: ...
-
-
 @dataclass(eq=False)
 class _Request:
     """A request under way.  num_prompt: prompt tokens, until it has a token; left: what it may still need."""
 
-    line: MuxedConnection
+    peer: Peer
     request_id: str
     num_prompt: int
     left: int
 
     def take(self, output: TokenOutput) -> TokenOutput:
-        """The output as its line knows it."""
+        """The output as its peer knows it."""
         self.left -= self.num_prompt + len(output.token_ids)
         self.num_prompt = 0
         if output.request_id == self.request_id:
@@ -68,106 +61,105 @@ class _Request:
 
 
 class ConnectionMux:
-    """Hands commands of all lines to an engine loop, and its events back to the line that asked.
+    """Hands commands of all peers to an engine loop, and its events back to the peer that asked.
 
-    Two lines may use the same ids; what the loop says to a line that was closed is dropped.  Belongs to the
-    event loop of the connections.
+    Two peers may use the same ids; what the loop says to one that is gone is dropped.  Belongs to the event
+    loop of the connections.
     """
 
     def __init__(self, inbox: Inbox, max_model_len: int) -> None:
         self._inbox = inbox
         self._max_model_len = max_model_len
-        self._open: list[MuxedConnection] = []
+        self._open: list[Peer] = []
         self._requests: dict[str, _Request] = {}
-        self._names: dict[tuple[MuxedConnection, str], str] = {}
-        self._calls: dict[int, tuple[MuxedConnection, Asked]] = {}
+        self._names: dict[tuple[Peer, str], str] = {}
+        self._calls: dict[int, tuple[Peer, Asked]] = {}
         self._numbers = itertools.count(1)
 
-    def open(self, line: MuxedConnection) -> MuxedConnection:
-        self._open.append(line)
-        return line
+    def open(self, peer: Peer) -> None:
+        self._open.append(peer)
 
-    def close(self, line: MuxedConnection) -> None:
-        """End the requests of a line, and no other's."""
-        self._open.remove(line)
+    def close(self, peer: Peer) -> None:
+        """End the requests of a peer, and no other's."""
+        self._open.remove(peer)
         for name, asked in self._requests.items():
-            if asked.line is line:
+            if asked.peer is peer:
                 self._inbox.put(Abort(name))
 
-    def put(self, line: MuxedConnection, message: Message | Asked) -> None:
-        """Hand on what a line asks."""
+    def put(self, peer: Peer, message: Message | Asked) -> None:
+        """Hand on what a peer asks."""
         if isinstance(message, Asked):
             number = next(self._numbers)
-            self._calls[number] = line, message
+            self._calls[number] = peer, message
             self._inbox.put(Call(number, message.method, message.args))
         elif isinstance(message, Request):
             try:
                 request = message.decoded()
             except TypeError as error:
-                line.send(Rejected(message.request_id, error))
+                peer.send(Rejected(message.request_id, error))
             else:
-                self._inbox.put(Generate(self._named(line, request)))
+                self._inbox.put(Generate(self._named(peer, request)))
         elif isinstance(message, Abort):
-            name = self._names.get((line, message.request_id))
+            name = self._names.get((peer, message.request_id))
             if name is not None:
                 self._inbox.put(Abort(name))
 
-    def _named(self, line: MuxedConnection, request: GenerateRequest) -> GenerateRequest:
+    def _named(self, peer: Peer, request: GenerateRequest) -> GenerateRequest:
         """The request by a name that no other under way has: its own, if it can be."""
         name = request.request_id
         while name in self._requests:
             name = f"{request.request_id} ({next(self._numbers)})"
         work = token_work(request, self._max_model_len)
-        self._requests[name] = _Request(line, request.request_id, len(request.prompt_token_ids), work)
-        self._names[line, request.request_id] = name
+        self._requests[name] = _Request(peer, request.request_id, len(request.prompt_token_ids), work)
+        self._names[peer, request.request_id] = name
         return request if name == request.request_id else replace(request, request_id=name)
 
     def emit(self, event: Event) -> None:
         """Hand an event of the loop to those it is for."""
         if isinstance(event, Outputs):
-            for line, outputs in self._sorted(event.outputs).items():
-                self._send(line, Outputs(outputs))
+            for peer, outputs in self._sorted(event.outputs).items():
+                self._send(peer, Outputs(outputs))
         elif isinstance(event, Rejected):
             asked = self._ended(event.request_id)
-            self._send(asked.line, Rejected(asked.request_id, event.error))
+            self._send(asked.peer, Rejected(asked.request_id, event.error))
         elif isinstance(event, Reply):
-            line, call = self._calls.pop(event.call_id)
-            if line not in self._open:
+            peer, call = self._calls.pop(event.call_id)
+            if peer not in self._open:
                 return
             if event.error is None:
                 call.answer(event.value)
             else:
                 call.fail(event.error)
         elif isinstance(event, Dead):
-            for line in self._open:
-                line.send(event)
+            for peer in self._open:
+                peer.send(event)
 
-    def _send(self, line: MuxedConnection, message: Message) -> None:
-        if line in self._open:
-            line.send(message)
+    def _send(self, peer: Peer, message: Message) -> None:
+        if peer in self._open:
+            peer.send(message)
 
-    def _sorted(self, outputs: list[TokenOutput]) -> dict[MuxedConnection, list[TokenOutput]]:
-        """The outputs of each line; not those of a request whose id its line uses for another by now."""
-        found: dict[MuxedConnection, list[TokenOutput]] = {}
+    def _sorted(self, outputs: list[TokenOutput]) -> dict[Peer, list[TokenOutput]]:
+        """The outputs of each peer; not those of a request whose id its peer uses for another by now."""
+        found: dict[Peer, list[TokenOutput]] = {}
         for output in outputs:
             name = output.request_id
             asked = self._requests[name]
-            if self._names.get((asked.line, asked.request_id)) == name:
-                found.setdefault(asked.line, []).append(asked.take(output))
+            if self._names.get((asked.peer, asked.request_id)) == name:
+                found.setdefault(asked.peer, []).append(asked.take(output))
             if output.finish_reason is not None:
                 self._ended(name)
         return found
 
     def _ended(self, name: str) -> _Request:
         asked = self._requests.pop(name)
-        key = asked.line, asked.request_id
+        key = asked.peer, asked.request_id
         if self._names.get(key) == name:
             del self._names[key]
         return asked
 
-    def elsewhere(self, line: MuxedConnection, stuck_s: float) -> Beat:
-        """A beat that tells a line of the requests of all others."""
-        others = [asked for asked in self._requests.values() if asked.line is not line]
+    def elsewhere(self, peer: Peer, stuck_s: float) -> Beat:
+        """A beat that tells a peer of the requests of all others."""
+        others = [asked for asked in self._requests.values() if asked.peer is not peer]
         return Beat(
             stuck_s=stuck_s,
             num_running=sum(not asked.num_prompt for asked in others),
@@ -192,7 +184,7 @@ class FrontEndLinks:
         self._addresses = addresses
         self._keys = keys
         self._inbox = inbox
-        self._lines = ConnectionMux(inbox, max_model_len)
+        self._mux = ConnectionMux(inbox, max_model_len)
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._peers: set[Peer] = set()
@@ -226,7 +218,7 @@ class FrontEndLinks:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _take(self, event: Event) -> None:
-        self._lines.emit(event)
+        self._mux.emit(event)
         if isinstance(event, Dead):
             self.failed = True
             self._stopping.set()
@@ -253,19 +245,19 @@ class FrontEndLinks:
             peer.end()
             return welcome.refusal
         logger.info("joined %s at %s", peer.name, address)
-        line = self._lines.open(peer)
+        self._mux.open(peer)
         beats = asyncio.create_task(self._beat(peer, welcome.heartbeat_s, pulse))
         try:
             async for message in peer.messages():
-                self._lines.put(line, message)
+                self._mux.put(peer, message)
         finally:
             beats.cancel()
-            self._lines.close(line)
+            self._mux.close(peer)
         if not self._stopping.is_set():
             logger.warning("lost %s: %s; its requests end here", peer.name, peer.problem)
         return None
 
     async def _beat(self, peer: Peer, interval_s: float, pulse: Pulse) -> None:
         while True:
-            peer.send(self._lines.elsewhere(peer, pulse.stuck_s()))
+            peer.send(self._mux.elsewhere(peer, pulse.stuck_s()))
             await asyncio.sleep(interval_s)

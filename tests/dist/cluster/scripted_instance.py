@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from .door_parts import Instance
+from .listener_parts import Instance
 
 if __name__ == "__main__":
     name, number, *sockets = sys.argv[1:]

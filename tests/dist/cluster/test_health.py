@@ -24,7 +24,7 @@ class Engine(CountingEngine):
         self.hearing = Hearing(clock)
         self.on_beat: Callable[[Beat], None] = lambda beat: None
         self.ended = asyncio.Event()
-        self.hushed: list[Exception] = []
+        self.failed: list[Exception] = []
         self._script = script
 
     async def wait(self, timeout_s: float) -> bool:
@@ -34,7 +34,7 @@ class Engine(CountingEngine):
         return not self._script
 
     def fail_all(self, error: Exception) -> None:
-        self.hushed.append(error)
+        self.failed.append(error)
 
 
 class Watched:
@@ -95,7 +95,7 @@ def test_engine_that_beats_stays():
     watched.pass_s(*[1.0] * 60, beat=Beat())
     watched.run()
     assert set(watched.seen) == {LIVE}
-    assert watched.engine.hushed == []
+    assert watched.engine.failed == []
 
 
 def test_engine_that_says_nothing_is_drained_and_then_given_up(caplog):
@@ -104,7 +104,7 @@ def test_engine_that_says_nothing_is_drained_and_then_given_up(caplog):
     watched.run()
     assert watched.seen == [LIVE] * 5 + [SILENT] * 27
     assert watched.num_given_up == 3
-    assert len(watched.engine.hushed) == 25
+    assert len(watched.engine.failed) == 25
     assert "give heartbeat_dead_s more" in caplog.text
 
 

@@ -21,7 +21,7 @@ from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Heartbeat
 from tests.dist.cluster_jobs import children
 
-from .door_parts import HELD_TOKENS, FrontEnd, until
+from .listener_parts import HELD_TOKENS, FrontEnd, until
 
 ROOT = Path(__file__).parents[3]
 START = [("start", "places/start")]

@@ -9,7 +9,7 @@ import pytest
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.client.heartbeat import Heartbeat
-from tests.dist.cluster.door_parts import HELD_TOKENS, FrontEnd, Instance, until
+from tests.dist.cluster.listener_parts import HELD_TOKENS, FrontEnd, Instance, until
 
 START = {"start": ("places/start", 1)}
 PATIENT = Heartbeat(timeout_s=1.0, dead_s=60.0)

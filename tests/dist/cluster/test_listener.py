@@ -19,8 +19,8 @@ from moe_lora.dist.cluster.listener import AsItIs, CatchUp
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.engine.client.messages import Dead
 
-from .door_parts import ADVICE, FrontEnd, Instance, until
 from .fleet_parts import INFO
+from .listener_parts import ADVICE, FrontEnd, Instance, until
 
 
 @pytest.fixture(autouse=True)
