@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
 from moe_lora.core.request import AdapterInfo, AdapterResidency, EngineStats, FleetStats, InstanceStats
 
-COUNTERS = (
-    "num_steps",
-    "num_preemptions",
-    "num_put_back",
-    "kv_lost_bytes",
-    "prompt_tokens",
-    "generation_tokens",
-    "prefix_query_tokens",
-    "prefix_hit_tokens",
-    "adapter_loads",
-    "adapter_evictions",
-    "adapter_load_bytes",
-    "adapter_hits",
-    "adapter_misses",
-    "kv_query_tokens",
-    "kv_device_hit_tokens",
-    "kv_host_hit_tokens",
-    "swapped_in_bytes",
-    "swapped_out_bytes",
-    "lora_server_requests",
-    "lora_server_fallback_rows",
-    "pool_peer_fetches",
-    "pool_disk_fetches",
-    "pool_fetched_bytes",
-    "pool_failed_sources",
-)
 SUMMED_GAUGES = (
     "num_running",
     "num_waiting",
@@ -48,8 +22,9 @@ SUMMED_GAUGES = (
     "pool_adapters",
     "pool_bytes",
 )
-BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "disk")
 NAMES = ("running_adapters", "waiting_adapters", "resident_adapters")
+COUNTERS = tuple({one.name for one in fields(EngineStats)} - {*SUMMED_GAUGES, *NAMES, "kv_usage"})
+BEST_FIRST: tuple[AdapterResidency, ...] = ("device", "remote", "host", "peer", "disk")
 
 
 def add_counters(parts: Iterable[EngineStats]) -> EngineStats:
