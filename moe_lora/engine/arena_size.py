@@ -12,12 +12,11 @@ import torch
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.shape import DEFAULT_TARGETS, ModelShape
+from moe_lora.core.shape import DEFAULT_LORA_RANK, DEFAULT_TARGETS, ModelShape
 from moe_lora.kernels.operands import KvLayout
 
 FREE_SHARE = 0.25
 """Part of the free memory that an automatic size may take, for KV and for adapters each."""
-DEFAULT_LORA_RANK = 16
 MB, GB = 1e6, 1e9
 MEMINFO = Path("/proc/meminfo")
 

@@ -87,28 +87,13 @@ def build_rank(config: EngineConfig, server_rank: int) -> ServerRank:
 
     from moe_lora.core.hf_config import read_config
     from moe_lora.core.shape import ModelShape
-    from moe_lora.dist.lora_server.server.server_rank import RankConfig, ServerRank
-    from moe_lora.engine.ranks.rank import DTYPES, resolved
+    from moe_lora.dist.lora_server.server.server_rank import ServerRank
+    from moe_lora.engine.ranks.rank import resolved
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     hf_config = read_config(Path(config.model_dir))
     config = resolved(config, hf_config)
-    assert config.lora_server is not None
-    profile = config.emulation.step_profile
-    return ServerRank(
-        RankConfig(
-            server=config.lora_server,
-            shape=ModelShape.from_hf_config(hf_config),
-            dtype=DTYPES[config.dtype],
-            device=torch.device(config.device),
-            server_rank=server_rank,
-            expert_parallel=config.expert_parallel,
-            starvation_s=config.starvation_s,
-            lora_kernel=config.lora_kernel,
-            adapters=config.adapters,
-            lora_time=None if profile is None else profile.lora,
-        )
-    )
+    return ServerRank(config, ModelShape.from_hf_config(hf_config), server_rank)
 
 
 def serve_instance(

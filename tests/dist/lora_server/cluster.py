@@ -16,12 +16,12 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer
-from moe_lora.config import LoraServerConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
 from moe_lora.dist.lora_server.protocol.partition import Layout
-from moe_lora.dist.lora_server.server.server_rank import RankConfig, ServerRank
+from moe_lora.dist.lora_server.server.server_rank import ServerRank
 from moe_lora.lora.row_routing import Lease
 
 CPU = torch.device("cpu")
@@ -101,16 +101,14 @@ class Cluster:
         return self._ranks[number][0]
 
     def start(self, number: int) -> ServerRank:
-        rank = ServerRank(
-            RankConfig(
-                server=self.config,
-                shape=self.shape,
-                dtype=torch.float32,
-                device=CPU,
-                server_rank=number,
-                expert_parallel=self.client_ranks,
-            )
+        config = EngineConfig(
+            model_dir="none",
+            lora_server=self.config,
+            dtype="float32",
+            device="cpu",
+            expert_parallel=self.client_ranks,
         )
+        rank = ServerRank(config, self.shape, number)
         thread = threading.Thread(target=rank.run, daemon=True)
         thread.start()
         self._ranks[number] = rank, thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,7 @@ class ServerState(LeaseStats):
     max_capacity: int | None
 
 
-class ServerCalls:
+class ServerCalls(typing.Protocol):
     """What ranks of the LoRA Server answer: all of them the first two, the leader the others too.
 
     What a call began ends with its connection.
@@ -87,65 +88,51 @@ class ServerCalls:
 
     def open_session(self, instance: str, answers: bytes, max_rows: int, depth: int) -> bytes:
         """Serve rows of an instance's rank.  answers: the descriptor of its window; that of ours returns."""
-        raise NotImplementedError
 
     def tell_turns(self, turns: bytes, num_seen: int) -> None:
         """Announce whose turn it is to another rank of the stage.  turns: the descriptor of its window."""
-        raise NotImplementedError
 
     def find(self, server_rank: int) -> str | None:
         """Where a rank listens; None while it has not joined."""
-        raise NotImplementedError
 
     def memory(self) -> tuple[Memory, int]:
         """How a rank's memory is laid out, and the leader's incarnation: generations are above it."""
-        raise NotImplementedError
 
     def join_rank(self, server_rank: int, address: str) -> None:
         """Tell this rank what is resident, then what changes.  address: where it listens itself."""
-        raise NotImplementedError
 
     def need(self, adapter_id: str) -> None:
         """Send a rank the content that it lacks, at once or when an instance has given it."""
-        raise NotImplementedError
 
     def join_instance(self, instance: str) -> None:
         """Let an instance ask for leases."""
-        raise NotImplementedError
 
     def register(self, adapter_id: str) -> bool:
         """Make an adapter known; False: its content has to be given first.
 
         Raises ValueError or AdapterError if it could never be resident.
         """
-        raise NotImplementedError
 
     def give(self, adapter_id: str, num_blocks: int) -> None:
         """Take an adapter's file, in so many blocks that follow."""
-        raise NotImplementedError
 
     def unregister(self, adapter_id: str) -> None:
         """Forget the adapter when no instance has it registered any more."""
-        raise NotImplementedError
 
     def acquire(self, adapter_id: str) -> tuple[int, int]:
         """Slot and generation of a lease, once there is one; no answer if it is released before."""
-        raise NotImplementedError
 
     def release(self, adapter_id: str) -> None:
         """Give the lease back, or stop waiting for it."""
-        raise NotImplementedError
 
     def state(self) -> ServerState:
         """Counts for metrics, and what could be changed."""
-        raise NotImplementedError
 
     def resize(self, capacity: int) -> ServerState:
         """Change the number of adapters resident at once, on all ranks; see `LeaseTable.resize`.
 
         Raises ConfigError below 1, CapacityError for more than before if the ranks' memory can't hold them.
         """
-        raise NotImplementedError
 
 
 _CALLS = Interface(ServerCalls)

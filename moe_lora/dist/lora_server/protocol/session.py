@@ -176,6 +176,32 @@ def answer_rows(frame: torch.Tensor, layout: FrameLayout, site: int, num_rows: i
     return frame[HEADER_BYTES:end].view(layout.dtype).view(num_rows, width)
 
 
+class PeerFrames:
+    """A ring of frames in a window of the other side: written in place where the medium maps it here."""
+
+    def __init__(self, transport: Transport, window: RemoteWindow, frame_bytes: int, depth: int) -> None:
+        self.window = window
+        self._transport = transport
+        self._frame_bytes = frame_bytes
+        views = [window.view(i * frame_bytes, frame_bytes) for i in range(depth)]
+        mapped = [view for view in views if view is not None]
+        self._in_place = bool(mapped)
+        self._frames = mapped or list(torch.empty(depth, frame_bytes, dtype=torch.uint8))
+
+    def frame(self, number: int) -> torch.Tensor:
+        """Where the frame of this number is to be laid out, uint8."""
+        return self._frames[number % len(self._frames)]
+
+    def send(self, number: int, num_bytes: int) -> None:
+        """Put what was laid out in the frame's first bytes, and announce it.  Raises PeerGoneError."""
+        if self._in_place:
+            self.window.signal(0, number + 1)
+            return
+        slot = number % len(self._frames)
+        frame = self._frames[slot][:num_bytes]
+        self._transport.put_signal(self.window, slot * self._frame_bytes, frame, 0, number + 1)
+
+
 _SLICE_S = 0.05
 """How long a wait for an answer sleeps before it looks whether the server is still there."""
 
@@ -232,7 +258,7 @@ class ClientSession:
         answer_timeout_s: float,
     ) -> None:
         self._transport = transport
-        self._requests = requests
+        self._requests = PeerFrames(transport, requests, layout.request_bytes, depth)
         self._answers = answers
         self._layout = layout
         self._depth = depth
@@ -240,13 +266,6 @@ class ClientSession:
         self._under_way: dict[int, Sent] = {}
         self._next = 0
         self._broken = False
-        size = layout.request_bytes
-        views = [requests.view(i * size, size) for i in range(depth)]
-        self._direct = views[0] is not None
-        if self._direct:
-            self._frames = [view for view in views if view is not None]
-        else:
-            self._frames = list(torch.empty(depth, size, dtype=torch.uint8))
         self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
         self.observed: list[ExchangeTimes] | None = None
 
@@ -265,7 +284,7 @@ class ClientSession:
             self._clear_frame(oldest)
         if self._broken:
             raise SessionLostError
-        return self._frames[self._next % self._depth]
+        return self._requests.frame(self._next)
 
     def _clear_frame(self, sent: Sent) -> None:
         """Keep elsewhere what is still needed of a request and its answer."""
@@ -273,21 +292,15 @@ class ClientSession:
         if answer is not None:
             sent.delta = answer.clone()
             return
-        frame = self._frames[sent.number % self._depth]
+        frame = self._requests.frame(sent.number)
         sent.request = read_request(frame[: sent.request.frame_bytes].clone(), self._layout)
 
     def send(self, request: DeltaRequest) -> Sent:
         """Put the request that was laid out in `frame()`.  Raises SessionLostError."""
         number = self._next
-        slot = number % self._depth
         sent_ns = time.monotonic_ns()
         try:
-            if self._direct:
-                self._requests.signal(0, number + 1)
-            else:
-                frame = self._frames[slot][: request.frame_bytes]
-                offset = slot * self._layout.request_bytes
-                self._transport.put_signal(self._requests, offset, frame, 0, number + 1)
+            self._requests.send(number, request.frame_bytes)
         except PeerGoneError as error:
             self.break_off()
             raise SessionLostError from error
@@ -331,6 +344,6 @@ class ClientSession:
                 self._transport.signal_wait_until(self._answers, 0, at_least, _SLICE_S)
                 return
             except SignalTimeoutError:
-                if not self._requests.alive() or time.monotonic() > deadline_s:
+                if not self._requests.window.alive() or time.monotonic() > deadline_s:
                     self.break_off()
         raise SessionLostError

@@ -26,6 +26,7 @@ from moe_lora.dist.lora_server.protocol.session import (
     STALE,
     DeltaRequest,
     FrameLayout,
+    PeerFrames,
     answer_rows,
     answer_size,
     check_ids,
@@ -60,48 +61,32 @@ class ServerSession:
         self.name = name
         self.instance = instance_number(instance)
         self.requests = requests
-        self.answers = answers
+        self.answers = PeerFrames(transport, answers, layout.answer_bytes, depth)
+        self.layout = layout
         self.on_drop = on_drop
         self.handled = 0
         self.left = threading.Event()
         """Set once the data loop is past the session, so that its memory may go."""
-        self._transport = transport
-        self.layout = layout
-        self._depth = depth
         self._request_frames = list(requests.bytes.view(depth, layout.request_bytes))
-        size = layout.answer_bytes
-        views = [answers.view(i * size, size) for i in range(depth)]
-        self._direct = views[0] is not None
-        if self._direct:
-            self._answer_frames = [view for view in views if view is not None]
-        else:
-            self._answer_frames = list(torch.empty(depth, size, dtype=torch.uint8))
 
     def pending(self) -> DeltaRequest | None:
         """The oldest request without an answer.  Raises ValueError if its frame can't be read."""
         if self.requests.read_signal(0) <= self.handled:
             return None
-        return read_request(self._request_frames[self.handled % self._depth], self.layout)
+        return read_request(self._request_frames[self.handled % len(self._request_frames)], self.layout)
 
     def deltas(self, request: DeltaRequest) -> torch.Tensor:
         """Where the deltas [R, N] of `request` belong."""
-        frame = self._answer_frames[self.handled % self._depth]
-        return answer_rows(frame, self.layout, request.site, request.num_rows)
+        return answer_rows(self.answers.frame(self.handled), self.layout, request.site, request.num_rows)
 
     def answer(self, request: DeltaRequest, state: int, started_ns: int) -> None:
         """Put the answer to the pending request.  Raises PeerGoneError."""
-        slot = self.handled % self._depth
-        frame = self._answer_frames[slot]
-        write_answer_header(frame, state, started_ns, time.monotonic_ns())
-        self.handled += 1
-        if self._direct:
-            self.answers.signal(0, self.handled)
-            return
+        write_answer_header(self.answers.frame(self.handled), state, started_ns, time.monotonic_ns())
         end = HEADER_BYTES
         if state == DONE:
             end = answer_size(self.layout, request.site, request.num_rows)
-        offset = slot * self.layout.answer_bytes
-        self._transport.put_signal(self.answers, offset, frame[:end], 0, self.handled)
+        self.handled += 1
+        self.answers.send(self.handled - 1, end)
 
 
 def instance_number(name: str) -> int:

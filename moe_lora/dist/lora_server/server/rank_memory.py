@@ -12,6 +12,7 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import DEFAULT_LORA_RANK
 from moe_lora.dist.lora_server.protocol.control_messages import Memory
 from moe_lora.dist.lora_server.protocol.partition import Partition
 
@@ -60,7 +61,6 @@ def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) ->
     return pages
 
 
-DEFAULT_LORA_RANK = 16
 _MIN_PAGE_BYTES = 4096
 _PAGES_PER_LAYER = 8
 """Pages are small enough that rounding a layer's shard up to whole ones costs an eighth at most."""

@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,7 @@ import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.config import LoraServerConfig
-from moe_lora.config.engine import StageTime
+from moe_lora.config import EngineConfig
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import LoraServerError, PeerUnreachableError
 from moe_lora.core.shape import ModelShape
@@ -48,8 +46,7 @@ from .data_loop import DataLoop, ServerSession
 from .leader import LEADER, Leader
 from .leases import LeaseTable
 from .rank_memory import plan_memory
-from .rank_orders import Orders
-from .server_store import ServerAdapterStore
+from .server_store import Orders, ServerAdapterStore
 
 logger = logging.getLogger(__name__)
 
@@ -58,54 +55,37 @@ _PUT_TIMEOUT_S = 3.0
 _LEADER_TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankConfig:
-    """What a server rank is started with.
-
-    expert_parallel: ranks of each instance.  adapters: (name, directory) pairs that the leader puts into the
-    store at the start and sizes the arenas by.  lora_kernel: how deltas are computed (`kernels.lora`).
-    lora_time: of one layer, on the device that this rank emulates; None = none.
-    """
-
-    server: LoraServerConfig
-    shape: ModelShape
-    dtype: torch.dtype
-    device: torch.device
-    server_rank: int
-    expert_parallel: int = 1
-    starvation_s: float = 5.0
-    lora_kernel: str = "sgmv"
-    adapters: tuple[tuple[str, str], ...] = ()
-    lora_time: StageTime | None = None
-
-
 class ServerRank:
     """One rank, built and ready to `run`.
 
+    config: of an instance that it serves, resolved: the leader puts its adapters into the store at the start
+    and sizes the arenas by them.
     Raises ConfigError for settings that can't work, LoraServerError if the leader refuses or is not there.
     """
 
-    def __init__(self, config: RankConfig) -> None:
-        self._config = config
-        server = config.server
+    def __init__(self, config: EngineConfig, shape: ModelShape, server_rank: int) -> None:
+        assert config.lora_server is not None
+        server = self._server = config.lora_server
+        self._config, self._shape, self._server_rank = config, shape, server_rank
+        self._dtype = getattr(torch, config.dtype)
         self._partition = Partition(
-            config.shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
+            shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
         )
         self._keys = keys_in(server.certificates)
         self._store = HostStore(server.store_dir)
-        name = f"lora-server-{config.server_rank}"
-        agreed = agreed_facts(config.shape, config.dtype, server, config.expert_parallel)
+        name = f"lora-server-{server_rank}"
+        agreed = agreed_facts(shape, self._dtype, server, config.expert_parallel)
         self._hello = ServerHello(name, agreed)
         self._transport = server_transport(server, name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
-        if config.server_rank == LEADER:
+        if server_rank == LEADER:
             self._lead()
         else:
             self._follow()
-        stage = config.server_rank // self._partition.layout.ranks_per_stage
+        stage = server_rank // self._partition.layout.ranks_per_stage
         self._stage_leader = self._partition.stage_leader(stage)
-        if config.server_rank != self._stage_leader:
+        if server_rank != self._stage_leader:
             self._start(stay_joined("turns", self._join_stage, _until_ended))
         arena_gb = self.loop.server_store.arena.numel() / 1e9
         logger.info("LoRA Server %s, %s ready: %.3f GB", server.layout, name, arena_gb)
@@ -138,26 +118,28 @@ class ServerRank:
 
     def _build(self, memory: Memory) -> None:
         config = self._config
-        rate = config.server.load_gb_per_s
+        rate = self._server.load_gb_per_s
         server_store = ServerAdapterStore(
-            config.shape,
+            self._shape,
             self._partition,
-            config.server_rank,
+            self._server_rank,
             capacity=memory.capacity,
-            num_pages=memory.num_pages[config.server_rank],
+            num_pages=memory.num_pages[self._server_rank],
             page_bytes=memory.page_bytes,
-            device=config.device,
+            device=torch.device(config.device),
             load_bytes_per_s=None if rate is None else rate * 1e9,
-            layer_wise=config.server.layer_wise,
+            layer_wise=self._server.layer_wise,
         )
         self._memory = memory
+        profile = config.emulation.step_profile
+        lora_time = None if profile is None else profile.lora
         self.loop = DataLoop(
-            config.shape, server_store, self._transport, config.lora_time, lora_kernel=config.lora_kernel
+            self._shape, server_store, self._transport, lora_time, lora_kernel=config.lora_kernel
         )
 
     def _listen(self, address: Address, answers: Mapping[str, Answer]) -> None:
         own: dict[str, Answer] = {"open_session": self._open_session, "tell_turns": self._tell_turns}
-        pings = pings_of(self._config.server.lease_timeout_s)
+        pings = pings_of(self._server.lease_timeout_s)
         self._control = ControlServer(address, self._keys, self._hello.agreed, {**own, **answers}, pings)
 
     # The leader
@@ -165,9 +147,9 @@ class ServerRank:
     def _lead(self) -> None:
         config = self._config
         # An instance that serves a bad one says so; here it would keep the whole server from starting again.
-        contents = AdapterContents(config.shape, config.dtype, self._store, owned=False)
+        contents = AdapterContents(self._shape, self._dtype, self._store, owned=False)
         packed = [adapter for adapter, _ in contents.read_all(config.adapters, {}, leave_out_bad=True)]
-        memory = plan_memory(config.server, self._partition, config.dtype, packed)
+        memory = plan_memory(self._server, self._partition, self._dtype, packed)
         self._build(memory)
         steps: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         orders = Orders(self.loop.server_store, self._store, lambda adapter_id: leader.own_need(adapter_id))
@@ -186,18 +168,17 @@ class ServerRank:
             regained=lambda adapter_id: steps.put_nowait(partial(orders.regained, adapter_id)),
         )
         self._start(_carry_out(steps))
-        self._listen(parse_address("lora_server.address", config.server.address), leader.answers)
+        self._listen(parse_address("lora_server.address", self._server.address), leader.answers)
         leader.addresses[LEADER] = self._control.address
 
     # The other ranks
 
     def _follow(self) -> None:
-        config = self._config
-        address = config.server.address
+        address = self._server.address
         memory, _ = network().run(ask(address, self._keys, self._hello, _LEADER_TIMEOUT_S, "memory"))
         self._build(memory)
         own = (
-            Address(path=f"{address}.{config.server_rank}") if address.startswith("/") else Address("0.0.0.0")
+            Address(path=f"{address}.{self._server_rank}") if address.startswith("/") else Address("0.0.0.0")
         )
         self._listen(own, {})
         self._leader: Peer | None = None
@@ -205,7 +186,7 @@ class ServerRank:
         self._start(stay_joined("membership", self._join_leader, self._obey))
 
     async def _join_leader(self, timeout_s: float) -> Peer:
-        return await join(self._config.server.address, self._keys, self._hello, timeout_s, hear=self._hear)
+        return await join(self._server.address, self._keys, self._hello, timeout_s, hear=self._hear)
 
     async def _obey(self, peer: Peer) -> None:
         """Hear what to load until the leader is gone; start over, as it may be a new one."""
@@ -217,7 +198,7 @@ class ServerRank:
         await asyncio.to_thread(self._orders.start_over, first_generation)
         self._leader = peer
         try:
-            await called(peer, "join_rank", self._config.server_rank, self._control.address)
+            await called(peer, "join_rank", self._server_rank, self._control.address)
             await peer.ended.wait()
             logger.warning("lost the leader of the LoRA Server: %s", peer.problem)
         finally:
@@ -245,7 +226,7 @@ class ServerRank:
         loop, peer = asyncio.get_running_loop(), visitor.peer
 
         def begin() -> ServerSession:
-            layout = FrameLayout(self._config.shape, self._config.dtype, max_rows)
+            layout = FrameLayout(self._shape, self._dtype, max_rows)
             try:
                 there = self._transport.attach(answers)
             except (PeerUnreachableError, ValueError) as error:
@@ -261,7 +242,7 @@ class ServerRank:
             self.loop.remove(session)
             session.left.wait()
             session.requests.free()
-            self._transport.detach(session.answers)
+            self._transport.detach(session.answers.window)
 
         session = await asyncio.to_thread(begin)
         visitor.left.push_async_callback(asyncio.to_thread, end)
@@ -278,7 +259,7 @@ class ServerRank:
 
     async def _join_stage(self, timeout_s: float) -> Peer:
         """Let the first rank of the stage announce whose turn it is (see `data_loop.DataLoop`)."""
-        leader = self._config.server.address, self._keys, self._hello
+        leader = self._server.address, self._keys, self._hello
         address = await find_rank(*leader, self._stage_leader, timeout_s)
         begin = "tell_turns", self.loop.turns.descriptor(), self.loop.turns_seen
         return await join(address, self._keys, self._hello, timeout_s, *begin)

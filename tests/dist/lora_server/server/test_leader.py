@@ -13,7 +13,7 @@ from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
 from moe_lora.dist.lora_server.protocol.control import called, join, network
 from moe_lora.dist.lora_server.protocol.control_messages import Order, ServerState
-from moe_lora.dist.lora_server.server.rank_orders import Orders
+from moe_lora.dist.lora_server.server.server_store import Orders
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 

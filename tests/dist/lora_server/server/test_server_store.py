@@ -14,8 +14,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.dist.lora_server.protocol.control_messages import EvictOrder, LoadOrder, Order
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.server.rank_memory import shard_pages
-from moe_lora.dist.lora_server.server.rank_orders import Orders
-from moe_lora.dist.lora_server.server.server_store import ServerAdapterStore, _allocate
+from moe_lora.dist.lora_server.server.server_store import Orders, ServerAdapterStore, _allocate
 from tests.dist.lora_server.cluster import CPU, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 
