@@ -110,7 +110,7 @@ def _line(config: dict[str, Any], result: dict[str, Any]) -> str:
     "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON lines file."
 )
 @click.option("--trace", required=True, type=click.Path(dir_okay=False), help="Azure's code trace, CSV.")
-@click.option("--plot-dir", type=click.Path(file_okay=False, path_type=Path), help="Where figures go.")
+@click.option("--plot-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the figure goes.")
 @click.option("--quick", "size", flag_value="quick", help="A few points, under two minutes.")
 @click.option("--tiny", "size", flag_value="tiny", help="Does it run at all?")
 @click.option("--full", "size", flag_value="full", default=True, hidden=True)
@@ -134,10 +134,9 @@ def main(
     if found := comparison(records):
         click.echo(table(found, "Found"))
     if plot_dir is not None:
-        from .disagg_plot import write_plots
+        from .disagg_plot import write_plot
 
-        for path in write_plots(records, plot_dir):
-            click.echo(path)
+        click.echo(write_plot(records, plot_dir))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_lora.provision.admission.iar import immediate_admissibility_rate
+
 TPOT_S = 0.1
 AT_ONCE = 0.95
 _STEP = 1.03
@@ -36,25 +38,6 @@ class Expected:
     rows_per_instance: float
     tpot_s: float
     binds: str
-
-
-def starts_at_once(mean_running: np.ndarray, num_slots: int) -> float:
-    """P(a newcomer needs no slot or finds one), adapters weighted by `mean_running`."""
-    in_use = -np.expm1(-mean_running)
-    at_once = [q + (1 - q) * _at_most(np.delete(in_use, i), num_slots - 1) for i, q in enumerate(in_use)]
-    return float(np.average(at_once, weights=mean_running))
-
-
-def _at_most(probabilities: np.ndarray, most: int) -> float:
-    """P(sum of independent Bernoulli variables <= most)."""
-    if most >= len(probabilities):
-        return 1.0
-    counts = np.zeros(most + 1)
-    counts[0] = 1.0
-    for p in probabilities:
-        counts[1:] = counts[1:] * (1 - p) + counts[:-1] * p
-        counts[0] *= 1 - p
-    return float(counts.sum())
 
 
 def serviceable_rate(
@@ -75,7 +58,10 @@ def serviceable_rate(
         tpot_s = step_s(rows)
         binds = "TPOT" if tpot_s > TPOT_S else "KV" if rows > kv_requests else ""
         if not binds:
-            at_once = sum(p.sum() * starts_at_once(rate * stay_s * p, num_slots) for p in popularity)
+            at_once = sum(
+                p.sum() * immediate_admissibility_rate(p / p.sum(), rate * stay_s * p.sum(), num_slots)
+                for p in popularity
+            )
             binds = "slots" if at_once < AT_ONCE else ""
         if binds:
             return Expected(found.rate_per_s, found.rows_per_instance, found.tpot_s, binds)

@@ -20,10 +20,10 @@ from .errors import ConfigError
 from .hf_config import FAMILIES, shape_fields
 
 MATRIX_ALIGN_BYTES = 64
+"""Each A and B matrix of a packed adapter starts at a multiple of this many bytes."""
 MAX_LORA_RANK = 512
 DEFAULT_LORA_RANK = 16
 """Of adapters while none is known."""
-"""Each A and B matrix of a packed adapter starts at a multiple of this many bytes."""
 DEFAULT_TARGETS = ("qkv", "o", "gate_up", "down")
 
 

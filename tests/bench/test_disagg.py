@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from bench.lora_server.bench_disagg import main
 from bench.lora_server.disagg_device import GIB, read_device
-from bench.lora_server.disagg_expect import serviceable_rate, starts_at_once
+from bench.lora_server.disagg_expect import serviceable_rate
 from bench.lora_server.disagg_plan import ablation, coupled, disaggregated, make_plan
 from bench.lora_server.disagg_report import serviceable
 from moe_lora.report.results import read_results
@@ -62,12 +62,6 @@ def test_ablation_has_equal_capacity_and_changes_one_switch_at_a_time() -> None:
     for before, after in pairwise(steps):
         changed = {key for key, value in vars(after).items() if vars(before)[key] != value} - {"name"}
         assert len(changed) == 1
-
-
-def test_admission_probability_by_hand() -> None:
-    # Two adapters, each in use with probability 1/2; one slot: the other one must not be in use.
-    assert starts_at_once(np.log(2) * np.ones(2), 1) == pytest.approx(0.5 + 0.5 * 0.5)
-    assert starts_at_once(np.log(2) * np.ones(2), 2) == pytest.approx(1.0)
 
 
 def test_expected_rate_is_bound_by_what_runs_out() -> None:

@@ -1,4 +1,4 @@
-"""The adapters of one server rank: its arena, the thread that loads layer by layer, the leader's orders to it.
+"""The adapters of one server rank: its arena, the thread that loads layer by layer, the leader's orders.
 
 Legend: M slots, L layers.
 """
