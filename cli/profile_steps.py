@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from moe_lora.config import LORA_KERNELS, EngineConfig
 
 from .errors import user_errors
 from .numbers import WholeNumbers
+from .progress import progress
 from .setting_options import setting_options
 
 LEAST_R2 = 0.9
@@ -139,7 +139,13 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
             )
             clocks[kernel] = stack.enter_context(contextlib.closing(clock))
         expert_share = next(iter(clocks.values())).expert_share
-        with _progress() as on_progress:
+        with progress() as show:
+            begun_s = time.monotonic()
+
+            def on_progress(done: int, total: int) -> None:
+                left_s = (time.monotonic() - begun_s) * (total - done) / done
+                show(f"{done} of {total} batches timed, about {left_s:.0f} s to go", done, total)
+
             steps = measure(
                 clocks, batches, options["rounds"], quantile=options["quantile"], on_progress=on_progress
             )
@@ -204,38 +210,3 @@ def _engine_config(model_dir: str, kernel: str, options: dict[str, Any]) -> Engi
         max_model_len=MAX_PROMPT_TOKENS + options["decode_steps"] + 2,
         prefix_caching=False,
     )
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, drawn between two batches; where that is no terminal, a line every ten seconds."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _Lines()
-        return
-    with Progress(console=console, auto_refresh=False) as bar:
-        task = bar.add_task("batches", total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, refresh=True)
-
-        yield show
-
-
-class _Lines:
-    """A line on stderr at the first batch, every ten seconds, and at the last."""
-
-    def __init__(self) -> None:
-        self._begun_s = time.monotonic()
-        self._next_s = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        passed_s = time.monotonic() - self._begun_s
-        if passed_s < self._next_s and done < total:
-            return
-        self._next_s = passed_s + 10.0
-        left = f", about {passed_s * (total - done) / done:.0f} s to go" if done else ""
-        click.echo(f"{done} of {total} batches timed{left}", err=True)

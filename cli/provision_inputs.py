@@ -14,9 +14,9 @@ from moe_lora.config.plan import PlanGoals
 from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
+from moe_lora.provision.device_profile import read_profile
 from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import AdapterMix, KnownModel, known_model
-from moe_lora.provision.profile_file import read_profile
 from moe_lora.workload.popularity.named import USUAL_ZIPF, parse_popularity
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.statistics import TraceStatistics, trace_statistics

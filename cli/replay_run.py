@@ -11,7 +11,7 @@ from moe_lora.config.plan import ReplayOptions, WorkloadOptions
 from moe_lora.config.settings import settings_of
 from moe_lora.report import SloTargets, append_result, environment, write_json
 from moe_lora.report.load_client import ServedModels
-from moe_lora.report.replay import replay, served_models
+from moe_lora.report.replay import ReplayState, replay, served_models
 from moe_lora.report.run_file import run_result, without_arrays
 from moe_lora.report.tables import summary_table
 from moe_lora.workload.prompts import read_prompts
@@ -47,8 +47,10 @@ def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         f"{len({r.adapter for r in plan} - {None})} adapters, trace {trace.path} ({trace.format})",
         err=True,
     )
-    with progress() as on_progress:
-        outcome = replay(plan, sending, on_progress)
+    with progress() as show:
+        outcome = replay(
+            plan, sending, lambda state: show(described(state), state.done + state.failed, state.total)
+        )
     run = run_result(
         outcome.records,
         outcome.duration_s,
@@ -60,6 +62,16 @@ def measure(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         stopped_early=outcome.interrupted,
     )
     return run, outcome.interrupted
+
+
+def described(state: ReplayState) -> str:
+    """sent 12/300, running 4, done 8, failed 0, 212 tokens/s"""
+    running = state.sent - state.done - state.failed
+    rate = state.output_tokens / state.elapsed_s if state.elapsed_s else 0.0
+    return (
+        f"sent {state.sent}/{state.total}, running {running}, done {state.done}, "
+        f"failed {state.failed}, {rate:.0f} tokens/s"
+    )
 
 
 def workload_options(options: dict[str, Any], trace: Trace) -> WorkloadOptions:

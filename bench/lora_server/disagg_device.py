@@ -21,9 +21,9 @@ import numpy as np
 
 from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.core.shape import ModelShape
+from moe_lora.provision.device_profile import read_profile
 from moe_lora.provision.plan.memory import AdapterMix, known_model
 from moe_lora.provision.plan.stages import StageTimes
-from moe_lora.provision.profile_file import read_profile
 from moe_lora.report.results import read_json
 
 PROFILE = Path(__file__).parents[1] / "profiles" / "dbrx_hopper96.json"

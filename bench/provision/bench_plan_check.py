@@ -22,21 +22,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.harness.records import environment
 from moe_lora.core.errors import SloError
 from moe_lora.provision.plan.checked import PlaceSearch, SizedCluster, checked_plan, place_of, searched_loads
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.inputs import PlanInputs
-from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix, known_model
+from moe_lora.provision.plan.memory import KNOWN_MODELS
 from moe_lora.provision.plan.plan import Plan, make_plan
 from moe_lora.provision.plan.verify import NUM_REQUESTS, OTHER_DRAWS, holds, planned_load, replays, verdicts
-from moe_lora.provision.profile_file import read_profile
 from moe_lora.report.results import append_result
-from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.statistics import trace_statistics
 from moe_lora.workload.traces.traces import read_trace
+
+from .plan_cases import model_inputs, zipf
 
 TRACE = Path(__file__).parents[2] / "demo" / "trace.csv"
 RATES, ADAPTERS, EXPONENTS = (100, 200, 400), (128, 512, 2000), (0.6, 1.2)
@@ -58,15 +56,10 @@ def cells() -> Iterator[dict[str, Any]]:
 
 def inputs_of(cell: dict[str, Any]) -> PlanInputs:
     """The cell as `moe-lora provision` takes it from its options."""
-    known, load = known_model(cell["model"]), trace_statistics(TRACE, None)
-    names = [str(index) for index in range(cell["num_adapters"])]
-    return PlanInputs(
-        model=known.name,
-        shape=known.shape,
-        mix=AdapterMix(ranks=((known.lora_rank, 1.0),)),
-        profile=read_profile("hopper96"),
-        instance_gpus=known.instance_gpus,
-        probabilities=np.asarray(zipf(names, cell["zipf"]).probabilities),
+    load = trace_statistics(TRACE, None)
+    return model_inputs(
+        cell["model"],
+        probabilities=zipf(cell["num_adapters"], cell["zipf"]),
         output_tokens=load.output_tokens.mean,
         context_tokens=load.prompt_tokens.mean + load.output_tokens.mean,
         rate_per_s=float(cell["rate_per_s"]),

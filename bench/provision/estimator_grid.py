@@ -17,6 +17,8 @@ from moe_lora.provision.admission.corrected import corrected_admissibility_rate
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate
 from moe_lora.sim.slot_queue import AdmissionResult, simulate_admission
 
+from .plan_cases import zipf
+
 GOAL = 0.02
 FACTORS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
 NUM_ADAPTERS = (64, 512, 4096)
@@ -29,11 +31,6 @@ MAX_ARRIVALS = 10_000_000  # ... up to this
 MODELS = ("paper", "corrected")
 
 Record = Callable[[dict[str, Any], dict[str, Any]], None]
-
-
-def zipf(num_adapters: int, s: float) -> np.ndarray:
-    weights = np.arange(1, num_adapters + 1.0) ** -s
-    return weights / weights.sum()
 
 
 def two_level(num_adapters: int, num_hot: int, hot_mass: float) -> np.ndarray:

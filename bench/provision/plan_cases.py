@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moe_lora.provision.device_profile import read_profile
 from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import AdapterMix, known_model
-from moe_lora.provision.profile_file import read_profile
 
 OUTPUT_TOKENS = 250.0
 CONTEXT_TOKENS = 900.0
@@ -88,24 +89,34 @@ CASES = (
 )
 
 
+def zipf(num_adapters: int, s: float) -> NDArray[np.float64]:
+    """Probabilities ~ 1 / place**s."""
+    weights = np.arange(1, num_adapters + 1.0) ** -s
+    return weights / weights.sum()
+
+
+def model_inputs(name: str, **given: Any) -> PlanInputs:
+    """A model of table 3 as the planner takes it, with its usual adapters, on the paper's hardware."""
+    known = known_model(name)
+    usual: dict[str, Any] = {
+        "model": known.name,
+        "shape": known.shape,
+        "mix": AdapterMix(ranks=((known.lora_rank, 1.0),)),
+        "profile": read_profile("hopper96"),
+        "instance_gpus": known.instance_gpus,
+    }
+    return PlanInputs(**usual | given)
+
+
 def case_inputs(case: Case, **changes: Any) -> PlanInputs:
-    """The case as the planner takes it, on the paper's hardware."""
-    known = known_model(case.model)
-    weights = np.arange(1, case.num_adapters + 1) ** -case.zipf
-    return PlanInputs(
-        **{
-            "model": known.name,
-            "shape": known.shape,
-            "mix": AdapterMix(ranks=((known.lora_rank, 1.0),)),
-            "profile": read_profile("hopper96"),
-            "instance_gpus": known.instance_gpus,
-            "probabilities": weights / weights.sum(),
-            "popularity_source": f"Zipf {case.zipf:g}",
-            "output_tokens": OUTPUT_TOKENS,
-            "context_tokens": CONTEXT_TOKENS,
-            "rate_per_s": case.rate_per_s,
-            "gpus": case.gpus,
-            "instances": case.instances,
-        }
-        | changes
-    )
+    """The case as the planner takes it."""
+    own: dict[str, Any] = {
+        "probabilities": zipf(case.num_adapters, case.zipf),
+        "popularity_source": f"Zipf {case.zipf:g}",
+        "output_tokens": OUTPUT_TOKENS,
+        "context_tokens": CONTEXT_TOKENS,
+        "rate_per_s": case.rate_per_s,
+        "gpus": case.gpus,
+        "instances": case.instances,
+    }
+    return model_inputs(case.model, **own | changes)

@@ -16,6 +16,7 @@ from bench.harness.interleave import interleave, ratio
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate, min_capacity
 
 from . import provision_reference as reference
+from .plan_cases import zipf
 
 Record = Callable[[dict[str, Any], dict[str, Any]], None]
 
@@ -34,8 +35,7 @@ def popularity(name: str, num_adapters: int) -> np.ndarray:
     """Probabilities of "zipf S" or of a draw of "dirichlet ALPHA"."""
     kind, _, parameter = name.partition(" ")
     if kind == "zipf":
-        weights = np.arange(1, num_adapters + 1.0) ** -float(parameter)
-        return weights / weights.sum()
+        return zipf(num_adapters, float(parameter))
     return np.random.default_rng(7).dirichlet(np.full(num_adapters, float(parameter)))
 
 

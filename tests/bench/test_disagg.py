@@ -35,13 +35,11 @@ def test_memory_rules_give_the_capacities_of_the_paper_for_mixtral() -> None:
 
 def test_stage_times_give_table_4_for_mixtral() -> None:
     stages, tables = type(DEVICE)(MIXTRAL).stages, DEVICE.hardware.tables
-    assert tables is not None
-    table = tables.server[4]
     for rows in (128, 256):
-        assert stages.experts.seconds(rows) == pytest.approx(tables.experts.seconds(rows))
-        assert stages.lora.seconds(rows) == pytest.approx(table.compute.seconds(rows))
+        assert stages.experts.seconds(rows) == pytest.approx(tables["base_us.experts"].seconds(rows))
+        assert stages.lora.seconds(rows) == pytest.approx(tables["server_us.4.compute"].seconds(rows))
         assert stages.transfer.seconds(rows) == pytest.approx(
-            table.receive.seconds(rows) + table.send.seconds(rows)
+            tables["server_us.4.receive"].seconds(rows) + tables["server_us.4.send"].seconds(rows)
         )
 
 

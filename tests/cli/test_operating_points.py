@@ -94,7 +94,7 @@ def test_points_measured_on_an_engine(tmp_path: Path) -> None:
             ["operating-points", "--slo-ttft-s", "1", "--slo-tpot-s", "1"],
             "give either MODEL_DIR or --simulate",
         ),
-        (["operating-points", MODEL, "--slo-ttft-s", "0", "--slo-tpot-s", "1"], "slo ttft_s=0.0 must be"),
+        (["operating-points", MODEL, "--slo-ttft-s", "0", "--slo-tpot-s", "1"], "slo.ttft_s=0.0 must be"),
         (["operating-points", MODEL, "--slo-ttft-s", "1"], "Missing option '--slo-tpot-s'"),
     ],
 )

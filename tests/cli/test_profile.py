@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from moe_lora.cli.main import main
 from moe_lora.cli.profile import _micros
-from moe_lora.provision.profile_file import read_profile
+from moe_lora.provision.device_profile import MeasuredProfile, read_profile
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "demo" / "model")
@@ -28,11 +28,11 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_written_profile_is_one_of_this_model(profile: Path) -> None:
     read = read_profile(profile)
-    assert read.tables is not None
-    assert read.tables.experts.batches == (1, 2, 4, 6)
-    assert set(read.tables.server) == {1, 2, 4, 8}
-    assert read.tables.attention is not None
-    assert read.tables.taken_at.lora_rank == 8
+    assert isinstance(read, MeasuredProfile)
+    assert read.tables["base_us.experts"].batches == (1, 2, 4, 6)
+    assert set(read.server_us) == {1, 2, 4, 8}
+    assert "base_us.attention" in read.tables
+    assert read.taken_at.lora_rank == 8
     assert read.gpu.bytes_per_s is None
 
 

@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+from pydantic import Field
 
+from moe_lora.config.settings import Settings, setting
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.policies.step_model import StepModel
-from moe_lora.provision.profile_file import file_fields
+from moe_lora.provision.json_file import Positive, checked, read_object
 from moe_lora.sim.system import simulate
 from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SystemConfig
 from moe_lora.workload.replay_plan import PlannedRequest
@@ -38,43 +40,28 @@ class ServedRequest(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SloGoal:
+class SloGoal(Settings):
     """P95 of TTFT (arrival to first token) and mean TPOT, in seconds, both at most."""
 
-    ttft_s: float
-    tpot_s: float
+    SECTION = "slo"
 
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"slo {name}={getattr(self, name)} must be a number of seconds > 0")
+    ttft_s: float = setting(above=0)
+    tpot_s: float = setting(above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PointLoad:
+class PointLoad(Settings):
     """The requests that a point is found with: equal lengths, Poisson arrivals, adapters of one rank.
 
     A run has num_requests, or as many as come within duration_s where these are more: a server that is too
     slow by a share s is behind by s duration_s at the end, which must be far more than the SLO to be seen.
     """
 
-    prompt_tokens: int
-    output_tokens: int
-    num_adapters: int
-    num_requests: int
-    duration_s: float
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("prompt_tokens", 1),
-            ("output_tokens", 2),
-            ("num_adapters", 1),
-            ("num_requests", 2),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be {least} or more")
-        if not 0 <= self.duration_s < math.inf:
-            raise ConfigError(f"duration_s={self.duration_s} must be a number of seconds >= 0")
+    prompt_tokens: int = setting(least=1)
+    output_tokens: int = setting(least=2)
+    num_adapters: int = setting(least=1)
+    num_requests: int = setting(least=2)
+    duration_s: float = setting(least=0)
 
     @property
     def tokens_per_request(self) -> int:
@@ -244,20 +231,14 @@ def read_operating_points(path: str | Path) -> dict[int, float]:
     A file with nothing but {"rank": tokens/s} is taken too.  Raises ConfigError naming the file and what is
     wrong with it.
     """
-    with file_fields(path, "moe-lora operating-points MODEL_DIR --out FILE") as top:
-        if top.has("format") and top.text("format") != FORMAT:
-            raise ConfigError(f"format is not {FORMAT!r}; give a file of `moe-lora operating-points`")
-        section = top.section("operating_points") if top.has("format") else top
-        points = {_rank(key): section.number(key) for key, _ in section.items()}
-        if not points:
-            raise ConfigError("it has no rank; it needs tokens/s of one or more")
+    content = read_object(path, "moe-lora operating-points MODEL_DIR --out FILE")
+    if content.get("format", FORMAT) != FORMAT:
+        raise ConfigError(f"{path}: format is not {FORMAT!r}; give a file of `moe-lora operating-points`")
+    given = content.get("operating_points") if "format" in content else content
+    points: dict[int, float] = checked(path, dict[Annotated[int, Field(ge=1)], Positive], given)
+    if not points:
+        raise ConfigError(f"{path}: it has no rank; it needs tokens/s of one or more")
     return dict(sorted(points.items()))
-
-
-def _rank(key: str) -> int:
-    if not key.isdecimal() or int(key) < 1:
-        raise ConfigError(f"{key!r} is no rank; ranks are whole numbers >= 1")
-    return int(key)
 
 
 # A run at one rate in the simulator, steps timed by a performance model; for operating points in seconds.

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 from scipy.optimize import nnls
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.step_model import PHASES, Row, StepModel, feature_names, features
-from moe_lora.provision.profile_file import Section, file_fields
+from moe_lora.provision.json_file import Content, checked, read_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,14 +164,31 @@ def read_step_model(path: str | Path, *, kernel: str | None = None, form: str = 
     kernel: None = the file's only one.  form: "full", or "toppings" for equation 2 alone.  Raises ConfigError
     naming the file and what is wrong with it.
     """
-    with file_fields(path, "moe-lora profile-steps MODEL_DIR --out FILE") as top:
-        return _choose(_models(top), kernel, form)
+    content = read_object(path, "moe-lora profile-steps MODEL_DIR --out FILE")
+    if content.get("format") != FORMAT:
+        raise ConfigError(f"{path}: format is not {FORMAT!r}; give a file of `moe-lora profile-steps`")
+    listed: list[_Listed] = checked(path, _File, content).models
+    try:
+        return _choose([StepModel(**one.model_dump(exclude={"quality"})) for one in listed], kernel, form)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
-def _models(top: Section) -> list[StepModel]:
-    if not top.has("format") or top.text("format") != FORMAT:
-        raise ConfigError(f"format is not {FORMAT!r}; give a file of `moe-lora profile-steps`")
-    return [_model(section) for section in top.list_of_sections("models")]
+class _Listed(Content):
+    """A model as it stands in the file."""
+
+    kernel: str
+    form: str
+    expert_share: float
+    decode_s: dict[str, float]
+    prefill_s: dict[str, float]
+    quality: Any = None
+
+
+class _File(BaseModel):
+    """What of the file is read."""
+
+    models: list[_Listed]
 
 
 def _choose(models: Sequence[StepModel], kernel: str | None, form: str) -> StepModel:
@@ -184,21 +202,6 @@ def _choose(models: Sequence[StepModel], kernel: str | None, form: str) -> StepM
             return model
     known = ", ".join(f"{model.kernel} ({model.form})" for model in models)
     raise ConfigError(f"it has no {form} model of kernel {kernel!r}; it has {known or 'none'}")
-
-
-def _model(section: Section) -> StepModel:
-    section.only("kernel", "form", "expert_share", "decode_s", "prefill_s", "quality")
-    return StepModel(
-        kernel=section.text("kernel"),
-        form=section.text("form"),
-        expert_share=section.number("expert_share", most=1.0),
-        decode_s=_coefficients(section.section("decode_s")),
-        prefill_s=_coefficients(section.section("prefill_s")),
-    )
-
-
-def _coefficients(section: Section) -> dict[str, float]:
-    return {key: section.number(key, zero=True) for key, _ in section.items()}
 
 
 # Which batches to time so that every term of a performance model shows, and timing them in rounds.

@@ -13,7 +13,7 @@ from moe_lora.config.plan import PlanGoals
 from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
-from moe_lora.provision.profile import Profile
+from moe_lora.provision.device_profile import Profile
 
 from .memory import AdapterMix
 

@@ -14,7 +14,7 @@ from scipy.special import lambertw
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import DEFAULT_TARGETS, MAX_LORA_RANK, ModelShape
 from moe_lora.dist.lora_server.protocol.partition import Layout
-from moe_lora.provision.profile import Gpu
+from moe_lora.provision.device_profile import Gpu
 
 # The five models of InfiniLoRA's table 3, by name.
 #

@@ -7,9 +7,8 @@ D hidden size, F expert hidden size, R LoRA rank.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,15 @@ from numpy.typing import NDArray
 from moe_lora.config.engine import StageTime
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
-from moe_lora.provision.profile import Efficiency, Profile, ServerTables, Sizes, Table, Tables
+from moe_lora.provision.device_profile import (
+    Efficiency,
+    MeasuredProfile,
+    Profile,
+    RooflineProfile,
+    Sizes,
+)
+
+US = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,40 +83,40 @@ class StageTimes:
         self._profile, self._shape = profile, shape
         self._sizes = sizes_of(shape, lora_rank, instance_gpus)
         self._context_tokens, self._probabilities = context_tokens, probabilities
-        self._measured = profile.tables is not None and _same_base(profile.tables.taken_at, self._sizes)
-        self._attention_table = profile.tables.attention if profile.tables and self._measured else None
+        own = isinstance(profile, MeasuredProfile) and _base(profile.taken_at) == _base(self._sizes)
+        self._own = profile.tables if isinstance(profile, MeasuredProfile) and own else {}
         self._efficiency = self._resolve_efficiency()
 
     def server(self, ep: int, batch: float) -> ServerRound:
         """Receive, compute and send of B rows at a stage of x ranks."""
-        if self._profile.tables is None:
-            return self._server_roofline(ep, batch)
-        tables, sizes, there = self._profile.tables, self._sizes, self._profile.tables.taken_at
+        if isinstance(self._profile, RooflineProfile):
+            return self._server_roofline(self._profile, ep, batch)
+        profile, sizes, there = self._profile, self._sizes, self._profile.taken_at
         nics = there.instance_gpus / sizes.instance_gpus
         width = sizes.value_bytes / there.value_bytes
         rows_in = batch * nics * width * sizes.row_inputs / there.row_inputs
         rows_computed = batch * width * sizes.row_pair_values / there.row_pair_values
         rows_out = batch * nics * width * sizes.row_outputs / there.row_outputs
         return ServerRound(
-            _at_degree(tables, ep, lambda t: t.receive, rows_in),
-            _at_degree(tables, ep, lambda t: t.compute, rows_computed),
-            _at_degree(tables, ep, lambda t: t.send, rows_out),
+            _at_degree(profile, ep, "receive", rows_in),
+            _at_degree(profile, ep, "compute", rows_computed),
+            _at_degree(profile, ep, "send", rows_out),
         )
 
     def experts_s(self, batch: float) -> float:
         """Base GEMMs of the experts: max(weights / memory rate, B * FLOP per row / FLOP rate), and no less
         than the table, if it is of these sizes."""
         measured_s = derived_s = 0.0
-        if self._profile.tables is not None and self._measured:
-            measured_s = self._profile.tables.experts.seconds(batch)
+        if self._own:
+            measured_s = self._own["base_us.experts"].seconds(batch)
         if self._efficiency is not None:
             derived_s = self.experts_stage().seconds(batch)
         return max(measured_s, derived_s)
 
     def attention_s(self, batch: float) -> float:
         """All of a layer but its experts."""
-        if self._attention_table is not None:
-            return self._attention_table.seconds(batch)
+        if "base_us.attention" in self._own:
+            return self._own["base_us.attention"].seconds(batch)
         return self.attention_stage().seconds(batch)
 
     def layer_s(self, ep: int, batch: float) -> float:
@@ -131,39 +138,37 @@ class StageTimes:
         weight_bytes = 2 * shape.dtype_bytes * shape.hidden_size * shape.head_dim * heads
         kv_bytes = 2 * shape.dtype_bytes * shape.num_kv_heads * shape.head_dim * self._context_tokens
         return StageTime(
-            fixed_s=weight_bytes / bytes_per_s / reached.memory + self._profile.fixed.attention_s,
+            fixed_s=weight_bytes / bytes_per_s / reached.memory + US * self._profile.fixed_us.attention,
             per_row_s=kv_bytes / (self._sizes.instance_gpus * bytes_per_s) / reached.memory,
         )
 
-    def _server_roofline(self, ep: int, batch: float) -> ServerRound:
+    def _server_roofline(self, profile: RooflineProfile, ep: int, batch: float) -> ServerRound:
         """Bytes over the busiest NIC; distinct (adapter, expert) pairs read, or operations, on x ranks."""
-        sizes, fixed, reached = self._sizes, self._profile.fixed, self._needed()
-        gpu, (bytes_per_s, flop_per_s) = self._profile.gpu, self._rates()
-        assert gpu.net_bytes_per_s is not None  # a roofline's file has it
+        sizes, fixed, reached, gpu = self._sizes, profile.fixed_us, profile.efficiency, profile.gpu
         net = gpu.net_bytes_per_s * reached.net * min(ep, sizes.instance_gpus)
         share = sizes.num_experts_per_token / sizes.num_experts
         pairs = sizes.num_experts * float(-np.expm1(-batch * share * self._probabilities).sum())
         pair_values = sizes.row_pair_values / sizes.num_experts_per_token
-        read_s = pairs * pair_values * sizes.value_bytes / (ep * bytes_per_s * reached.memory)
-        flop_s = 2 * batch * sizes.row_pair_values / (ep * flop_per_s * reached.flop)
+        read_s = pairs * pair_values * sizes.value_bytes / (ep * gpu.bytes_per_s * reached.memory)
+        flop_s = 2 * batch * sizes.row_pair_values / (ep * gpu.flop_per_s * reached.flop)
         return ServerRound(
-            fixed.receive_s + batch * sizes.row_inputs * sizes.value_bytes / net,
-            fixed.compute_s + fixed.sync_per_rank_s * (ep - 1) + max(read_s, flop_s),
-            fixed.send_s + batch * sizes.row_outputs * sizes.value_bytes / net,
+            US * fixed.receive + batch * sizes.row_inputs * sizes.value_bytes / net,
+            US * (fixed.compute + fixed.sync_per_rank * (ep - 1)) + max(read_s, flop_s),
+            US * fixed.send + batch * sizes.row_outputs * sizes.value_bytes / net,
         )
 
     def _resolve_efficiency(self) -> Efficiency | None:
-        tables, gpu = self._profile.tables, self._profile.gpu
-        if tables is None:
-            return self._profile.efficiency
+        profile, gpu = self._profile, self._profile.gpu
+        if isinstance(profile, RooflineProfile):
+            return profile.efficiency
         if gpu.bytes_per_s is None or gpu.flop_per_s is None:
-            if self._measured and tables.attention is not None:
+            if "base_us.attention" in self._own:
                 return None
             raise ConfigError(
-                f"profile {self._profile.name!r} was taken at another model and names no bytes_per_s and "
+                f"profile {profile.name!r} was taken at another model and names no bytes_per_s and "
                 "flop_per_s to carry it over; take one of this model with `moe-lora profile`"
             )
-        return table_efficiency(tables, gpu.bytes_per_s, gpu.flop_per_s)
+        return table_efficiency(profile, gpu.bytes_per_s, gpu.flop_per_s)
 
     def _needed(self) -> Efficiency:
         assert self._efficiency is not None, "measured tables answer before a roofline is asked"
@@ -176,29 +181,25 @@ class StageTimes:
         return gpu.bytes_per_s, gpu.flop_per_s
 
 
-def table_efficiency(tables: Tables, bytes_per_s: float, flop_per_s: float) -> Efficiency:
+def table_efficiency(profile: MeasuredProfile, bytes_per_s: float, flop_per_s: float) -> Efficiency:
     """Rates reached by the measured expert GEMMs: bound by memory at the first batch, by FLOP at the last."""
-    there, gpus = tables.taken_at, tables.taken_at.instance_gpus
-    first_s, last_s = tables.experts.times_s[0], tables.experts.times_s[-1]
-    return Efficiency(
-        memory=there.expert_bytes / (gpus * bytes_per_s) / first_s,
-        flop=tables.experts.batches[-1] * there.row_flop / (gpus * flop_per_s) / last_s,
+    there, gpus, table = profile.taken_at, profile.taken_at.instance_gpus, profile.tables["base_us.experts"]
+    return Efficiency.model_construct(  # a faster one than its data sheet says is taken at its word
+        memory=there.expert_bytes / (gpus * bytes_per_s) / table.times_s[0],
+        flop=table.batches[-1] * there.row_flop / (gpus * flop_per_s) / table.times_s[-1],
     )
 
 
-def _same_base(one: Sizes, other: Sizes) -> bool:
-    names = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token", "instance_gpus")
-    return all(getattr(one, name) == getattr(other, name) for name in (*names, "value_bytes"))
+def _base(sizes: Sizes) -> dict[str, Any]:
+    """What times of the base model depend on."""
+    return sizes.model_dump(exclude={"model", "lora_rank"})
 
 
-def _at_degree(tables: Tables, ep: int, stage: Callable[[ServerTables], Table], batch: float) -> float:
+def _at_degree(profile: MeasuredProfile, ep: int, stage: str, batch: float) -> float:
     """Time at EP degree x: as listed, else on the line in log2 x; beyond the ends as at the nearest."""
-    degrees = list(tables.server)
-    place = min(bisect_left(degrees, ep), len(degrees) - 1)
-    high = degrees[place]
-    high_s = stage(tables.server[high]).seconds(batch)
-    if place == 0 or high <= ep:
-        return high_s
-    low = degrees[place - 1]
-    low_s = stage(tables.server[low]).seconds(batch)
-    return low_s + (high_s - low_s) * math.log2(ep / low) / math.log2(high / low)
+    listed = profile.tables.get(f"server_us.{ep}.{stage}")
+    if listed is not None:
+        return listed.seconds(batch)
+    degrees = sorted(profile.server_us)
+    times_s = [profile.tables[f"server_us.{degree}.{stage}"].seconds(batch) for degree in degrees]
+    return float(np.interp(math.log2(ep), np.log2(degrees), times_s))

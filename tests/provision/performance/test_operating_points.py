@@ -129,7 +129,7 @@ def test_a_run_lasts_as_long_as_it_must() -> None:
 def test_bad_loads_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{field}={value}"):
         PointLoad(**{**vars(LOAD), field: value})
-    with pytest.raises(ConfigError, match="slo tpot_s=0"):
+    with pytest.raises(ConfigError, match=r"slo\.tpot_s=0"):
         SloGoal(ttft_s=1, tpot_s=0)
 
 
@@ -181,8 +181,8 @@ def test_file_gives_back_the_points(tmp_path: Path) -> None:
         ("{}", "it has no rank"),
         ("[1]", "must be a JSON object"),
         ("no", "not a JSON object"),
-        ('{"eight": 1}', "'eight' is no rank"),
-        ('{"8": -1}', "8=-1 must be a finite number > 0"),
+        ('{"eight": 1}', r"eight.\[key\]=eight: .* valid integer"),
+        ('{"8": -1}', "8=-1: .* greater than 0"),
         ('{"format": "x", "operating_points": {"8": 1}}', "format is not"),
     ],
 )

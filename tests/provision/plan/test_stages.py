@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.provision.device_profile import read_profile
 from moe_lora.provision.plan.memory import KNOWN_MODELS, known_model
 from moe_lora.provision.plan.stages import StageTimes
-from moe_lora.provision.profile_file import read_profile
-from tests.provision.test_profile import CONTENT, changed
+from tests.provision.test_device_profile import CONTENT, changed
 
 from .plans import zipf
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.provision.profile import Table
-from moe_lora.provision.profile_file import read_profile, shipped_profiles
+from moe_lora.provision.device_profile import MeasuredProfile, Table, read_profile, shipped_profiles
 
 SHIPPED = Path(__file__).parents[2] / "moe_lora" / "provision" / "profiles" / "hopper96.json"
 CONTENT: dict[str, Any] = json.loads(SHIPPED.read_text())
@@ -56,8 +55,8 @@ def test_bad_tables_are_refused(batches: tuple[float, ...], times: tuple[float, 
 def test_the_papers_table_4_ships_and_says_where_its_numbers_come_from() -> None:
     assert "hopper96" in shipped_profiles()
     profile = read_profile("hopper96")
-    assert profile.tables is not None
-    assert profile.tables.server[4].send.seconds(256) == pytest.approx(396e-6)
+    assert isinstance(profile, MeasuredProfile)
+    assert profile.tables["server_us.4.send"].seconds(256) == pytest.approx(396e-6)
     assert "table 4" in profile.sources["server_us, base_us"]
 
 
@@ -78,14 +77,14 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "message"),
     [
         ("kind", "guess", "kind='guess' is unknown; choose one of tables, roofline"),
-        ("gpu.memory_gib", -1, r"gpu.memory_gib=-1 must be a finite number > 0"),
-        ("gpu.server_memory_share", 1.2, "at most 1"),
-        ("gpu.load_bytes_per_s", None, "gpu.load_bytes_per_s is missing"),
-        ("gpu.colour", "red", "gpu.colour is not a field; allowed are memory_gib"),
-        ("server_us.x", {}, "whole numbers of 1 or more"),
-        ("server_us.4.send", [207, "396"], "server_us.4.send=.* must be a list of finite numbers"),
+        ("gpu.memory_gib", -1, "gpu.memory_gib=-1: .* greater than 0"),
+        ("gpu.server_memory_share", 1.2, "gpu.server_memory_share=1.2: .* less than or equal to 1"),
+        ("gpu.load_bytes_per_s", None, "gpu.load_bytes_per_s: Field required"),
+        ("gpu.colour", "red", "gpu: colour is not .* allowed are memory_gib"),
+        ("server_us.x", {}, r"server_us.x.\[key\]=x: .* valid integer"),
+        ("server_us.4.send", [207, "396"], "server_us.4.send.1=396: .* valid number"),
         ("server_us.4.send", [207], "server_us.4.send: 1 times for 2 batches"),
-        ("taken_at.num_experts", 0, "taken_at.num_experts=0 must be a whole number"),
+        ("taken_at.num_experts", 0, "taken_at.num_experts=0: .* greater than or equal to 1"),
         ("batches", [256, 128], "must increase"),
         ("base_us.experts", [900, 763], "must not fall"),
     ],
@@ -101,5 +100,5 @@ def test_unreadable_profile_names_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="shipped are hopper96"):
         read_profile(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
+    with pytest.raises(ConfigError, match="not a JSON object"):
         read_profile(tmp_path / "bad.json")

@@ -1,0 +1,253 @@
+"""What a device does in which time: the facts that sizing rests on (fields: docs/reference/profiles.md).
+
+A profile is a JSON file, shipped or a user's own: "tables" are measured times of one model at some batch
+sizes, a "roofline" has only rates and fixed latencies.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from moe_lora.core.errors import ConfigError
+
+from .json_file import Content, Count, Positive, Share, checked, read_object
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """seconds(b), piecewise linear through (batches[i], times_s[i]).
+
+    Beyond the last point the last line goes on.  Below the first one it is the first line, or the line
+    through the origin where that is higher, so that a steep table never gives a negative time.  Raises
+    ConfigError for batches that do not increase from 1 or more, and for times that are not positive or
+    decrease.
+    """
+
+    batches: tuple[float, ...]
+    times_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.batches) < 2 or len(self.batches) != len(self.times_s):
+            raise ConfigError(
+                f"{len(self.times_s)} times for {len(self.batches)} batches; give one a batch, two at least"
+            )
+        steps = zip(self.batches, self.batches[1:], strict=False)
+        if self.batches[0] < 1 or any(not low < high for low, high in steps):
+            raise ConfigError(f"batches={list(self.batches)} must increase from 1 or more")
+        if not all(0 < time < math.inf for time in self.times_s):
+            raise ConfigError(f"times {list(self.times_s)} must be finite and positive")
+        if any(low > high for low, high in zip(self.times_s, self.times_s[1:], strict=False)):
+            raise ConfigError(
+                f"times {list(self.times_s)} must not fall while the batch grows; measure again"
+            )
+
+    def seconds(self, batch: float) -> float:
+        """Time at this batch; 0 for an empty one."""
+        if batch <= 0:
+            return 0.0
+        place = min(max(bisect_left(self.batches, batch), 1), len(self.batches) - 1)
+        (low, high), (low_s, high_s) = (
+            self.batches[place - 1 : place + 1],
+            self.times_s[place - 1 : place + 1],
+        )
+        time_s = low_s + (high_s - low_s) * (batch - low) / (high - low)
+        if batch < self.batches[0]:
+            time_s = max(time_s, self.times_s[0] * batch / self.batches[0])
+        return time_s
+
+
+class Gpu(Content):
+    """One GPU (or, measured on CPUs, one rank).  Rates are those of its data sheet; None = not known.
+
+    instance_memory_share, server_memory_share: parts of the memory that weights, KV and adapters of an
+    instance, and adapters of a LoRA Server, may take.  load_bytes_per_s: host to device.
+    """
+
+    memory_gib: Positive
+    instance_memory_share: Share
+    server_memory_share: Share
+    load_bytes_per_s: Positive
+    bytes_per_s: Positive | None = None
+    flop_per_s: Positive | None = None
+    net_bytes_per_s: Positive | None = None
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of all of it."""
+        return self.memory_gib * 2**30
+
+
+class RatedGpu(Gpu):
+    """One whose rates are known."""
+
+    bytes_per_s: Positive
+    flop_per_s: Positive
+    net_bytes_per_s: Positive
+
+
+class Sizes(Content):
+    """What of a model the stage times of one layer depend on; a dense MLP is one expert, chosen always."""
+
+    model: str = ""
+    hidden_size: Count
+    intermediate_size: Count
+    num_experts: Count
+    num_experts_per_token: Count
+    lora_rank: Positive
+    instance_gpus: Count
+    value_bytes: Count
+
+    @property
+    def row_inputs(self) -> float:
+        """Values that go to the LoRA Server for a row: inputs of gate/up and of down per chosen expert."""
+        return float(self.num_experts_per_token * (self.hidden_size + self.intermediate_size))
+
+    @property
+    def row_outputs(self) -> float:
+        """Values that come back for a row."""
+        return float(self.num_experts_per_token * (self.hidden_size + 2 * self.intermediate_size))
+
+    @property
+    def row_pair_values(self) -> float:
+        """Adapter values of the experts that one row chooses: gate, up and down, A and B."""
+        width = self.hidden_size + self.intermediate_size
+        return 3.0 * self.num_experts_per_token * width * self.lora_rank
+
+    @property
+    def row_flop(self) -> float:
+        """Operations of the base GEMMs of a row's experts."""
+        return 6.0 * self.num_experts_per_token * self.hidden_size * self.intermediate_size
+
+    @property
+    def expert_bytes(self) -> float:
+        """Base weights of a layer's experts."""
+        return 3.0 * self.value_bytes * self.num_experts * self.hidden_size * self.intermediate_size
+
+
+Times = tuple[Annotated[float, Field(strict=True, allow_inf_nan=False)], ...]
+"""Microseconds, one a batch."""
+
+
+class ServerTimes(Content):
+    """Of a layer's deltas for one instance, by the instance's batch."""
+
+    receive: Times
+    compute: Times
+    send: Times
+
+
+class BaseTimes(Content):
+    """Of the base GEMMs of a layer's experts, and of all the rest of it; None = derived from rates."""
+
+    experts: Times
+    attention: Times | None = None
+
+
+class Efficiency(Content):
+    """Parts of the data sheet's rates that are reached."""
+
+    memory: Share
+    flop: Share
+    net: Share
+
+
+_Latency = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+
+
+class FixedTimes(Content):
+    """Microseconds that a stage takes however small the batch; sync_per_rank: for each further rank."""
+
+    receive: _Latency = 0.0
+    compute: _Latency = 0.0
+    send: _Latency = 0.0
+    attention: _Latency = 0.0
+    sync_per_rank: _Latency = 0.0
+
+
+class _Device(Content):
+    """sources: where the numbers come from."""
+
+    name: Annotated[str, Field(min_length=1)]
+    fixed_us: FixedTimes = FixedTimes()
+    sources: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+
+class MeasuredProfile(_Device):
+    """Measurements of one model, taken at these batches.  server_us: by the EP degree x of the layout."""
+
+    kind: Literal["tables"]
+    gpu: Gpu
+    taken_at: Sizes
+    batches: Times
+    server_us: Annotated[dict[Annotated[int, Field(ge=1)], ServerTimes], Field(min_length=1)]
+    base_us: BaseTimes
+
+    @cached_property
+    def tables(self) -> dict[str, Table]:
+        """By their place in the file, such as "server_us.4.send"."""
+        listed = {f"server_us.{ep}": stages for ep, stages in self.server_us.items()}
+        found = {}
+        for place, stages in {**listed, "base_us": self.base_us}.items():
+            for name, times_us in stages:
+                if times_us is not None:
+                    try:
+                        found[f"{place}.{name}"] = Table(self.batches, tuple(us * 1e-6 for us in times_us))
+                    except ConfigError as error:
+                        raise ConfigError(f"{place}.{name}: {error}") from error
+        return found
+
+    @model_validator(mode="after")
+    def _right_tables(self) -> MeasuredProfile:
+        assert self.tables
+        return self
+
+
+class RooflineProfile(_Device):
+    """Rates, and what is reached of them."""
+
+    kind: Literal["roofline"]
+    gpu: RatedGpu
+    efficiency: Efficiency
+
+
+Profile = MeasuredProfile | RooflineProfile
+
+
+def shipped_profiles() -> tuple[str, ...]:
+    """Names of the profiles that come with the package."""
+    return tuple(sorted(Path(file.name).stem for file in _shipped().iterdir() if file.name.endswith(".json")))
+
+
+def _shipped() -> Any:
+    return resources.files(__package__) / "profiles"
+
+
+def read_profile(name_or_path: str | Path) -> Profile:
+    """The shipped profile of that name, or the one in that file.
+
+    Raises ConfigError, naming file and field, for anything that can't be right.
+    """
+    path = name_or_path
+    if str(path) in shipped_profiles():
+        path = _shipped() / f"{path}.json"
+    elif not Path(path).is_file():
+        raise ConfigError(
+            f"hardware {str(path)!r} is neither a readable file nor a shipped profile; "
+            f"shipped are {', '.join(shipped_profiles())}; `moe-lora profile` writes one of this machine"
+        )
+    content = read_object(path, "moe-lora profile MODEL_DIR --out FILE")
+    kinds = {"tables": MeasuredProfile, "roofline": RooflineProfile}
+    if content.get("kind") not in kinds:
+        raise ConfigError(
+            f"{path}: kind={content.get('kind')!r} is unknown; choose one of {', '.join(kinds)}"
+        )
+    found: Profile = checked(path, kinds[content["kind"]], content)
+    return found
