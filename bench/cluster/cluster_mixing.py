@@ -11,11 +11,12 @@ import numpy as np
 
 from moe_lora.config.plan import WorkloadOptions
 from moe_lora.report.latency import RequestRecord
+from moe_lora.workload.popularity.named import LORA_RANKS
 from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 
 from .cluster_fleet import Fleet
 from .cluster_models import MachineModel
-from .cluster_plan import LORA_RANKS, PADDED, Plan, System
+from .cluster_plan import PADDED, Plan, System
 from .cluster_requests import lengths, mean_lengths
 from .cluster_systems import run_system
 

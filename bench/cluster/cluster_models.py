@@ -20,8 +20,9 @@ from moe_lora.provision.performance.operating_points import (
 )
 from moe_lora.provision.performance.performance_models import read_step_model
 from moe_lora.report.results import write_json
+from moe_lora.workload.popularity.named import LORA_RANKS
 
-from .cluster_plan import LORA_RANKS, PADDED, Plan
+from .cluster_plan import PADDED, Plan
 from .cluster_requests import mean_lengths
 
 TTFT_RATIO = 20.0

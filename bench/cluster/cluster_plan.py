@@ -12,7 +12,6 @@ from moe_lora.workload.popularity.named import parse_popularity
 from moe_lora.workload.popularity.popularity import Popularity
 
 PADDED, TRUE_RANK = "bgmv", "sgmv"
-LORA_RANKS = (8, 16, 32, 64, 128)
 SMALL = ModelSize(
     hidden_size=256,
     intermediate_size=256,

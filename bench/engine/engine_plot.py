@@ -8,9 +8,8 @@ from typing import Any
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from bench.harness.records import Record
 from moe_lora.report.plots import GRAY, color, label, new_figure
-
-Record = dict[str, Any]
 
 SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
 # System -> (legend, colour number, line style).
@@ -27,8 +26,11 @@ STYLES = {
 def write_plot(records: Sequence[Record], path: Path) -> None:
     """Write the figure in the format of the path's suffix."""
     dtypes = list(dict.fromkeys(r["config"]["dtype"] for r in records))
-    adapters = sorted({r["config"]["cell_num_adapters"] for r in records})
-    counts = _panel_counts(records, adapters)
+    # With fewer requests fewer adapters are in use, so the cells with most requests have all counts.
+    most = max(r["config"]["num_requests"] for r in records)
+    counts = sorted(
+        {r["config"]["cell_num_adapters"] for r in records if r["config"]["num_requests"] == most}
+    )
     figure, axes = new_figure(3.3 * len(dtypes) + 1.1, len(dtypes), len(counts), sharex=True, sharey=True)
     requests = sorted({r["config"]["num_requests"] for r in records})
     for row, dtype in enumerate(dtypes):
@@ -59,18 +61,6 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def _panel_counts(records: Sequence[Record], adapters: Sequence[int]) -> list[int]:
-    """Adapter counts of the plan: of the cells with most requests (with fewer, fewer adapters are in use)."""
-    most = max(r["config"]["num_requests"] for r in records)
-    return [
-        count
-        for count in adapters
-        if any(
-            r["config"]["cell_num_adapters"] == count and r["config"]["num_requests"] == most for r in records
-        )
-    ]
 
 
 def _draw(axis: Any, records: Sequence[Record], count: int) -> None:

@@ -15,16 +15,17 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Any
 
 import click
 
-from bench.harness.interleave import interleave, ratio
+from bench.harness.interleave import Contestant, interleave, ratio, repeated
 from bench.harness.records import ROOT, Recorder
 from moe_lora.report.results import git_state
 
@@ -58,58 +59,28 @@ class Checkout:
     python: str
 
 
-class Measured:
-    """One call of a driver process, as a contestant."""
-
-    def __init__(self, process: subprocess.Popen[str], what: str) -> None:
-        self._process, self._what = process, what
-
-    def __call__(self, num_steps: int) -> float:
-        """Seconds of that many steps."""
-        assert self._process.stdin is not None
-        print(json.dumps({"what": self._what, "num_steps": num_steps}), file=self._process.stdin, flush=True)
-        return float(answer(self._process))
-
-
-class Demo:
-    """`make demo` in a checkout."""
-
-    def __init__(self, checkout: Checkout) -> None:
-        self._tree = checkout.tree
-
-    def __call__(self, num_steps: int) -> float:
-        begin = time.perf_counter()
-        subprocess.run(["make", "demo"], cwd=self._tree, check=True, stdout=subprocess.DEVNULL)
-        return (time.perf_counter() - begin) * num_steps
-
-
-def answer(process: subprocess.Popen[str]) -> Any:
-    """The next line of a driver."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit(f"the driver ended: {process.args!r}")
-    return json.loads(line)
-
-
 @contextmanager
-def driver(checkout: Checkout, part: str) -> Iterator[dict[str, Measured]]:
-    """A process of the checkout; what it times, by name."""
-    command = [checkout.python, str(DRIVER), part]
-    with subprocess.Popen(
-        command, cwd=checkout.tree, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        yield {name: Measured(process, name) for name in answer(process)}
-
-
-@contextmanager
-def contestants(checkout: Checkout, part: str) -> Iterator[dict[str, Any]]:
+def contestants(checkout: Checkout, part: str) -> Iterator[dict[str, Contestant]]:
     """What the part times in one new process of the checkout."""
     if part == "demo":
-        yield {"make demo": Demo(checkout)}
+        make = partial(subprocess.run, ["make", "demo"], cwd=checkout.tree, check=True, stdout=DEVNULL)
+        yield {"make demo": repeated(make)}
         return
-    with driver(checkout, part) as calls:
-        yield dict(calls)
+    command = [checkout.python, str(DRIVER), part]
+    with subprocess.Popen(command, cwd=checkout.tree, text=True, stdin=PIPE, stdout=PIPE) as process:
+
+        def answer() -> Any:
+            assert process.stdout is not None
+            text = process.stdout.readline()
+            if not text:
+                raise SystemExit(f"the driver ended: {command}")
+            return json.loads(text)
+
+        def timed(what: str, num_steps: int) -> float:
+            print(json.dumps({"what": what, "num_steps": num_steps}), file=process.stdin, flush=True)
+            return float(answer())
+
+        yield {name: partial(timed, name) for name in answer()}
 
 
 def measure(part: str, plan: Part, before: Checkout, after: Checkout) -> dict[str, dict[str, list[float]]]:
@@ -118,11 +89,10 @@ def measure(part: str, plan: Part, before: Checkout, after: Checkout) -> dict[st
     sides = {"before": before, "after": after, "again": after}
     if part == "demo":
         del sides["again"]
-    for _ in range(plan.starts):
+    for number in range(plan.starts):
+        order = list(sides)[:: -1 if number % 2 else 1]
         with ExitStack() as stack:
-            calls = {
-                side: stack.enter_context(contestants(checkout, part)) for side, checkout in sides.items()
-            }
+            calls = {side: stack.enter_context(contestants(sides[side], part)) for side in order}
             for name in calls["before"]:
                 steps = next(steps for prefix, steps in plan.steps.items() if name.startswith(prefix))
                 if part in ("coupled", "lora_server", "decisions"):

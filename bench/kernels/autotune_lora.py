@@ -22,12 +22,13 @@ import torch
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.configs import KERNEL_NAMES, PHASES, Config, ConfigTable
 from moe_lora.report.results import environment
+from moe_lora.workload.popularity.named import LORA_RANKS
 
 from .lora_kernel_cases import Case
 from .lora_kernel_clock import COLD_BYTES, Passes
 from .lora_kernel_own import ALGORITHMS, gpu_phases
 from .lora_kernel_peers import NotApplicable, Phases
-from .lora_kernel_plan import ALL, MIXED_LORA_RANKS, CaseSpec, Shape
+from .lora_kernel_plan import ALL, CaseSpec, Shape
 from .lora_kernel_runs import check
 from .lora_tuning import Crossovers, Found, Pair, Target, descend, in_turn, rank_classes, together, updated
 
@@ -84,7 +85,7 @@ class Tuner:
     def configured(self, target: Target, phase: str, config: Config) -> float:
         """Seconds of the kernel's own part of a delta with this configuration."""
         algorithm, _, part = target.kernel.partition("_")
-        ranks = FUSED_LORA_RANKS if algorithm == "fused" else MIXED_LORA_RANKS
+        ranks = FUSED_LORA_RANKS if algorithm == "fused" else LORA_RANKS
         case = _case(case_spec(self.shapes[target], self.dtype, phase, ranks), self.device)
         with configs.override(target.kernel, config):
             return self._seconds(case, algorithm, part, f"{target.key(phase)} {config}")
@@ -171,14 +172,14 @@ def _in_runs(search: Iterator[Pair], spent: Callable[[], bool], length: int = 8)
 
 
 def crossovers(tuner: Tuner, found: Found, deadline: Callable[[float], bool]) -> Crossovers:
-    """Which algorithm serves which ranks, for sites where every rank of MIXED_LORA_RANKS was measured."""
+    """Which algorithm serves which ranks, for sites where every rank of LORA_RANKS was measured."""
     classes: Crossovers = {}
     for first, *_ in search_order(tuner.shapes):
         if first.kernel.startswith("fused"):
             continue
         place = f"crossover {first.dtype} {first.in_features}x{first.out_features}"
         seconds: dict[int, dict[str, float]] = {}
-        for lora_rank in MIXED_LORA_RANKS:
+        for lora_rank in LORA_RANKS:
             if deadline(1.0):
                 return classes
             seconds[lora_rank] = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_lora.core.shape import Site
+from moe_lora.workload.popularity.named import LORA_RANKS
 
-MIXED_LORA_RANKS = (8, 16, 32, 64, 128)
 PHASES = ("shrink", "expand", "delta")
 SCALED_ABOVE_ROWS = 64
 ROUNDS = 7
@@ -137,7 +137,7 @@ def _figure19(
             dtype=dtype,
             phases=PHASES,
         )
-        for ranks_of in (lambda shape: MIXED_LORA_RANKS, lambda shape: (shape.lora_rank,))
+        for ranks_of in (lambda shape: LORA_RANKS, lambda shape: (shape.lora_rank,))
         for shape in shapes
         for ranks in (ranks_of(shape),)
     ]
@@ -151,7 +151,7 @@ def _decode(shape: Shape, rows: int, dtype: torch.dtype, equal: bool = False) ->
         num_rows=rows,
         num_adapters=min(rows, 8 if rows <= 32 else 32),
         popularity="uniform",
-        lora_ranks=(shape.lora_rank,) if equal or rows == 1 else MIXED_LORA_RANKS,
+        lora_ranks=(shape.lora_rank,) if equal or rows == 1 else LORA_RANKS,
         dtype=dtype,
     )
 
@@ -171,7 +171,7 @@ def _full(dtype: torch.dtype) -> Iterator[CaseSpec]:
         yield _prefill(shape, 8192, dtype, equal=True)
     # A delta's flops per byte stay near its rank, as y is as wide as the base layer's: below what a GPU can
     # multiply meanwhile. The shrink of two modules over one x is where multiplying can become the limit.
-    yield replace(_prefill(MIXTRAL[0], 16384, dtype), lora_ranks=(MIXED_LORA_RANKS[-1],), phases=PHASES)
+    yield replace(_prefill(MIXTRAL[0], 16384, dtype), lora_ranks=(LORA_RANKS[-1],), phases=PHASES)
     for rows in (1, 8, 64, 512):
         yield from (_decode(shape, rows, dtype) for shape in ALL)
     yield from (_decode(shape, 64, dtype, equal=True) for shape in ALL)

@@ -31,8 +31,8 @@ from moe_lora.workload.popularity.named import parse_popularity
 
 from .placement_exact import exact_worst_load
 
-POPULARITIES = ("uniform", "shifting", "exponential", "power:3", "production")
-SIZES = ((25, 4), (100, 4), (200, 4), (300, 12))
+POPULARITIES = ["uniform", "shifting", "exponential", "power:3", "production"]
+SIZES = [(25, 4), (100, 4), (200, 4), (300, 12)]
 NUM_STEPS, REQUESTS_PER_STEP, TOKENS_PER_REQUEST, STEP_S = 12, 3000, 640, 60.0
 TIMES_128 = {"tp1": 2.7, "tp8": 1.2}
 """Time of a token at rank 128, that at rank 8 = 1 (LoRAServe, sections III-A1 and III-A3)."""
@@ -154,35 +154,31 @@ def cost(num_adapters: int, num_servers: int) -> Iterator[tuple[str, dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--popularities", nargs="+", choices=POPULARITIES, default=list(POPULARITIES))
-    parser.add_argument(
-        "--sizes", nargs="+", default=[f"{a}x{s}" for a, s in SIZES], metavar="ADAPTERSxSERVERS"
-    )
-    parser.add_argument("--num-exact", type=int, default=100)
-    parser.add_argument("--cost-size", default="10000x100", metavar="ADAPTERSxSERVERS")
+    parser.add_argument("--quick", action="store_true", help="does it run?")
     arguments = parser.parse_args()
+    popularities, sizes = (["shifting"], [(25, 4)]) if arguments.quick else (POPULARITIES, SIZES)
+    num_exact, cost_size = (2, (200, 4)) if arguments.quick else (100, (10_000, 100))
     record = Recorder(arguments.out, kind="simulated")
 
     def tell(config: dict[str, Any], result: dict[str, Any], kind: str = "simulated") -> None:
         record(config, result, kind)
         print(json.dumps(config), json.dumps(result))
 
-    for size in arguments.sizes:
-        for popularity in arguments.popularities:
+    for size in sizes:
+        for popularity in popularities:
             for points, times_128 in TIMES_128.items():
                 for forecast in (True, False):
-                    found = quality(popularity, _size(size), operating_points(times_128), forecast=forecast)
-                    config = {"size": size, "popularity": popularity, "points": points, "forecast": forecast}
-                    tell({"part": "quality", **config}, dict(found))
-    tell({"part": "exact", "size": "6x3"}, against_exact(arguments.num_exact))
-    for name, result in cost(*_size(arguments.cost_size)):
+                    found = quality(popularity, size, operating_points(times_128), forecast=forecast)
+                    config = {"popularity": popularity, "points": points, "forecast": forecast}
+                    tell({"part": "quality", "size": _text(size), **config}, dict(found))
+    tell({"part": "exact", "size": "6x3"}, against_exact(num_exact))
+    for name, result in cost(*cost_size):
         result["goal_met"] = result["from_previous_s"][1] < GOAL_S
-        tell({"part": "cost", "size": arguments.cost_size, "method": name}, result, "measured")
+        tell({"part": "cost", "size": _text(cost_size), "method": name}, result, "measured")
 
 
-def _size(text: str) -> tuple[int, int]:
-    num_adapters, num_servers = text.split("x")
-    return int(num_adapters), int(num_servers)
+def _text(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
 
 
 if __name__ == "__main__":

@@ -70,9 +70,9 @@ def test_goals_are_read_from_the_records(records: list[dict]) -> None:
         "base over transformers",
         "base over transformers",
         "over peft grouped",
-        "attention over peft mixed",
         "LoRA overhead",
         "share of the ceiling",
+        "attention over peft mixed",
     ]
 
 
