@@ -208,13 +208,7 @@ def replay(
     command = [*MOE_LORA, "replay", "--url", url, "--trace", options.trace, "--prompts", str(prompts)]
     command += ["--seed", str(options.seed), "--label", run.label, "--num-adapters", str(num_adapters)]
     command += ["--append-result", str(Path(options.output_dir) / "results.jsonl")]
-    client = subprocess.Popen([*command, "--save-result", str(result), "--quiet", *run.replay])
-    try:
-        status = client.wait()
-    finally:
-        if client.poll() is None:
-            client.terminate()
-            client.wait()
+    status = subprocess.run([*command, "--save-result", str(result), "--quiet", *run.replay]).returncode
     if status == 130:
         raise KeyboardInterrupt
     if status:

@@ -72,17 +72,12 @@ class LoraServerConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageTime:
+class StageTime(Settings):
     """seconds(T) = max(least_s, fixed_s + per_row_s T) for T decode rows; 0 for none."""
 
-    fixed_s: float = 0.0
-    per_row_s: float = 0.0
-    least_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("fixed_s", "per_row_s", "least_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"stage time {name}={getattr(self, name)} must be a number of seconds >= 0")
+    fixed_s: float = setting(0.0, least=0)
+    per_row_s: float = setting(0.0, least=0)
+    least_s: float = setting(0.0, least=0)
 
     def seconds(self, num_rows: float) -> float:
         return max(self.least_s, self.fixed_s + self.per_row_s * num_rows) if num_rows else 0.0

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_lora.core.errors import ConfigError
-
 from .routing import Instance, InstanceLoad, InstanceView, RoutedView
 from .step_model import Row, StepModel, StepWork
 
@@ -16,20 +14,13 @@ from .step_model import Row, StepModel, StepWork
 class CostModel:
     """What a decision costs by.  steps: times of batches.  slo_tpot_s: time of a decode step that must not be
     passed.  mean_output_tokens: Toppings' avg_resp_len.  adapter_load_s_per_rank: time to bring in an adapter
-    by its rank (dLoRA section 5.1).  Raises ConfigError for values that can't be.
+    by its rank (dLoRA section 5.1).  Checked as `RoutingConfig`.
     """
 
     steps: StepModel
     slo_tpot_s: float = math.inf
     mean_output_tokens: float = 128.0
     adapter_load_s_per_rank: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("slo_tpot_s", "mean_output_tokens"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
-        if not self.adapter_load_s_per_rank >= 0:
-            raise ConfigError(f"adapter_load_s_per_rank={self.adapter_load_s_per_rank} must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,6 @@ class FirstFit:
     """
 
     def __init__(self, max_requests: int) -> None:
-        if max_requests < 1:
-            raise ValueError(f"max_requests={max_requests} must be 1 or more")
         self._max_requests = max_requests
         self._otherwise = JoinShortestQueue()
 
@@ -58,8 +56,6 @@ class AdapterAffinity:
     """
 
     def __init__(self, max_imbalance: float = 0.5, slack_tokens: int = 2048) -> None:
-        if not (max_imbalance >= 0 and slack_tokens >= 0):
-            raise ValueError(f"max_imbalance={max_imbalance}, slack_tokens={slack_tokens} must be 0 or more")
         self._max_imbalance = max_imbalance
         self._slack_tokens = slack_tokens
         self._otherwise = LeastOutstanding()

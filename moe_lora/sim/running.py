@@ -25,7 +25,8 @@ class SimRequest:
     without prefill (InfiniLoRA section 2.3, footnote).  at_once: it started with the first step after its
     arrival.  waited_for_adapter: it did not, as its adapter got no slot when it was first looked at; of the
     others KV or the batch had no room.
-    num_steps_before: those that its instance had begun when it came.
+    num_steps_before: those that its instance had begun when it came.  prompt_left: tokens of its prompt
+    that no step was planned for, once it is computed here.
     """
 
     index: int
@@ -36,6 +37,7 @@ class SimRequest:
     lora_rank: int = 0
     instance: int = -1
     num_steps_before: int = 0
+    prompt_left: int = 0
     at_once: bool = False
     waited_for_adapter: bool = False
     admitted_s: float = math.nan
@@ -66,12 +68,6 @@ class SimRequest:
         return (self.finish_s - self.first_token_s) / (self.output_tokens - 1)
 
 
-@dataclass(slots=True)
-class _Prompt:
-    request: SimRequest
-    num_left: int
-
-
 class RunningRequests:
     """Decode rows, and prompts in the order in which they came.
 
@@ -90,7 +86,7 @@ class RunningRequests:
         """Prompt tokens of the next step."""
         self._prefill_tokens = prefill_tokens
         self._ends: list[tuple[int, int, SimRequest]] = []
-        self._prompts: deque[_Prompt] = deque()
+        self._prompts: deque[SimRequest] = deque()
         self._fresh: list[SimRequest] = []
         self._joining: list[tuple[float, SimRequest]] = []
 
@@ -136,18 +132,18 @@ class RunningRequests:
         if self._prefill_tokens is None:
             self._add_row(request, request.output_tokens)
         else:
-            prompt = _Prompt(request, max(1, request.prompt_tokens))
-            self._prompts.append(prompt)
-            self._plan(prompt)
+            request.prompt_left = max(1, request.prompt_tokens)
+            self._prompts.append(request)
+            self._plan(request)
 
     def continue_prompts(self) -> None:
         """Plan the next step: tokens of prompts that are under way, the oldest first."""
         self.num_prompt_tokens = 0
         self.prompts.clear()
-        for prompt in self._prompts:
+        for request in self._prompts:
             if not self.has_room:
                 return
-            self._plan(prompt)
+            self._plan(request)
 
     def steps_alike(self) -> int:
         """Steps until the batch changes by itself."""
@@ -174,8 +170,8 @@ class RunningRequests:
         if self.decode is not None:
             for request in done:
                 self.decode.take(Row(request.adapter, request.lora_rank))
-        while self._prompts and not self._prompts[0].num_left:
-            request = self._prompts.popleft().request
+        while self._prompts and not self._prompts[0].prompt_left:
+            request = self._prompts.popleft()
             request.first_token_s = now_s
             if request.output_tokens > 1:
                 self._add_row(request, request.output_tokens - 1)
@@ -194,12 +190,12 @@ class RunningRequests:
         self._fresh.append(request)
         heapq.heappush(self._ends, (self.num_steps + num_steps, request.index, request))
 
-    def _plan(self, prompt: _Prompt) -> None:
+    def _plan(self, request: SimRequest) -> None:
         assert self._prefill_tokens is not None
-        num_tokens = min(prompt.num_left, self._prefill_tokens - self.num_rows - self.num_prompt_tokens)
-        prompt.num_left -= num_tokens
+        num_tokens = min(request.prompt_left, self._prefill_tokens - self.num_rows - self.num_prompt_tokens)
+        request.prompt_left -= num_tokens
         self.num_prompt_tokens += num_tokens
-        self.prompts.append(Row(prompt.request.adapter, prompt.request.lora_rank, num_tokens))
+        self.prompts.append(Row(request.adapter, request.lora_rank, num_tokens))
 
 
 # The requests that wait for an instance, and which of them admission has to look at.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lora.config import ROUTINGS
+from moe_lora.config import ROUTINGS, RoutingConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.model_routing import CostModel, RankAware, ShortestPendingTime
 from moe_lora.policies.routers import (
@@ -45,7 +45,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 9)
 
 
 @given(EVENTS)
-def test_books_are_empty_once_all_requests_have_ended(events):
+def test_nothing_is_counted_once_all_requests_have_ended(events):
     load = InstanceLoad(max_recent=1)
     for adapter, tokens, fate in events:
         load.add(adapter, tokens)
@@ -214,6 +214,6 @@ def test_unknown_names_and_missing_models_say_what_to_do():
 @pytest.mark.parametrize("name", ["slo_tpot_s", "mean_output_tokens"])
 def test_costs_by_what_can_not_be_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name}=0 must be positive"):
-        model(**{name: 0})
+        RoutingConfig(**{name: 0})
     with pytest.raises(ConfigError, match="adapter_load_s_per_rank=-1 must be 0 or more"):
-        model(adapter_load_s_per_rank=-1)
+        RoutingConfig(adapter_load_s_per_rank=-1)
