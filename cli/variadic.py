@@ -55,14 +55,10 @@ def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
     """The arguments with the name repeated before each further value."""
     expanded: list[str] = []
     name: str | None = None
-    num_values = 0
     for word in args:
         if word.startswith("-"):
             name = word if word in variadic else None
-            num_values = 0
-        elif name is not None:
-            num_values += 1
-            if num_values > 1:
-                expanded.append(name)
+        elif name is not None and expanded[-1] != name:
+            expanded.append(name)
         expanded.append(word)
     return expanded

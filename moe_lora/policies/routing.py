@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 # What a front end knows of the requests that it gave to an instance; the simulator keeps the same.
 
 
+Key = TypeVar("Key", bound=Hashable)
 MAX_RECENT = 64
 
 
@@ -67,20 +68,21 @@ class InstanceLoad:
             return
         self.num_running -= 1
         self.num_changes += 1
-        _take(self.running, adapter, 1)
+        change_count(self.running, adapter, -1)
 
     def _leave(self, adapter: str | None, prompt_tokens: int) -> None:
         self.num_waiting -= 1
         self.waiting_tokens -= prompt_tokens
         self.num_changes += 1
-        _take(self.waiting, adapter, 1)
-        _take(self.waiting_prompts, adapter, prompt_tokens)
+        change_count(self.waiting, adapter, -1)
+        change_count(self.waiting_prompts, adapter, -prompt_tokens)
 
 
-def _take(counts: Counter[str | None], adapter: str | None, number: int) -> None:
-    counts[adapter] -= number
-    if not counts[adapter]:
-        del counts[adapter]
+def change_count(counts: Counter[Key], key: Key, change: int) -> None:
+    """Count so many more (or less); what is at 0 is not there."""
+    counts[key] += change
+    if not counts[key]:
+        del counts[key]
 
 
 class InstanceView(Protocol):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
 
+from .routing import change_count
+
 # What of a batch the time of its step depends on.
 #
 # Legend: S the requests of a step; t_i tokens and r_i rank of request i (rank 0: the base model); T = sum
@@ -91,9 +93,9 @@ class StepWork:
         self._expert_ranks += share
         self._ranks += num_tokens * row.lora_rank
         self.num_tokens += num_tokens
-        _count(self._tokens_of_rank, row.lora_rank, num_tokens)
+        change_count(self._tokens_of_rank, row.lora_rank, num_tokens)
         if row.adapter is not None:
-            _count(self._tokens_of, row.adapter, num_tokens)
+            change_count(self._tokens_of, row.adapter, num_tokens)
         if not self.num_tokens:
             self._expert_ranks = 0.0  # what rounding left
 
@@ -110,12 +112,6 @@ class StepWork:
 def features(rows: Iterable[Row], expert_share: float) -> dict[str, float]:
     """All of `FEATURES` of a step; expert_share: p, 1 of a dense model."""
     return StepWork(expert_share, rows).features()
-
-
-def _count(counts: Counter, key: object, change: int) -> None:
-    counts[key] += change
-    if not counts[key]:
-        del counts[key]
 
 
 PHASES = ("decode", "prefill")

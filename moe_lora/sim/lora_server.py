@@ -25,7 +25,6 @@ class SimLoraServer:
         self._num_stages = config.num_stages
         self._control_s = config.control_s
         self._clients: list[RemoteAdapters] = []
-        self._registered: set[str] = set()
         self._loaded_s: dict[str, tuple[float, float]] = {}
         self._prefetch(config.prefetched)
 
@@ -39,7 +38,7 @@ class SimLoraServer:
 
     def acquire(self, instance: str, name: str) -> None:
         """Give the instance its lease, now or when there is room."""
-        self._register(name)
+        self._table.register(name, {})
         self._table.acquire(instance, name, self.clock.now_s())
         self._carry_out()
 
@@ -59,15 +58,10 @@ class SimLoraServer:
                     other.on_contention()
         return after_s / self._num_stages if delta_s else 0.0
 
-    def _register(self, name: str) -> None:
-        if name not in self._registered:
-            self._registered.add(name)
-            self._table.register(name, {})
-
     def _prefetch(self, names: Sequence[str]) -> None:
         """Make them resident before anything happens, the first of them the last to be given up."""
         for before, name in enumerate(reversed(names), start=-len(names)):
-            self._register(name)
+            self._table.register(name, {})
             self._table.prefetch(name, float(before))
             self._loaded_s[name] = (-math.inf, -math.inf)
         self._table.take_events()

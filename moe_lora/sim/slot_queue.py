@@ -95,7 +95,6 @@ class AdmissionResult:
     """Of that share, from 20 batches of successive arrivals."""
     mean_active: float
     """Adapters that hold a slot."""
-    mean_waiting_adapters: float
     mean_waiting: float
     """Requests that wait."""
     mean_in_service: float
@@ -135,13 +134,12 @@ def simulate_admission(
     sizes = np.diff(np.linspace(0, num_arrivals, NUM_BATCHES + 1).astype(int))
     tallies = np.array([_run(slots, draws, batch, size) for size in sizes.tolist()])
     num_started, duration, *integrals = tallies.sum(axis=0)
-    active, waiting_adapters, waiting, in_service = (float(integral / duration) for integral in integrals)
+    active, waiting, in_service = (float(integral / duration) for integral in integrals)
     return AdmissionResult(
         num_arrivals=num_arrivals,
         immediate_admissibility_rate=float(num_started / num_arrivals),
         standard_error=float(np.std(tallies[:, 0] / sizes, ddof=1) / math.sqrt(NUM_BATCHES)),
         mean_active=active,
-        mean_waiting_adapters=waiting_adapters,
         mean_waiting=waiting,
         mean_in_service=in_service,
         mean_wait=waiting / batch,
@@ -152,16 +150,15 @@ def _run(
     slots: SlotQueue, draws: Iterator[tuple[float, int]], global_batch: float, num_arrivals: int
 ) -> tuple[float, ...]:
     """Let events happen until so many requests came: those that started at once, the time, and integrals over
-    it of active adapters, waiting adapters, waiting requests and requests in service.
+    it of active adapters, waiting requests and requests in service.
     """
     num_started = 0
-    duration = active = waiting_adapters = waiting = in_service = 0.0
+    duration = active = waiting = in_service = 0.0
     while num_arrivals:
         rate = global_batch + len(slots.in_service)
         time = 1.0 / rate
         duration += time
         active += slots.num_active * time
-        waiting_adapters += len(slots.queue) * time
         waiting += slots.num_waiting * time
         in_service += len(slots.in_service) * time
         uniform, adapter = next(draws)
@@ -171,7 +168,7 @@ def _run(
             num_started += slots.arrive(adapter)
         else:
             slots.finish(min(int(point - global_batch), len(slots.in_service) - 1))
-    return num_started, duration, active, waiting_adapters, waiting, in_service
+    return num_started, duration, active, waiting, in_service
 
 
 def _draws(probabilities: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[float, int]]:

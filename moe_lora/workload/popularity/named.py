@@ -172,11 +172,6 @@ def _over_ranks(adapters: Sequence[str], shares: Sequence[float], alpha: float =
     return from_weights(adapters, weights, ranks)
 
 
-def uniform_ranks(adapters: Sequence[str]) -> Popularity:
-    """Every rank a fifth."""
-    return _over_ranks(adapters, [1.0] * len(LORA_RANKS))
-
-
 def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity:
     """Share of the k-th rank ~ exp(-decay · k), the smallest rank first.
 
@@ -187,7 +182,7 @@ def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity
 
 
 def power_ranks(adapters: Sequence[str], alpha: float = 1.0) -> Popularity:
-    """Share of the k-th rank ~ k**-alpha, k = 1 the smallest rank.
+    """Share of the k-th rank ~ k**-alpha, k = 1 the smallest rank; alpha 0: every rank a fifth.
 
     alpha was 1/3 … 3 over 100 adapters. That places are ranks, not single adapters, follows from the largest
     rank's share: 16 % at alpha = 1/3, as the paper says (14 % over single adapters).
@@ -224,7 +219,7 @@ _SHAPES: dict[str, _Shape] = {
     "long-tail": ("[:NUM_HEAD,SHARE]", (int, float), 0, long_tail),
     "two-level": (":NUM_HOT,SHARE", (int, float), 2, two_level),
     "dirichlet": (":CONCENTRATION[,SEED]", (float, int), 1, dirichlet),
-    "loraserve:uniform": ("", (), 0, uniform_ranks),
+    "loraserve:uniform": ("", (), 0, lambda adapters: power_ranks(adapters, 0.0)),
     "loraserve:exponential": ("[:DECAY]", (float,), 0, exponential_ranks),
     "loraserve:shifting": ("", (), 0, shifting_ranks),
     "loraserve:power": ("[:ALPHA]", (float,), 0, power_ranks),
