@@ -211,7 +211,7 @@ def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
 
     cluster = _instances_only(config, FrontEndConfig())
     with entered(lambda: local_instances(cluster)) as (controlled, thread):
-        yield [ThreadedClient(one.client, thread) for one in controlled.fleet.instances]
+        yield [ThreadedClient(one.client, thread) for one in controlled.instance_registry.instances]
 
 
 @contextmanager

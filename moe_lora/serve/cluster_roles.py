@@ -11,7 +11,6 @@ from moe_lora.core.address import parse_address
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
-from moe_lora.dist.cluster.controller.cluster_state import ClusterStateLog
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.front_end_listener import FrontEndListener, run_listener
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
@@ -47,10 +46,7 @@ async def serve_controller(cluster: ClusterConfig) -> None:
         async with controlled_fleet(
             cluster, make_routes(cluster), setting, place, advice=ABSENCE.format(place), registry=registry
         ) as controlled:
-            state_log = ClusterStateLog(
-                controlled.instance_registry, controlled.routes, controlled.controller.placement
-            )
-            listener = FrontEndListener(controlled, state_log, cluster.front_ends or (ONE_FRONT_END,))
+            listener = FrontEndListener(controlled, cluster.front_ends or (ONE_FRONT_END,))
             await run_listener(listener, address, keys_of(cluster))
 
 

@@ -5,31 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
-from moe_lora.engine.client.client import EngineClient
-from moe_lora.engine.client.heartbeat import Hearing
-from moe_lora.engine.client.messages import Beat
 
 from .instances import Instance, InstanceRegistry
+
+if TYPE_CHECKING:
+    from .listener import DialledClient
 
 logger = logging.getLogger(__name__)
 
 _LOOKS_PER_TIMEOUT = 10
-
-
-class BeatingClient(EngineClient, Protocol):
-    """The client of an engine that sends beats."""
-
-    ended: asyncio.Event
-    hearing: Hearing
-    on_beat: Callable[[Beat], None]
-
-    def fail_all(self, error: Exception) -> None:
-        """Let nobody wait for the answer to a call any longer; requests go on."""
-        ...
 
 
 class HealthMonitor:
@@ -44,7 +32,7 @@ class HealthMonitor:
         self,
         instance_registry: InstanceRegistry,
         instance: Instance,
-        client: BeatingClient,
+        client: DialledClient,
         come: Callable[[], Awaitable[None]],
         give_up: Callable[[], None],
         clock: Clock | None = None,

@@ -71,10 +71,6 @@ class FleetClient:
         self._running: dict[str, _Running] = {}
         self._info: ModelInfo | None = None
 
-    @property
-    def instances(self) -> list[Instance]:
-        return self._instance_registry.instances
-
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         limit = (await self.model_info()).max_model_len
         version = self._instance_registry.version(request.adapter)

@@ -121,20 +121,8 @@ async def dial(setting: str, address: Address, keys: Keys | None, pings: Pings |
 _SAME_KEYS = "are its certificates of the same authority?"
 
 
-class Pauses:
-    """Seconds to wait before one tries again: they grow, until something was well."""
-
-    def __init__(self, first_s: float = 0.1, longest_s: float = 1.0, growth: float = 1.5) -> None:
-        self._first_s, self._longest_s, self._growth = first_s, longest_s, growth
-        self._next_s = first_s
-
-    def over(self) -> None:
-        self._next_s = self._first_s
-
-    def next_s(self) -> float:
-        pause_s = self._next_s
-        self._next_s = min(self._longest_s, pause_s * self._growth)
-        return pause_s
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.1, 1.0, 1.5
+"""Pauses before one dials again grow, until a peer let one in."""
 
 
 async def stay_connected(
@@ -146,7 +134,7 @@ async def stay_connected(
 
     session: returns why it was refused; None: it was let in.  The same problem is logged once.
     """
-    said, pauses = LastProblem(), Pauses()
+    said, pause_s = LastProblem(), FIRST_PAUSE_S
     while True:
         try:
             problem = await session(await connection())
@@ -157,10 +145,11 @@ async def stay_connected(
             problem = repr(error)
         if problem is None:
             said.over()
-            pauses.over()
+            pause_s = FIRST_PAUSE_S
         elif said.is_new(problem):
             logger.warning("%s: %s; trying on", name, problem)
-        await asyncio.sleep(pauses.next_s())
+        await asyncio.sleep(pause_s)
+        pause_s = min(LONGEST_PAUSE_S, pause_s * PAUSE_GROWTH)
 
 
 def _context(setting: str, address: Address, keys: Keys | None, *, server: bool) -> ssl.SSLContext:

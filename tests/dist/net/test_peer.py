@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import AdapterNotFoundError, ConfigError
+from moe_lora.dist.net import connection
 from moe_lora.dist.net.codec import CallFrame, Protocol, encode
-from moe_lora.dist.net.connection import Pauses, Pings, dial, stay_connected
+from moe_lora.dist.net.connection import Pings, dial, stay_connected
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 
 from .parts import CLIENT, Note, Secret, dialled, error_of, serving, until
@@ -253,11 +255,28 @@ def test_same_problem_is_logged_once(place, caplog):
     assert caplog.text.count("no place for this one") == 1
 
 
-def test_pauses_grow_up_to_a_bound_and_begin_anew_once_it_went_well():
-    pauses = Pauses(1.0, 4.0, growth=2.0)
-    assert [pauses.next_s() for _ in range(4)] == [1.0, 2.0, 4.0, 4.0]
-    pauses.over()
-    assert pauses.next_s() == 1.0
+def test_pauses_grow_up_to_a_bound_and_begin_anew_once_it_went_well(monkeypatch):
+    problems = ["refused"] * 8 + [None, "refused"]
+    pauses: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if not problems:
+            raise asyncio.CancelledError
+
+    async def connect() -> None: ...
+
+    async def session(_: None) -> str | None:
+        return problems.pop(0)
+
+    monkeypatch.setattr(connection, "asyncio", SimpleNamespace(sleep=sleep))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(stay_connected("a link", connect, session))
+    first, bound = connection.FIRST_PAUSE_S, connection.LONGEST_PAUSE_S
+    grown = [min(bound, first * connection.PAUSE_GROWTH**number) for number in range(8)]
+    assert pauses[:8] == pytest.approx(grown)
+    assert pauses[7] == bound
+    assert pauses[8:] == pytest.approx([first, first * connection.PAUSE_GROWTH])
 
 
 def test_socket_that_a_dead_process_left_is_taken_and_one_in_use_is_not(place):

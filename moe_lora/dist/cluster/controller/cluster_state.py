@@ -29,7 +29,7 @@ from .placement_controller import PlacementController, Routes
 from .served_registry import ServedRegistry
 
 PROTOCOL_VERSION = 3
-PINGS = Pings(interval_s=1.0, timeout_s=4.0)
+PINGS = Pings()
 
 
 class ClusterState(Message, frozen=True, kw_only=True):

@@ -61,18 +61,14 @@ class Session:
         if event.kind == "begin":
             assert event.adapter is not None
             self.visits[event.number] = window.begin(event.adapter)
-            return
-        visit = self.visits.get(event.number)
-        if visit is None:  # it began before this controller
-            return
-        if event.kind == "start":
-            visit.start()
-            return
-        del self.visits[event.number]
-        if event.kind == "refuse":
-            visit.refuse()
+        elif event.number not in self.visits:
+            return  # it began before this controller
+        elif event.kind == "start":
+            self.visits[event.number].start()
+        elif event.kind == "refuse":
+            self.visits.pop(event.number).refuse()
         else:
-            visit.end(event.timing)
+            self.visits.pop(event.number).end(event.timing)
 
 
 class FrontEndListener:
@@ -82,13 +78,13 @@ class FrontEndListener:
     front_ends: names of those that the file has.
     """
 
-    def __init__(
-        self, controlled: ControlledFleet, state_log: ClusterStateLog, front_ends: Collection[str]
-    ) -> None:
+    def __init__(self, controlled: ControlledFleet, front_ends: Collection[str]) -> None:
         self.sessions: list[Session] = []
         self._controlled = controlled
         self._controller = controlled.controller
-        self._state_log = state_log
+        self._state_log = ClusterStateLog(
+            controlled.instance_registry, controlled.routes, controlled.controller.placement
+        )
         self._awaited = set(front_ends)
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import AdapterInfo
@@ -141,12 +141,12 @@ class FleetPool:
         path, version = previous.path, previous.version
         facts = self._directory.facts_at(name, path, version)
 
-        def undo(client: object) -> Awaitable[PoolEntry]:
-            assert isinstance(client, CallableEngine)
+        def undo(client: EngineClient) -> Awaitable[PoolEntry]:
+            engine = cast("CallableEngine", client)
             if facts is None:
-                return client.ask("pool_load", name, path, True, version, previous.content_hash)
-            sources = self._directory.sources(facts.content_hash, client)
-            return client.ask("pool_know", facts, path, True, version, sources)
+                return engine.ask("pool_load", name, path, True, version, previous.content_hash)
+            sources = self._directory.sources(facts.content_hash, engine)
+            return engine.ask("pool_know", facts, path, True, version, sources)
 
         answers, errors = await ask(self._instance_registry, instances, undo)
         self._note(answers)
@@ -245,11 +245,11 @@ class FleetPool:
     async def _ask(
         self, instances: list[Instance], method: str, *args: Any
     ) -> tuple[list[tuple[Instance, Any]], list[tuple[Instance, Exception]]]:
-        def call(client: object) -> Awaitable[Any]:
-            assert isinstance(client, CallableEngine)
-            return client.ask(method, *args)
-
-        return await ask(self._instance_registry, instances, call)
+        return await ask(
+            self._instance_registry,
+            instances,
+            lambda client: cast("CallableEngine", client).ask(method, *args),
+        )
 
     def _failed(self, problem: str) -> None:
         if self._problem.is_new(problem):

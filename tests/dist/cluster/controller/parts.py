@@ -14,7 +14,6 @@ from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
 from moe_lora.dist.cluster.controller.cluster_controller import ClusterController, ControlledFleet
-from moe_lora.dist.cluster.controller.cluster_state import ClusterStateLog
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.cluster.controller.front_end_listener import FrontEndListener
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
@@ -62,7 +61,6 @@ class ControllerSide:
         self.placement = self.routes.placement(self.fleet)
         self.provision = CapacityController(ProvisionConfig(), self.fleet, None, self.clock)
         self.controller = ClusterController(adapters, self.provision, registry, self.placement)
-        self.state_log = ClusterStateLog(self.instance_registry, self.routes, self.placement)
         controlled = ControlledFleet(
             controller=self.controller,
             fleet=self.fleet,
@@ -70,7 +68,7 @@ class ControllerSide:
             routes=self.routes,
             catch_up=CatchUp(self.instance_registry, None),
         )
-        self.listener = FrontEndListener(controlled, self.state_log, NAMES)
+        self.listener = FrontEndListener(controlled, NAMES)
 
     async def start(self, address: Address, keys: Keys | None = None) -> Address:
         """Listen there."""
