@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -146,20 +147,8 @@ def _simulation(
     from moe_lora.provision.performance.performance_models import read_step_model
 
     model = read_step_model(options["performance_file"], kernel=options["lora_kernel"])
-
-    def run(rate_per_s: float, seed: int) -> Trial:
-        return simulated_run(
-            model,
-            rank,
-            load,
-            slo,
-            rate_per_s,
-            seed,
-            max_num_seqs=options["max_num_seqs"],
-            max_num_batched_tokens=options["max_num_batched_tokens"],
-        )
-
-    return run
+    limits = {name: options[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+    return functools.partial(simulated_run, model, rank, load, slo, **limits)
 
 
 def _told(run: Callable[[float, int], Trial], rank: int) -> Callable[[float, int], Trial]:

@@ -18,10 +18,10 @@ from .plots import GRAY, color, label, new_figure
 from .results import write_text
 from .tables import rows, shown
 
-# The template of the HTML report. It refers to nothing outside itself.
+# The templates. They refer to nothing outside themselves.
 
 
-PAGE = """<!doctype html>
+BASE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -54,6 +54,14 @@ PAGE = """<!doctype html>
 <body>
 <main>
 <h1>{{ title }}</h1>
+{% block content %}{% endblock %}
+</main>
+</body>
+</html>
+"""
+
+RUNS = """{% extends "base" %}
+{% block content %}
 {% for note in notes %}
 <p>{{ note }}</p>
 {% endfor %}
@@ -103,10 +111,29 @@ PAGE = """<!doctype html>
 <pre>{{ details[loop.index0].env }}</pre>
 </details>
 {% endfor %}
-</main>
-</body>
-</html>
+{% endblock %}
 """
+
+PLAN = """{% extends "base" %}
+{% block content %}
+<pre style="white-space: pre-wrap">{{ text }}</pre>
+{% for heading, image in figures %}
+<h2>{{ heading }}</h2>
+<div class="panel"><img alt="{{ heading }}" src="data:image/png;base64,{{ image }}"></div>
+{% endfor %}
+<h2>Words</h2>
+<p>{{ words }}</p>
+<h2>The plan as JSON</h2>
+<pre style="white-space: pre-wrap">{{ content }}</pre>
+{% endblock %}
+"""
+
+_TEMPLATES = jinja2.Environment(
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    loader=jinja2.DictLoader({"base": BASE, "runs": RUNS, "plan": PLAN}),
+)
 
 _CARDS = (
     ("Output tokens / s", "output_throughput", "{:.0f}"),
@@ -141,14 +168,13 @@ def write_report(
 
 def render(runs: Sequence[dict[str, Any]], title: str = "Load test", notes: Sequence[str] = ()) -> str:
     """The page's HTML."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     figures = (
         ("How long requests waited", plots.latency_cdfs),
         ("Load over time", plots.load_over_time),
         ("Adapters", plots.attainment_bars),
         ("Latency over time", plots.latency_over_time),
     )
-    return environment.from_string(PAGE).render(
+    return _TEMPLATES.get_template("runs").render(
         title=title,
         notes=notes,
         runs=runs,
@@ -203,37 +229,6 @@ def _details(run: dict[str, Any]) -> dict[str, str]:
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{{ title }}</title>
-<style>
- body { font: 15px/1.5 system-ui, sans-serif; color: #1c2530; background: #f4f6f8; margin: 0; }
- main { max-width: 980px; margin: 0 auto; padding: 24px 20px 60px; }
- h2 { font-size: 18px; margin: 34px 0 10px; }
- img { width: 100%; background: #fff; border: 1px solid #dfe3e8; border-radius: 8px; }
- pre { white-space: pre-wrap; font-size: 13px; background: #fff; border: 1px solid #dfe3e8; padding: 12px; }
-</style>
-</head>
-<body>
-<main>
-<h1>{{ title }}</h1>
-<pre>{{ text }}</pre>
-{% for heading, image in figures %}
-<h2>{{ heading }}</h2>
-<img alt="{{ heading }}" src="data:image/png;base64,{{ image }}">
-{% endfor %}
-<h2>Words</h2>
-<p>{{ words }}</p>
-<h2>The plan as JSON</h2>
-<pre>{{ content }}</pre>
-</main>
-</body>
-</html>
-"""
-
-
 _WORDS = (
     "IAR (immediate admissibility rate): the share of requests that start at once, because their adapter is "
     "resident or there is room for it. M*: the fewest resident adapters that bring it to the target. The "
@@ -258,8 +253,7 @@ def write_plan_report(
         ("Requests that start at once, by capacity", iar_figure(plan, curves)),
         ("LoRA Server GPUs that each constraint needs", gpus_figure(plan)),
     )
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(_PAGE).render(
+    page = _TEMPLATES.get_template("plan").render(
         title=f"Plan: {plan['inputs']['model']}",
         text="\n".join(lines),
         words=_WORDS,

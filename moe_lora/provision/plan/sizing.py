@@ -15,9 +15,6 @@ from .cluster_size import CONSTRAINTS, EQ5, EQ6, FIRST_TOKEN, LOADS, MEMORY, MS,
 from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, bytes_text
 from .stages import ServerRound
 
-# How one layout of a LoRA Server fares under a load: equations 5 and 6, memory, the first token.
-
-
 MOST_ROWS = 1024
 ROUND = 8
 
@@ -322,9 +319,6 @@ def _load(cluster: Cluster, num_instances: int) -> float:
     return num_instances * min(batches)
 
 
-# A fixed number of GPUs, split between LLM instances and the LoRA Server.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """L instances beside a server of `layout`, and the largest load that they hold.
@@ -350,21 +344,34 @@ def best_split(cluster: Cluster) -> Split:
     capacity_of = cluster.capacity_of[inputs.estimator]
     held: dict[tuple[int, int], int] = {}
     best: tuple[tuple[float, ...], Split] | None = None
+
+    def split(layout: Layout, num_instances: int, global_batch: int, binding: str) -> tuple[float, Split]:
+        """With its value: the rate, or the batch where that is given."""
+        tokens_per_s = cluster.tokens_at(layout, num_instances, global_batch)
+        found = Split(
+            layout=layout,
+            num_instances=num_instances,
+            global_batch=global_batch,
+            tokens_per_s=tokens_per_s,
+            binding=binding,
+        )
+        return tokens_per_s if inputs.global_batch is None else global_batch, found
+
     for layout in cluster.layouts:
-        most = _fastest(cluster, layout)
-        if most is None or (best and _value(cluster, most) < best[0][0]):
+        fastest = _fastest(cluster, layout)
+        if fastest is None or (best and split(layout, *fastest)[0] < best[0][0]):
             continue
-        key = cluster.slots(layout), most.global_batch
+        num_instances, most, binding = fastest
+        key = cluster.slots(layout), most
         if key not in held:
             held[key] = capacity_of.largest_load(*key)
         if not held[key]:
             continue
-        binding = MEMORY if held[key] < most.global_batch else most.binding
-        split = _split(cluster, layout, most.num_instances, held[key], binding)
-        round_s = cluster.stages.server(layout.ep, held[key] / split.num_instances).total_s
-        order = (_value(cluster, split), -layout.num_ranks, -round_s)
+        value, found = split(layout, num_instances, held[key], MEMORY if held[key] < most else binding)
+        round_s = cluster.stages.server(layout.ep, held[key] / num_instances).total_s
+        order = (value, -layout.num_ranks, -round_s)
         if best is None or order > best[0]:
-            best = (order, split)
+            best = (order, found)
     if best is None:
         raise SloError(
             f"--gpus {inputs.gpus}: no split into instances of {inputs.instance_gpus} GPUs and a LoRA Server "
@@ -373,12 +380,8 @@ def best_split(cluster: Cluster) -> Split:
     return best[1]
 
 
-def _value(cluster: Cluster, split: Split) -> float:
-    return split.tokens_per_s if cluster.inputs.global_batch is None else split.global_batch
-
-
-def _fastest(cluster: Cluster, layout: Layout) -> Split | None:
-    """The largest load within (5), (6) and the first token's time, and what stops it; None: none."""
+def _fastest(cluster: Cluster, layout: Layout) -> tuple[int, int, str] | None:
+    """L, the largest load within (5), (6) and the first token's time, and what stops it; None: none."""
     assert cluster.inputs.gpus is not None
     num_instances = (cluster.inputs.gpus - layout.num_ranks) // cluster.inputs.instance_gpus
     if num_instances < 1 or cluster.slots(layout) < 1:
@@ -392,17 +395,5 @@ def _fastest(cluster: Cluster, layout: Layout) -> Split | None:
         return None
     most = num_instances * cluster.max_batch[0]
     batch = largest(lambda rows: all(met(rows).values()), most)
-    if batch == most:
-        return _split(cluster, layout, num_instances, batch, "instances")
-    slow = next(name for name, holds in met(batch + 1).items() if not holds)
-    return _split(cluster, layout, num_instances, batch, slow)
-
-
-def _split(cluster: Cluster, layout: Layout, num_instances: int, global_batch: int, binding: str) -> Split:
-    return Split(
-        layout=layout,
-        num_instances=num_instances,
-        global_batch=global_batch,
-        tokens_per_s=cluster.tokens_at(layout, num_instances, global_batch),
-        binding=binding,
-    )
+    slow = (name for name, holds in met(batch + 1).items() if not holds)
+    return num_instances, batch, "instances" if batch == most else next(slow)
