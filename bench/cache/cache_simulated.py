@@ -84,7 +84,7 @@ def peak_rate(cell: Cell, make: PolicyMaker, guess: float) -> float:
 
 
 def simulated(cell: Cell, make: PolicyMaker, rate: float, max_waiting: int = 10**9) -> dict[str, Any]:
-    """One rate: its summary (`sim.cached_requests`)."""
+    """One rate: its summary (`sim.cached_instance`)."""
     requests = cell.requests(rate)
     policy = make(cell.config.costs())
     result = simulate_cached(cell.config, policy, requests, max_waiting=max_waiting)

@@ -40,7 +40,7 @@ def some(num: int = 300):
 
 @pytest.mark.parametrize("name", sorted(ROUTERS))
 @pytest.mark.parametrize("kind", ["coupled", "server"])
-def test_every_router_serves_all_requests_and_leaves_the_books_empty(name, kind):
+def test_every_router_serves_all_requests_and_leaves_nothing_counted(name, kind):
     if kind == "coupled":
         config = coupled(3, num_instances=3, prefill=StageTime(per_row_s=0.01))
     else:
