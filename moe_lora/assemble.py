@@ -9,7 +9,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
@@ -200,7 +200,7 @@ def engine_processes(
 
     cluster = _instances_only(config, front_end or FrontEndConfig())
     with entered(lambda: local_instances(cluster, router=router)) as (controlled, thread):
-        yield ThreadedClient(controlled.fleet, thread)
+        yield cast("EngineClient", ThreadedClient(controlled.fleet, thread))
 
 
 @contextmanager
@@ -211,7 +211,8 @@ def instance_processes(config: EngineConfig) -> Iterator[list[EngineClient]]:
 
     cluster = _instances_only(config, FrontEndConfig())
     with entered(lambda: local_instances(cluster)) as (controlled, thread):
-        yield [ThreadedClient(one.client, thread) for one in controlled.instance_registry.instances]
+        instances = controlled.instance_registry.instances
+        yield [cast("EngineClient", ThreadedClient(one.client, thread)) for one in instances]
 
 
 @contextmanager

@@ -29,7 +29,8 @@ from moe_lora.core.request import (
 )
 from moe_lora.engine.client.loop_client import LoopClient
 from moe_lora.engine.client.messages import Stop
-from moe_lora.engine.text.text import TextDelta, TextStream, load_tokenizer
+from moe_lora.engine.text.detokenize import TextDelta, TextStream
+from moe_lora.engine.text.text import load_tokenizer
 
 from .build import build_engine
 from .core import EngineCore

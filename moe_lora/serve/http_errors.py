@@ -162,31 +162,21 @@ def _cause(problem: dict[str, Any]) -> Exception | None:
     return cause if isinstance(cause, Exception) else None
 
 
-def respond(error: ApiError, headers: dict[str, str] | None = None) -> JsonResponse:
-    return JsonResponse(error.body, status_code=error.status, headers=headers)
-
-
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every exception with an OpenAI error body."""
 
-    async def known(_: Request, error: Exception) -> Response:
-        return respond(to_api_error(error))
+    async def answer(request: Request, error: Exception) -> Response:
+        headers = None
+        if isinstance(error, RequestValidationError):
+            failure = describe_validation(error)
+        elif isinstance(error, HTTPException):
+            failure = ApiError(error.status_code, f"{error.detail} ({request.method} {request.url.path})")
+            headers = error.headers
+        elif isinstance(error, MoeLoraError | ApiError):
+            failure = to_api_error(error)
+        else:  # the server logs it
+            failure = ApiError(500, f"the server failed: {type(error).__name__}; see its log")
+        return JsonResponse(failure.body, status_code=failure.status, headers=headers)
 
-    async def invalid(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return respond(describe_validation(error))
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        place = f"{request.method} {request.url.path}"
-        headers = dict(error.headers or {})
-        return respond(ApiError(error.status_code, f"{error.detail} ({place})"), headers)
-
-    async def unforeseen(_: Request, error: Exception) -> Response:
-        return respond(ApiError(500, f"the server failed: {type(error).__name__}; see its log"))
-
-    app.add_exception_handler(ApiError, known)
-    app.add_exception_handler(MoeLoraError, known)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unforeseen)
+    for kind in (ApiError, MoeLoraError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

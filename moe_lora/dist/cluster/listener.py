@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -158,6 +159,25 @@ class AsItIs:
         self._instance_registry.join_as_it_is(instance, client, await held_by(client), incarnation)
 
 
+class _Outputs:
+    """What an engine says of a request, for the one who awaits it: asyncio.Queue costs more a token."""
+
+    def __init__(self) -> None:
+        self._items: deque[TokenOutput | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: TokenOutput | Exception) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> TokenOutput | Exception:
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
 _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids")
 
 
@@ -175,7 +195,7 @@ class DialledClient(CallableEngine):
         self.hearing = Hearing()
         self.on_beat: Callable[[Beat], None] = lambda beat: None
         self._peer = peer
-        self._streams: dict[str, asyncio.Queue[TokenOutput | Exception]] = {}
+        self._streams: dict[str, _Outputs] = {}
         self._dead: EngineDeadError | None = None
 
     async def read(self) -> None:
@@ -186,20 +206,20 @@ class DialledClient(CallableEngine):
                 for output in message.outputs:
                     stream = streams.get(output.request_id)
                     if stream is not None:
-                        stream.put_nowait(output)
+                        stream.put(output)
             elif isinstance(message, Beat):
                 self.hearing.hear(message)
                 self.on_beat(message)
             elif isinstance(message, Rejected):
                 stream = self._streams.get(message.request_id)
                 if stream is not None:
-                    stream.put_nowait(message.error)
+                    stream.put(message.error)
             elif isinstance(message, Dead):
                 logger.error("instance %s: %s", self.name, message.error)
                 self._peer.end("the engine has failed")
         self._dead = EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         for stream in self._streams.values():
-            stream.put_nowait(self._dead)
+            stream.put(self._dead)
 
     async def ask(self, method: str, *args: Any) -> Any:
         try:
@@ -223,7 +243,7 @@ class DialledClient(CallableEngine):
             raise self._dead or EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         if request.request_id in self._streams:
             raise ValueError(f"request_id {request.request_id!r} is already running")
-        outputs = self._streams[request.request_id] = asyncio.Queue()
+        outputs = self._streams[request.request_id] = _Outputs()
         self._peer.send(Request.of(request))
         over = False
         try:

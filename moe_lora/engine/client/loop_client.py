@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
@@ -139,21 +139,19 @@ def _asked() -> Future[Any]:
 # An engine client for callers of any thread and event loop; the client itself stays in its own.
 
 
-_KEYWORDS = {"load_adapter": ("replace", "version", "content_hash"), "pin_adapter": ("pinned",)}
-
-
-class ThreadedClient(CallableEngine):
+class ThreadedClient:
     """`EngineClient` whose calls are carried to the event loop of `thread`, where `client` belongs."""
 
     def __init__(self, client: EngineClient, thread: LoopThread) -> None:
-        self.client = client
+        self._client = client
         self._thread = thread
 
-    async def ask(self, method: str, *args: Any) -> Any:
-        names = _KEYWORDS.get(method, ())
-        num_plain = len(args) - len(names)
-        keywords = dict(zip(names, args[num_plain:], strict=True))
-        return await self._there(getattr(self.client, method)(*args[:num_plain], **keywords))
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        async def call(*args: Any, **keywords: Any) -> Any:
+            work = getattr(self._client, name)(*args, **keywords)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
+
+        return call
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         loop = asyncio.get_running_loop()
@@ -165,7 +163,7 @@ class ThreadedClient(CallableEngine):
 
         async def collect() -> None:
             try:
-                async for output in self.client.generate(request):
+                async for output in self._client.generate(request):
                     put(output)
                 put(None)
             except BaseException as error:
@@ -179,15 +177,3 @@ class ThreadedClient(CallableEngine):
                 yield item
         finally:
             collecting.cancel()
-
-    async def abort(self, request_id: str) -> None:
-        await self._there(self.client.abort(request_id))
-
-    async def is_alive(self) -> bool:
-        return bool(await self._there(self.client.is_alive()))
-
-    async def close(self) -> None:
-        await self._there(self.client.close())
-
-    async def _there(self, work: Any) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from .text import Tokenizer
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
 LONG_WINDOW_TOKENS = 32
-
-
-class TextDecoder(Protocol):
-    """What streaming needs of a tokenizer."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class IncrementalDetokenizer:
@@ -28,11 +23,11 @@ class IncrementalDetokenizer:
     output continues; with it the first token keeps a leading space that decoders strip at a text's start.
     """
 
-    def __init__(self, tokenizer: TextDecoder, prompt_token_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decode = tokenizer.decode
         self._special_ids = tokenizer.special_ids
         self._window = [t for t in prompt_token_ids[-CONTEXT_TOKENS:] if t not in self._special_ids]
-        self._given = tokenizer.decode(self._window)
+        self._given = self._decode(self._window)
         if self._given.endswith(REPLACEMENT):
             self._window, self._given = [], ""
         self._num_given = len(self._window)
@@ -42,14 +37,14 @@ class IncrementalDetokenizer:
         if token_id in self._special_ids:
             return ""
         self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         if len(text) <= len(self._given) or text.endswith(REPLACEMENT):
             return self._shorten(text) if len(self._window) > LONG_WINDOW_TOKENS else ""
         return self._advance(text, len(self._window))
 
     def flush(self) -> str:
         """What was held back, complete or not."""
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         return self._advance(text, len(self._window)) if len(text) > len(self._given) else ""
 
     def _advance(self, text: str, end: int) -> str:
@@ -57,7 +52,7 @@ class IncrementalDetokenizer:
         new = text[len(self._given) :]
         self._window = self._window[self._num_given :]
         self._num_given = end - self._num_given
-        self._given = self._tokenizer.decode(self._window[: self._num_given])
+        self._given = self._decode(self._window[: self._num_given])
         return new
 
     def _shorten(self, text: str) -> str:
@@ -66,8 +61,8 @@ class IncrementalDetokenizer:
         Where the texts of two halves add up to the text of the whole, no character spans the cut.
         """
         for end in range(len(self._window) - 1, self._num_given, -1):
-            head = self._tokenizer.decode(self._window[:end])
-            tail = self._tokenizer.decode(self._window[end:])
+            head = self._decode(self._window[:end])
+            tail = self._decode(self._window[end:])
             if len(head) > len(self._given) and tail and head + tail == text:
                 return self._advance(head, end)
         return ""
@@ -110,8 +105,7 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """text: what may be given out.  num_tokens: pushed tokens up to the one that completed a stop string
     (all of them otherwise).  stopped: a stop string was met; abort the request in the engine."""
 
@@ -128,7 +122,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: TextDecoder,
+        tokenizer: Tokenizer,
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
@@ -141,17 +135,19 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Text that these tokens make certain."""
-        pieces: list[str] = []
-        for used, token_id in enumerate(token_ids, 1):
+        pieces = map(self._detokenizer.push, token_ids)
+        if self._matcher is None:
+            return TextDelta("".join(pieces), len(token_ids))
+        text = ""
+        for used, piece in enumerate(pieces, 1):
             self._num_tokens += 1
-            piece = self._detokenizer.push(token_id)
             stopped = False
-            if self._matcher is not None and self._num_tokens >= self._min_tokens:
+            if self._num_tokens >= self._min_tokens:
                 piece, stopped = self._matcher.push(piece)
-            pieces.append(piece)
+            text += piece
             if stopped:
-                return TextDelta("".join(pieces), used, stopped=True)
-        return TextDelta("".join(pieces), len(token_ids))
+                return TextDelta(text, used, stopped=True)
+        return TextDelta(text, len(token_ids))
 
     def flush(self) -> TextDelta:
         """The rest, once no more tokens come."""

@@ -7,15 +7,13 @@ in torch and takes seconds) is imported to convert older formats.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_lora.core.errors import ConfigError
-
-from .detokenize import IncrementalDetokenizer, StopMatcher, TextDelta, TextStream
 
 if TYPE_CHECKING:
     import tokenizers
@@ -99,16 +97,6 @@ def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> 
     return source
 
 
-__all__ = [
-    "IncrementalDetokenizer",
-    "StopMatcher",
-    "TextDelta",
-    "TextStream",
-    "Tokenizer",
-    "load_tokenizer",
-    "read_eos_token_ids",
-]
-
 OLDER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -116,8 +104,9 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class Tokenizer:
     """Text to token ids and back, with the model's special tokens and chat template.
 
-    backend: a `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").
-    eos_token_ids: tokens that end a text by the model's own configuration.
+    decode: the text of some tokens, without special ones unless told; ids not known give none.  backend: a
+    `tokenizers.Tokenizer`.  special_tokens: name -> text ("eos_token": "</s>").  eos_token_ids: tokens that
+    end a text by the model's own configuration.
     """
 
     def __init__(
@@ -131,6 +120,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self.decode: Callable[..., str] = backend.decode
         self.special_tokens = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -146,10 +136,6 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the tokens; ids that the tokenizer does not know give none."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def render_chat(
         self,
