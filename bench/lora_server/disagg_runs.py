@@ -195,23 +195,25 @@ def tokens_per_s(records: Sequence[RequestRecord], start_s: float, end_s: float)
 
 
 def _in_emulated_time(record: RequestRecord, slowdown: float) -> RequestRecord:
+    def scaled(value: float | None) -> float | None:
+        return None if value is None else value / slowdown
+
     timing = record.timing
     if timing is not None:
-        decode_ttft_ms = timing.decode_ttft_ms
         timing = replace(
             timing,
             sent_s=timing.sent_s / slowdown,
             token_times_s=tuple(moment / slowdown for moment in timing.token_times_s),
             end_s=timing.end_s / slowdown,
-            decode_ttft_ms=None if decode_ttft_ms is None else decode_ttft_ms / slowdown,
+            decode_ttft_ms=scaled(timing.decode_ttft_ms),
         )
     return replace(
         record,
         arrival_s=record.arrival_s / slowdown,
         sent_s=record.sent_s / slowdown,
         timing=timing,
-        queue_ms=None if record.queue_ms is None else record.queue_ms / slowdown,
-        adapter_load_ms=None if record.adapter_load_ms is None else record.adapter_load_ms / slowdown,
+        queue_ms=scaled(record.queue_ms),
+        adapter_load_ms=scaled(record.adapter_load_ms),
     )
 
 

@@ -36,41 +36,35 @@ class End:
     def __init__(self, kind: str, name: str, largest_bytes: int) -> None:
         self.transport: Transport = make_transport(kind, name=name)
         self.window: Window = self.transport.alloc("bench", largest_bytes, 3)
-        self.remote: RemoteWindow | None = None
+        self.remote: RemoteWindow
         self.data = torch.ones(largest_bytes, dtype=torch.uint8)
         self.value = self.puts = 0
 
-    def send(self, mode: str, num_bytes: int) -> None:
+    def send(self, mode: str, num_bytes: int, value: int) -> None:
         """push: the data with the signal.  pull: the signal that data wait here."""
-        assert self.remote is not None
         data = self.data[:num_bytes] if mode == "push" else None
-        self.transport.put_signal(self.remote, 0, data, 0, self.value)
+        self.transport.put_signal(self.remote, 0, data, 0, value)
 
     def receive(self, mode: str, num_bytes: int) -> None:
         """Await the next signal; pull: fetch the data."""
         self.value += 1
         self.transport.signal_wait_until(self.window, 0, self.value, TIMEOUT_S)
         if mode == "pull":
-            assert self.remote is not None
             self.transport.get(self.remote, 0, self.data[:num_bytes])
 
     def ping(self, mode: str, num_bytes: int) -> None:
         """A round trip with the data both ways."""
-        assert self.remote is not None
-        self.transport.put_signal(
-            self.remote, 0, self.data[:num_bytes] if mode == "push" else None, 0, self.value + 1
-        )
+        self.send(mode, num_bytes, self.value + 1)
         self.receive(mode, num_bytes)
         self.transport.fence(self.remote)
 
     def pong(self, mode: str, num_bytes: int) -> None:
         """The other half."""
         self.receive(mode, num_bytes)
-        self.send(mode, num_bytes)
+        self.send(mode, num_bytes, self.value)
 
     def stream(self, num_bytes: int) -> None:
         """Puts back to back, until all have arrived; nobody waits for them."""
-        assert self.remote is not None
         for _ in range(STREAM_PUTS):
             self.puts += 1
             self.transport.put_signal(self.remote, 0, self.data[:num_bytes], 1, self.puts)
@@ -108,7 +102,7 @@ def serve(pipe: Connection, largest_bytes: int) -> None:
             kind, mode, num_bytes, count = arguments
             for _ in range(count):
                 ends[kind].pong(mode, num_bytes)
-            ends[kind].transport.fence(ends[kind].remote)  # type: ignore[arg-type]
+            ends[kind].transport.fence(ends[kind].remote)
         elif command == "idle":
             kind, wall_s = arguments
             pipe.send(ends[kind].idle(wall_s))
@@ -138,19 +132,10 @@ def timed(work: Callable[[], object], count: int) -> list[float]:
     return found
 
 
-class Memcpy:
-    """Copies between two private buffers, by the same function and in the same rhythm as a stream of puts."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.source = torch.ones(num_bytes, dtype=torch.uint8)
-        self.target = torch.ones(num_bytes, dtype=torch.uint8)
-
-    def stream(self) -> None:
-        """As many copies as a stream has puts."""
-        for _ in range(STREAM_PUTS):
-            shm_library.free.moe_lora_shm_copy(
-                self.target.data_ptr(), self.source.data_ptr(), self.source.nbytes
-            )
+def copy_stream(source: torch.Tensor, target: torch.Tensor) -> None:
+    """As many copies between private buffers as a stream has puts, by the same function."""
+    for _ in range(STREAM_PUTS):
+        shm_library.free.moe_lora_shm_copy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def measure_size(
@@ -160,9 +145,9 @@ def measure_size(
     one_way: dict[tuple[str, str], list[list[float]]] = {(k, m): [] for k in ends for m in MODES}
     put: dict[str, list[float]] = {kind: [] for kind in ends}
     memcpy: list[float] = []
-    private = Memcpy(num_bytes)
+    private = torch.ones(2, num_bytes, dtype=torch.uint8)
     for turn in range(rounds + 1):
-        memcpy.append(statistics.median(timed(private.stream, trips)) / STREAM_PUTS)
+        memcpy.append(statistics.median(timed(lambda: copy_stream(*private), trips)) / STREAM_PUTS)
         for kind, end in ends.items():
             for mode in MODES:
                 pipe.send(("pong", kind, mode, num_bytes, trips))

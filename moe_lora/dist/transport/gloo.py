@@ -18,15 +18,15 @@ from torch.distributed import ProcessGroupGloo
 
 from moe_lora.core.errors import PeerUnreachableError
 
-from .contract import RemoteWindow
+from .contract import RemoteWindow, Transport, Window
 from .descriptor import Descriptor, check_range, check_same_size, check_signal, check_tensor
 from .gloo_link import Link, Op, Reception, connect
-from .shm_library import LocalTransport, LocalWindow, PeerWindow, SignalWaiter, SignalWords, lines
+from .shm_library import SignalWaiter, SignalWords, lines
 
 # Windows of the gloo transport: this process's, and those of peers at the other end of a link.
 
 
-class GlooWindow(LocalWindow):
+class GlooWindow(Window):
     """Private memory that this process's receiver threads fill."""
 
     def __init__(
@@ -42,7 +42,7 @@ class GlooWindow(LocalWindow):
         return {**self._address(), "window": self.number}
 
 
-class GlooRemoteWindow(PeerWindow):
+class GlooRemoteWindow(RemoteWindow):
     """A peer's window at the other end of a link."""
 
     def __init__(self, found: Descriptor, link: Link) -> None:
@@ -86,7 +86,7 @@ class GlooRemoteWindow(PeerWindow):
             raise self.gone_error(str(error).splitlines()[0]) from None
 
 
-class GlooTransport(LocalTransport[GlooWindow, GlooRemoteWindow]):
+class GlooTransport(Transport):
     """torch.distributed send/recv; see the contract."""
 
     kind = "gloo"
@@ -157,30 +157,25 @@ class GlooTransport(LocalTransport[GlooWindow, GlooRemoteWindow]):
                 link.say_goodbye()
 
     def put_signal(
-        self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
+        self, dst: GlooRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
         """Send; the peer's receiver thread places the bytes and raises the signal."""
-        assert isinstance(dst, GlooRemoteWindow)
         dst.put(offset_bytes, src, signal, value)
 
-    def get(self, src: RemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
+    def get(self, src: GlooRemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
         """Ask the peer's receiver thread to send."""
-        assert isinstance(src, GlooRemoteWindow)
         check_range(src, offset_bytes, check_tensor(out, "out"))
         src.ask(Op.GET, offset_bytes, out)
 
-    def fence(self, dst: RemoteWindow) -> None:
+    def fence(self, dst: GlooRemoteWindow) -> None:
         """A link keeps the order of what is sent."""
-        assert isinstance(dst, GlooRemoteWindow)
 
-    def quiet(self, dst: RemoteWindow) -> None:
+    def quiet(self, dst: GlooRemoteWindow) -> None:
         """A round trip behind the puts."""
-        assert isinstance(dst, GlooRemoteWindow)
         dst.ask(Op.QUIET)
 
-    def detach(self, remote: RemoteWindow) -> None:
+    def detach(self, remote: GlooRemoteWindow) -> None:
         """Let a peer's window go, and the link with its last."""
-        assert isinstance(remote, GlooRemoteWindow)
         with self._attaching:
             remote.link = None
             self._remotes.discard(remote)

@@ -27,9 +27,9 @@ import torch
 
 from moe_lora.core.errors import ConfigError, PeerGoneError, PeerUnreachableError
 
-from .contract import RemoteWindow
+from .contract import RemoteWindow, Transport, Window
 from .descriptor import Descriptor, as_bytes, check_range, check_same_size, check_signal, check_tensor
-from .shm_library import LocalTransport, LocalWindow, PeerWindow, SignalWaiter, SignalWords, lines
+from .shm_library import SignalWaiter, SignalWords, lines
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _SPIN_S = 200e-6
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 50e-6, 2e-3
 
 
-class NixlWindow(LocalWindow):
+class NixlWindow(Window):
     """Registered memory."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Transfer:
     notice: bytes = b""
 
 
-class NixlRemoteWindow(PeerWindow):
+class NixlRemoteWindow(RemoteWindow):
     """A peer's window, and the transfers to it that are under way."""
 
     def __init__(self, found: Descriptor, transport: NixlTransport) -> None:
@@ -220,7 +220,7 @@ class NixlTransfers:
             self._agent.deregister_memory(transfer.registered)
 
 
-class NixlTransport(LocalTransport[NixlWindow, NixlRemoteWindow]):
+class NixlTransport(Transport):
     """NIXL writes with notifications; see the contract."""
 
     kind = "nixl"
@@ -289,11 +289,10 @@ class NixlTransport(LocalTransport[NixlWindow, NixlRemoteWindow]):
         return num_bytes, num_signals
 
     def put_signal(
-        self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
+        self, dst: NixlRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
         """Write, then notify.  The put gets on while this process puts, waits, fences or quiets; a notice
         waits until all writes before it are done."""
-        assert isinstance(dst, NixlRemoteWindow)
         check_signal(dst, signal, value)
         num_bytes = 0 if src is None else check_tensor(src, "src")
         check_range(dst, offset_bytes if num_bytes else 0, num_bytes)
@@ -311,25 +310,22 @@ class NixlTransport(LocalTransport[NixlWindow, NixlRemoteWindow]):
         if remote not in self._remotes or not remote.reachable:
             raise remote.gone("its process has ended, or it was freed or detached from", process_lost=False)
 
-    def get(self, src: RemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
+    def get(self, src: NixlRemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
         """Read, and wait for it."""
-        assert isinstance(src, NixlRemoteWindow)
         check_range(src, offset_bytes, check_tensor(out, "out"))
         self._check_live(src)
         if out.nbytes:
             transfer = self._transfers.start("READ", as_bytes(out), src, mmap.PAGESIZE + offset_bytes)
             self._transfers.finish([transfer], src, self._timeout_s)
 
-    def fence(self, dst: RemoteWindow) -> None:
+    def fence(self, dst: NixlRemoteWindow) -> None:
         """Wait for the puts before."""
-        assert isinstance(dst, NixlRemoteWindow)
         self._check_live(dst)
         self._transfers.finish(dst.pending, dst, self._timeout_s)
         self._check_live(dst)  # another thread may have been told that the puts are lost
 
-    def quiet(self, dst: RemoteWindow) -> None:
+    def quiet(self, dst: NixlRemoteWindow) -> None:
         """Wait for the puts before, and see that the window still stands."""
-        assert isinstance(dst, NixlRemoteWindow)
         self.fence(dst)
         self._read_header(dst)
 
@@ -374,9 +370,8 @@ class NixlTransport(LocalTransport[NixlWindow, NixlRemoteWindow]):
             if found is not None or (timeout_s is not None and passed_s >= timeout_s):
                 return found
 
-    def detach(self, remote: RemoteWindow) -> None:
+    def detach(self, remote: NixlRemoteWindow) -> None:
         """Let a peer's window go, and with its last a process that has ended."""
-        assert isinstance(remote, NixlRemoteWindow)
         with self._lock:
             if remote not in self._remotes:
                 return

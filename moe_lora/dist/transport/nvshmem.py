@@ -21,7 +21,7 @@ Source: InfiniLoRA section 5.1, IBGDA; pytorch issue 191858 (the handle's own pu
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -102,14 +102,8 @@ class IbgdaGroup(_Gloo):
         )
         self._self_test(whole, timeout_s)
         self._num_windows += 1
-        return SymmetricWindow(
-            label=label,
-            num_bytes=num_bytes,
-            num_signals=num_signals,
-            bytes=data[:num_bytes],
-            words=words[: num_signals * _WORDS_PER_SIGNAL],
-            channel=channel,
-        )
+        bytes_, words = data[:num_bytes], words[: num_signals * _WORDS_PER_SIGNAL]
+        return replace(whole, num_bytes=num_bytes, num_signals=num_signals, bytes=bytes_, words=words)
 
     def put_signal(
         self,

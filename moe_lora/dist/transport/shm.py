@@ -18,9 +18,9 @@ import torch
 from moe_lora.core.errors import PeerUnreachableError
 
 from . import shm_library
-from .contract import RemoteWindow
+from .contract import RemoteWindow, Transport, Window
 from .descriptor import LINE_BYTES, Descriptor, check_range, check_same_size, check_signal, check_tensor
-from .shm_library import LocalTransport, LocalWindow, PeerWindow, SignalWaiter, SignalWords
+from .shm_library import SignalWaiter, SignalWords
 
 # Segments of memory that processes of one user on one host share: memfds, found through /proc.
 #
@@ -114,7 +114,7 @@ def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
 # Windows in shared memory: this process's, and those of peers mapped here.
 
 
-class ShmWindow(LocalWindow):
+class ShmWindow(Window):
     """Local memory in a segment of its own."""
 
     def __init__(
@@ -156,7 +156,7 @@ class ShmProcess:
         self.bell = map_peer_segment(bell, medium["bell_fd"], medium["bell_tag"])
 
 
-class ShmRemoteWindow(PeerWindow):
+class ShmRemoteWindow(RemoteWindow):
     """A peer's window, mapped here."""
 
     def __init__(self, found: Descriptor, peer: ShmProcess, segment: Segment) -> None:
@@ -200,7 +200,7 @@ class ShmRemoteWindow(PeerWindow):
 _SHORT_COPY_BYTES = 64 << 10
 
 
-class ShmTransport(LocalTransport[ShmWindow, ShmRemoteWindow]):
+class ShmTransport(Transport):
     """Shared memory on one host; see the contract."""
 
     kind = "shm"
@@ -233,10 +233,9 @@ class ShmTransport(LocalTransport[ShmWindow, ShmRemoteWindow]):
         return remote
 
     def put_signal(
-        self, dst: RemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
+        self, dst: ShmRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
         """Copy, then raise; complete on return."""
-        assert isinstance(dst, ShmRemoteWindow)
         if src is None:
             dst.signal(signal, value)
             return
@@ -254,23 +253,20 @@ class ShmTransport(LocalTransport[ShmWindow, ShmRemoteWindow]):
             dst.words.doorbell_address,
         )
 
-    def get(self, src: RemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
+    def get(self, src: ShmRemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
         """Copy from the peer's memory."""
-        assert isinstance(src, ShmRemoteWindow)
         num_bytes = check_tensor(out, "out")
         check_range(src, offset_bytes, num_bytes)
         segment = src.live_segment()
         shm_library.free.moe_lora_shm_copy(out.data_ptr(), segment.data.data_ptr() + offset_bytes, num_bytes)
 
-    def quiet(self, dst: RemoteWindow) -> None:
+    def quiet(self, dst: ShmRemoteWindow) -> None:
         """Puts are complete when they return; raises PeerGoneError as a put would."""
-        assert isinstance(dst, ShmRemoteWindow)
         dst.live_segment()
 
     fence = quiet
 
-    def detach(self, remote: RemoteWindow) -> None:
-        assert isinstance(remote, ShmRemoteWindow)
+    def detach(self, remote: ShmRemoteWindow) -> None:
         with self._lock:
             self._remotes.discard(remote)
         remote.detach()

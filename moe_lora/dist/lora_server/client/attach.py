@@ -10,7 +10,7 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.lora_server.protocol.control import find_rank, join, network
+from moe_lora.dist.lora_server.protocol.control import Hear, find_rank, join, network, pings_of
 from moe_lora.dist.lora_server.protocol.control_messages import ServerHello
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.protocol.reach import agreed_facts, server_transport
@@ -77,16 +77,11 @@ class LoraServerClient:
 
     def leases(self, on_change: Callable[[], None]) -> LeaseClient:
         """The instance's leases; its first rank has them."""
-        return LeaseClient(
-            self._server.address,
-            self._keys,
-            self._hello,
-            self._instance,
-            self.store,
-            on_change,
-            silence_s=self._server.lease_timeout_s,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-        )
+        return LeaseClient(self._join_leader, self.store, on_change, CONNECT_TIMEOUT_S)
+
+    async def _join_leader(self, timeout_s: float, hear: Hear) -> Peer:
+        leader, begin = (self._server.address, self._keys, self._hello), ("join_instance", self._instance)
+        return await join(*leader, timeout_s, *begin, hear=hear, pings=pings_of(self._server.lease_timeout_s))
 
     def close(self) -> None:
         for link in self.links.values():

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import CapacityError
 from moe_lora.dist.lora_server.protocol.content import num_blocks, send_blocks
-from moe_lora.dist.lora_server.protocol.control import join, network, pings_of, stay_joined
-from moe_lora.dist.lora_server.protocol.control_messages import Need, ServerHello
+from moe_lora.dist.lora_server.protocol.control import Hear, network, stay_joined
+from moe_lora.dist.lora_server.protocol.control_messages import Need
 from moe_lora.dist.net.codec import Message
-from moe_lora.dist.net.keys import Keys
 from moe_lora.dist.net.peer import Peer, PeerEndedError
 from moe_lora.lora.row_routing import Lease
 
@@ -29,28 +28,20 @@ class LeaseClient:
 
     The engine's thread says what it wants and reads what was granted; the event loop of the control
     connections does the rest.  on_change: called there after leases came or went, or the leader did.
-    silence_s: a leader silent for longer is gone.  Raises LoraServerError if it is not there at first.
+    join_leader: connects as an instance; takes how long to look for the leader, and who hears it.
+    Raises LoraServerError if it is not there within timeout_s.
     """
 
     def __init__(
         self,
-        address: str,
-        keys: Keys | None,
-        hello: ServerHello,
-        instance: str,
+        join_leader: Callable[[float, Hear], Awaitable[Peer]],
         store: HostStore,
         on_change: Callable[[], None],
-        *,
-        silence_s: float,
-        connect_timeout_s: float = 60.0,
+        timeout_s: float,
     ) -> None:
-        self._address = address
-        self._keys = keys
-        self._hello = hello
-        self._instance = instance
+        self._join_leader = join_leader
         self._store = store
         self._on_change = on_change
-        self._pings = pings_of(silence_s)
         self._registered: set[str] = set()
         self._rejected: dict[str, str] = {}
         # Number of the acquire, in the order asked, so that a new leader hears it so.  The engine's thread's.
@@ -59,7 +50,7 @@ class LeaseClient:
         self._granted: dict[str, tuple[int, Lease]] = {}
         """With the number of the acquire: what comes for one that was given up since is not for the next."""
         self._peer: Peer | None = None
-        self._joined = network().run(self._start(connect_timeout_s))
+        self._joined = network().run(self._start(timeout_s))
 
     @property
     def connected(self) -> bool:
@@ -111,9 +102,7 @@ class LeaseClient:
             await self._peer.closed()
 
     async def _join(self, timeout_s: float) -> Peer:
-        begin = ("join_instance", self._instance)
-        leader = self._address, self._keys, self._hello
-        return await join(*leader, timeout_s, *begin, hear=self._hear, pings=self._pings)
+        return await self._join_leader(timeout_s, self._hear)
 
     async def _serve(self, peer: Peer) -> None:
         """Say to the leader what is known here and what is wanted, and wait until it is gone."""

@@ -5,9 +5,8 @@ Legend: T token rows, K experts per token, R rows of the answer, N output width.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -81,7 +80,7 @@ class HostDeltas:
     def __init__(self, shape: ModelShape, store: HostStore) -> None:
         self._shape = shape
         self._store = store
-        self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
+        self._adapter = lru_cache(_MAX_MAPPED)(self._map)
 
     def compute(
         self,
@@ -97,37 +96,21 @@ class HostDeltas:
         if request.ids is not None:
             row_of = np.nonzero(request.ids >= 0)[0]
         for index in np.unique(row_adapter).tolist():
-            mapped = self._adapter(adapters[index].content_hash)
-            arena = mapped.packed.layers[request.layer].data.view(torch.uint8)
+            arena, table = self._layer(adapters[index].content_hash, request.layer)
             slot = np.where(row_adapter == index, 0, -1).astype(np.int32)
-            table = self._table(mapped, request.layer)
             request_deltas(request, self._shape, 0, slot, table, arena, part)
             rows = torch.from_numpy(np.flatnonzero(row_adapter[row_of] == index))
             out[rows] = part[rows]
 
-    def _adapter(self, content_hash: str) -> _Mapped:
-        known = self._mapped.pop(content_hash, None)
-        if known is None:
-            known = _Mapped(self._store.get(content_hash, content_hash))
-            while len(self._mapped) >= _MAX_MAPPED:
-                self._mapped.popitem(last=False)
-        self._mapped[content_hash] = known
-        return known
+    def _map(self, content_hash: str) -> tuple[PackedAdapter, dict[int, SlotTable]]:
+        """The adapter's file, mapped, and its slot tables by layer as far as they were needed."""
+        return self._store.get(content_hash, content_hash), {}
 
-    def _table(self, mapped: _Mapped, number: int) -> SlotTable:
-        """The offsets of one layer, as a table of one slot."""
-        known = mapped.tables.get(number)
-        if known is None:
-            layer = mapped.packed.layers[number]
-            known = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
-            known.write_layer(0, 0, layer.table, layer.scale, layer.data.element_size(), 0)
-            mapped.tables[number] = known
-        return known
-
-
-@dataclass
-class _Mapped:
-    """An adapter's file, mapped, and its slot tables by layer as far as they were needed."""
-
-    packed: PackedAdapter
-    tables: dict[int, SlotTable] = field(default_factory=dict)
+    def _layer(self, content_hash: str, number: int) -> tuple[torch.Tensor, SlotTable]:
+        """The data of one layer, and its offsets as a table of one slot."""
+        packed, tables = self._adapter(content_hash)
+        layer = packed.layers[number]
+        if number not in tables:
+            table = tables[number] = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
+            table.write_layer(0, 0, layer.table, layer.scale, layer.data.element_size(), 0)
+        return layer.data.view(torch.uint8), tables[number]

@@ -241,8 +241,7 @@ class DataLoop:
 
     def _can_answer(self, request: DeltaRequest) -> bool:
         """Whether the deltas can be computed, or never can."""
-        server_store = self.server_store
-        return self._is_stale(request) or self._is_ready(request) or not server_store.led
+        return self._is_stale(request) or self._is_ready(request) or not self.server_store.led
 
     def _is_stale(self, request: DeltaRequest) -> bool:
         server_store, slot = self.server_store, request.slot

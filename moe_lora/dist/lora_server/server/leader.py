@@ -83,9 +83,6 @@ class Leader:
     # The admin
 
     async def state(self, visitor: Visitor) -> ServerState:
-        return self._state()
-
-    def _state(self) -> ServerState:
         table = self._table
         return ServerState(
             capacity=table.capacity, max_capacity=table.max_capacity(), **asdict(table.stats())
@@ -102,7 +99,7 @@ class Leader:
             self._tell_rank(server_rank, ResizeOrder(self._num_slots))
         self._dispatch()
         logger.info("capacity of the LoRA Server: %d adapters, before %d", capacity, before)
-        return self._state()
+        return await self.state(visitor)
 
     def _check_memory(self, capacity: int) -> None:
         limit = self._table.max_capacity()
@@ -190,7 +187,7 @@ class Leader:
     async def give(self, visitor: Visitor, adapter_id: str, number: int) -> None:
         await receive_blocks(visitor.peer, self._store, adapter_id, number)
         for server_rank in self._awaited_by.pop(adapter_id, ()):
-            self._supply(server_rank, adapter_id)
+            self.supply(server_rank, adapter_id)
 
     async def unregister(self, visitor: Visitor, adapter_id: str) -> None:
         instances = self._registered_by.get(adapter_id, set())
@@ -257,9 +254,9 @@ class Leader:
     # Content that the store has lost
 
     async def need(self, visitor: Visitor, adapter_id: str) -> None:
-        self._supply(visitor.server_rank, adapter_id)
+        self.supply(visitor.server_rank, adapter_id)
 
-    def _supply(self, server_rank: int, adapter_id: str) -> None:
+    def supply(self, server_rank: int, adapter_id: str) -> None:
         """Send content to a rank, at once or when an instance has given it."""
         if adapter_id not in self._store:
             self._await_content(server_rank, adapter_id)
@@ -279,7 +276,3 @@ class Leader:
             if instance in self._instances:
                 self._instances[instance].peer.send(Need(adapter_id))
                 return
-
-    def own_need(self, adapter_id: str) -> None:
-        """The leader's own rank lacks content."""
-        self._supply(LEADER, adapter_id)

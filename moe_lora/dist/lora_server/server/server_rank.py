@@ -152,7 +152,9 @@ class ServerRank:
         memory = plan_memory(self._server, self._partition, self._dtype, packed)
         self._build(memory)
         steps: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
-        orders = Orders(self.loop.server_store, self._store, lambda adapter_id: leader.own_need(adapter_id))
+        orders = Orders(
+            self.loop.server_store, self._store, lambda adapter_id: leader.supply(LEADER, adapter_id)
+        )
         # Later incarnations count from later: a generation of an earlier leader is always lower.
         first_generation = time.time_ns() // 1_000_000 << 20
         orders.start_over(first_generation)
