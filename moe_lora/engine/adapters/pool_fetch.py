@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moe_lora.adapters.facts import AdapterFacts
-from moe_lora.adapters.host_store import adapter_in, adapter_without_data, is_intact, layout_of
+from moe_lora.adapters.host_store import adapter_in, adapter_without_data, is_intact, layout_of, write_adapter
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError, PeerGoneError, PeerUnreachableError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport
@@ -72,7 +72,7 @@ class LayerReader:
         self._read_again = read_again
         self._left: list[bytes] | None = None
         self._window: RemoteWindow | None = None
-        self._packed: PackedAdapter | None = None
+        self._from_disk: torch.Tensor | None = None
 
     @property
     def layer_bytes(self) -> list[int]:
@@ -84,22 +84,17 @@ class LayerReader:
         Raises AdapterError if no source is left.
         """
         head = torch.empty(self._layout.head_bytes, dtype=torch.uint8) if out is None else out
-        self._try_all(lambda: self._head_into(head))
+        self._get(0, head)
         return adapter_without_data(self.facts, head)
 
     def read(self, number: int, out: torch.Tensor) -> None:
         """out = the data of layer `number`: uint8, of its size, on the CPU.  Raises AdapterError likewise."""
         start, length = self._layout.data[number]
         assert len(out) == length
-
-        def read() -> None:
-            if self._packed is not None:
-                out.copy_(self._packed.layers[number].data.view(torch.uint8))
-            elif length:
-                self._peers.transport.get(self._open(), start, out)
+        if length:
+            self._get(start, out)
+            if self._from_disk is None:
                 self._peers.count("fetched_bytes", length)
-
-        self._try_all(read)
 
     def read_whole(self, memory: torch.Tensor) -> PackedAdapter:
         """The adapter in `memory` (uint8 [layout.num_bytes]), its content checked.
@@ -113,39 +108,31 @@ class LayerReader:
             packed = adapter_in(self.facts, memory)
             if is_intact(packed):
                 return packed
-            assert self._packed is None, "what was read from disk was checked"
+            assert self._from_disk is None, "what was read from disk was checked"
             self._give_up("what it holds is not the adapter that was asked for")
 
     def close(self, *, done: bool) -> None:
         """Let go of the source.  done: all layers were read."""
         if done:
-            self._peers.count("disk_fetches" if self._packed is not None else "peer_fetches")
+            self._peers.count("peer_fetches" if self._from_disk is None else "disk_fetches")
         self._leave()
 
-    def _head_into(self, head: torch.Tensor) -> None:
-        if self._packed is None:
-            self._peers.transport.get(self._open(), 0, head)
-            return
-        bare = adapter_without_data(self.facts, head)
-        for layer, place in zip(self._packed.layers, bare.layers, strict=True):
-            place.table.copy_(layer.table)
-            place.scale.copy_(layer.scale)
-
-    def _try_all(self, read: Callable[[], None]) -> None:
-        """`read` from this source, or the next ones: peers, at last the directory."""
-        while True:
-            if self._left is None:
-                self._left = list(self._list_sources())
-            if self._packed is None and not self._left:
-                self._packed = self._from_directory()
+    def _get(self, start: int, out: torch.Tensor) -> None:
+        """out = the bytes from there on, from this source or the next ones: peers, at last the directory."""
+        if self._left is None:
+            self._left = list(self._list_sources())
+        while self._left:
             try:
-                return read()
+                self._peers.transport.get(self._open(self._left[0]), start, out)
+                return
             except (PeerGoneError, PeerUnreachableError, OSError, ValueError) as error:
-                if self._packed is not None:
-                    raise
                 self._give_up(str(error))
+        if self._from_disk is None:
+            self._from_disk = self._read_directory()
+        out.copy_(self._from_disk[start : start + len(out)])
 
-    def _from_directory(self) -> PackedAdapter:
+    def _read_directory(self) -> torch.Tensor:
+        """The adapter as it lies in windows."""
         name = self.facts.name
         logger.info("adapter %s: no instance that holds it answers; read from disk", name)
         try:
@@ -158,12 +145,13 @@ class LayerReader:
         except AdapterError:
             self._peers.count("failed_sources")
             raise
-        return packed
+        memory = torch.empty(self._layout.num_bytes, dtype=torch.uint8)
+        write_adapter(packed, memory)
+        return memory
 
-    def _open(self) -> RemoteWindow:
-        assert self._left
+    def _open(self, descriptor: bytes) -> RemoteWindow:
         if self._window is None:
-            window = self._peers.transport.attach(self._left[0])
+            window = self._peers.transport.attach(descriptor)
             if window.num_bytes != self._layout.num_bytes:
                 self._peers.release(window)
                 raise ValueError(f"{window.peer} has {window.num_bytes} bytes of it")
