@@ -153,7 +153,11 @@ class EngineCore:
         self.tend()
         plan = self._scheduler.schedule()
         self._transfers.send()
-        failed = self._end_failed()
+        problem = "adapter {!r} could not be copied to the device; the engine's log says why"
+        failed = [
+            self._end(lost, "error", problem.format(lost.request.adapter)) for lost in self._scheduler.failed
+        ]
+        self._scheduler.failed = []
         self.stalled = not (plan or failed)
         if not plan:
             return failed or self._refuse_impossible()
@@ -198,12 +202,6 @@ class EngineCore:
             "or raise arena_mb"
         )
         return [self._end(sequence, "error", problem)]
-
-    def _end_failed(self) -> list[TokenOutput]:
-        """End the requests whose adapter could not be brought."""
-        failed, self._scheduler.failed = self._scheduler.failed, []
-        problem = "adapter {!r} could not be copied to the device; the engine's log says why"
-        return [self._end(one, "error", problem.format(one.request.adapter)) for one in failed]
 
     def _end(self, sequence: Sequence, reason: FinishReason, problem: str | None = None) -> TokenOutput:
         """The last output of a request that the scheduler has let go."""

@@ -26,7 +26,10 @@ def sample(
     """
     report = [sequence.request.sampling.logprobs for sequence in sequences]
     logprobs_SV = torch.log_softmax(logits_SV, dim=-1) if any(n is not None for n in report) else None
-    _forbid_early_end(logits_SV, sequences, eos_token_ids)
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.request.sampling
+        if sequence.num_generated < sampling.min_tokens:
+            logits_SV[row, list(eos_token_ids + sampling.stop_token_ids)] = float("-inf")
     tokens = logits_SV.argmax(dim=-1)
     drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
     if drawn:
@@ -37,15 +40,6 @@ def sample(
         for row, n in enumerate(report)
     ]
     return chosen, reports
-
-
-def _forbid_early_end(
-    logits_SV: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]
-) -> None:
-    for row, sequence in enumerate(sequences):
-        sampling = sequence.request.sampling
-        if sequence.num_generated < sampling.min_tokens:
-            logits_SV[row, list(eos_token_ids + sampling.stop_token_ids)] = float("-inf")
 
 
 def _draw(logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
