@@ -9,28 +9,27 @@ anything spills or exceeds the limits of an SM.
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from .configs import (
-    CONFIG_DIR,
-    DTYPES,
-    FALLBACK,
-    PHASES,
-    Config,
-    ConfigEntry,
-    ConfigTable,
-    config_space,
-    kernels,
-    load_table,
-)
-from .steps import pipeline
+import torch
+
+from moe_lora.core.shape import Site
+from moe_lora.kernels.operands import SlotTable
+
+from . import configs, steps
+from .problem import Problem
+from .segments import Segments, build_segments, unsorted_rows
 
 # What ptxas made of a kernel: registers, memory and the instructions that matter, read from a cubin.
 
@@ -106,160 +105,179 @@ def parse(usage: str, sass: str, dynamic_shared_bytes: int) -> Compiled:
     )
 
 
-_POINTERS = {
-    **dict.fromkeys(
-        ("rows", "tiles", "num_tiles", "described", "count", "lora_rank", "token_slots", "ids"), "*i32"
-    ),
-    **dict.fromkeys(("a_offset", "b_offset"), "*i64"),
-    **dict.fromkeys(("scales", "partial"), "*fp32"),
-    "arena": "*u8",
-    "arena_bytes": "i64",
-}
-_ALIGNED = {
-    *("x", "y", "h", "arena", "partial", "width", "width0", "width1", "width2"),
-    *("x_stride", "y_stride", "h_width"),
-}
+_ROWS, _RANK, _TOP_K = 2, 64, 8
+_WIDTHS = {True: 1024, False: 1001}
+"""Widths of a site whose rows are, or are not, multiples of 16 bytes."""
+_ALL_RANKS = configs.Choice(algorithm="any")
 _MODULES = {"bf16": (1, 2, 3), "fp16": (2,), "fp32": (2,)}
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What a compilation knows of a tensor."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """One compilation: a kernel of a module, types of its pointers, constants, options."""
+    """One compilation: a kernel, by its module and name, and what it is launched with; see `_known`."""
 
     module: str
     kernel: str
+    operands: tuple[Any, ...]
+    meta: dict[str, Any]
+    required: tuple[str, ...]
     dtype: str
-    constants: dict[str, Any]
-    types: dict[str, str] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 3
-    required: tuple[str, ...] = ()
-    label: str = ""
+    label: str
+
+
+def _known(operand: Any) -> Any:
+    """The operand, or the tuple of operands, with what is known of tensors in their place."""
+    if isinstance(operand, torch.Tensor):
+        return Pointer(operand.dtype, operand.data_ptr() % 16)
+    if isinstance(operand, tuple):
+        known = map(_known, operand)
+        return type(operand)(*known) if hasattr(operand, "_fields") else tuple(known)
+    return operand
+
+
+@contextmanager
+def _recorded(dtype: str = "", label: str = "") -> Iterator[list[Build]]:
+    """Builds of what is launched in the context, where nothing runs."""
+    found: list[Build] = []
+
+    def record(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
+        tma = PIPELINE[:2] if meta.get("ALIGNED") else ()
+        build = Build(
+            module=kernel.fn.__module__,
+            kernel=kernel.fn.__name__,
+            operands=_known(operands),
+            meta=meta,
+            required=PIPELINE if meta.get("WARP_SPECIALIZE") else tma,
+            dtype=dtype,
+            label=label,
+        )
+        if build not in found:
+            found.append(build)
+
+    with patch.object(configs, "start", record):
+        yield found
 
 
 def table_builds() -> list[Build]:
     """Every kernel with every configuration of the tables, and the kernels that have none."""
-    builds = [
-        Build(module="segment_kernels", kernel="sort_rows", dtype="", num_warps=8, constants=constants)
-        for constants in (
-            {"TOP_K": 1, "HAS_IDS": False, "BLOCK": 64, "BLOCK_OTHER": 128},
-            {"TOP_K": 8, "HAS_IDS": True, "BLOCK": 64, "BLOCK_OTHER": 128},
-        )
-    ]
-    builds.append(
-        Build(module="segment_kernels", kernel="cut_tiles", dtype="", num_warps=8, constants={"BLOCK": 1024})
-    )
-    for path in sorted(CONFIG_DIR.glob("*.json")):
-        table = load_table(path.stem)
+    with _recorded() as builds:
+        for top_k in (None, _TOP_K):
+            _segments(top_k).tiles(64)
+    for path in sorted(configs.CONFIG_DIR.glob("*.json")):
+        table = configs.load_table(path.stem)
         for entry in table.entries:
-            dtypes = DTYPES if entry.kernel.startswith("vector") else DTYPES[:2]
+            dtypes = configs.DTYPES if entry.kernel.startswith("vector") else configs.DTYPES[:2]
             for dtype in dtypes if entry.dtype is None else (entry.dtype,):
-                split_k = _split_of(table, entry, dtype)
+                widths = (entry.in_features or 0, entry.out_features or 0)
+                phase = entry.phase or configs.PHASES[0]
+                split_k = table.config("vector_shrink", dtype, phase, *widths)["split_k"]
                 for modules in _MODULES[dtype]:
                     builds += config_builds(entry.kernel, entry.config, dtype, modules, split_k)
     return [build for i, build in enumerate(builds) if build not in builds[:i]]
 
 
-def _split_of(table: ConfigTable, entry: ConfigEntry, dtype: str) -> int:
-    """Parts of h that `vector_expand` meets where the entry applies."""
-    widths = (entry.in_features or 0, entry.out_features or 0)
-    return table.config("vector_shrink", dtype, entry.phase or PHASES[0], *widths)["split_k"]
-
-
-def config_builds(kernel: str, config: Config, dtype: str, modules: int, split_k: int) -> list[Build]:
-    """What one configuration is launched as: variants that differ in constants.
+def config_builds(kernel: str, config: configs.Config, dtype: str, modules: int, split_k: int) -> list[Build]:
+    """What one configuration is launched as.
 
     split_k: that of `vector_shrink`, which `vector_expand` reads the parts of.
     """
-    common = {"MODULES": modules, "STAGES": config["num_stages"]}
     label = " ".join(f"{name}={int(value)}" for name, value in config.items())
-    made: list[Build] = []
-
-    def add(module: str, kernel: str, constants: dict[str, Any], **more: Any) -> None:
-        options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], **more}
-        made.append(
-            Build(module=module, kernel=kernel, dtype=dtype, constants=constants, label=label, **options)
-        )
-
-    if kernel.startswith("wgmma"):
-        for aligned, adds in ((True, True), (True, False), (False, True), (False, False)):
-            if adds and kernel == "wgmma_shrink":
-                continue
-            launched = pipeline(config, aligned, overwrites=not adds)
-            required = PIPELINE if launched["warp_specialize"] else PIPELINE[:2] if aligned else ()
-            constants = {
-                **{**common, **_blocks(launched), "STAGES": launched["num_stages"]},
-                **{"INTERPRETED": False, "ALIGNED": aligned},
-                "WARP_SPECIALIZE": launched["warp_specialize"],
-            }
-            more = {name: launched[name] for name in ("num_warps", "num_stages")} | {"required": required}
-            if kernel == "wgmma_expand":
-                add(kernel, kernel, {**constants, "ADD": adds}, **more)
-            elif config["split_k"] > 1:
-                add(kernel, kernel, {**constants, "PARTS": 1}, types={"h": "*fp32"}, **more)
+    with configs.override(kernel, config), _recorded(dtype, label) as builds:
+        for aligned in (True, False) if kernel.startswith("wgmma") else (True,):
+            problem, y = _problem(dtype, modules, _WIDTHS[aligned])
+            h = torch.empty(split_k, modules, _ROWS, problem.h_width)
+            if kernel == "wgmma_shrink":
+                steps.wgmma_shrink(problem, _ALL_RANKS)
+            elif kernel == "fused_delta":
+                steps.fused(problem, _ALL_RANKS, y)
+            elif kernel == "vector_shrink":
+                for walk in ("sgmv", "bgmv"):
+                    steps.vector_shrink(problem, _ALL_RANKS, walk)
             else:
-                add(kernel, kernel, {**constants, "PARTS": 2}, **more)
-        if config.get("split_k", 1) > 1:
-            sizes = {"BLOCK_T": config["block_t"], "SPLIT_K": config["split_k"]}
-            add(
-                "wgmma_shrink",
-                "join_splits",
-                {"MODULES": modules, "INTERPRETED": False, **sizes},
-                num_warps=4,
-            )
-    elif kernel.startswith("vector"):
-        for padded, adds in ((False, True), (False, False), (True, True), (True, False)):
-            own = {"ADD": adds, "SPLIT_K": split_k, "INTERPRETED": False}
-            if kernel == "vector_shrink":
-                if adds:
-                    continue
-                own = {"X_DIVISOR": 1}
-            constants = {**common, **_blocks(config), **own, "PADDED": padded}
-            add("vector", kernel, constants, types={"h": "*fp32"})
-    else:
-        constants = {**common, **_blocks(config), "INTERPRETED": False, "X_DIVISOR": 1}
-        add("fused", kernel, constants)
-    return made
+                for add in (True, False):
+                    if kernel == "wgmma_expand":
+                        steps.wgmma_expand(problem, _ALL_RANKS, h.to(y.dtype), y, add)
+                    else:
+                        for walk in ("sgmv", "bgmv"):
+                            steps.vector_expand(problem, _ALL_RANKS, walk, h, y, add)
+    return [build for build in builds if build.kernel != "cut_tiles"]
 
 
-def _blocks(config: Config) -> dict[str, Any]:
-    """The sizes that kernels take as constants, under their names there."""
-    return {
-        name.upper(): value for name, value in config.items() if name.startswith(("block", "split", "column"))
-    }
+def _segments(top_k: int | None) -> Segments:
+    token_slots = torch.zeros(_ROWS, dtype=torch.int32)
+    ids = None if top_k is None else torch.zeros(_ROWS, top_k, dtype=torch.int32)
+    return build_segments(token_slots, ids, num_slots=5, num_experts=3)
+
+
+def _problem(dtype: str, modules: int, width: int) -> tuple[Problem, torch.Tensor]:
+    """Operands of a dense site of so many modules, and its output."""
+    of_model = next(one for one, name in configs.DTYPE_NAMES.items() if name == dtype)
+    site = Site(
+        name="aot",
+        modules=("module",) * modules,
+        in_features=width,
+        out_features=(width,) * modules,
+        num_experts=0,
+        entry_base=0,
+    )
+    problem = Problem(
+        x=torch.empty(_ROWS, width, dtype=of_model),
+        site=site,
+        layer=0,
+        slots=SlotTable(1, 1, modules, torch.device("cpu")),
+        arena=torch.empty(1 << 40, dtype=torch.uint8, device="meta"),
+        segments=unsorted_rows(torch.zeros(_ROWS, dtype=torch.int32), None, num_slots=1, num_experts=0),
+        decode=True,
+        max_lora_rank=_RANK,
+        padded_rank=_RANK,
+    )
+    skipped = width % 16  # an output of odd rows begins anywhere
+    return problem, torch.empty(_ROWS, skipped + modules * width, dtype=of_model)[:, skipped:]
+
+
+class _Hopper:
+    """What Triton asks of a driver before it compiles, answered for sm_90a; the device is nobody's."""
+
+    def get_current_device(self) -> str:
+        return "sm_90a"
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
 
 
 def compile_build(build: Build) -> Compiled:
-    """Compile for sm_90a, with sizes and addresses taken to be multiples of 16, and read the machine code."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    """Compile for sm_90a what a launch would, and read the machine code.
 
-    function = getattr(kernels(build.module), build.kernel)
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, parameter in enumerate(function.params):
-        name = parameter.name
-        if parameter.is_constexpr:
-            signature[name], constants[(index,)] = "constexpr", build.constants[name]
-            continue
-        of_model = name in ("x", "y", "h")
-        signature[name] = build.types.get(name, f"*{build.dtype}" if of_model else _POINTERS.get(name, "i32"))
-        aligned = name in _ALIGNED and build.constants.get("ALIGNED", True)
-        free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
-        if (aligned and not free) or name == "arena":
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    In a process that launches nothing: Triton compiles for sm_90a from then on.
+    """
+    from triton.runtime.driver import driver
+
+    function = getattr(importlib.import_module(build.module), build.kernel)
+    driver.set_active(_Hopper())
+    compiled = function.warmup(*build.operands, grid=(1,), **build.meta)
     return inspect(compiled.asm["cubin"], compiled.metadata.shared)
 
 
 def line(build: Build, compiled: Compiled) -> str:
     """One row of the printed table."""
-    variant = [name.lower() for name in ("ALIGNED", "ADD", "PADDED", "HAS_IDS") if build.constants.get(name)]
-    variant += [f"{build.constants['MODULES']}m"] if "MODULES" in build.constants else []
+    variant = [name.lower() for name in ("ALIGNED", "ADD", "PADDED", "HAS_IDS") if build.meta.get(name)]
+    variant += [f"{build.meta['MODULES']}m"] if "MODULES" in build.meta else []
     marks = " ".join(f"{name if name in compiled.instructions else '-':<11}" for name in PIPELINE)
     return (
         f"{build.kernel:<14}{build.dtype:<5}{compiled.registers:>4}{compiled.shared_bytes:>8}"
@@ -302,11 +320,11 @@ def main() -> int:
     arguments = parser.parse_args()
     builds = table_builds()
     if arguments.space:
-        kernel = arguments.space
-        split_of_default = load_table(FALLBACK).config("vector_shrink", "bf16", PHASES[0], 0, 0)["split_k"]
+        kernel, table = arguments.space, configs.load_table(configs.FALLBACK)
+        split_of_default = table.config("vector_shrink", "bf16", "decode", 0, 0)["split_k"]
         builds = [
             build
-            for config in config_space(kernel)
+            for config in configs.config_space(kernel)
             for build in config_builds(kernel, config, "bf16", 2, split_of_default)
         ]
     wrong = check(builds, arguments.processes)

@@ -1,6 +1,7 @@
 """What every LoRA kernel reads first: the slot table's entry of a (slot, layer, module, expert).
 
-The tables are [N, L, X]; `slot_stride` is L * X and `table_base` is layer * X + the site's first entry.
+tables: `problem.Tables`, [N, L, X] each; `slot_stride` is L * X and `table_base` is layer * X + the site's
+first entry.  widths: of three modules, 0 for absent ones.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ NOT_SPECIALIZED = (
     *("arena_bytes", "slot_stride", "table_base", "min_rank", "max_rank", "padded_rank"),
     *("lanes", "num_rows"),
 )
-"""Numbers whose value must not lead to another compilation in the middle of serving."""
+"""Numbers whose value must not lead to another compilation in the middle of serving; in a tuple it would."""
 
 
 @triton.jit
@@ -22,21 +23,21 @@ def entry_of(slot, expert, module, slot_stride, table_base, MODULES: tl.constexp
 
 
 @triton.jit
-def rank_of(lora_rank, entry, min_rank, max_rank):
+def rank_of(tables, entry, min_rank, max_rank):
     """The entry's true rank, 0 if it is outside the ranks that this launch serves."""
-    rank = tl.load(lora_rank + entry)
+    rank = tl.load(tables.lora_rank + entry)
     return tl.where((rank >= min_rank) & (rank <= max_rank), rank, 0)
 
 
 @triton.jit
-def first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES: tl.constexpr):
+def first_with_same_a(tables, first_entry, module, MODULES: tl.constexpr):
     """First module of the site whose A is this module's: h is computed for it alone."""
-    offset = tl.load(a_offset + first_entry + module)
-    rank = tl.load(lora_rank + first_entry + module)
+    offset = tl.load(tables.a_offset + first_entry + module)
+    rank = tl.load(tables.lora_rank + first_entry + module)
     first = module
     for other in tl.static_range(MODULES - 1):
-        same = tl.load(a_offset + first_entry + other) == offset
-        same = same & (tl.load(lora_rank + first_entry + other) == rank) & (other < first)
+        same = tl.load(tables.a_offset + first_entry + other) == offset
+        same = same & (tl.load(tables.lora_rank + first_entry + other) == rank) & (other < first)
         first = tl.where(same, other, first)
     return first
 
@@ -49,22 +50,22 @@ def matrix(arena, offsets, entry, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def module_of_block(block, width0, width1, width2, BLOCK_C: tl.constexpr, MODULES: tl.constexpr):
+def module_of_block(block, widths, BLOCK_C: tl.constexpr, MODULES: tl.constexpr):
     """(module, first column within it, its width, its first column in y) of a block of output columns."""
     # Selects, not branches: with branches here the compiler gives up warp specialization of the loop below.
-    first1 = tl.cdiv(width0, BLOCK_C)
-    first2 = first1 + tl.cdiv(width1, BLOCK_C)
+    first1 = tl.cdiv(widths[0], BLOCK_C)
+    first2 = first1 + tl.cdiv(widths[1], BLOCK_C)
     module = tl.minimum((block >= first1).to(tl.int32) + (block >= first2).to(tl.int32), MODULES - 1)
     first = tl.where(module == 0, 0, tl.where(module == 1, first1, first2))
-    width = tl.where(module == 0, width0, tl.where(module == 1, width1, width2))
-    base = tl.where(module == 0, 0, tl.where(module == 1, width0, width0 + width1))
+    width = tl.where(module == 0, widths[0], tl.where(module == 1, widths[1], widths[2]))
+    base = tl.where(module == 0, 0, tl.where(module == 1, widths[0], widths[0] + widths[1]))
     return module, (block - first) * BLOCK_C, width, base
 
 
 @triton.jit
-def num_blocks(width0, width1, width2, BLOCK_C: tl.constexpr):
+def num_blocks(widths, BLOCK_C: tl.constexpr):
     """Blocks of output columns of all modules; absent ones are 0 wide."""
-    return tl.cdiv(width0, BLOCK_C) + tl.cdiv(width1, BLOCK_C) + tl.cdiv(width2, BLOCK_C)
+    return tl.cdiv(widths[0], BLOCK_C) + tl.cdiv(widths[1], BLOCK_C) + tl.cdiv(widths[2], BLOCK_C)
 
 
 @triton.jit

@@ -19,21 +19,14 @@ def fused_delta(
     x,
     rows,
     tiles,
-    num_tiles,
-    a_offset,
-    b_offset,
-    lora_rank,
-    scales,
-    arena,
+    tables,
     y,
     slot_stride,
     table_base,
     min_rank,
     max_rank,
     width,
-    width0,
-    width1,
-    width2,
+    widths,
     x_stride,
     y_stride,
     X_DIVISOR: tl.constexpr,
@@ -51,19 +44,19 @@ def fused_delta(
     h enters the second product as hi + lo of the model's dtype, as in `wgmma_shrink`.
     """
     dtype = x.dtype.element_ty
-    total = tl.load(num_tiles) * MODULES * COLUMN_PARTS
+    total = tl.load(tiles.num) * MODULES * COLUMN_PARTS
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         part = item % COLUMN_PARTS
         module = (item // COLUMN_PARTS) % MODULES
-        tile = tiles + (item // (COLUMN_PARTS * MODULES)) * 4
+        tile = tiles.table + (item // (COLUMN_PARTS * MODULES)) * 4
         position = tl.load(tile) + tl.arange(0, BLOCK_T)
         inside = position < tl.load(tile + 1)
         entry = entry_of(tl.load(tile + 2), tl.load(tile + 3), module, slot_stride, table_base, MODULES)
-        rank = rank_of(lora_rank, entry, min_rank, max_rank)
+        rank = rank_of(tables, entry, min_rank, max_rank)
         if rank > 0:
             row = tl.load(rows + position, mask=inside, other=0)
             x_rows = x + (row // X_DIVISOR)[None, :].to(tl.int64) * x_stride
-            a = matrix(arena, a_offset, entry, dtype)
+            a = matrix(tables.arena, tables.a_offset, entry, dtype)
             r = tl.arange(0, BLOCK_R)
             h_T = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
             for k0 in tl.range(0, width, BLOCK_K, num_stages=STAGES):
@@ -75,10 +68,10 @@ def fused_delta(
             h_T = tl.where((r < rank)[:, None], h_T, 0.0)
             high = rounded(h_T, dtype, INTERPRETED)
             low = rounded(h_T - high.to(tl.float32), dtype, INTERPRETED)
-            out_width = tl.where(module == 0, width0, tl.where(module == 1, width1, width2))
-            base = tl.where(module == 0, 0, tl.where(module == 1, width0, width0 + width1))
-            b = matrix(arena, b_offset, entry, dtype)
-            scale = tl.load(scales + entry)
+            out_width = tl.where(module == 0, widths[0], tl.where(module == 1, widths[1], widths[2]))
+            base = tl.where(module == 0, 0, tl.where(module == 1, widths[0], widths[0] + widths[1]))
+            b = matrix(tables.arena, tables.b_offset, entry, dtype)
+            scale = tl.load(tables.scale + entry)
             y_rows = y + row[None, :].to(tl.int64) * y_stride + base
             for c0 in tl.range(part * BLOCK_C, out_width, COLUMN_PARTS * BLOCK_C, num_stages=STAGES):
                 c = c0 + tl.arange(0, BLOCK_C)

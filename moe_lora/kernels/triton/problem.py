@@ -6,7 +6,7 @@ Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from moe_lora.core.shape import Site
 
 _MAX_MODULES = 3
+
+
+class Tables(NamedTuple):
+    """The slot table's columns and the arena, as kernels take them."""
+
+    a_offset: torch.Tensor
+    b_offset: torch.Tensor
+    lora_rank: torch.Tensor
+    scale: torch.Tensor
+    arena: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +73,11 @@ class Problem:
         return -(-self.max_lora_rank // 64) * 64
 
     @property
+    def tables(self) -> Tables:
+        slots = self.slots
+        return Tables(slots.a_offset, slots.b_offset, slots.lora_rank, slots.scale, self.arena)
+
+    @property
     def entry_strides(self) -> tuple[int, int]:
         """slot_stride and table_base of `entries`."""
         _, layers, entries = self.slots.lora_rank.shape
@@ -72,7 +87,8 @@ class Problem:
         """The largest rank that a row's adapter has here; waits for the device."""
         slot, expert = self.segments.described[:, 2].long(), self.segments.described[:, 3].long()
         chosen = slot >= 0
-        first = slot[chosen] * self.entry_strides[0] + self.entry_strides[1] + expert[chosen] * self.modules
+        slot_stride, table_base = self.entry_strides
+        first = slot[chosen] * slot_stride + table_base + expert[chosen] * self.modules
         entries = first[:, None] + torch.arange(self.modules, device=first.device)
         ranks = self.slots.lora_rank.flatten()[entries]
         return int(ranks.max()) if ranks.numel() else 0

@@ -9,6 +9,7 @@ Sorted once per (token_slots, ids), it serves gate_up and down of a layer, or al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -20,13 +21,12 @@ SORT_MAX_ROWS = 4096
 """Above this many rows `torch.sort` replaces the counting sort; both are stable and give the same order."""
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """table: [R, 4] int32, of which the first `count` ([1] int32) rows are (first position, last + 1, slot,
+class Tiles(NamedTuple):
+    """table: [R, 4] int32, of which the first `num` ([1] int32) rows are (first position, last + 1, slot,
     expert)."""
 
     table: torch.Tensor
-    count: torch.Tensor
+    num: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Segments:
         """Segments cut into tiles of at most `tile_rows` rows; made once per size."""
         if tile_rows not in self._tiles:
             tiles = Tiles(torch.empty_like(self.described), torch.empty_like(self.count))
-            operands = (self.described, self.count, tiles.table, tiles.count, tile_rows)
+            operands = (self.described, self.count, *tiles, tile_rows)
             configs.start(configs.kernels("segment_kernels").cut_tiles, 1, *operands, BLOCK=1024, num_warps=8)
             self._tiles[tile_rows] = tiles
         return self._tiles[tile_rows]

@@ -24,7 +24,7 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     rows, per_input = problem.segments.rows, problem.rows_per_input
     x = x.index_select(0, rows if per_input == 1 else rows // per_input)
     config = pipeline(problem.config("wgmma_shrink"), aligned)
-    split_k, slots = config["split_k"], problem.slots
+    split_k, span = config["split_k"], _span(problem, choice)
     tiles, lanes = problem.segments.tiles(config["block_t"]), -(-problem.max_lora_rank // _RANK_ROWS)
     h = _workspace(problem, 2, x.dtype)
     target = h if split_k == 1 else _workspace(problem, split_k, torch.float32)
@@ -32,9 +32,7 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
     configs.start(
         kernels.wgmma_shrink,
         configs.num_programs(x.device, config, max_items),
-        *(x, tiles.table, tiles.count, slots.a_offset, slots.lora_rank, problem.arena),
-        *(target, *problem.entry_strides, choice.min_rank, choice.max_rank, lanes),
-        *(problem.num_rows, x.shape[1], problem.h_width),
+        *(x, tiles, problem.tables, target, *span, problem.num_rows, lanes, x.shape[1], problem.h_width),
         MODULES=problem.modules,
         PARTS=2 if split_k == 1 else 1,
         INTERPRETED=configs.interpreted(),
@@ -49,8 +47,7 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
         configs.start(
             kernels.join_splits,
             configs.num_programs(x.device, {"programs_per_sm": 8}, problem.num_rows * problem.modules),
-            *(target, tiles.table, tiles.count, slots.a_offset, slots.lora_rank, h, *problem.entry_strides),
-            *(choice.min_rank, choice.max_rank, problem.num_rows, problem.h_width),
+            *(target, tiles, problem.tables, h, *span, problem.num_rows, problem.h_width),
             MODULES=problem.modules,
             BLOCK_T=config["block_t"],
             SPLIT_K=split_k,
@@ -61,8 +58,7 @@ def wgmma_shrink(problem: Problem, choice: Choice) -> torch.Tensor:
 
 def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Tensor, add: bool) -> None:
     """y += delta, or y = delta, from `wgmma_shrink`'s h."""
-    slots, size = problem.slots, y.element_size()
-    aligned = all(width * size % 16 == 0 for width in problem.out_widths)
+    aligned = all(width * y.element_size() % 16 == 0 for width in problem.out_widths)
     config = pipeline(problem.config("wgmma_expand"), aligned, overwrites=not add)
     tiles = problem.segments.tiles(config["block_t"])
     item_columns = _COLUMNS * config["blocks_per_item"]
@@ -70,17 +66,8 @@ def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Ten
     configs.start(
         configs.kernels("wgmma_expand").wgmma_expand,
         configs.num_programs(y.device, config, max_items),
-        *(
-            h,
-            problem.segments.rows,
-            tiles.table,
-            tiles.count,
-            slots.a_offset,
-            slots.b_offset,
-            slots.lora_rank,
-        ),
-        *(slots.scale, problem.arena, y, *problem.entry_strides, choice.min_rank, choice.max_rank),
-        *(problem.num_rows, *problem.out_widths, y.stride(0), problem.h_width),
+        *(h, problem.segments.rows, tiles, problem.tables, y),
+        *(*_span(problem, choice), problem.num_rows, problem.out_widths, y.stride(0), problem.h_width),
         MODULES=problem.modules,
         ADD=add,
         INTERPRETED=configs.interpreted(),
@@ -95,7 +82,7 @@ def wgmma_expand(problem: Problem, choice: Choice, h: torch.Tensor, y: torch.Ten
 def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor:
     """h of all rows in S parts: [S, M, R, h_width] fp32.  kernel: a baseline is launched without
     persistence."""
-    config, slots, x = problem.config("vector_shrink"), problem.slots, problem.x
+    config, segments, x = problem.config("vector_shrink"), problem.segments, problem.x
     rank = problem.padded_rank if kernel == "bgmv" else problem.max_lora_rank
     split_k, lanes = config["split_k"], -(-rank // config["block_r"])
     h = _workspace(problem, split_k, torch.float32)
@@ -103,17 +90,9 @@ def vector_shrink(problem: Problem, choice: Choice, kernel: str) -> torch.Tensor
     configs.start(
         configs.kernels("vector").vector_shrink,
         configs.num_programs(x.device, config, items) if kernel == "sgmv" else max(1, items),
-        *(x, problem.segments.rows, problem.segments.described, problem.segments.count),
-        *(slots.a_offset, slots.lora_rank, problem.arena, h, problem.arena.numel(), *problem.entry_strides),
-        *(
-            choice.min_rank,
-            choice.max_rank,
-            lanes,
-            problem.num_rows,
-            x.shape[1],
-            x.stride(0),
-            problem.h_width,
-        ),
+        *(x, segments.rows, segments.described, segments.count, problem.tables, h),
+        *(*_span(problem, choice), problem.arena.numel(), problem.num_rows),
+        *(lanes, x.shape[1], x.stride(0), problem.h_width),
         X_DIVISOR=problem.rows_per_input,
         MODULES=problem.modules,
         PADDED=kernel == "bgmv",
@@ -129,15 +108,14 @@ def vector_expand(
     problem: Problem, choice: Choice, kernel: str, h: torch.Tensor, y: torch.Tensor, add: bool
 ) -> None:
     """y += delta, or y = delta, from `vector_shrink`'s h."""
-    config, slots = problem.config("vector_expand"), problem.slots
+    config, segments = problem.config("vector_expand"), problem.segments
     items = problem.num_rows * sum(-(-width // config["block_c"]) for width in problem.out_widths)
     configs.start(
         configs.kernels("vector").vector_expand,
         configs.num_programs(y.device, config, items) if kernel == "sgmv" else max(1, items),
-        *(h, problem.segments.rows, problem.segments.described, problem.segments.count, slots.a_offset),
-        *(slots.b_offset, slots.lora_rank, slots.scale, problem.arena, y, problem.arena.numel()),
-        *(*problem.entry_strides, choice.min_rank, choice.max_rank, problem.padded_rank),
-        *(problem.num_rows, *problem.out_widths, y.stride(0), problem.h_width),
+        *(h, segments.rows, segments.described, segments.count, problem.tables, y),
+        *(*_span(problem, choice), problem.arena.numel(), problem.num_rows, problem.padded_rank),
+        *(problem.out_widths, y.stride(0), problem.h_width),
         MODULES=problem.modules,
         SPLIT_K=h.shape[0],
         ADD=add,
@@ -163,23 +141,15 @@ def check_choice(problem: Problem, choice: Choice) -> None:
 
 def fused(problem: Problem, choice: Choice, out: torch.Tensor) -> None:
     """out = delta of the rows whose adapters are of the class."""
-    config, slots, x = problem.config("fused_delta"), problem.slots, problem.x
+    config, x = problem.config("fused_delta"), problem.x
     tiles = problem.segments.tiles(config["block_t"])
     max_items = problem.num_rows * problem.modules * config["column_parts"]
     configs.start(
         configs.kernels("fused").fused_delta,
         configs.num_programs(x.device, config, max_items),
-        *(
-            x,
-            problem.segments.rows,
-            tiles.table,
-            tiles.count,
-            slots.a_offset,
-            slots.b_offset,
-            slots.lora_rank,
-        ),
-        *(slots.scale, problem.arena, out, *problem.entry_strides, choice.min_rank, choice.max_rank),
-        *(x.shape[1], *problem.out_widths, x.stride(0), out.stride(0)),
+        *(x, problem.segments.rows, tiles, problem.tables, out),
+        *(*_span(problem, choice), x.shape[1], problem.out_widths),
+        *(x.stride(0), out.stride(0)),
         X_DIVISOR=problem.rows_per_input,
         MODULES=problem.modules,
         INTERPRETED=configs.interpreted(),
@@ -190,6 +160,11 @@ def fused(problem: Problem, choice: Choice, out: torch.Tensor) -> None:
         BLOCK_C=config["block_c"],
         COLUMN_PARTS=config["column_parts"],
     )
+
+
+def _span(problem: Problem, choice: Choice) -> tuple[int, int, int, int]:
+    """Which of the tables' entries a launch is about: slot_stride, table_base, min_rank, max_rank."""
+    return *problem.entry_strides, choice.min_rank, choice.max_rank
 
 
 def _workspace(problem: Problem, parts: int, dtype: torch.dtype) -> torch.Tensor:

@@ -36,14 +36,16 @@ _NUMBERS = (*NOT_SPECIALIZED, "x_stride", "y_stride")
 
 
 @triton.jit
-def _weights(
-    arena, offsets, entry, row, column, rank, width, arena_bytes, DTYPE: tl.constexpr, PADDED: tl.constexpr
-):
-    """[rows, columns] of a packed matrix in fp32, zero past the true rank and the width."""
-    start = matrix(arena, offsets, entry, DTYPE)
+def _weights(tables, offsets, entry, row, column, rank, width, arena_bytes, like, PADDED: tl.constexpr):
+    """[rows, columns] of a packed matrix in fp32, zero past the true rank and the width.
+
+    like: of the matrix's dtype.
+    """
+    dtype = like.dtype.element_ty
+    start = matrix(tables.arena, offsets, entry, dtype)
     true = (row < rank)[:, None] & (column < width)[None, :]
     if PADDED:
-        size: tl.constexpr = DTYPE.primitive_bitwidth // 8
+        size: tl.constexpr = dtype.primitive_bitwidth // 8
         last_row = ((arena_bytes - tl.load(offsets + entry)) // size - width) // 16 * 16
         row_start = row.to(tl.int64) * width
         row_start = tl.where(row < rank, row_start, tl.minimum(row_start, last_row))
@@ -60,17 +62,15 @@ def vector_shrink(
     rows,
     described,
     count,
-    a_offset,
-    lora_rank,
-    arena,
+    tables,
     h,
-    arena_bytes,
     slot_stride,
     table_base,
     min_rank,
     max_rank,
-    lanes,
+    arena_bytes,
     num_rows,
+    lanes,
     width,
     x_stride,
     h_width,
@@ -95,11 +95,11 @@ def vector_shrink(
         position = (item % per_lane) // (SPLIT_K * MODULES)
         slot = tl.load(described + position * 4 + 2)
         if slot >= 0:
-            first_entry = entry_of(
-                slot, tl.load(described + position * 4 + 3), 0, slot_stride, table_base, MODULES
-            )
-            rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
-            first = first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES)
+            expert = tl.load(described + position * 4 + 3)
+            first_entry = entry_of(slot, expert, 0, slot_stride, table_base, MODULES)
+            entry = first_entry + module
+            rank = rank_of(tables, entry, min_rank, max_rank)
+            first = first_with_same_a(tables, first_entry, module, MODULES)
             if (rank > 0) & (PADDED | (r0 < rank)) & (first == module):
                 x_row = x + (tl.load(rows + position) // X_DIVISOR).to(tl.int64) * x_stride
                 r = r0 + tl.arange(0, BLOCK_R)
@@ -107,11 +107,7 @@ def vector_shrink(
                 for step in tl.range(0, steps, num_stages=STAGES):
                     k = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
                     x_K = tl.load(x_row + k, mask=k < width, other=0.0).to(tl.float32)
-                    a_RK = _weights(
-                        *(arena, a_offset, first_entry + module, r, k, rank, width, arena_bytes),
-                        x.dtype.element_ty,
-                        PADDED,
-                    )
+                    a_RK = _weights(tables, tables.a_offset, entry, r, k, rank, width, arena_bytes, x, PADDED)
                     products += a_RK * x_K[None, :]
                 row = (split * MODULES + module) * num_rows + position
                 tl.store(h + row.to(tl.int64) * h_width + r, tl.sum(products, axis=1), mask=r < h_width)
@@ -123,22 +119,16 @@ def vector_expand(
     rows,
     described,
     count,
-    a_offset,
-    b_offset,
-    lora_rank,
-    scales,
-    arena,
+    tables,
     y,
-    arena_bytes,
     slot_stride,
     table_base,
     min_rank,
     max_rank,
-    padded_rank,
+    arena_bytes,
     num_rows,
-    width0,
-    width1,
-    width2,
+    padded_rank,
+    widths,
     y_stride,
     h_width,
     MODULES: tl.constexpr,
@@ -154,33 +144,29 @@ def vector_expand(
 
     Each item is a row and a block of columns of one module.
     """
-    blocks = num_blocks(width0, width1, width2, BLOCK_C)
+    blocks = num_blocks(widths, BLOCK_C)
     for item in tl.range(tl.program_id(0), tl.load(count) * blocks, tl.num_programs(0)):
         position = item // blocks
         slot = tl.load(described + position * 4 + 2)
         if slot >= 0:
-            module, c0, width, base = module_of_block(item % blocks, width0, width1, width2, BLOCK_C, MODULES)
-            first_entry = entry_of(
-                slot, tl.load(described + position * 4 + 3), 0, slot_stride, table_base, MODULES
-            )
-            rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
-            first = first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES)
+            module, c0, width, base = module_of_block(item % blocks, widths, BLOCK_C, MODULES)
+            expert = tl.load(described + position * 4 + 3)
+            first_entry = entry_of(slot, expert, 0, slot_stride, table_base, MODULES)
+            entry = first_entry + module
+            rank = rank_of(tables, entry, min_rank, max_rank)
+            first = first_with_same_a(tables, first_entry, module, MODULES)
             h_row = h + (first * num_rows + position).to(tl.int64) * h_width
             split_stride = (MODULES * num_rows).to(tl.int64) * h_width
             c = c0 + tl.arange(0, BLOCK_C)
             products = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
             for r0 in tl.range(0, padded_rank if PADDED else rank, BLOCK_R, num_stages=STAGES):
                 r = r0 + tl.arange(0, BLOCK_R)
-                b_RC = _weights(
-                    *(arena, b_offset, first_entry + module, r, c, rank, width, arena_bytes),
-                    y.dtype.element_ty,
-                    PADDED,
-                )
+                b_RC = _weights(tables, tables.b_offset, entry, r, c, rank, width, arena_bytes, y, PADDED)
                 h_R = tl.load(h_row + r, mask=r < rank, other=0.0)
                 for split in tl.static_range(1, SPLIT_K):
                     h_R += tl.load(h_row + split * split_stride + r, mask=r < rank, other=0.0)
                 products += b_RC * h_R[:, None]
             if rank > 0:
                 y_row = y + tl.load(rows + position).to(tl.int64) * y_stride + base
-                scale = tl.load(scales + first_entry + module)
+                scale = tl.load(tables.scale + entry)
                 put_delta(y_row + c, tl.sum(products, axis=0), scale, c < width, ADD, INTERPRETED)

@@ -29,21 +29,14 @@ def wgmma_expand(
     h,
     rows,
     tiles,
-    num_tiles,
-    a_offset,
-    b_offset,
-    lora_rank,
-    scales,
-    arena,
+    tables,
     y,
     slot_stride,
     table_base,
     min_rank,
     max_rank,
     num_rows,
-    width0,
-    width1,
-    width2,
+    widths,
     y_stride,
     h_width,
     MODULES: tl.constexpr,
@@ -59,25 +52,25 @@ def wgmma_expand(
 
     Each item is a tile of tokens and up to BLOCKS_PER_ITEM blocks of 64 columns of one module.
     """
-    groups = num_blocks(width0, width1, width2, BLOCK_C * BLOCKS_PER_ITEM)
+    groups = num_blocks(widths, BLOCK_C * BLOCKS_PER_ITEM)
     h_rows = MODULES * num_rows
     h_tiles = tl.make_tensor_descriptor(h, [2 * h_rows, h_width], [h_width, 1], [BLOCK_T, BLOCK_R])
-    for item in tl.range(tl.program_id(0), tl.load(num_tiles) * groups, tl.num_programs(0)):
-        tile = tiles + (item // groups) * 4
+    for item in tl.range(tl.program_id(0), tl.load(tiles.num) * groups, tl.num_programs(0)):
+        tile = tiles.table + (item // groups) * 4
         begin = tl.load(tile)
         position = begin + tl.arange(0, BLOCK_T)
         inside = position < tl.load(tile + 1)
         module, c_first, width, base = module_of_block(
-            item % groups, width0, width1, width2, BLOCK_C * BLOCKS_PER_ITEM, MODULES
+            item % groups, widths, BLOCK_C * BLOCKS_PER_ITEM, MODULES
         )
         first_entry = entry_of(tl.load(tile + 2), tl.load(tile + 3), 0, slot_stride, table_base, MODULES)
-        rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
+        rank = rank_of(tables, first_entry + module, min_rank, max_rank)
         if rank > 0:
-            h_row = first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES) * num_rows + begin
-            scale = tl.load(scales + first_entry + module)
+            h_row = first_with_same_a(tables, first_entry, module, MODULES) * num_rows + begin
+            scale = tl.load(tables.scale + first_entry + module)
             row = tl.load(rows + position, mask=inside, other=0)
             y_rows = y + row[None, :].to(tl.int64) * y_stride + base
-            b = matrix(arena, b_offset, first_entry + module, y.dtype.element_ty)
+            b = matrix(tables.arena, tables.b_offset, first_entry + module, y.dtype.element_ty)
             if ALIGNED:
                 b_tiles = tl.make_tensor_descriptor(b, [rank, width], [width, 1], [BLOCK_R, BLOCK_C])
             blocks = tl.minimum(BLOCKS_PER_ITEM, tl.cdiv(width - c_first, BLOCK_C))

@@ -58,17 +58,14 @@ def put_h(
 def wgmma_shrink(
     x,
     tiles,
-    num_tiles,
-    a_offset,
-    lora_rank,
-    arena,
+    tables,
     h,
     slot_stride,
     table_base,
     min_rank,
     max_rank,
-    lanes,
     num_rows,
+    lanes,
     width,
     h_width,
     MODULES: tl.constexpr,
@@ -89,21 +86,21 @@ def wgmma_shrink(
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT_K)
     if ALIGNED:
         x_tiles = tl.make_tensor_descriptor(x, [num_rows, width], [width, 1], [BLOCK_T, BLOCK_K])
-    tiles_T = tl.load(num_tiles)
-    per_lane = tiles_T * MODULES * SPLIT_K
+    per_lane = tl.load(tiles.num) * MODULES * SPLIT_K
+    h_rows = MODULES * num_rows
     for item in tl.range(tl.program_id(0), per_lane * lanes, tl.num_programs(0)):
         r0 = (item // per_lane) * BLOCK_R
         split = item % SPLIT_K
         module = (item // SPLIT_K) % MODULES
-        tile = tiles + ((item % per_lane) // (SPLIT_K * MODULES)) * 4
+        tile = tiles.table + ((item % per_lane) // (SPLIT_K * MODULES)) * 4
         begin = tl.load(tile)
         position = begin + tl.arange(0, BLOCK_T)
         inside = position < tl.load(tile + 1)
         first_entry = entry_of(tl.load(tile + 2), tl.load(tile + 3), 0, slot_stride, table_base, MODULES)
-        rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
-        first = first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES)
+        rank = rank_of(tables, first_entry + module, min_rank, max_rank)
+        first = first_with_same_a(tables, first_entry, module, MODULES)
         if (r0 < rank) & (first == module):
-            a = matrix(arena, a_offset, first_entry + module, x.dtype.element_ty)
+            a = matrix(tables.arena, tables.a_offset, first_entry + module, x.dtype.element_ty)
             r = r0 + tl.arange(0, BLOCK_R)
             h_T = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
             if ALIGNED:
@@ -123,19 +120,15 @@ def wgmma_shrink(
                     )
                 h_T = dot(a_RK, tl.trans(x_TK), h_T, INTERPRETED)
             h_T = tl.where((r < rank)[:, None], h_T, 0.0)
-            part = split * MODULES + module
-            put_h(
-                h, h_T, position, inside, part * num_rows, r, MODULES * num_rows, h_width, PARTS, INTERPRETED
-            )
+            first_row = (split * MODULES + module) * num_rows
+            put_h(h, h_T, position, inside, first_row, r, h_rows, h_width, PARTS, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def join_splits(
     partial,
     tiles,
-    num_tiles,
-    a_offset,
-    lora_rank,
+    tables,
     h,
     slot_stride,
     table_base,
@@ -150,15 +143,16 @@ def join_splits(
 ):
     """h = sum over s of partial[s], in order of s.  partial: [S, M, R, h_width] fp32, h as
     `wgmma_shrink`'s."""
-    total = tl.load(num_tiles) * MODULES
+    total = tl.load(tiles.num) * MODULES
+    h_rows = MODULES * num_rows
     for item in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         module = item % MODULES
-        tile = tiles + (item // MODULES) * 4
+        tile = tiles.table + (item // MODULES) * 4
         position = tl.load(tile) + tl.arange(0, BLOCK_T)
         inside = position < tl.load(tile + 1)
         first_entry = entry_of(tl.load(tile + 2), tl.load(tile + 3), 0, slot_stride, table_base, MODULES)
-        rank = rank_of(lora_rank, first_entry + module, min_rank, max_rank)
-        if first_with_same_a(a_offset, lora_rank, first_entry, module, MODULES) == module:
+        rank = rank_of(tables, first_entry + module, min_rank, max_rank)
+        if first_with_same_a(tables, first_entry, module, MODULES) == module:
             for r0 in tl.range(0, rank, BLOCK_R):
                 r = r0 + tl.arange(0, BLOCK_R)
                 h_T = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
@@ -166,15 +160,5 @@ def join_splits(
                     row = (split * MODULES + module) * num_rows + position
                     pointers = partial + row[None, :].to(tl.int64) * h_width + r[:, None]
                     h_T += tl.load(pointers, mask=inside[None, :], other=0.0)
-                put_h(
-                    h,
-                    h_T,
-                    position,
-                    inside,
-                    module * num_rows,
-                    r,
-                    MODULES * num_rows,
-                    h_width,
-                    2,
-                    INTERPRETED,
-                )
+                first_row = module * num_rows
+                put_h(h, h_T, position, inside, first_row, r, h_rows, h_width, 2, INTERPRETED)

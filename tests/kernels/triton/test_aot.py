@@ -47,12 +47,12 @@ def wgmma_build(kernel: str, **changes: object) -> aot.Build:
 
 
 def test_sgmv_compiles_to_the_pipeline_it_was_written_for():
-    assert aot.compile_build(wgmma_build("wgmma_shrink")).complaints(sass.PIPELINE) == []
+    assert aot.check([wgmma_build("wgmma_shrink")], processes=1) == []
 
 
 def test_kernel_that_lost_its_pipeline_fails_the_check(capsys):
     build = wgmma_build("wgmma_expand")
-    plain = replace(build, constants={**build.constants, "WARP_SPECIALIZE": False, "ALIGNED": False})
+    plain = replace(build, meta={**build.meta, "WARP_SPECIALIZE": False, "ALIGNED": False})
     wrong = aot.check([plain], processes=1)
     assert len(wrong) == 1
     assert "lost USETMAXREG" in wrong[0]
@@ -61,7 +61,7 @@ def test_kernel_that_lost_its_pipeline_fails_the_check(capsys):
 
 def test_kernel_that_does_not_compile_fails_the_check(capsys):
     build = wgmma_build("wgmma_shrink")
-    broken = replace(build, constants={**build.constants, "BLOCK_K": 100})
+    broken = replace(build, meta={**build.meta, "BLOCK_K": 100})
     assert "does not compile" in aot.check([broken], processes=1)[0]
 
 
@@ -73,17 +73,23 @@ def test_every_kernel_of_the_tables_is_built():
         "sort_rows",
         "cut_tiles",
     }
-    assert all(build.required == sass.PIPELINE for build in builds if build.constants.get("WARP_SPECIALIZE"))
+    assert all(build.required == sass.PIPELINE for build in builds if build.meta.get("WARP_SPECIALIZE"))
     assert sum(bool(build.required) for build in builds) >= 4
     for kernel in configs.KERNEL_NAMES:
-        found = {(build.dtype, build.constants["MODULES"]) for build in builds if build.kernel == kernel}
+        found = {(build.dtype, build.meta["MODULES"]) for build in builds if build.kernel == kernel}
         dtypes = {"bf16", "fp16"} | ({"fp32"} if kernel.startswith("vector") else set())
         assert {dtype for dtype, _ in found} == dtypes
         assert {modules for dtype, modules in found if dtype == "bf16"} == {1, 2, 3}
-    splits = {b.constants["SPLIT_K"] for b in builds if b.kernel == "vector_shrink"}
-    expands = [b.constants for b in builds if b.kernel == "vector_expand"]
+    splits = {b.meta["SPLIT_K"] for b in builds if b.kernel == "vector_shrink"}
+    expands = [b.meta for b in builds if b.kernel == "vector_expand"]
     assert {b["SPLIT_K"] for b in expands} == splits
     assert {(b["ADD"], b["PADDED"]) for b in expands} == set(itertools.product((True, False), repeat=2))
+
+
+def test_numbers_of_a_batch_are_in_no_tuple_where_triton_would_compile_for_each_value():
+    tuples = [one for build in aot.table_builds() for one in build.operands if isinstance(one, tuple)]
+    numbers = {part for one in tuples for part in one if isinstance(part, int)}
+    assert numbers <= {0, *aot._WIDTHS.values()}
 
 
 def test_command_explains_itself():

@@ -49,7 +49,7 @@ def test_segments_are_a_sorted_permutation_cut_into_tiles(device, slots, top_k, 
     assert found[count:] == [(-1, -1)] * (len(rows) - count)
     tiles = built.tiles(tile_rows)
     place = 0
-    for first, end, slot, expert in tiles.table[: int(tiles.count)].tolist():
+    for first, end, slot, expert in tiles.table[: int(tiles.num)].tolist():
         assert first == place < end <= first + tile_rows
         assert found[first:end] == [(expert, slot)] * (end - first)
         place = end
