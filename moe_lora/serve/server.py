@@ -7,6 +7,7 @@ import contextlib
 import errno
 import gc
 import logging
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import moe_lora
 from moe_lora.core.errors import ConfigError
@@ -57,7 +59,7 @@ def create_app(frontend: Frontend) -> FastAPI:
     return app
 
 
-# Connections that a server can't have: refused at once, and said once.
+# What a server can't have: connections beyond its files, refused at once and said once, and endless headers.
 
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,9 @@ _LINGERING = 16
 _RESERVE = 5 * ACCEPTED_AT_ONCE + _LINGERING + 16
 """Files for connections that are not looked at yet or being refused, and for what requests open beside."""
 _LINGER_S = 0.2
+MAX_HEAD_BYTES = 1 << 16
+"""Of a head that is not complete, or of what follows a body: the parser itself has no limit."""
+_UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=:)")
 _BODY = b'{"error":{"message":"too many connections; try again later","type":"ServiceUnavailableError",' + (
     b'"param":null,"code":503}}'
 )
@@ -82,14 +87,16 @@ def most_connections(max_files: int, num_open: int) -> int:
     return max(1, max_files - num_open - _RESERVE)
 
 
-def limited(protocol: Any, limit: int) -> Any:
-    """A uvicorn protocol that refuses connections above `limit` with a 503, and says so once."""
+def limited(limit: int) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol; it refuses connections above `limit` with a 503 and says so once, and headers
+    longer than `MAX_HEAD_BYTES` with a 400."""
 
-    class Limited(protocol):
+    class Limited(HttpToolsProtocol):
         said = False
         num_lingering = 0
+        num_head_bytes = 0  # received since the parser last found a whole head or a piece of a body
 
-        def connection_made(self, transport: asyncio.Transport) -> None:
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             if len(self.connections) < limit:
                 super().connection_made(transport)
                 return
@@ -113,8 +120,28 @@ def limited(protocol: Any, limit: int) -> Any:
             transport.close()
 
         def data_received(self, data: bytes) -> None:
-            if self in self.connections:
-                super().data_received(data)
+            if self not in self.connections:
+                return
+            if self.cycle is None or self.cycle.response_complete:
+                # Clients that offer HTTP/2 (Java's) send a body all the same, which httptools would drop.
+                head, end, rest = data.partition(b"\r\n\r\n")
+                data = _UPGRADE.sub(b"\r\nignored", head) + end + rest
+            self.num_head_bytes += len(data)
+            super().data_received(data)
+            if self.num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The head of a request has at most {MAX_HEAD_BYTES} bytes.")
+
+        def on_headers_complete(self) -> None:
+            self.num_head_bytes = 0
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self.num_head_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self.num_head_bytes = 0
+            super().on_message_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self in self.connections:
@@ -166,7 +193,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list | None = None) -> None:
         limit = most_connections(allow_many_files(), num_open_files())
-        self.config.http_protocol_class = limited(self.config.http_protocol_class, limit)
+        self.config.http_protocol_class = limited(limit)
         asyncio.get_running_loop().set_exception_handler(QuietLoop())
         await super().startup(sockets)
         for sock in sockets or []:

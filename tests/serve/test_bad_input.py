@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
 import openai
 import pytest
 
@@ -250,3 +255,52 @@ def test_messages_name_the_field_and_what_it_takes(any_server, path, body, param
     assert error_of(response, 400).startswith(message)
     assert response.json()["error"]["param"] == param
     assert "function-" not in response.text
+
+
+def raw(server, *parts):
+    """The first bytes that answer what is sent, over a connection of its own."""
+    place = urlsplit(server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+        try:
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(0.02)  # a part of its own at the other side
+        except ConnectionError:
+            pass  # it was answered before it had read everything
+        return connection.recv(1 << 16)
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /v1/models?",
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\nEndless: ",
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\n" + b"a: b\r\n" * 100,
+        CHUNKED,
+        CHUNKED + b"Endless: ",
+    ],
+    ids=["address", "header", "headers", "trailers", "trailer"],
+)
+def test_an_endless_head_is_refused_before_it_fills_the_memory(any_server, start):
+    more = b"a: b\r\n" * 2000 if start.endswith(b"\r\n") else b"a" * 12_000
+    assert raw(any_server, start, *[more] * 6).startswith(b"HTTP/1.1 400")
+
+
+def test_a_body_in_many_small_chunks_is_taken(any_server):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "user": "a" * 20_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    found = raw(any_server, head + b"Transfer-Encoding: chunked\r\n\r\n", chunks, b"0\r\n\r\n")
+    assert found.startswith(b"HTTP/1.1 200")
+
+
+def test_a_request_that_offers_http_2_is_answered(any_server):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    head += offer + b"Content-Length: %d\r\n\r\n" % len(body)
+    assert raw(any_server, head + body).startswith(b"HTTP/1.1 200")
+    assert raw(any_server, head, body).startswith(b"HTTP/1.1 200")
