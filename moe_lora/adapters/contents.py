@@ -56,7 +56,7 @@ class AdapterContents:
         return packed
 
     def read_all(
-        self, adapters: Sequence[tuple[str, str]], expected: dict[str, str], *, leave_out_bad: bool
+        self, adapters: Sequence[tuple[str, str]], *, leave_out_bad: bool
     ) -> list[tuple[PackedAdapter, str]]:
         """Each adapter of (name, path) pairs, with its path.
 
@@ -65,7 +65,7 @@ class AdapterContents:
         found = []
         for name, path in adapters:
             try:
-                found.append((self.read(name, path, expected.get(name)), path))
+                found.append((self.read(name, path), path))
             except AdapterError as error:
                 if not leave_out_bad:
                     raise

@@ -250,8 +250,6 @@ class EngineConfig(Settings):
     )
     """Where an instance keeps the contents of its adapters by hash, so that it finds them when it is started
     again."""
-    contents: tuple[tuple[str, str], ...] = setting((), in_file=False)
-    """(name, content hash) of those of `adapters` that are served already, with that content and no other."""
     leave_out_bad: bool = setting(False, in_file=False)
     """Start without adapters that can't be read."""
     emulation: EmulationConfig = EmulationConfig()

@@ -91,9 +91,7 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     kept = [rank.kept_entries(other) for other in range(config.expert_parallel)]
     sizes = ShardSizes(shape, page_bytes, kept)
     if config.pool is None:
-        adapters = contents.read_all(
-            config.adapters, dict(config.contents), leave_out_bad=config.leave_out_bad
-        )
+        adapters = contents.read_all(config.adapters, leave_out_bad=config.leave_out_bad)
         adapter_pages = [sum(sizes.layer_pages(packed)) for packed, _ in adapters]
     else:
         adapters = []

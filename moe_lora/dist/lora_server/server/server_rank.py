@@ -148,7 +148,7 @@ class ServerRank:
         config = self._config
         # An instance that serves a bad one says so; here it would keep the whole server from starting again.
         contents = AdapterContents(self._shape, self._dtype, self._store, owned=False)
-        packed = [adapter for adapter, _ in contents.read_all(config.adapters, {}, leave_out_bad=True)]
+        packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
         memory = plan_memory(self._server, self._partition, self._dtype, packed)
         self._build(memory)
         steps: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
