@@ -270,7 +270,9 @@ def test_memory_of_an_adapter_goes_with_it(instances, packed):
     assert fetched(two.reader(packed.content_hash), packed)
     assert mapped() > before[1]
     one.drop(packed.content_hash)
-    assert (num_memory_files(), mapped()) == before
+    num_files, num_mapped = num_memory_files(), mapped()
+    assert num_files <= before[0], "those of earlier tests may go meanwhile"
+    assert num_mapped == before[1]
 
 
 class Device:

@@ -218,8 +218,9 @@ class Routes:
         return self.router.version if isinstance(self.router, PhiRouting) else 0
 
     def placement(self, client: EngineClient, pool: FleetPool | None = None) -> PlacementController | None:
-        """The controller of the router's table, if there is a placement.  Raises ConfigError."""
-        if not isinstance(self.router, PhiRouting):
+        """The controller of the router's table; None where the settings ask for no placement, so that a table
+        given beforehand stays.  Raises ConfigError."""
+        if not isinstance(self.router, PhiRouting) or self.config.placement is None:
             return None
         return PlacementController(self.config, client, self.router, self.meter, pool=pool)
 
