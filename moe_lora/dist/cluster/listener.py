@@ -159,23 +159,49 @@ class AsItIs:
         self._instance_registry.join_as_it_is(instance, client, await held_by(client), incarnation)
 
 
-class _Outputs:
-    """What an engine says of a request, for the one who awaits it: asyncio.Queue costs more a token."""
+class _Stream(AsyncIterator[TokenOutput]):
+    """What an engine says of a request, as it comes; closing it early aborts the request.
 
-    def __init__(self) -> None:
+    What is awaited is the very future that the connection's reader fills: no generator stands between.
+    leave: called once, when the request is over; told whether the engine knows.
+    """
+
+    def __init__(self, leave: Callable[[bool], None]) -> None:
+        self._leave: Callable[[bool], None] | None = leave
         self._items: deque[TokenOutput | Exception] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[TokenOutput] | None = None
 
     def put(self, item: TokenOutput | Exception) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            self._items.append(item)
+        else:
+            self._give(waiter, item)
 
-    async def get(self) -> TokenOutput | Exception:
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._items.popleft()
+    def __anext__(self) -> asyncio.Future[TokenOutput]:
+        if self._leave is None:
+            raise StopAsyncIteration
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        if self._items:
+            self._give(waiter, self._items.popleft())
+        return waiter
+
+    def _give(self, waiter: asyncio.Future[TokenOutput], item: TokenOutput | Exception) -> None:
+        if isinstance(item, Exception):
+            self._end(heard=True)
+            waiter.set_exception(item)
+            return
+        if item.finish_reason is not None:
+            self._end(heard=True)
+        waiter.set_result(item)
+
+    async def aclose(self) -> None:
+        self._end(heard=False)
+
+    def _end(self, *, heard: bool) -> None:
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave(heard)
 
 
 _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids")
@@ -195,7 +221,7 @@ class DialledClient(CallableEngine):
         self.hearing = Hearing()
         self.on_beat: Callable[[Beat], None] = lambda beat: None
         self._peer = peer
-        self._streams: dict[str, _Outputs] = {}
+        self._streams: dict[str, _Stream] = {}
         self._dead: EngineDeadError | None = None
 
     async def read(self) -> None:
@@ -218,7 +244,7 @@ class DialledClient(CallableEngine):
                 logger.error("instance %s: %s", self.name, message.error)
                 self._peer.end("the engine has failed")
         self._dead = EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             stream.put(self._dead)
 
     async def ask(self, method: str, *args: Any) -> Any:
@@ -238,25 +264,21 @@ class DialledClient(CallableEngine):
         except PeerEndedError as error:
             raise EngineDeadError(f"instance {self.name} has ended: {error}") from error
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        name = request.request_id
         if self._dead is not None or self.ended.is_set():
             raise self._dead or EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
-        if request.request_id in self._streams:
-            raise ValueError(f"request_id {request.request_id!r} is already running")
-        outputs = self._streams[request.request_id] = _Outputs()
+        if name in self._streams:
+            raise ValueError(f"request_id {name!r} is already running")
+
+        def leave(heard: bool) -> None:
+            del self._streams[name]
+            if not heard:
+                self._peer.send(Abort(name))
+
+        stream = self._streams[name] = _Stream(leave)
         self._peer.send(Request.of(request))
-        over = False
-        try:
-            while not over:
-                item = await outputs.get()
-                over = isinstance(item, Exception) or item.finish_reason is not None
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            del self._streams[request.request_id]
-            if not over:
-                self._peer.send(Abort(request.request_id))
+        return stream
 
     async def abort(self, request_id: str) -> None:
         self._peer.send(Abort(request_id))

@@ -35,6 +35,35 @@ class _Running:
     client: EngineClient | None = None
 
 
+class _Work:
+    """The work of one request at one instance, counted in the instance's load from now until `end`."""
+
+    def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
+        self._instance = instance
+        self._adapter = request.adapter
+        self._prompt_tokens = self._num_prompt = len(request.prompt_token_ids)
+        self._left = token_work(request, max_model_len)
+        self._started = False
+        instance.asked_tokens += self._left
+        instance.load.add(request.adapter, self._prompt_tokens)
+
+    def take(self, output: TokenOutput) -> int:
+        """The tokens that were computed for an output: with the first one those of the prompt."""
+        done = min(self._left, self._num_prompt + len(output.token_ids))
+        self._num_prompt = 0
+        self._left -= done
+        self._instance.asked_tokens -= done
+        if output.token_ids and not self._started:
+            self._started = True
+            self._instance.load.start(self._adapter, self._prompt_tokens)
+        return done
+
+    def end(self) -> None:
+        """What is left is not to be done here."""
+        self._instance.asked_tokens -= self._left
+        self._instance.load.end(self._adapter, self._prompt_tokens, started=self._started)
+
+
 class AdapterCalls(Protocol):
     """What decides which adapters are served: `FleetAdapters` here, or a link to the process where it is."""
 
@@ -89,11 +118,16 @@ class FleetClient:
                 if left is not None:
                     left.num_resent += 1
                 client = running.client = instance.client
-                attempt = self._attempt(instance, client, resumable, limit)
+                rest = resumable.rest()
+                work = _Work(instance, rest, limit)
                 try:
-                    async with aclosing(attempt):
-                        async for output in attempt:
-                            yield output
+                    outputs = cast("AsyncGenerator[TokenOutput, None]", client.generate(rest))
+                    async with aclosing(outputs):
+                        async for output in outputs:
+                            done = work.take(output)
+                            if self._meter is not None:
+                                self._meter.add(rest.adapter, done)
+                            yield resumable.take(output)
                     return
                 except EngineDeadError as error:
                     self._instance_registry.lose(instance, client)
@@ -101,37 +135,11 @@ class FleetClient:
                     left = instance
                     if not resumable.aborted:
                         self._check_resend(resumable, instance, error)
+                finally:
+                    work.end()
             yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
         finally:
             del self._running[request.request_id]
-
-    async def _attempt(
-        self, instance: Instance, client: EngineClient, resumable: ResumableRequest, max_model_len: int
-    ) -> AsyncGenerator[TokenOutput, None]:
-        """The outputs of one instance, its work counted while it lasts."""
-        rest = resumable.rest()
-        work = token_work(rest, max_model_len)
-        num_prompt = prompt_tokens = len(rest.prompt_token_ids)
-        started = False
-        instance.asked_tokens += work
-        instance.load.add(rest.adapter, prompt_tokens)
-        outputs = cast("AsyncGenerator[TokenOutput, None]", client.generate(rest))
-        try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    done = min(work, num_prompt + len(output.token_ids))
-                    num_prompt = 0
-                    work -= done
-                    instance.asked_tokens -= done
-                    if output.token_ids and not started:
-                        started = True
-                        instance.load.start(rest.adapter, prompt_tokens)
-                    if self._meter is not None:
-                        self._meter.add(rest.adapter, done)
-                    yield resumable.take(output)
-        finally:
-            instance.asked_tokens -= work
-            instance.load.end(rest.adapter, prompt_tokens, started=started)
 
     def _next_instance(self, resumable: ResumableRequest) -> Instance:
         try:

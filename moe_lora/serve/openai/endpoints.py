@@ -183,9 +183,10 @@ class EventStream(Response):
         self._usage_at_end = self._usage_in_all or bool(options.include_usage)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._send_events(send))
+        await unless_disconnected(receive, self._send_events(send, scope["state"]["send_body"]))
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, send_body: Send) -> None:
+        """send: sees the start, as error handlers do.  send_body: goes past them."""
         last, started = b"data: [DONE]\n\n", False
         try:
             async with aclosing(self._generation.deltas()) as deltas:
@@ -195,14 +196,14 @@ class EventStream(Response):
                         await send(start)
                         started = True
                     body = self._events(delta)
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    await send_body({"type": "http.response.body", "body": body, "more_body": True})
             if self._usage_at_end:
                 last = b'%s], "usage": %s}\n\n%s' % (self._opening, to_json(self._generation.usage()), last)
         except Exception as error:
             if not started:
                 raise
             last = b"data: %s\n\n%s" % (to_json(to_api_error(error).body), last)
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send_body({"type": "http.response.body", "body": last, "more_body": False})
 
     def _events(self, delta: Delta) -> bytes:
         closing = b"]}\n\n"
@@ -307,7 +308,10 @@ HEADER = "X-Request-Id"
 
 
 class RequestIds:
-    """Answers every HTTP request with the `X-Request-Id` it came with, or with a new one."""
+    """Answers every HTTP request with the `X-Request-Id` it came with, or with a new one.
+
+    It leaves a way to `send` that is shorter than the one through all of the application, for streams.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -320,6 +324,7 @@ class RequestIds:
         given = Request(scope).headers.get(HEADER)
         state["request_id_given"] = bool(given)
         state["request_id"] = given or uuid.uuid4().hex
+        state["send_body"] = send  # what else wraps it only looks at a response's start
 
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
