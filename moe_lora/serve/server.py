@@ -139,10 +139,6 @@ def limited(limit: int) -> type[HttpToolsProtocol]:
             self.num_head_bytes = 0
             super().on_body(body)
 
-        def on_message_complete(self) -> None:
-            self.num_head_bytes = 0
-            super().on_message_complete()
-
         def connection_lost(self, exc: Exception | None) -> None:
             if self in self.connections:
                 super().connection_lost(exc)

@@ -163,13 +163,16 @@ class _Stream(AsyncIterator[TokenOutput]):
     """What an engine says of a request, as it comes; closing it early aborts the request.
 
     What is awaited is the very future that the connection's reader fills: no generator stands between.
-    leave: called once, when the request is over; told whether the engine knows.
+    under_way: the streams of the connection; the reader takes one out when it has put its last item.
     """
 
-    def __init__(self, leave: Callable[[bool], None]) -> None:
-        self._leave: Callable[[bool], None] | None = leave
+    def __init__(self, name: str, under_way: dict[str, _Stream], peer: Peer) -> None:
+        self._name = name
+        self._under_way = under_way
+        self._peer = peer
         self._items: deque[TokenOutput | Exception] = deque()
         self._waiter: asyncio.Future[TokenOutput] | None = None
+        self._over = False
 
     def put(self, item: TokenOutput | Exception) -> None:
         waiter = self._waiter
@@ -179,7 +182,7 @@ class _Stream(AsyncIterator[TokenOutput]):
             self._give(waiter, item)
 
     def __anext__(self) -> asyncio.Future[TokenOutput]:
-        if self._leave is None:
+        if self._over:
             raise StopAsyncIteration
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         if self._items:
@@ -188,20 +191,17 @@ class _Stream(AsyncIterator[TokenOutput]):
 
     def _give(self, waiter: asyncio.Future[TokenOutput], item: TokenOutput | Exception) -> None:
         if isinstance(item, Exception):
-            self._end(heard=True)
+            self._over = True
             waiter.set_exception(item)
-            return
-        if item.finish_reason is not None:
-            self._end(heard=True)
-        waiter.set_result(item)
+        else:
+            self._over = item.finish_reason is not None
+            waiter.set_result(item)
 
     async def aclose(self) -> None:
-        self._end(heard=False)
-
-    def _end(self, *, heard: bool) -> None:
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave(heard)
+        self._over = True
+        if self._under_way.get(self._name) is self:
+            del self._under_way[self._name]
+            self._peer.send(Abort(self._name))
 
 
 _ALIKE = ("family", "dtype", "max_model_len", "vocab_size", "eos_token_ids")
@@ -230,22 +230,24 @@ class DialledClient(CallableEngine):
             if isinstance(message, Outputs):
                 streams = self._streams
                 for output in message.outputs:
-                    stream = streams.get(output.request_id)
+                    find = streams.get if output.finish_reason is None else streams.pop
+                    stream = find(output.request_id, None)
                     if stream is not None:
                         stream.put(output)
             elif isinstance(message, Beat):
                 self.hearing.hear(message)
                 self.on_beat(message)
             elif isinstance(message, Rejected):
-                stream = self._streams.get(message.request_id)
+                stream = self._streams.pop(message.request_id, None)
                 if stream is not None:
                     stream.put(message.error)
             elif isinstance(message, Dead):
                 logger.error("instance %s: %s", self.name, message.error)
                 self._peer.end("the engine has failed")
         self._dead = EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
-        for stream in list(self._streams.values()):
+        for stream in self._streams.values():
             stream.put(self._dead)
+        self._streams.clear()
 
     async def ask(self, method: str, *args: Any) -> Any:
         try:
@@ -270,13 +272,7 @@ class DialledClient(CallableEngine):
             raise self._dead or EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         if name in self._streams:
             raise ValueError(f"request_id {name!r} is already running")
-
-        def leave(heard: bool) -> None:
-            del self._streams[name]
-            if not heard:
-                self._peer.send(Abort(name))
-
-        stream = self._streams[name] = _Stream(leave)
+        stream = self._streams[name] = _Stream(name, self._streams, self._peer)
         self._peer.send(Request.of(request))
         return stream
 
