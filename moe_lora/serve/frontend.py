@@ -79,16 +79,10 @@ class Frontend:
     controller: Controller
     ending: Ending = field(default_factory=Ending)
     created_s: int = field(default_factory=lambda: int(time.time()))
-    _info: ModelInfo | None = None
 
     def __post_init__(self) -> None:
         self.model_name = self.cluster.served_model_name
         self.metrics = Metrics(self.cluster, self.controller)
-
-    async def info(self) -> ModelInfo:
-        if self._info is None:
-            self._info = await self.client.model_info()
-        return self._info
 
     def need_tokenizer(self, purpose: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -116,7 +110,7 @@ class Frontend:
         tokenizer's end tokens that the engine doesn't know of are added, unless they are to be ignored.
         top_k beyond the vocabulary means all of it, and is not passed on as a number that may be huge.
         """
-        info = await self.info()
+        info = await self.client.model_info()
         for token_ids in prompts:
             _check_prompt(token_ids, sampling, info)
         check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)

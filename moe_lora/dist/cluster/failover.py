@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from moe_lora.core.request import GenerateRequest, TokenOutput
+from moe_lora.engine.client.client import EngineClient
 
 MAX_RESENDS = 3
 """A request under which this many instances and one more have ended may be what ends them."""
@@ -18,7 +19,8 @@ class ResumableRequest:
     """What of a request's answer has been handed on.
 
     adapter_version: of the request's adapter: the one that began the answer, and until then the one that was
-    served when it came.  Times are in seconds of the caller's clock.
+    served when it came.  client: the engine that computes it now.  Times are in seconds of the caller's
+    clock.
     """
 
     request: GenerateRequest
@@ -27,6 +29,7 @@ class ResumableRequest:
     delivered: list[int] = field(default_factory=list)
     num_resends: int = 0
     aborted: bool = False
+    client: EngineClient | None = None
     _num_cached: int = 0
     _waited_s: float = 0.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, cast
 
 from moe_lora.core.clock import Clock
@@ -18,21 +18,12 @@ from moe_lora.core.request import (
     ModelInfo,
     TokenOutput,
 )
-from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.routing import Router, TokenMeter
 
 from .failover import MAX_RESENDS, ResumableRequest, token_work
 from .fan_out import ask_live
 from .instances import Instance, InstanceRegistry, ServedVersion
 from .reports import merge_adapters, merge_stats
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request under way, and the engine that computes it now."""
-
-    resumable: ResumableRequest
-    client: EngineClient | None = None
 
 
 class _Work:
@@ -97,7 +88,7 @@ class FleetClient:
         self._clock = clock
         self._meter = meter
         self._adapters = adapters
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, ResumableRequest] = {}
         self._info: ModelInfo | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
@@ -110,14 +101,14 @@ class FleetClient:
         if request.request_id in self._running:
             raise ValueError(f"request_id {request.request_id!r} is already running")
         resumable = ResumableRequest(request, version, self._clock.now_s())
-        running = self._running[request.request_id] = _Running(resumable)
+        self._running[request.request_id] = resumable
         left: Instance | None = None
         try:
             while not resumable.aborted:
                 instance = self._next_instance(resumable)
                 if left is not None:
                     left.num_resent += 1
-                client = running.client = instance.client
+                client = resumable.client = instance.client
                 rest = resumable.rest()
                 work = _Work(instance, rest, limit)
                 try:
@@ -168,11 +159,11 @@ class FleetClient:
             ) from error
 
     async def abort(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None:
-            running.resumable.aborted = True
-            if running.client is not None:
-                await running.client.abort(request_id)
+        resumable = self._running.get(request_id)
+        if resumable is not None:
+            resumable.aborted = True
+            if resumable.client is not None:
+                await resumable.client.abort(request_id)
 
     async def model_info(self) -> ModelInfo:
         """That of one instance; they are alike.  max_loras counts for each."""

@@ -43,7 +43,7 @@ def status_router(frontend: Frontend) -> APIRouter:
         shown = frontend.metrics
         shown.stats = shown.server = None
         with suppress(EngineDeadError):
-            shown.max_loras = (await frontend.info()).max_loras
+            shown.max_loras = (await frontend.client.model_info()).max_loras
             shown.stats = await frontend.client.stats()
         if frontend.cluster.lora_server is not None:
             with suppress(EngineDeadError, LoraServerError):
@@ -60,7 +60,7 @@ def models_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
     async def cards() -> list[dict[str, Any]]:
-        info = await frontend.info()
+        info = await frontend.client.model_info()
         base = {
             "id": frontend.model_name,
             "object": "model",

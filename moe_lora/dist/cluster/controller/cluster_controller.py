@@ -46,6 +46,7 @@ class ClusterController(ControllerMethods):
     ) -> None:
         super().__init__(adapters, provision, registry)
         self.placement = placement
+        self.window: DemandWindow | None = None if provision is None else provision.window
 
     @property
     def figures(self) -> Figures:
@@ -57,10 +58,6 @@ class ClusterController(ControllerMethods):
             quality=None if placement is None else placement.latest,
             outlook=None if self.provision is None else self.provision.latest,
         )
-
-    @property
-    def window(self) -> DemandWindow | None:
-        return None if self.provision is None else self.provision.window
 
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self, method)(*args)
