@@ -69,7 +69,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     """
     from moe_lora.core.host import run_folder
     from moe_lora.dist.launch.host_roles import cluster_file, on_sockets, roles_of, run_roles, thread_share
-    from moe_lora.engine.client.process import usable_cores
+    from moe_lora.core.processes import usable_cores
     from moe_lora.serve.server import bind
 
     # What can't work is said here, once, and not by each process.
@@ -147,7 +147,7 @@ async def local_instances(
         on_sockets,
         thread_share,
     )
-    from moe_lora.engine.client.process import usable_cores
+    from moe_lora.core.processes import usable_cores
 
     config = cluster.engine
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.harness.random_model import write_adapter, write_model
 from moe_lora.cli.profile_steps import measured_models
-from moe_lora.engine.client.process import usable_cores
+from moe_lora.core.processes import usable_cores
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.step_model import Row, StepModel
 from moe_lora.provision.performance.operating_points import (

@@ -49,6 +49,12 @@ class HostStore:
     def __contains__(self, content_hash: str) -> bool:
         return self.path(content_hash).exists()
 
+    def find(self, prefix: str) -> str:
+        """The content hash that begins so.  Raises AdapterError if no file here has one."""
+        for path in self.directory.glob(f"{prefix}*{_SUFFIX}"):
+            return path.name.removesuffix(_SUFFIX)
+        raise AdapterError(f"{self.directory} has no adapter {prefix}…")
+
     def restore(self, content_hash: str) -> bool:
         """Whether the adapter is there; one that is lost and mapped here is written again.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from moe_lora.kernels.operands import StepTables
@@ -42,16 +43,27 @@ class RoutedBackend:
     """LoraBackend that leaves each row, at each site, to the backend of its source.
 
     backends: where several have rows of a site, they are begun in this order, so those that compute elsewhere
-    come first.
+    come first.  present: [slots, layers] bool, true where a slot's layer is on this device; a row of source
+    HOST is LOCAL in the layers that are there when they begin.  None: no source is HOST.
+    num_taken_over counts such rows, once a layer.
     """
 
-    def __init__(self, backends: Mapping[Source, LoraBackend]) -> None:
+    def __init__(self, backends: Mapping[Source, LoraBackend], present: np.ndarray | None = None) -> None:
         self.backends = dict(backends)
+        self.num_taken_over = 0
+        self._present = present
         self._groups: Sequence[Sequence[int]] = ()
         self._chosen: list[list[LoraBackend]] = []
+        self._loading: _LoadingRows | None = None
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         assert routing.terms.shape[2] == 1, "no backend takes a second term yet"
+        self._loading = None
+        if self._present is not None and routing.loading.any():
+            self._loading = _LoadingRows(step, routing)
+        self._begin_step(step, routing)
+
+    def _begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self._groups = routing.groups
         self._chosen = [
             [backend for source, backend in self.backends.items() if source in sources]
@@ -61,11 +73,36 @@ class RoutedBackend:
             self.backends[Source(source)].begin_step(step, routing)
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
+        if self._loading is not None and layer != self._loading.layer:
+            self._choose_sources(layer, self._loading)
         chosen = self._chosen[self._groups[layer][site]]
         if len(chosen) == 1:
             return chosen[0].begin(layer, site, x, ids)
         begun = [backend.begin(layer, site, x, ids) for backend in chosen]
         return partial(_add_all, begun) if begun else None
+
+    def _choose_sources(self, layer: int, loading: _LoadingRows) -> None:
+        """For all sites of a layer: what has come by now is computed here."""
+        assert self._present is not None
+        routes = [route for route, slot in loading.slots.items() if self._present[slot, layer]]
+        if routes != loading.here:
+            self._begin_step(loading.step, loading.routing.with_source(routes, Source.HOST, Source.LOCAL))
+        loading.layer, loading.here = layer, routes
+        self.num_taken_over += sum(loading.num_rows[route] for route in routes)
+
+
+class _LoadingRows:
+    """A step's rows whose adapters are on their way.  here: routes that were computed here in `layer`."""
+
+    def __init__(self, step: StepTables, routing: RowRouting) -> None:
+        self.step = step
+        self.routing = routing
+        routes = np.flatnonzero(routing.loading[:-1].any(1)).tolist()
+        slot = np.where(routing.loading, routing.terms["slot"][:, :, 0], -1).max(1)
+        self.slots = {route: int(slot[route]) for route in routes if slot[route] >= 0}
+        self.num_rows = np.bincount(routing.row_route + 1, minlength=len(routing.terms))[1:].tolist()
+        self.here: list[int] = []
+        self.layer = -1
 
 
 def _add_all(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:

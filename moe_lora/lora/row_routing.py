@@ -9,7 +9,7 @@ costs one index.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +24,7 @@ class Source(IntEnum):
 
     LOCAL = 1
     LEASED = 2
+    HOST = 3
 
 
 TERM = np.dtype(
@@ -32,8 +33,9 @@ TERM = np.dtype(
 """One signed delta of a row.
 
 source: a `Source`, negated where the delta is subtracted; 0 = no term.  adapter: index into
-`RowRouting.adapters`, -1 where a slot is enough.  slot: of this device's slot table (LOCAL; -1 = nothing of
-the adapter is there), or of the LoRA Server's (LEASED; -1 = there is no lease).  generation: of the lease.
+`RowRouting.adapters`, -1 where a slot is enough.  slot: of this device's slot table (LOCAL, and HOST, where
+the adapter is on its way to it; -1 = nothing of the adapter is there), or of the LoRA Server's (LEASED; -1 =
+there is no lease).  generation: of the lease; of a HOST term the number of the adapter's content.
 """
 _NO_TERM = np.array((0, -1, -1, 0), TERM)
 
@@ -83,6 +85,19 @@ class RowRouting:
     def sources(self) -> list[set[int]]:
         """Of each group, the `Source`s of its terms in this step, signed as there."""
         return [set(codes) - {0} for codes in self.terms["source"][:, :, 0].T.tolist()]
+
+    @property
+    def loading(self) -> np.ndarray:
+        """[N + 1, G] bool, terms that host workers compute as long as the adapter is not on the device."""
+        return self.terms["source"][:, :, 0] == Source.HOST
+
+    def with_source(self, routes: Sequence[int], before: Source, after: Source) -> RowRouting:
+        """The same with another source for the terms of these routes that have the one of before."""
+        terms = self.terms.copy()
+        changed = np.zeros(terms.shape, dtype=bool)
+        changed[routes] = terms["source"][routes] == before
+        terms["source"][changed] = after
+        return replace(self, terms=terms)
 
     def terms_from(self, source: Source, group: int) -> np.ndarray:
         """[T] TERM: of each row the term that this source computes; slot -1, adapter -1 where it has none."""

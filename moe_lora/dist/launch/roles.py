@@ -57,7 +57,7 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
     LoraServerError or AdapterError for what keeps it from starting.
     """
     from moe_lora.dist.lora_server.protocol.partition import Layout
-    from moe_lora.engine.client.process import worker_environment
+    from moe_lora.core.processes import worker_environment
 
     config = cluster.instance()
     if config.lora_server is None:
@@ -105,7 +105,7 @@ def serve_instance(
     otherwise.
     """
     from moe_lora.dist.lora_server.protocol.reach import own_host
-    from moe_lora.engine.client.process import usable_cores, worker_environment
+    from moe_lora.core.processes import usable_cores, worker_environment
 
     config = cluster.instance(name)
     addresses, keys = cluster.dialled_addresses(), keys_of(cluster)

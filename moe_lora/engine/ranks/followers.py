@@ -21,7 +21,7 @@ from typing import Any
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
-from moe_lora.engine.client.process import STOP_TIMEOUT_S, start_child
+from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
 from moe_lora.engine.runner import packed_message
 
 RENDEZVOUS, HOST_STORE = "rendezvous", "adapters"

@@ -13,7 +13,7 @@ WITHIN_ONE_INSTANCE = {
     "engine/ranks/followers.py",
     "engine/ranks/follower.py",
     "engine/runner.py",
-    "engine/client/process.py",
+    "core/processes.py",
 }
 """Rank 0 and its followers: processes of one user and host, over socket pairs or a socket that only that user
 enters, which no link of `dist.net` leads to."""

@@ -17,9 +17,10 @@ from moe_lora.dist.lora_server.protocol.reach import agreed_facts, server_transp
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
+from moe_lora.lora.row_routing import Source
 
 from .lease_client import LeaseClient
-from .remote_backend import RemoteBackend
+from .remote_backend import RemoteBackend, ServerPartition
 from .server_link import ServerLink
 
 CONNECT_TIMEOUT_S = 120.0
@@ -67,7 +68,8 @@ class LoraServerClient:
         except BaseException:
             self.close()
             raise
-        self.backend = RemoteBackend(shape, partition, client_rank, self.links, layout, self.store)
+        division = ServerPartition(partition, client_rank)
+        self.backend = RemoteBackend(shape, Source.LEASED, division, self.links, layout, self.store)
 
     async def _join_rank(self, server_rank: int, timeout_s: float) -> Peer:
         """Connect to a server rank, which the leader knows where to find.  Raises LoraServerError."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,8 +30,6 @@ from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.row_routing import RowRouting, Source
 
-from .server_link import ServerLink
-
 # Which rows of a step belong to which leased adapter.
 #
 # Legend: T token rows of the step, A adapters in use.
@@ -43,8 +42,8 @@ class RemoteRows:
     row is not leased or its lease was lost.  generation: [T] int64.
     """
 
-    def __init__(self, routing: RowRouting, group: int, shape: ModelShape) -> None:
-        terms = routing.terms_from(Source.LEASED, group)
+    def __init__(self, routing: RowRouting, source: Source, group: int, shape: ModelShape) -> None:
+        terms = routing.terms_from(source, group)
         self.adapter, self.slot, self.generation = terms["adapter"], terms["slot"], terms["generation"]
         self._adapters = routing.adapters
         self._sites = shape.sites
@@ -78,8 +77,47 @@ class _Part:
     delta: torch.Tensor | None
 
 
+class Division(Protocol):
+    """Which server computes which rows."""
+
+    def shares(
+        self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
+    ) -> Sequence[tuple[int, np.ndarray]]:
+        """Servers of the site, with the token rows each may have rows of; slot: [T] of all rows."""
+        ...
+
+    def experts_of(self, server: int) -> range:
+        """Experts whose deltas that server computes."""
+        ...
+
+
+class ServerPartition:
+    """Rows go to the ranks of a LoRA Server that own their layer and experts (a `Division`)."""
+
+    def __init__(self, partition: Partition, client_rank: int) -> None:
+        self._partition = partition
+        self._client_rank = client_rank
+        self.experts_of = partition.experts_of
+
+    def shares(
+        self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
+    ) -> Sequence[tuple[int, np.ndarray]]:
+        """A rank gets all tokens, or where ranks are copies of each other those of its slots."""
+        servers = self._partition.servers_of_client(self._client_rank, layer, site)
+        dp = self._partition.layout.dp
+        if dp == 1:
+            return [(server, tokens) for server in servers]
+        return [(server, tokens[slot[tokens] % dp == i]) for i, server in enumerate(servers)]
+
+
+class Link(Protocol):
+    """A standing connection to one server.  session: None while there is none."""
+
+    session: ClientSession | None
+
+
 class RemoteBackend:
-    """LoraBackend whose deltas come from the LoRA Server (see `LoraBackend` for the contract).
+    """LoraBackend whose deltas come from other processes: a LoRA Server's ranks, or host workers.
 
     A request that can't be sent, or is not answered, is computed here from the host store (`HostDeltas`).
     `num_requests` counts answers, `num_fallback_rows` rows of those that had none.
@@ -89,15 +127,15 @@ class RemoteBackend:
     def __init__(
         self,
         shape: ModelShape,
-        partition: Partition,
-        client_rank: int,
-        links: Mapping[int, ServerLink],
+        source: Source,
+        division: Division,
+        links: Mapping[int, Link],
         layout: FrameLayout,
         store: HostStore,
     ) -> None:
         self._shape = shape
-        self._partition = partition
-        self._client_rank = client_rank
+        self._source = source
+        self._division = division
         self._links = links
         self._layout = layout
         self._host = HostDeltas(shape, store)
@@ -114,7 +152,7 @@ class RemoteBackend:
         assert routing is not None, "begin_step comes first"
         group = routing.groups[layer][site]
         if group not in self._rows:
-            self._rows[group] = RemoteRows(routing, group, self._shape)
+            self._rows[group] = RemoteRows(routing, self._source, group, self._shape)
         rows = self._rows[group]
         tokens = rows.tokens_at(site)
         if not len(tokens):
@@ -137,7 +175,7 @@ class RemoteBackend:
         self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, tokens: np.ndarray
     ) -> list[_Part]:
         parts = []
-        for server, chosen in self._by_server(rows, layer, site, tokens):
+        for server, chosen in self._division.shares(layer, site, tokens, rows.slot):
             for some in _chunks(chosen, self._layout.max_rows):
                 parts.append(self._send(server, rows, layer, site, x, some, some, None, some))
         return parts
@@ -150,8 +188,8 @@ class RemoteBackend:
         all_ids = ids.cpu().numpy()
         per_output = x.shape[0] != ids.shape[0]
         parts = []
-        for server, chosen in self._by_server(rows, layer, site, tokens):
-            experts = self._partition.experts_of(server)
+        for server, chosen in self._division.shares(layer, site, tokens, rows.slot):
+            experts = self._division.experts_of(server)
             mine = all_ids[chosen]
             mine[(mine < experts.start) | (mine >= experts.stop)] = -1
             if per_output:
@@ -169,16 +207,6 @@ class RemoteBackend:
                 owner = chosen[part]
                 parts.append(self._send(server, rows, layer, site, x, owner, owner, mine[part], some))
         return parts
-
-    def _by_server(
-        self, rows: RemoteRows, layer: int, site: int, tokens: np.ndarray
-    ) -> Sequence[tuple[int, np.ndarray]]:
-        """Server ranks of the site, with the tokens each may have rows of."""
-        servers = self._partition.servers_of_client(self._client_rank, layer, site)
-        dp = self._partition.layout.dp
-        if dp == 1:
-            return [(server, tokens) for server in servers]
-        return [(server, tokens[rows.slot[tokens] % dp == i]) for i, server in enumerate(servers)]
 
     def _send(
         self,

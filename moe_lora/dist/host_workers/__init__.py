@@ -1,0 +1,1 @@
+"""The host backend: processes of this host that compute the deltas of adapters that are still loading."""

@@ -1,0 +1,123 @@
+"""A host worker: a process with a core of its own that computes deltas from adapters in host memory.
+
+Run as `python -m moe_lora.dist.host_workers.worker FD`.  It serves one session of frames over shared memory,
+the LoRA Server's (`dist.lora_server.protocol.session`), and ends with the engine.
+Source: Toppings section 4.2.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.core.errors import AdapterError, PeerGoneError
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.lora_server.protocol.deltas import HostDeltas
+from moe_lora.dist.lora_server.protocol.session import DONE, STALE, DeltaRequest, FrameLayout
+from moe_lora.dist.lora_server.server.data_loop import ServerSession
+from moe_lora.dist.transport.contract import make_transport
+from moe_lora.lora.row_routing import RoutedAdapter
+
+logger = logging.getLogger(__name__)
+
+_NUMBER_DIGITS = 15
+
+
+def content_number(content_hash: str) -> int:
+    """A content hash as a frame's generation carries it: its first 60 bits."""
+    return int(content_hash[:_NUMBER_DIGITS], 16)
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """A worker's first message.  answers: descriptor of the engine's window.  core: to run on; None: any."""
+
+    name: str
+    shape: ModelShape
+    dtype: torch.dtype
+    max_rows: int
+    depth: int
+    store_dir: Path
+    answers: bytes
+    core: int | None
+
+
+class StoreDeltas:
+    """Answers requests from the adapters in a store, whose rows name them by `content_number`."""
+
+    def __init__(self, shape: ModelShape, store: HostStore) -> None:
+        self._store = store
+        self._deltas = HostDeltas(shape, store)
+        self._hashes: dict[int, str] = {}
+
+    def compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
+        """out [R, N] = the deltas of the request; the answer's state, STALE where an adapter is not there."""
+        numbers, row_adapter = np.unique(request.generation, return_inverse=True)
+        try:
+            adapters = [RoutedAdapter(self._hash_of(number), ()) for number in numbers.tolist()]
+            self._deltas.compute(request, adapters, row_adapter, out)
+        except AdapterError as error:
+            logger.warning("%s", error)
+            return STALE
+        return DONE
+
+    def _hash_of(self, number: int) -> str:
+        """Raises AdapterError."""
+        known = self._hashes.get(number)
+        if known is None:
+            known = self._hashes[number] = self._store.find(f"{number:0{_NUMBER_DIGITS}x}")
+        return known
+
+
+def serve(connection: Connection) -> None:
+    """Answer until the engine hangs up."""
+    setup: SetUp = connection.recv()
+    if setup.core is not None:
+        os.sched_setaffinity(0, {setup.core})
+    torch.set_num_threads(1)
+    layout = FrameLayout(setup.shape, setup.dtype, setup.max_rows)
+    transport = make_transport("shm", name=setup.name)
+    requests = transport.alloc("requests", setup.depth * layout.request_bytes, 1)
+    answers = transport.attach(setup.answers)
+    connection.send(requests.descriptor())
+    threading.Thread(target=_end_with_engine, args=(connection.fileno(),), daemon=True).start()
+    session = ServerSession(setup.name, setup.name, transport, requests, answers, layout, setup.depth)
+    deltas = StoreDeltas(setup.shape, HostStore(setup.store_dir))
+    while True:
+        transport.signal_wait_until(requests, 0, session.handled + 1, None)
+        started_ns = time.monotonic_ns()
+        request = session.pending()
+        assert request is not None
+        session.answer(request, deltas.compute(request, session.deltas(request)), started_ns)
+
+
+def _end_with_engine(fd: int) -> None:
+    hang_up = select.poll()
+    hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
+    hang_up.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its workers end
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        serve(Connection(int(sys.argv[1])))
+    except (EOFError, ConnectionError, PeerGoneError):
+        logger.info("the engine hung up")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The host workers of an engine: started, started again when they end, and who of them gets which rows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.core.errors import EngineDeadError, PeerUnreachableError
+from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
+from moe_lora.dist.lora_server.protocol.session import ClientSession, FrameLayout
+from moe_lora.dist.transport.contract import Transport, make_transport
+
+from .worker import SetUp
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+DEPTH = 4
+"""Frames of a session: sites of a layer that are begun before the first is added, and one to spare."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S, _LONG_LIFE_S, _LOOK_S = 0.5, 5.0, 30.0, 0.05
+
+
+class WorkerLink(threading.Thread):
+    """Keeps one worker process and a `ClientSession` with it.
+
+    session: None while there is none; deltas are then computed by the engine itself.
+    """
+
+    session: ClientSession | None = None
+
+    def __init__(
+        self,
+        number: int,
+        transport: Transport,
+        layout: FrameLayout,
+        store: HostStore,
+        core: int | None,
+        answer_timeout_s: float,
+    ) -> None:
+        super().__init__(name=f"host-worker-{number}", daemon=True)
+        self._transport = transport
+        self._layout = layout
+        self._store = store
+        self._core = core
+        self._answer_timeout_s = answer_timeout_s
+        self._starts = itertools.count()
+        self._closing = threading.Event()
+        self._ready = threading.Event()
+        self.pid: int | None = None
+        self.start()
+
+    def wait_ready(self) -> None:
+        """Raises EngineDeadError if the worker does not start in time."""
+        if not self._ready.wait(START_TIMEOUT_S):
+            raise EngineDeadError(f"{self.name} did not start within {START_TIMEOUT_S:g} s; see the log")
+
+    def close(self) -> None:
+        """End the process; `join` waits for it."""
+        self._closing.set()
+        session = self.session
+        if session is not None:
+            session.break_off()
+
+    def run(self) -> None:
+        pause_s = 0.0
+        while not self._closing.wait(pause_s):
+            start_s = time.monotonic()
+            with contextlib.ExitStack() as held:
+                try:
+                    self._live(held)
+                except (OSError, EOFError, PeerUnreachableError) as error:
+                    logger.warning("%s can't be started: %s", self.name, error)
+                session, self.session = self.session, None
+                if session is not None:
+                    session.break_off()
+                if not self._closing.is_set():
+                    logger.warning("%s ended; the engine computes its rows until it is back", self.name)
+                long_life = time.monotonic() - start_s > _LONG_LIFE_S
+                pause_s = _FIRST_PAUSE_S if long_life else min(max(_FIRST_PAUSE_S, 2 * pause_s), _MAX_PAUSE_S)
+                self._closing.wait(_FIRST_PAUSE_S)  # the engine's thread may still wait on the buffers
+
+    def _live(self, held: contextlib.ExitStack) -> None:
+        """Start a process and stay with it until it ends; `held` lets go of its buffers."""
+        label = f"{self.name}-{next(self._starts)}"
+        answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
+        held.callback(answers.free)
+        process, connection = start_child("moe_lora.dist.host_workers.worker", num_threads=1)
+        self.pid = process.pid
+        try:
+            with connection:
+                layout = self._layout
+                facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
+                connection.send(SetUp(*facts, answers.descriptor(), self._core))
+                requests = self._transport.attach(connection.recv())
+                held.callback(self._transport.detach, requests)
+                self.session = ClientSession(
+                    self._transport, requests, answers, layout, DEPTH, self._answer_timeout_s
+                )
+                self._ready.set()
+                while not self._closing.wait(_LOOK_S) and process.poll() is None:
+                    continue
+            process.wait(STOP_TIMEOUT_S)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+class HostWorkers:
+    """The host workers of one engine process.
+
+    cores: one for each worker to run on; None: any.  answer_timeout_s: after so long a worker that does not
+    answer is given up, and started again.  Raises EngineDeadError if one does not start.
+    """
+
+    def __init__(
+        self,
+        layout: FrameLayout,
+        store: HostStore,
+        num_workers: int,
+        *,
+        cores: Sequence[int] | None = None,
+        answer_timeout_s: float = 5.0,
+    ) -> None:
+        self._transport = make_transport("shm", name=f"host-workers-{os.getpid()}")
+        options = (self._transport, layout, store)
+        self.links = {
+            number: WorkerLink(number, *options, None if cores is None else cores[number], answer_timeout_s)
+            for number in range(num_workers)
+        }
+        for link in self.links.values():
+            link.wait_ready()
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Of the processes, None while one is being started."""
+        return [link.pid for link in self.links.values()]
+
+    def close(self) -> None:
+        """End all workers."""
+        for link in self.links.values():
+            link.close()
+        for link in self.links.values():
+            link.join(STOP_TIMEOUT_S)
+        self._transport.close()
+
+
+class RowShares:
+    """Divides a site's rows over the workers, ⌈rows / c⌉ of them, in even shares (a `Division`).
+
+    tokens_per_worker: c, what one core computes in time.  Source: Toppings section 4.2.
+    """
+
+    def __init__(self, num_workers: int, tokens_per_worker: int, num_experts: int) -> None:
+        self._num_workers = num_workers
+        self._tokens_per_worker = tokens_per_worker
+        self._experts = range(num_experts)
+
+    def shares(
+        self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
+    ) -> Sequence[tuple[int, np.ndarray]]:
+        """(worker, token rows) of those that get some."""
+        num_shares = min(self._num_workers, -(-len(tokens) // self._tokens_per_worker))
+        return list(enumerate(np.array_split(tokens, num_shares)))
+
+    def experts_of(self, server: int) -> range:
+        """Every worker has all experts."""
+        return self._experts
