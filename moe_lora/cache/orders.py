@@ -12,11 +12,13 @@ Namespace = Hashable
 
 
 class Readiness(Enum):
-    """What `UnifiedCache.hold` found."""
+    """Whether an adapter is there for a request.  The cache knows nothing of HOST_COMPUTABLE."""
 
     READY = "ready"
     LOADING = "coming"
     """Held; an order for its bytes is under way."""
+    HOST_COMPUTABLE = "host_computable"
+    """As LOADING, and until it is there host workers compute its prompts' deltas."""
     NO_ROOM = "no_room"
     """Not held: nothing more can be evicted now; ask again later."""
 

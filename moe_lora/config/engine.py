@@ -232,6 +232,19 @@ class EngineConfig(Settings):
     queue: str = setting("fcfs", choices=QUEUES)
     """Order of waiting requests: first come first served, or (for comparisons where every answer has its full
     length) least max_tokens first."""
+    host_workers: int | None = setting(
+        None,
+        least=0,
+        option="--host-workers",
+        group="Adapters",
+        unset="none on a CPU, where they are the same cores; else half of the cores",
+    )
+    """Processes of this host that compute the prompts of adapters that are still loading.  Not with a LoRA
+    Server, a pool or expert_parallel."""
+    host_tokens_per_worker: int = setting(32, least=1)
+    """Prompt tokens of one layer that a host worker computes in time; a prompt of more is divided."""
+    host_tokens_per_step: int = setting(0, least=0, unset="host_tokens_per_worker x host_workers")
+    """Prompt tokens of loading adapters in a step in which others decode, at most; 0: see the default."""
     pool: PoolConfig | None = setting(None, in_file=False)
     """The pool of the instances; None: each keeps all adapters."""
     state_dir: str | None = setting(

@@ -18,7 +18,11 @@ from moe_lora.core.clock import WallClock
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape, check_expert_parallel
+from moe_lora.dist.host_workers.workers import HostWorkers
+from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.dist.transport.contract import make_transport
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.processes import usable_cores
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
@@ -104,9 +108,12 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     rank.allocate(size.num_pages, size.num_host_pages)
     followers.settle()
     alone = config.expert_parallel == 1
-    runner = rank.runner() if alone else rank.runner(rank.join(followers.directory), followers.tell)
+    store = _store(config, rank, size, followers, contents)
+    runner = (
+        rank.runner(host=store.host) if alone else rank.runner(rank.join(followers.directory), followers.tell)
+    )
     followers.settle()
-    core = _core(config, rank, size, sizes, followers, contents, runner)
+    core = _core(config, rank, size, sizes, followers, contents, runner, store)
     for packed, path in adapters:
         core.add_adapter(packed, path)
     runner.warm_up()
@@ -128,6 +135,7 @@ def _core(
     followers: Followers,
     contents: AdapterContents,
     runner: ModelRunner,
+    store: AdapterStore,
 ) -> EngineCore:
     """What decides, over the memory and the runner that are there."""
     clock, page_bytes = WallClock(), rank.layout.page_bytes
@@ -142,7 +150,6 @@ def _core(
         upper=config.swap_out_above,
         lower=config.swap_in_below,
     )
-    store = _store(config, rank, size, followers, contents)
     pool = store if isinstance(store, PoolAdapters) else None
     manager = AdapterManager(
         cache,
@@ -172,6 +179,7 @@ def _core(
         max_num_batched_tokens=config.max_num_batched_tokens,
         starvation_s=config.starvation_s,
         shortest_first=config.queue == "sjf-oracle",
+        max_host_tokens=0 if store.host is None else config.host_tokens_per_step or store.host.num_tokens,
     )
     info = model_info(config, rank.shape, rank.dtype)
     figures = partial(cache_figures, cache, page_bytes, size.max_kv_pages)
@@ -192,6 +200,7 @@ def _store(
 ) -> AdapterStore:
     """Adapters in files where other processes read them, or where the host arena is what memory is for."""
     options: dict[str, Any] = {}
+    host = _host_workers(config, rank, contents)
     if config.pool is not None:
         if config.pool.transport == "gloo":
             options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
@@ -204,11 +213,36 @@ def _store(
             followers.settle(exchange.TIMEOUT_S)
 
         options = {"store": HostStore(followers.directory / HOST_STORE), "before_removal": all_read}
+    elif host is not None:
+        stays = None if contents.store is not None else lambda: None
+        options = {"store": host.store, "before_removal": stays, "host": host}
     elif rank.lora_server is None and size.num_host_pages:
         options = {"in_files": True, "store": contents.store}
     return (
         AdapterStore(**options) if rank.lora_server is None else LeasedAdapters(rank.lora_server, **options)
     )
+
+
+def _host_workers(config: EngineConfig, rank: Rank, contents: AdapterContents) -> HostWorkers | None:
+    """Raises ConfigError where host workers are asked for and can't be."""
+    ranks = config.expert_parallel if config.expert_parallel > 1 else None
+    others = {"expert_parallel": ranks, "lora_server": config.lora_server, "pool": config.pool}
+    taken = [name for name, value in others.items() if value is not None]
+    num_workers, num_cores = config.host_workers, usable_cores()
+    if num_workers is None:
+        num_workers = 0 if taken or rank.device.type == "cpu" else num_cores // 2
+    if not num_workers:
+        return None
+    if taken:
+        raise ConfigError(f"host_workers={num_workers} can't be had with {taken[0]} yet; set it to 0")
+    if num_workers > num_cores:
+        raise ConfigError(
+            f"host_workers={num_workers} are more than the {num_cores} cores that this process may use; "
+            f"choose 0 to {num_cores}"
+        )
+    top_k = max(1, rank.shape.num_experts_per_token)
+    layout = FrameLayout(rank.shape, rank.dtype, config.host_tokens_per_worker * top_k)
+    return HostWorkers(layout, contents.store, num_workers, config.host_tokens_per_worker)
 
 
 def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:

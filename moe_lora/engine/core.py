@@ -318,6 +318,7 @@ class EngineCore:
             num_put_back=self._scheduler.num_put_back,
             adapter_hits=self._scheduler.num_adapter_hits,
             adapter_misses=self._scheduler.num_adapter_misses,
+            **self._runner.lora_rows(),
             **self._adapters.store.counters(),
             **self._figures(),
             **self._counters,

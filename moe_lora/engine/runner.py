@@ -9,6 +9,7 @@ import io
 import itertools
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from moe_lora.kernels import ops, reference
 from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend
-from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, no_terms
+from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, content_number, no_terms
 from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
 from moe_lora.scheduling.views import Scheduled
 
@@ -150,7 +151,8 @@ class ModelRunner:
 
     decode_buckets: batch sizes that decode steps are padded to; empty = none.  announce: told of each batch
     before it is computed, for the ranks that compute it too.  site_sources: who computes the deltas of each
-    site, in all layers.
+    site, in all layers.  What is LOCAL there is HOST for adapters that are on their way; num_taken_over: see
+    `RoutedBackend`.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class ModelRunner:
         device: torch.device,
         site_sources: Seq[Source],
         *,
+        num_taken_over: Callable[[], int] = int,
         eager: bool,
         decode_buckets: Seq[int],
         announce: Callable[[StepBatch], None] | None = None,
@@ -169,6 +172,8 @@ class ModelRunner:
         self._device = device
         self._eager = eager
         self._buckets = sorted(decode_buckets)
+        self._lora_rows: Counter[Source] = Counter()
+        self._num_taken_over = num_taken_over
         self._announce = announce
         self._sources = sorted(set(site_sources))
         groups = tuple(self._sources.index(source) for source in site_sources)
@@ -177,6 +182,11 @@ class ModelRunner:
         if not eager:
             torch._dynamo.config.recompile_limit = max(64, 4 * len(self._buckets))
             self._compiled = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False)
+
+    def lora_rows(self) -> dict[str, int]:
+        """Fields of `EngineStats`: rows x layers by the source of their deltas, so far."""
+        moved = Counter({Source.LOCAL: self._num_taken_over(), Source.HOST: -self._num_taken_over()})
+        return {f"lora_rows_{s.name.lower()}": self._lora_rows[s] + moved[s] for s in Source}
 
     def warm_up(self) -> None:
         """Compile every graph that steps will need, before the first request."""
@@ -263,19 +273,47 @@ class ModelRunner:
         row_route = np.array(of_items, dtype=np.int32).repeat(counts)
         terms = no_terms(len(routes), len(self._sources))
         adapters: list[RoutedAdapter] = []
+        cold = [route for adapter, route in routes.items() if adapter.slot is None]
         for group, source in enumerate(self._sources if routes else ()):
             term = terms[:-1, group, 0]
             term["source"] = source
             if source == Source.LOCAL:
                 term["slot"] = [-1 if adapter.slot is None else adapter.slot for adapter in routes]
+                if cold:
+                    adapters = self._route_to_host(term, list(routes), cold)
             else:
                 leases = [adapter.lease or _NO_LEASE for adapter in routes]
                 term["slot"] = [lease.slot for lease in leases]
                 term["generation"] = [lease.generation for lease in leases]
                 term["adapter"] = range(len(routes))
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
+        if routes:
+            self._count_rows(row_route, terms)
         return RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
 
+    def _count_rows(self, row_route: np.ndarray, terms: np.ndarray) -> None:
+        num_rows = np.bincount(row_route + 1, minlength=len(terms))[1:]
+        for group in range(terms.shape[1]):
+            by_source = np.bincount(terms["source"][:-1, group, 0], num_rows, len(Source) + 1)
+            for source in Source:
+                self._lora_rows[source] += int(by_source[source]) * len(self._groups)
+
+    def _route_to_host(
+        self, term: np.ndarray, adapters: Seq[AdapterVersion], cold: Seq[int]
+    ) -> list[RoutedAdapter]:
+        """Have host workers compute what is not on the device; the adapters as they know them."""
+        for route in cold:
+            adapter = adapters[route]
+            assert adapter.loading_slot is not None, "a request computes without its adapter"
+            number = content_number(adapter.packed.content_hash)
+            term[route] = (Source.HOST, route, adapter.loading_slot, number)
+        return [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in adapters]
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        """On the host: `StepBatch.to` moves it."""
+        return torch.from_numpy(array)
+
+>>>>>>> 63af865 (A request whose adapter is loading computes its prompt at once: host workers for the layers that have not come, the device for those that have)
 
 def _marking_rows_dynamic(layer_forward: LayerForward) -> LayerForward:
     """Run a layer so that its graph is compiled for any number of rows above one."""

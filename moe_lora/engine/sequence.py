@@ -17,7 +17,8 @@ class Sequence:
     """Prompt and generated tokens, what of them is computed, and the pages that hold it.
 
     tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
-    matched: its prompt was looked up in the cache.  adapter_hit: it never waited for its adapter to come.
+    matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there when it came.
+    cold: it computes, and its adapter was not on the device so far.
     limit_tokens: total length at which it must end.
     """
 
@@ -32,6 +33,7 @@ class Sequence:
     counted: bool = False
     matched: bool = False
     adapter_hit: bool = True
+    cold: bool = False
     table: BlockTable = field(init=False)
     waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from moe_lora.core.shape import MATRIX_ALIGN_BYTES, MAX_LORA_RANK
@@ -50,7 +51,8 @@ class SlotTable:
     a_offset, b_offset: [N, L, X] int64, bytes from the start of the arena (A: `lora_rank` rows of d_in,
     B transposed: `lora_rank` rows of d_out, in the model's dtype).  lora_rank: [N, L, X] int32, 0 = no delta.
     scale: [N, L, X] fp32.  All on the arena's device.  max_lora_ranks: per slot, the largest rank
-    of each entry over the layers (empty = no adapter), on the host.
+    of each entry over the layers (empty = no adapter), on the host.  present: [N, L] bool, on the host: the
+    layer's bytes are there, kept by who copies them.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_entries: int, device: torch.device) -> None:
@@ -60,6 +62,7 @@ class SlotTable:
         self.lora_rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
         self.max_lora_ranks: list[tuple[int, ...]] = [()] * num_slots
+        self.present = np.zeros((num_slots, num_layers), dtype=bool)
         self._checked: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}
 
     @property
@@ -73,6 +76,7 @@ class SlotTable:
         for name in ("a_offset", "b_offset", "lora_rank", "scale"):
             getattr(table, name)[: self.num_slots].copy_(getattr(self, name))
         table.max_lora_ranks[: self.num_slots] = self.max_lora_ranks
+        table.present[: self.num_slots] = self.present
         return table
 
     def write_layer(
@@ -134,6 +138,7 @@ class SlotTable:
 
     def clear(self, slot: int) -> None:
         """Make `slot` mean "no delta anywhere"."""
+        self.present[slot] = False
         self.lora_rank[slot].zero_()
         self.max_lora_ranks[slot] = ()
 

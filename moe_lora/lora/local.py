@@ -108,12 +108,23 @@ def point_slot(
     layer_offsets_bytes: multiples of 64.  parts: what of each layer lies there, None = all of it.  Other
     slots may be read meanwhile.
     """
-    slots.clear(slot)
     parts = parts or packed.layers
-    for number, (layer, part, offset) in enumerate(
-        zip(packed.layers, parts, layer_offsets_bytes, strict=True)
-    ):
-        assert offset % MATRIX_ALIGN_BYTES == 0
-        slots.write_layer(slot, number, part.table, part.scale, layer.data.element_size(), offset)
+    open_slot(slots, slot, parts)
+    for number, offset in enumerate(layer_offsets_bytes):
+        point_layer(slots, slot, number, packed.layers[number], parts[number], offset)
+
+
+def open_slot(slots: SlotTable, slot: int, parts: Sequence[LayerPart]) -> None:
+    """Make `slot` an adapter's of these layers, of which none is there yet."""
+    slots.clear(slot)
     ranks = torch.stack([part.table[:, 2] for part in parts])
     slots.max_lora_ranks[slot] = tuple(ranks.amax(0).tolist())
+
+
+def point_layer(
+    slots: SlotTable, slot: int, number: int, layer: PackedLayer, part: LayerPart, offset_bytes: int
+) -> None:
+    """The layer's bytes, which are `part`, lie from this offset on, a multiple of 64."""
+    assert offset_bytes % MATRIX_ALIGN_BYTES == 0
+    slots.write_layer(slot, number, part.table, part.scale, layer.data.element_size(), offset_bytes)
+    slots.present[slot, number] = True

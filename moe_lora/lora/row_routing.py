@@ -55,6 +55,19 @@ class RoutedAdapter(NamedTuple):
     targets: tuple[str, ...]
 
 
+_NUMBER_DIGITS = 15
+
+
+def content_number(content_hash: str) -> int:
+    """What a HOST term says of an adapter: the first 60 bits of its content's hash."""
+    return int(content_hash[:_NUMBER_DIGITS], 16)
+
+
+def content_prefix(number: int) -> str:
+    """How the hash of such a number begins."""
+    return f"{number:0{_NUMBER_DIGITS}x}"
+
+
 def no_terms(num_routes: int, num_groups: int) -> np.ndarray:
     """[num_routes + 1, num_groups, 1] TERM without any term; the last route stays so."""
     terms = np.zeros((num_routes + 1, num_groups, 1), TERM)

@@ -27,6 +27,10 @@ class Scheduler(Generic[Sequence]):
     be brought, which hold nothing any more; the caller ends them.
     shortest_first: newcomers by `policies.admission.shortest_first` instead of by arrival.
 
+    max_host_tokens: prompt tokens of loading adapters in a step that others decode in, which host workers
+    compute (Readiness.HOST_COMPUTABLE).  Such a request computes its prompt, then waits alone until its
+    adapter is there, so that no decode step waits for the host.  Source: Toppings section 4.1.
+
     Everybody ends, because the first running request (if none runs, the first that loads and has what it
     needs) gives nothing back before it has ended.  Where it finds no page, all that are younger give theirs
     back and nobody is admitted in that schedule, so that nothing holds a page but it, pins, and copies under
@@ -44,6 +48,7 @@ class Scheduler(Generic[Sequence]):
         max_num_batched_tokens: int,
         starvation_s: float,
         shortest_first: bool = False,
+        max_host_tokens: int = 0,
     ) -> None:
         self.running: list[Sequence] = []
         self.loading: list[Sequence] = []
@@ -60,6 +65,7 @@ class Scheduler(Generic[Sequence]):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._starvation_s = starvation_s
         self._shortest_first = shortest_first
+        self._max_host_tokens = max_host_tokens
 
     @property
     def num_waiting(self) -> int:
@@ -84,7 +90,7 @@ class Scheduler(Generic[Sequence]):
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             put_back = self._is_short and sequence not in self.running
-            if budget and not put_back:
+            if budget and not put_back and not (sequence.cold and self._waits_for_adapter(sequence)):
                 budget -= self._continue(sequence, budget, plan)
         budget = self._max_num_batched_tokens - sum(plan.values())
         for sequence in list(self.loading):
@@ -122,8 +128,8 @@ class Scheduler(Generic[Sequence]):
         """Plan a running sequence's next tokens; if pages run out, the youngest give theirs back.  One that
         is left alone waits, holding what it has.
         """
-        num_tokens = min(sequence.num_uncomputed, budget)
-        while not self._grow(sequence.table, sequence.num_computed + num_tokens):
+        num_tokens = self._num_tokens(sequence, sequence.num_uncomputed, budget, plan)
+        while num_tokens and not self._grow(sequence.table, sequence.num_computed + num_tokens):
             if self.loading:
                 self._stop_loading()
                 continue
@@ -134,8 +140,25 @@ class Scheduler(Generic[Sequence]):
             plan.pop(victim, None)
             if victim is sequence:
                 return 0
-        plan[sequence] = num_tokens
+        if num_tokens:
+            plan[sequence] = num_tokens
         return num_tokens
+
+    def _num_tokens(
+        self, sequence: Sequence, num_uncomputed: int, budget: int, plan: dict[Sequence, int]
+    ) -> int:
+        """How many of its tokens may compute in this step."""
+        if not sequence.cold:
+            return min(num_uncomputed, budget)
+        if any(not other.cold and other.num_uncomputed == 1 for other in plan):
+            on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold)
+            budget = min(budget, self._max_host_tokens - on_host)
+        return max(0, min(num_uncomputed, budget))
+
+    def _waits_for_adapter(self, sequence: Sequence) -> bool:
+        """Whether a sequence that began without its adapter has come to its end and waits for it."""
+        sequence.cold = self._adapters.readiness(sequence.adapter) is not Readiness.READY
+        return sequence.cold and sequence.num_uncomputed == 1
 
     def _admit(self, budget: int, plan: dict[Sequence, int]) -> None:
         """Have waiting sequences start, or their bytes brought in, while there is room for them."""
@@ -158,7 +181,7 @@ class Scheduler(Generic[Sequence]):
             if self._is_loaded(sequence):
                 if not self._start(sequence, budget, plan):
                     return
-                budget -= plan[sequence]
+                budget -= plan.get(sequence, 0)
             if not self._has_room(budget):
                 return
         for sequence in self.waiting:
@@ -172,7 +195,7 @@ class Scheduler(Generic[Sequence]):
         if sequence.adapter is None:
             return True
         readiness = self._adapters.acquire(sequence.adapter, again=sequence.matched)
-        if sequence.waits.admitted_s is None and readiness is Readiness.LOADING:
+        if sequence.waits.admitted_s is None and readiness is not Readiness.READY:
             sequence.adapter_hit = False
         return readiness is not Readiness.NO_ROOM
 
@@ -181,12 +204,16 @@ class Scheduler(Generic[Sequence]):
         return adapter is not None and self._adapters.has_unused_lease(adapter)
 
     def _is_loaded(self, sequence: Sequence) -> bool:
-        """Whether the adapter and the history of a loading sequence have come."""
+        """Whether the adapter and the history of a loading sequence have come, or it can begin without the
+        adapter."""
         now_s = self._clock.now_s()
         if sequence.waits.adapter_s is None:
             adapter = sequence.adapter
-            if adapter is not None and self._adapters.readiness(adapter) is not Readiness.READY:
-                return False
+            if adapter is not None:
+                readiness = self._adapters.readiness(adapter)
+                sequence.cold = readiness is Readiness.HOST_COMPUTABLE
+                if not sequence.cold and readiness is not Readiness.READY:
+                    return False
             sequence.waits.adapter_s = now_s
         if not sequence.table.ready:
             return False
@@ -198,7 +225,7 @@ class Scheduler(Generic[Sequence]):
         that load; if not, it keeps what it has.
         """
         table = sequence.table
-        num_tokens = min(len(sequence.tokens) - table.num_matched, budget)
+        num_tokens = self._num_tokens(sequence, len(sequence.tokens) - table.num_matched, budget, plan)
         while not self._grow(table, table.num_matched + num_tokens):
             if self.loading[-1] is sequence:
                 return False
@@ -212,7 +239,8 @@ class Scheduler(Generic[Sequence]):
             if sequence.adapter is not None:
                 self.num_adapter_hits += sequence.adapter_hit
                 self.num_adapter_misses += not sequence.adapter_hit
-        plan[sequence] = num_tokens
+        if num_tokens:
+            plan[sequence] = num_tokens
         return True
 
     def _grow(self, table: BlockTable, num_tokens: int) -> bool:
@@ -222,14 +250,16 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _drop_lost(self) -> None:
-        """Of requests that load: without the adapter none can go on, without the history they start over."""
+        """Without their adapter none can go on; those that load start over without their history."""
+        for where in (self.running, self.loading):
+            for sequence in [one for one in where if one.cold or where is self.loading]:
+                adapter = sequence.adapter
+                if adapter is not None and self._adapters.readiness(adapter) is Readiness.NO_ROOM:
+                    where.remove(sequence)
+                    self._give_back(sequence)
+                    self.failed.append(sequence)
         for sequence in list(self.loading):
-            adapter = sequence.adapter
-            if adapter is not None and self._adapters.readiness(adapter) is Readiness.NO_ROOM:
-                self.loading.remove(sequence)
-                self._give_back(sequence)
-                self.failed.append(sequence)
-            elif sequence.table.lost:
+            if sequence.table.lost:
                 self.loading.remove(sequence)
                 self._put_back(sequence)
 
@@ -249,7 +279,7 @@ class Scheduler(Generic[Sequence]):
         if sequence.adapter is not None:
             self._adapters.enqueue(sequence.adapter)
         self._give_back(sequence)
-        sequence.num_computed = 0
+        sequence.num_computed, sequence.cold = 0, False
         self.waiting.appendleft(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:

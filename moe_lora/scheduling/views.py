@@ -63,8 +63,8 @@ class Schedulable(Protocol):
 
     table: the pages that hold its KV.  num_computed: tokens that have KV there; the scheduler counts them
     when they are computed, and sets them back when it takes the pages.  num_cached: of these, what it found
-    when it was admitted.  matched: its prompt was looked up in the cache.  adapter_hit: it never waited for
-    its adapter to come.
+    when it was admitted.  matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there
+    when it came.  cold: it computes, and its adapter was not on the device so far.
     """
 
     table: BlockTable
@@ -72,6 +72,7 @@ class Schedulable(Protocol):
     num_cached: int
     matched: bool
     adapter_hit: bool
+    cold: bool
 
     @property
     def adapter(self) -> Any:
@@ -137,7 +138,10 @@ class Adapters(Protocol[Adapter]):
         ...
 
     def readiness(self, adapter: Adapter) -> Readiness:
-        """Of an adapter that was acquired: whether its bytes are there; NO_ROOM: they failed to come."""
+        """Of an adapter that was acquired: whether its bytes are there, or prompts can be computed without.
+
+        NO_ROOM: they failed to come.
+        """
         ...
 
     def release(self, adapter: Adapter) -> None:

@@ -29,6 +29,7 @@ class CachedRequest:
     num_cached: int = 0
     matched: bool = False
     adapter_hit: bool = True
+    cold: bool = False
     waits: Waits = field(default_factory=Waits)
     first_token_s: float = math.nan
     finish_s: float = math.nan

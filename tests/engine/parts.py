@@ -16,7 +16,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion, ShardSizes
-from moe_lora.engine.adapters.copies import RankCopier
+from moe_lora.engine.adapters.copies import RankCopier, Steps
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.transfers import Transfers
@@ -50,21 +50,21 @@ class HeldMover:
     """A `Mover` without a thread: copies are done when the test says so."""
 
     def __init__(self, on_done: Callable[[], None]) -> None:
-        self._orders: deque[tuple[int, Callable[[], None]]] = deque()
+        self._orders: deque[tuple[int, Steps]] = deque()
         self._done: list[tuple[int, Exception | None]] = []
         self.num_broken = 0
         self._on_done = on_done
 
-    def submit(self, number: int, num_bytes: int, copy: Callable[[], None]) -> None:
-        self._orders.append((number, copy))
+    def submit(self, number: int, steps: Steps) -> None:
+        self._orders.append((number, steps))
 
     def work(self, num_orders: int = 1_000_000) -> None:
         """Do this many of the copies."""
         for _ in range(min(num_orders, len(self._orders))):
-            number, copy = self._orders.popleft()
+            number, steps = self._orders.popleft()
             broken, self.num_broken = self.num_broken > 0, max(0, self.num_broken - 1)
             if not broken:
-                copy()
+                deque(steps, maxlen=0)
             self._done.append((number, OSError("the disk is gone") if broken else None))
             self._on_done()
 

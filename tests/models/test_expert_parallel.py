@@ -56,7 +56,7 @@ class RankOfLayers:
             for length in sizes.layer_pages(adapter):
                 firsts.append(page)
                 page += length
-            copier.begin(BringAdapter(slot, adapter.content_hash, tuple(firsts), None))()
+            copier.carry_out(BringAdapter(slot, adapter.content_hash, tuple(firsts), None))
         layout = KvLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
         backend = LocalBackend(shape, self.arena, self.slots)
         self.context = ExecutionContext(self.arena, layout, backend, exchange)

@@ -28,16 +28,9 @@ from moe_lora.dist.lora_server.protocol.deltas import HostDeltas
 from moe_lora.dist.lora_server.protocol.session import DONE, STALE, DeltaRequest, FrameLayout
 from moe_lora.dist.lora_server.server.data_loop import ServerSession
 from moe_lora.dist.transport.contract import make_transport
-from moe_lora.lora.row_routing import RoutedAdapter
+from moe_lora.lora.row_routing import RoutedAdapter, content_prefix
 
 logger = logging.getLogger(__name__)
-
-_NUMBER_DIGITS = 15
-
-
-def content_number(content_hash: str) -> int:
-    """A content hash as a frame's generation carries it: its first 60 bits."""
-    return int(content_hash[:_NUMBER_DIGITS], 16)
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ class StoreDeltas:
         """Raises AdapterError."""
         known = self._hashes.get(number)
         if known is None:
-            known = self._hashes[number] = self._store.find(f"{number:0{_NUMBER_DIGITS}x}")
+            known = self._hashes[number] = self._store.find(content_prefix(number))
         return known
 
 

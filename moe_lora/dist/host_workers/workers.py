@@ -6,17 +6,22 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import EngineDeadError, PeerUnreachableError
 from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
+from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
 from moe_lora.dist.lora_server.protocol.session import ClientSession, FrameLayout
 from moe_lora.dist.transport.contract import Transport, make_transport
+from moe_lora.lora.row_routing import Source
 
 from .worker import SetUp
 
@@ -115,27 +120,36 @@ class WorkerLink(threading.Thread):
 
 
 class HostWorkers:
-    """The host workers of one engine process.
+    """The host workers of one engine process, and the LoraBackend over them.
 
-    cores: one for each worker to run on; None: any.  answer_timeout_s: after so long a worker that does not
-    answer is given up, and started again.  Raises EngineDeadError if one does not start.
+    store: has the adapters; None: one is made, in a folder that goes when engine and workers have ended.
+    num_tokens: what all workers compute in time.  tokens_per_worker: see `RowShares`.  cores: one for each
+    worker to run on; None: any.  answer_timeout_s: a worker that takes longer is given up, and its rows are
+    computed by the engine.  Raises EngineDeadError if one does not start.
     """
 
     def __init__(
         self,
         layout: FrameLayout,
-        store: HostStore,
+        store: HostStore | None,
         num_workers: int,
+        tokens_per_worker: int,
         *,
         cores: Sequence[int] | None = None,
         answer_timeout_s: float = 5.0,
     ) -> None:
+        shape = layout.shape
+        self._folder = None if store is not None else Path(tempfile.mkdtemp(prefix="moe_lora-"))
+        self.store = store = store or HostStore(self._folder or "")
+        self.num_tokens = num_workers * tokens_per_worker
         self._transport = make_transport("shm", name=f"host-workers-{os.getpid()}")
         options = (self._transport, layout, store)
         self.links = {
             number: WorkerLink(number, *options, None if cores is None else cores[number], answer_timeout_s)
             for number in range(num_workers)
         }
+        shares = RowShares(num_workers, tokens_per_worker, shape.num_experts)
+        self.backend = RemoteBackend(shape, Source.HOST, shares, self.links, layout, store)
         for link in self.links.values():
             link.wait_ready()
 
@@ -151,6 +165,8 @@ class HostWorkers:
         for link in self.links.values():
             link.join(STOP_TIMEOUT_S)
         self._transport.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RowShares:

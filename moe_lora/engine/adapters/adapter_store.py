@@ -14,6 +14,7 @@ from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.core.errors import AdapterError, StorageError
 from moe_lora.core.request import AdapterResidency
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.lora.row_routing import Lease
 
 
@@ -23,7 +24,8 @@ class AdapterVersion:
 
     uid: its namespace in the cache.  num_running: requests that hold it, those that wait for its bytes
     included.  num_waiting: requests that don't yet.  num_pages: what it takes on this device when it is
-    there.  slot: while it is ready there.  lease: while the LoRA Server holds it for this engine.
+    there.  slot: while it is ready there.  loading_slot: from when its bytes began to
+    come.  lease: while the LoRA Server holds it for this engine.
     """
 
     uid: int
@@ -37,6 +39,7 @@ class AdapterVersion:
     retired: bool = False
     pinned: bool = False
     slot: int | None = None
+    loading_slot: int | None = None
     lease: Lease | None = None
 
     @property
@@ -54,7 +57,7 @@ class AdapterStore:
 
     in_files: as files without a name, which this process alone has.  store: as files of this store.
     before_removal: they go from there when nobody keeps them; called before, returns when no other process
-    will open them any more.  None: they stay.
+    will open them any more.  None: they stay.  host: workers that read them there, closed with this.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class AdapterStore:
         in_files: bool = False,
         store: HostStore | None = None,
         before_removal: Callable[[], None] | None = None,
+        host: HostWorkers | None = None,
     ) -> None:
+        self.host = host
         self._in_files = in_files
         self._store = store
         self._before_removal = before_removal
@@ -122,10 +127,12 @@ class AdapterStore:
 
     def counters(self) -> dict[str, int]:
         """Counters of `EngineStats` by their names there."""
-        return {}
+        return {} if self.host is None else {"host_fallback_rows": self.host.backend.num_fallback_rows}
 
     def close(self) -> None:
         """The engine ends."""
+        if self.host is not None:
+            self.host.close()
 
     def __len__(self) -> int:
         """Adapters kept, each as often as it was."""

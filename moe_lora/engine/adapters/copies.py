@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.cache.orders import Copy
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.operands import SlotTable
-from moe_lora.lora.local import LayerPart, part_bytes, point_slot
+from moe_lora.lora.local import LayerPart, open_slot, part_bytes, point_layer, point_slot
 
 from .pool_fetch import LayerReader, fetch_layers
 from .pool_store import PoolAdapters
@@ -27,13 +27,15 @@ class BringAdapter:
     """Have an adapter on the device and make `slot` mean it.
 
     layer_first_pages: where each layer's bytes begin, -1 for a layer without any.  pages: where they come
-    from on the host; None = from the adapter's file.
+    from on the host; None = from the adapter's file.  first_layer: the one to bring first; those before it
+    come last.
     """
 
     slot: int
     content_hash: str
     layer_first_pages: tuple[int, ...]
     pages: Copy | None
+    first_layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class ClearSlot:
 
 
 RankOrder = Copy | BringAdapter | ClearSlot
+
+Steps: TypeAlias = Iterator[int]
+"""Carries out an order piece by piece: the bytes of each, which are there when the next is asked for."""
 
 
 class RankCopier:
@@ -81,24 +86,37 @@ class RankCopier:
             return False
         return not self._pool.holds(order.content_hash)
 
-    def begin(self, order: RankOrder) -> Callable[[], None]:
+    def begin(self, order: RankOrder) -> Steps:
         """What carries the order out, on CUDA on the current stream.  The adapter may be forgotten since."""
         if isinstance(order, Copy):
-            return partial(self._copy_pages, order)
+            return self._copy(order)
         if isinstance(order, ClearSlot):
-            return partial(self._slots.clear, order.slot)
+            return self._clear(order)
         if self._pool is not None and self.fetches(order):
-            return partial(self._fetch, order, self._pool.reader(order.content_hash))
-        return partial(self._bring, order, self._find(order.content_hash))
+            return self._fetch(order, self._pool.reader(order.content_hash))
+        return self._bring(order, self._find(order.content_hash))
 
-    def _copy_pages(self, order: Copy) -> None:
+    def carry_out(self, order: RankOrder) -> None:
+        """All of it, now."""
+        for _ in self.begin(order):
+            continue
+
+    def _clear(self, order: ClearSlot) -> Steps:
+        self._slots.clear(order.slot)
+        yield 0
+
+    def _copy(self, order: Copy) -> Steps:
+        self._copy_pages(order, order.device_pages, order.host_pages)
+        yield len(order.device_pages) * self.page_bytes
+
+    def _copy_pages(self, order: Copy, device_pages: Sequence[int], host_pages: Sequence[int]) -> None:
         host, device = self._host, self._device
         assert host is not None
-        for first, host_first, count in _runs(order.device_pages, order.host_pages):
-            pages, host_pages = device[first : first + count], host[host_first : host_first + count]
-            _copy(host_pages, pages) if order.to_device else _copy(pages, host_pages)
+        for first, host_first, count in _runs(device_pages, host_pages):
+            pages, kept = device[first : first + count], host[host_first : host_first + count]
+            _copy(kept, pages) if order.to_device else _copy(pages, kept)
 
-    def _fetch(self, order: BringAdapter, reader: LayerReader) -> None:
+    def _fetch(self, order: BringAdapter, reader: LayerReader) -> Steps:
         """Each layer to its place as it comes."""
         arena, sizes = self._device.view(-1), reader.layer_bytes
         offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
@@ -106,23 +124,38 @@ class RankCopier:
         packed = fetch_layers(reader, targets)
         assert self._pool is not None
         self._pool.learn_tables(packed)
+        yield sum(sizes)
         point_slot(self._slots, order.slot, packed, offsets)
 
-    def _bring(self, order: BringAdapter, packed: PackedAdapter) -> None:
+    def _bring(self, order: BringAdapter, packed: PackedAdapter) -> Steps:
+        """Layer by layer; nothing leads to bytes that are not there."""
         parts: Sequence[LayerPart] = packed.layers
         if self._kept is not None:
             parts = [shard_layer(layer, self._shape, self._kept) for layer in packed.layers]
+        open_slot(self._slots, order.slot, parts)
         offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
-        if order.pages is not None:
-            self._copy_pages(order.pages)
-        else:
-            arena = self._device.view(-1)
-            for layer, part, offset in zip(packed.layers, parts, offsets, strict=True):
+        in_order = range(len(parts))
+        for number in [*in_order[order.first_layer :], *in_order[: order.first_layer]]:
+            layer, part, offset = packed.layers[number], parts[number], offsets[number]
+            if order.pages is not None:
+                pages = _pages_of_layer(order.layer_first_pages, number, order.pages)
+                self._copy_pages(order.pages, order.pages.device_pages[pages], order.pages.host_pages[pages])
+                yield (pages.stop - pages.start) * self.page_bytes
+            else:
                 data = part_bytes(layer, part)
-                assert offset + len(data) <= len(arena)
-                _copy(data, arena[offset : offset + len(data)])
-        # Last, so that nothing leads to bytes that are not there.
-        point_slot(self._slots, order.slot, packed, offsets, parts)
+                assert offset + len(data) <= self._device.numel()
+                _copy(data, self._device.view(-1)[offset : offset + len(data)])
+                yield len(data)
+            point_layer(self._slots, order.slot, number, layer, part, offset)
+
+
+def _pages_of_layer(first_pages: Sequence[int], number: int, copy: Copy) -> slice:
+    """Of an adapter's pages in layer order, those of a layer."""
+    if first_pages[number] < 0:
+        return slice(0, 0)
+    after = next((page for page in first_pages[number + 1 :] if page >= 0), None)
+    start = copy.device_pages.index(first_pages[number])
+    return slice(start, len(copy.device_pages) if after is None else copy.device_pages.index(after))
 
 
 def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -163,7 +163,10 @@ class AdapterManager:
 
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         """Of an adapter that was acquired: whether its bytes are there."""
-        return self._cache.readiness(adapter.uid)
+        readiness = self._cache.readiness(adapter.uid)
+        if readiness is Readiness.LOADING and self.store.host is not None:
+            return Readiness.HOST_COMPUTABLE
+        return readiness
 
     def release(self, adapter: AdapterVersion) -> None:
         """One request of the adapter does not hold it any more; it stays while nobody else needs the room."""

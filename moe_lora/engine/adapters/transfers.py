@@ -18,7 +18,7 @@ from moe_lora.core.clock import Clock
 from moe_lora.engine.ranks.followers import Followers
 
 from .adapter_store import AdapterVersion
-from .copies import BringAdapter, ClearSlot, RankCopier, RankOrder
+from .copies import BringAdapter, ClearSlot, RankCopier, RankOrder, Steps
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class Mover(threading.Thread):
         self._closing = threading.Event()
         self.start()
 
-    def submit(self, number: int, num_bytes: int, copy: Callable[[], None]) -> None:
-        """Have `copy` called; `finished` tells when what it copied is there.
+    def submit(self, number: int, steps: Steps) -> None:
+        """Carry the steps out; `finished` tells when what they copied is there.
 
         On CUDA it comes after everything that the calling thread has launched so far: pages that a step reads
         or writes are not touched before that step is over.
@@ -54,7 +54,7 @@ class Mover(threading.Thread):
         if self._stream is not None:
             launched = torch.cuda.Event()
             launched.record()
-        self._orders.put((number, num_bytes, copy, launched))
+        self._orders.put((number, steps, launched))
 
     def finished(self) -> list[tuple[int, Exception | None]]:
         """Numbers of the copies that ended since the last call, each with what kept it from its work."""
@@ -82,33 +82,34 @@ class Mover(threading.Thread):
         order = self._orders.get()
         if order is None or self._closing.is_set():
             return False
-        number, num_bytes, copy, launched = order
+        number, steps, launched = order
         error: Exception | None = None
         try:
-            self._carry_out(num_bytes, copy, launched)
+            self._carry_out(steps, launched)
         except Exception as problem:
-            logger.exception("a copy of %d bytes failed", num_bytes)
+            logger.exception("a copy failed")
             error = problem
         self._done.put((number, error))
         self._on_done()
         return True
 
-    def _carry_out(self, num_bytes: int, copy: Callable[[], None], launched: torch.cuda.Event | None) -> None:
-        start_s = time.monotonic()
+    def _carry_out(self, steps: Steps, launched: torch.cuda.Event | None) -> None:
+        start_s, num_bytes = time.monotonic(), 0
         with self._on_stream():
             if self._stream is not None and launched is not None:
                 self._stream.wait_event(launched)
-            copy()
-            if self._stream is not None:
-                self._stream.synchronize()
-        if self._bytes_per_s is not None:
-            self._closing.wait(max(0.0, num_bytes / self._bytes_per_s - (time.monotonic() - start_s)))
+            for step_bytes in steps:
+                if self._stream is not None:
+                    self._stream.synchronize()
+                num_bytes += step_bytes
+                if self._bytes_per_s is not None:
+                    self._closing.wait(max(0.0, start_s + num_bytes / self._bytes_per_s - time.monotonic()))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-_Order = tuple[int, int, Callable[[], None], "torch.cuda.Event | None"]
+_Order = tuple[int, Steps, "torch.cuda.Event | None"]
 
 
 class Transfers:
@@ -116,8 +117,9 @@ class Transfers:
 
     adapters: the versions by uid; one that is on the device has a slot there, of num_slots.  copier: of this
     rank.  make_mover: given what to call after each copy.  interval_s: time between two looks of the cache at
-    what to move ahead of need.  Adapters that a pool has elsewhere are brought by a second mover, so that
-    they hold no other copy up.  Called by the engine's own thread.
+    what to move ahead of need.  first_layer: that of an adapter which is brought first; those before it come
+    last.  Adapters that a pool has elsewhere are brought by a second mover, so that they hold no other copy
+    up.  Called by the engine's own thread.
 
     Followers carry out what they are told in the order they are told it, steps included, before they hear of
     anything later.  That is safe though rank 0 copies beside its steps: it announces no step that needs a
@@ -138,8 +140,10 @@ class Transfers:
         make_mover: Callable[[Callable[[], None]], Mover],
         interval_s: float,
         followers: Followers,
+        first_layer: int = 0,
     ) -> None:
         self._cache = cache
+        self._first_layer = first_layer
         self._adapters = adapters
         self._copier = copier
         self._clock = clock
@@ -208,24 +212,23 @@ class Transfers:
         adapter: AdapterVersion | None = None
         if isinstance(order, Copy) and not (order.is_adapter and order.to_device):
             rank_order: RankOrder = order
-            num_pages = len(order.device_pages)
         else:
             adapter = self._adapters.get(order.namespace)
             if adapter is None:  # it was dropped since
                 self._cache.failed(order.copy_id)
                 return
-            slot = self._slots[adapter.uid] = self._free_slots.pop()
+            slot = self._slots[adapter.uid] = adapter.loading_slot = self._free_slots.pop()
             first_pages = self._cache.layer_first_pages(adapter.uid)
             pages = order if isinstance(order, Copy) else None
-            rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages)
-            num_pages = adapter.num_pages
+            first_layer = self._first_layer if self._first_layer < len(first_pages) else 0
+            rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages, first_layer)
         self._under_way[order.copy_id] = adapter
         mover = self._mover
         if self._copier.fetches(rank_order):
             mover = self._fetcher = self._fetcher or self._make_mover(self._tell)
-        mover.submit(order.copy_id, num_pages * self._copier.page_bytes, self._on_all_ranks(rank_order))
+        mover.submit(order.copy_id, self._on_all_ranks(rank_order))
 
-    def _on_all_ranks(self, order: RankOrder) -> Callable[[], None]:
+    def _on_all_ranks(self, order: RankOrder) -> Steps:
         """Tell the followers; what remains to be done on this rank."""
         self._followers.tell(order)
         return self._copier.begin(order)
@@ -235,10 +238,11 @@ class Transfers:
         slot = self._slots.pop(namespace, None)
         if slot is None:
             return
-        self._on_all_ranks(ClearSlot(slot))()
+        for _ in self._on_all_ranks(ClearSlot(slot)):
+            continue
         self._free_slots.append(slot)
         if namespace in self._adapters:
-            self._adapters[namespace].slot = None
+            self._adapters[namespace].slot = self._adapters[namespace].loading_slot = None
 
     def _tell(self) -> None:
         if self.on_change is not None:

@@ -74,7 +74,7 @@ def _obey(connection: Connection, rank: Rank, runner: ModelRunner, store_dir: Pa
         if isinstance(message, StepBatch):
             runner.execute(message)
         elif isinstance(message, RankOrder):
-            copier.begin(message)()
+            copier.carry_out(message)
         else:
             assert isinstance(message, RankReport), message
             _send(connection, Done())

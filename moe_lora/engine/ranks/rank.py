@@ -14,6 +14,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape, experts_of_rank
+from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.pool_store import PoolAdapters
@@ -144,15 +145,22 @@ class Rank:
         self,
         exchange: ExpertExchange | None = None,
         announce: Callable[[StepBatch], None] | None = None,
+        host: HostWorkers | None = None,
     ) -> ModelRunner:
-        """What computes this rank's part of steps (see `ModelRunner` for `announce`)."""
+        """What computes this rank's part of steps (see `ModelRunner` for `announce`).
+
+        host: computes for adapters that are on their way.
+        """
         backends: dict[Source, LoraBackend] = {}
         if self.lora_server is not None:
             backends[Source.LEASED] = self.lora_server.backend
+        if host is not None:
+            backends[Source.HOST] = host.backend
         backends[Source.LOCAL] = LocalBackend(
             self.shape, self.arena, self.slots, kernel=self.config.lora_kernel
         )
-        backend: LoraBackend = RoutedBackend(backends)
+        routed = RoutedBackend(backends, None if host is None else self.slots.present)
+        backend: LoraBackend = routed
         profile = self.config.emulation.step_profile
         if profile is not None:
             backend = PacedBackend(backend, self.shape, profile, remote=self.lora_server is not None)
@@ -162,6 +170,7 @@ class Rank:
             context,
             self.device,
             [Source.LOCAL if site.name in self.local_sites else Source.LEASED for site in self.shape.sites],
+            num_taken_over=lambda: routed.num_taken_over,
             eager=self.config.eager,
             decode_buckets=self.config.decode_buckets or (),
             announce=announce,

@@ -41,6 +41,11 @@ COUNTERS = (
         "Rows of deltas that the engine computed because the LoRA Server did not.",
         "lora_server_fallback_rows",
     ),
+    (
+        "moe_lora:host_fallback_rows",
+        "Rows of deltas that the engine computed because a host worker did not.",
+        "host_fallback_rows",
+    ),
     ("moe_lora:pool_fetched_bytes", "Bytes of adapters read from other instances.", "pool_fetched_bytes"),
     (
         "moe_lora:pool_failed_sources",
@@ -60,6 +65,12 @@ LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         "Bytes copied between the arenas, towards the device (in) and away from it (out).",
         "direction",
         (("in", "swapped_in_bytes"), ("out", "swapped_out_bytes")),
+    ),
+    (
+        "moe_lora:lora_rows",
+        "Rows x layers whose deltas were computed on the device, by the LoRA Server, by host workers.",
+        "where",
+        (("local", "lora_rows_local"), ("leased", "lora_rows_leased"), ("host", "lora_rows_host")),
     ),
     (
         "moe_lora:pool_fetches",

@@ -12,12 +12,10 @@ import torch
 
 from moe_lora.adapters import read_adapter
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.dist.host_workers.worker import content_number
-from moe_lora.dist.host_workers.workers import HostWorkers, RowShares
-from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
+from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.lora.backend import RoutedBackend
-from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, no_terms
+from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
 from tests.families import make_adapter, make_checkpoint
 from tests.models.harness import Harness
 
@@ -59,9 +57,8 @@ class Served:
             store.put(packed)
         layout = FrameLayout(shape, torch.float32, max_rows=16)
         self.num_layers = shape.num_layers
-        self.workers = HostWorkers(layout, store, num_workers)
-        shares = RowShares(num_workers, 3, max(site.num_experts for site in shape.sites))
-        self.backend = RemoteBackend(shape, Source.HOST, shares, self.workers.links, layout, store)
+        self.workers = HostWorkers(layout, store, num_workers, 3)
+        self.backend = self.workers.backend
 
     def logits(self, streams: list[int], present: np.ndarray | None = None) -> list[torch.Tensor]:
         """Of each step of a greedy continuation, all rows; present None: everything is on the device."""

@@ -93,13 +93,14 @@ def test_copies_that_come_late_change_no_answer(policy, expected, monkeypatch):
     rng = random.Random(1)
 
     def begin_late(copier, order):
-        copy, delay_s = begin(copier, order), rng.choice([0.0, 0.01, 0.05])
+        steps, delay_s = begin(copier, order), rng.choice([0.0, 0.01, 0.05])
 
         def late():
-            time.sleep(delay_s)
-            copy()
+            for num_bytes in steps:
+                time.sleep(delay_s)
+                yield num_bytes
 
-        return late
+        return late()
 
     monkeypatch.setattr(RankCopier, "begin", begin_late)
     under_pressure(expected, cache_policy=policy, host_arena_mb=1, arena_mb=1.5 * expected[1])
@@ -108,6 +109,7 @@ def test_copies_that_come_late_change_no_answer(policy, expected, monkeypatch):
 def test_copy_that_fails_ends_the_requests_that_need_it_and_no_others(expected, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone")
+        yield
 
     model, _, _ = expected
     name = model.adapters[0].name

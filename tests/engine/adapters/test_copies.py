@@ -51,9 +51,9 @@ def test_pages_go_to_the_host_and_back():
     before = device.clone().view(8, PAGE_BYTES)
     slots = SlotTable(1, 1, 1, CPU)
     copier = RankCopier(device, host, PAGE_BYTES, slots, None, np.ones(1, bool), lambda _: None)
-    copier.begin(page_copy((6, 7, 2), (1, 2, 4), to_device=False))()
+    copier.carry_out(page_copy((6, 7, 2), (1, 2, 4), to_device=False))
     assert torch.equal(host.view(5, PAGE_BYTES)[[1, 2, 4]], before[[6, 7, 2]])
-    copier.begin(page_copy((0, 1, 3), (4, 1, 2), to_device=True))()
+    copier.carry_out(page_copy((0, 1, 3), (4, 1, 2), to_device=True))
     assert torch.equal(device.view(8, PAGE_BYTES)[[0, 1, 3]], before[[2, 6, 7]])
 
 
@@ -69,16 +69,16 @@ def test_every_kept_entry_leads_to_its_matrices(experts, through_host, shape_and
     slots = SlotTable(2, shape.num_layers, shape.num_entries, CPU)
     copier = RankCopier(device, host, PAGE_BYTES, slots, shape, kept, lambda _: packed)
     firsts = (total, total + layer_pages[0])
-    copier.begin(BringAdapter(0, "hash", firsts, None))()
+    copier.carry_out(BringAdapter(0, "hash", firsts, None))
     if through_host:
         there, back = tuple(range(total, 2 * total)), tuple(range(total))
         scattered = tuple(reversed(range(total)))
-        copier.begin(page_copy(there, scattered, to_device=False))()
-        copier.begin(ClearSlot(0))()
+        copier.carry_out(page_copy(there, scattered, to_device=False))
+        copier.carry_out(ClearSlot(0))
         assert not slots.lora_rank.any()
         device.fill_(0x7F)
         pages = page_copy(back, scattered, to_device=True)
-        copier.begin(BringAdapter(0, "hash", (0, layer_pages[0]), pages))()
+        copier.carry_out(BringAdapter(0, "hash", (0, layer_pages[0]), pages))
     num_checked = 0
     for number, layer in enumerate(packed.layers):
         for site in shape.sites:

@@ -3,12 +3,19 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 
 from moe_lora.engine.adapters.transfers import Mover
 
 CPU = torch.device("cpu")
+
+
+def copied(copy: Callable[[], object], num_bytes: int) -> Iterator[int]:
+    """A copy of one step."""
+    copy()
+    yield num_bytes
 
 
 def test_copies_are_done_in_turn_on_another_thread_and_told():
@@ -18,7 +25,7 @@ def test_copies_are_done_in_turn_on_another_thread_and_told():
     here = threading.current_thread()
     for number in range(5):
         mover.submit(
-            number, 8, lambda number=number: seen.append((number, threading.current_thread() is here))
+            number, copied(lambda number=number: seen.append((number, threading.current_thread() is here)), 8)
         )
     for _ in range(5):
         assert told.acquire(timeout=20.0)
@@ -32,8 +39,8 @@ def test_copies_are_done_in_turn_on_another_thread_and_told():
 def test_submitting_and_asking_wait_for_no_copy():
     told, may_end = threading.Semaphore(0), threading.Event()
     mover = Mover(CPU, told.release)
-    mover.submit(1, 8, may_end.wait)
-    mover.submit(2, 8, lambda: None)
+    mover.submit(1, copied(may_end.wait, 8))
+    mover.submit(2, copied(lambda: None, 8))
     assert mover.finished() == []
     may_end.set()
     assert told.acquire(timeout=20.0)
@@ -49,8 +56,8 @@ def test_failure_is_told_where_the_copies_are_asked_for_and_ends_no_other():
     def fail() -> None:
         raise OSError("the disk is gone")
 
-    mover.submit(1, 8, fail)
-    mover.submit(2, 8, lambda: None)
+    mover.submit(1, copied(fail, 8))
+    mover.submit(2, copied(lambda: None, 8))
     for _ in range(2):
         assert told.acquire(timeout=20.0)
     (first, error), second = mover.finished()
@@ -60,7 +67,7 @@ def test_failure_is_told_where_the_copies_are_asked_for_and_ends_no_other():
 
 def test_closing_ends_a_copy_that_is_slowed_down():
     mover = Mover(CPU, lambda: None, bytes_per_s=1.0)
-    mover.submit(1, 1_000_000, lambda: None)
+    mover.submit(1, copied(lambda: None, 1_000_000))
     mover.close()
     assert not mover.is_alive()
 
@@ -70,11 +77,33 @@ def test_nothing_of_the_last_copy_is_held_while_there_is_no_other():
     alive = weakref.ref(source)
     done = threading.Event()
     mover = Mover(CPU, done.set)
-    mover.submit(1, 4, source.clone)
+    mover.submit(1, copied(source.clone, 4))
     del source
     assert done.wait(60)
     deadline = time.monotonic() + 60
     while alive() is not None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
+    mover.close()
+
+
+def test_what_a_step_copied_is_there_before_the_next_one_begins():
+    told, seen, may_go_on = threading.Semaphore(0), [], threading.Event()
+
+    def steps() -> Iterator[int]:
+        yield 8
+        seen.append("first is there")
+        assert may_go_on.wait(20.0)
+        yield 8
+
+    mover = Mover(CPU, told.release, bytes_per_s=1000.0)
+    mover.submit(1, steps())
+    deadline = time.monotonic() + 60
+    while not seen:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert mover.finished() == []
+    may_go_on.set()
+    assert told.acquire(timeout=20.0)
+    assert mover.finished() == [(1, None)]
     mover.close()
