@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
+import time
+
 import pytest
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.config.engine import EmulationConfig
-from tests.families import FAMILIES
+from moe_lora.core.errors import ConfigError
+from moe_lora.engine.adapters.copies import RankCopier
+from tests.families import FAMILIES, NUM_LAYERS
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
@@ -45,8 +53,14 @@ def expected_of(model) -> list[tuple[int, ...]]:
     return answers
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *((family, "all_at_once") for family in FAMILIES),
+        ("mixtral", "chunked_prefill"),
+        ("llama", "compiled"),
+    ],
+)
 def test_cold_requests_answer_as_peft_does(family, way, served):  # noqa: F811
     model = served(family)
     with start(model, way, **SLOW) as llm:
@@ -54,9 +68,112 @@ def test_cold_requests_answer_as_peft_does(family, way, served):  # noqa: F811
         cold = llm.stats()
         assert ask(llm, model) == expected_of(model)
         warm = llm.stats()
-    num_layers = llm.num_layers if hasattr(llm, "num_layers") else None
-    assert num_layers is None or num_layers > 0
     assert cold.lora_rows_host > 0, "host workers computed"
     assert cold.lora_rows_local > 0, "and the device what had come"
     assert cold.host_fallback_rows == 0, "workers computed every row that was theirs"
     assert warm.lora_rows_host == cold.lora_rows_host, "nothing is cold the second time"
+
+
+def num_prompt_rows() -> int:
+    return sum(len(prompt) for slot, prompt in zip(SLOTS, make_prompts(), strict=True) if slot >= 0)
+
+
+class HeldCopies:
+    """Lets so many layers of each adapter come, and the rest when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
+        bring = RankCopier._bring
+        self.go_on = threading.Event()
+
+        def held(copier, order, packed):
+            for number, num_bytes in enumerate(bring(copier, order, packed)):
+                assert number < num_layers or self.go_on.wait(120)
+                yield num_bytes
+
+        monkeypatch.setattr(RankCopier, "_bring", held)
+
+    def until(self, llm: LLM, num_rows: int) -> None:
+        """Go on once the host has computed so many rows x layers."""
+        deadline = time.monotonic() + 100
+        while llm.stats().lora_rows_host < num_rows and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.go_on.set()
+
+
+@pytest.mark.parametrize("num_layers", [0, 1])
+def test_host_computes_what_had_not_come_and_the_device_what_had(num_layers, served, monkeypatch):  # noqa: F811
+    """Without a layer there, workers compute every prompt row of every layer; with the first one there, a
+    request goes from the device to the host between two layers."""
+    model = served("mixtral")
+    copies = HeldCopies(monkeypatch, num_layers)
+    num_rows = num_prompt_rows() * (NUM_LAYERS if num_layers == 0 else 1)
+    with start(model) as llm:
+        thread = threading.Thread(target=copies.until, args=(llm, num_rows))
+        thread.start()
+        assert ask(llm, model) == expected_of(model)
+        thread.join()
+        stats = llm.stats()
+    if num_layers == 0:
+        assert stats.lora_rows_host == num_rows
+    else:
+        assert 0.9 * num_rows <= stats.lora_rows_host < num_prompt_rows() * NUM_LAYERS
+    assert stats.host_fallback_rows == 0
+
+
+def worker_pids() -> set[int]:
+    """Of this process's host workers."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "-f", "host_workers.worker"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return set(map(int, found.stdout.split()))
+
+
+@pytest.mark.parametrize("num_killed", [1, 2])
+def test_killed_workers_change_no_token_and_come_back(num_killed, served, monkeypatch):  # noqa: F811
+    model = served("mixtral")
+    copies = HeldCopies(monkeypatch, 0)
+    with start(model, "chunked_prefill") as llm:
+        before = worker_pids()
+        assert len(before) == 2
+
+        def kill_then_go_on() -> None:
+            while llm.stats().lora_rows_host == 0:
+                time.sleep(0.001)
+            for pid in sorted(before)[:num_killed]:
+                os.kill(pid, signal.SIGKILL)
+            copies.until(llm, num_prompt_rows() * NUM_LAYERS)
+
+        thread = threading.Thread(target=kill_then_go_on)
+        thread.start()
+        assert ask(llm, model) == expected_of(model)
+        thread.join()
+        assert llm.stats().host_fallback_rows > 0, "rows of a worker that was gone are made up for"
+        deadline = time.monotonic() + 100
+        while len(worker_pids() - before) < num_killed:
+            assert time.monotonic() < deadline, "the workers did not come back"
+            time.sleep(0.05)
+    assert not worker_pids()
+
+
+def test_load_that_fails_ends_the_requests_that_wait_for_it(served, monkeypatch):  # noqa: F811
+    model = served("mixtral")
+
+    def fail(*_):
+        time.sleep(0.2)
+        raise OSError("the disk is gone")
+        yield
+
+    with start(model) as llm, monkeypatch.context() as patch:
+        patch.setattr(RankCopier, "_bring", fail)
+        lost, base = llm.generate([[5, 6, 7]] * 2, [model.adapters[0].name, None], GREEDY)
+        assert (lost.finish_reason, base.finish_reason) == ("error", "length")
+        assert len(lost.token_ids) <= 1, "its prompt was computed, and no decode step"
+
+
+@pytest.mark.parametrize("settings", [{"expert_parallel": 2}, {"host_workers": 1000}])
+def test_settings_that_host_workers_do_not_go_with_are_refused(settings, served):  # noqa: F811
+    with pytest.raises(ConfigError, match="host_workers"):
+        start(served("mixtral"), **settings)
