@@ -90,14 +90,16 @@ class StepProfile:
     attention: all of a layer but its experts.  experts: the base GEMMs of its experts.  lora: the deltas,
     where they are computed: after the base GEMM on an instance without LoRA Server, else by the server, once
     per instance.  transfer: inputs to the server and deltas back; unused without one.  overlap: the remote
-    call runs beside the base GEMM; False: the base GEMM begins when the deltas are there.  Prefill rows
-    take no time: they are another device's (prefill and decode apart, InfiniLoRA section 2.1).
+    call runs beside the base GEMM; False: the base GEMM begins when the deltas are there.  prefill: a whole
+    layer for the prompt rows of a step, which by default take no time: they are another device's (prefill and
+    decode apart, InfiniLoRA section 2.1).
     """
 
     attention: StageTime = StageTime()
     experts: StageTime = StageTime()
     lora: StageTime = StageTime()
     transfer: StageTime = StageTime()
+    prefill: StageTime = StageTime()
     overlap: bool = True
 
 
@@ -146,6 +148,8 @@ class EmulationConfig(Settings):
     load_gb_per_s: float | None = setting(None, above=0, unset="none")
     """Upper bound on the rate of an instance's copies to and from its device, adapters and KV, in 10^9 bytes
     per second."""
+    blocking_loads: bool = False
+    """No step begins while an adapter is being copied to the device, as in S-LoRA."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,15 +17,20 @@ from .row_routing import RowRouting
 
 
 def share_of_layer(site: Site, shape: ModelShape) -> float:
-    """The part of a layer's expert work that this expert site is, counted in matrices."""
-    total = sum(len(other.modules) for other in shape.sites if other.num_experts)
-    return len(site.modules) / total
+    """The part of a layer's expert work that this expert site is, counted in matrices; without experts of
+    the work of the layer's last two sites, its MLP."""
+    return len(site.modules) / sum(len(other.modules) for other in _mlp_sites(shape))
+
+
+def _mlp_sites(shape: ModelShape) -> Sequence[Site]:
+    return [site for site in shape.sites if site.num_experts] or shape.sites[-2:]
 
 
 class PacedBackend:
     """LoraBackend around another one, which sleeps until a stage's time by `profile` has passed.
 
-    Only decode rows count.  Stages end at due times that follow from each other, so a stage that is late
+    Only decode rows count, and where the profile has a time for them prompt rows.  Deltas that host workers
+    compute are waited for like a device does: what comes late is not made up for.  Stages end at due times that follow from each other, so a stage that is late
     (its real work took longer, or the machine was busy) takes the lateness out of the sleeps after it.
     remote: the deltas come from a LoRA Server, which sleeps for its own part.
     """
@@ -35,9 +41,13 @@ class PacedBackend:
         self._backend = backend
         self._profile = profile
         self._remote = remote
-        self._shares = {i: share_of_layer(s, shape) for i, s in enumerate(shape.sites) if s.num_experts}
+        mlp = _mlp_sites(shape)
+        self._shares = {i: share_of_layer(s, shape) for i, s in enumerate(shape.sites) if s in mlp}
+        num_modules = sum(len(site.modules) for site in shape.sites)
+        self._prefill_shares = [len(site.modules) / num_modules for site in shape.sites]
         self._first_site = min(self._shares)
-        self._num_rows = self._num_lora_rows = 0
+        self._num_rows = self._num_lora_rows = self._num_prompt_rows = 0
+        self._host = False
         self._due_s = 0.0
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
@@ -45,20 +55,26 @@ class PacedBackend:
         decode = (lengths == 1) & (step.seq_lens > 0)
         self._num_rows = int(decode.sum())
         self._num_lora_rows = self._num_rows if routing.has_deltas else 0
+        self._num_prompt_rows = int(lengths[step.seq_lens > 0].sum()) - self._num_rows
+        self._host = bool(routing.loading.any())
         self._due_s = time.monotonic()
         self._backend.begin_step(step, routing)
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
         if site == self._first_site:
             self._pass(self._profile.attention.seconds(self._num_rows))
-        return partial(self._add_to, self._backend.begin(layer, site, x, ids), self._shares.get(site))
+        return partial(self._add_to, self._backend.begin(layer, site, x, ids), site)
 
-    def _add_to(self, add_to: AddTo | None, share: float | None, y: torch.Tensor) -> None:
+    def _add_to(self, add_to: AddTo | None, site: int, y: torch.Tensor) -> None:
         if add_to is not None:
             add_to(y)
+        profile, share = self._profile, self._shares.get(site)
+        if self._num_prompt_rows:
+            self._pass(self._prefill_shares[site] * profile.prefill.seconds(self._num_prompt_rows))
+        if self._host:
+            self._due_s = max(self._due_s, time.monotonic())
         if share is None:
             return
-        profile = self._profile
         base_s = share * profile.experts.seconds(self._num_rows)
         if not self._remote:
             self._pass(base_s + share * profile.lora.seconds(self._num_lora_rows))
