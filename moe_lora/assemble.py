@@ -68,8 +68,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
     Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
     """
     from moe_lora.core.host import run_folder
-    from moe_lora.dist.launch.host_roles import cluster_file, on_sockets, roles_of, run_roles, thread_share
     from moe_lora.core.processes import usable_cores
+    from moe_lora.dist.launch.host_roles import cluster_file, on_sockets, roles_of, run_roles, thread_share
     from moe_lora.serve.server import bind
 
     # What can't work is said here, once, and not by each process.
@@ -138,6 +138,7 @@ async def local_instances(
     """
     from moe_lora.core.address import parse_address
     from moe_lora.core.host import run_folder
+    from moe_lora.core.processes import usable_cores
     from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
     from moe_lora.dist.cluster.controller.placement_controller import make_routes
     from moe_lora.dist.launch.host_roles import (
@@ -147,7 +148,6 @@ async def local_instances(
         on_sockets,
         thread_share,
     )
-    from moe_lora.core.processes import usable_cores
 
     config = cluster.engine
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())

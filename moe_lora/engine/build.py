@@ -15,14 +15,14 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
+from moe_lora.core.processes import usable_cores
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape, check_expert_parallel
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.dist.transport.contract import make_transport
-from moe_lora.core.errors import ConfigError
-from moe_lora.core.processes import usable_cores
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
@@ -169,6 +169,7 @@ def _core(
         num_slots=config.max_loras,
         make_mover=partial(Mover, rank.device, bytes_per_s=None if load_rate is None else load_rate * 1e9),
         interval_s=config.swap_interval_s,
+        blocking=config.emulation.blocking_loads,
         followers=followers,
     )
     scheduler: Scheduler[Sequence] = Scheduler(

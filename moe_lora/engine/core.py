@@ -153,6 +153,9 @@ class EngineCore:
         self.tend()
         plan = self._scheduler.schedule()
         self._transfers.send()
+        while self._transfers.blocking and self._transfers.wait_for_adapters():
+            plan = self._scheduler.schedule()
+            self._transfers.send()
         problem = "adapter {!r} could not be copied to the device; the engine's log says why"
         failed = [
             self._end(lost, "error", problem.format(lost.request.adapter)) for lost in self._scheduler.failed

@@ -313,7 +313,6 @@ class ModelRunner:
         """On the host: `StepBatch.to` moves it."""
         return torch.from_numpy(array)
 
->>>>>>> 63af865 (A request whose adapter is loading computes its prompt at once: host workers for the layers that have not come, the device for those that have)
 
 def _marking_rows_dynamic(layer_forward: LayerForward) -> LayerForward:
     """Run a layer so that its graph is compiled for any number of rows above one."""

@@ -29,9 +29,9 @@ def _mlp_sites(shape: ModelShape) -> Sequence[Site]:
 class PacedBackend:
     """LoraBackend around another one, which sleeps until a stage's time by `profile` has passed.
 
-    Only decode rows count, and where the profile has a time for them prompt rows.  Deltas that host workers
-    compute are waited for like a device does: what comes late is not made up for.  Stages end at due times that follow from each other, so a stage that is late
-    (its real work took longer, or the machine was busy) takes the lateness out of the sleeps after it.
+    Only decode rows count, and where the profile has a time for them prompt rows.  Stages end at due times
+    that follow from each other, so a stage that is late (its real work took longer, or the machine was busy)
+    takes the lateness out of the sleeps after it.  Not so where host workers compute: a device waits for them.
     remote: the deltas come from a LoRA Server, which sleeps for its own part.
     """
 

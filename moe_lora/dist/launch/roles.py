@@ -56,8 +56,8 @@ def serve_lora_server(cluster: ClusterConfig, place: JobPlace, status: int | Non
     status: a descriptor over which it is told when it does its part (see `host_roles`).  Raises ConfigError,
     LoraServerError or AdapterError for what keeps it from starting.
     """
-    from moe_lora.dist.lora_server.protocol.partition import Layout
     from moe_lora.core.processes import worker_environment
+    from moe_lora.dist.lora_server.protocol.partition import Layout
 
     config = cluster.instance()
     if config.lora_server is None:
@@ -104,8 +104,8 @@ def serve_instance(
     starts: how often who keeps it running started it before; None: nobody does.  As `serve_lora_server`
     otherwise.
     """
-    from moe_lora.dist.lora_server.protocol.reach import own_host
     from moe_lora.core.processes import usable_cores, worker_environment
+    from moe_lora.dist.lora_server.protocol.reach import own_host
 
     config = cluster.instance(name)
     addresses, keys = cluster.dialled_addresses(), keys_of(cluster)

@@ -23,6 +23,7 @@ from .copies import BringAdapter, ClearSlot, RankCopier, RankOrder, Steps
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+_LOOK_S = 0.0002
 
 
 class Mover(threading.Thread):
@@ -118,8 +119,9 @@ class Transfers:
     adapters: the versions by uid; one that is on the device has a slot there, of num_slots.  copier: of this
     rank.  make_mover: given what to call after each copy.  interval_s: time between two looks of the cache at
     what to move ahead of need.  first_layer: that of an adapter which is brought first; those before it come
-    last.  Adapters that a pool has elsewhere are brought by a second mover, so that they hold no other copy
-    up.  Called by the engine's own thread.
+    last.  blocking: no step begins while an adapter is on its way (an emulation of S-LoRA).  Adapters that a
+    pool has elsewhere are brought by a second mover, so that they hold no other copy up.  Called by the
+    engine's own thread.
 
     Followers carry out what they are told in the order they are told it, steps included, before they hear of
     anything later.  That is safe though rank 0 copies beside its steps: it announces no step that needs a
@@ -141,7 +143,9 @@ class Transfers:
         interval_s: float,
         followers: Followers,
         first_layer: int = 0,
+        blocking: bool = False,
     ) -> None:
+        self.blocking = blocking
         self._cache = cache
         self._first_layer = first_layer
         self._adapters = adapters
@@ -196,6 +200,15 @@ class Transfers:
         """Have what the cache ordered carried out."""
         self._balanced = False
         self._send()
+
+    def wait_for_adapters(self) -> bool:
+        """Wait until no adapter is on its way; whether one was."""
+        waited = False
+        while any(self._under_way.values()):
+            time.sleep(_LOOK_S)
+            self.settle()
+            waited = True
+        return waited
 
     def close(self) -> None:
         self._mover.close()
