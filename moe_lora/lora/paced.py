@@ -31,7 +31,7 @@ class PacedBackend:
 
     Only decode rows count, and where the profile has a time for them prompt rows.  Stages end at due times
     that follow from each other, so a stage that is late (its real work took longer, or the machine was busy)
-    takes the lateness out of the sleeps after it.  Not so where host workers compute: a device waits for them.
+    takes the lateness out of the sleeps after it.  Not so where host workers compute: a device would wait.
     remote: the deltas come from a LoRA Server, which sleeps for its own part.
     """
 
