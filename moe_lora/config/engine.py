@@ -245,6 +245,8 @@ class EngineConfig(Settings):
     )
     """Processes of this host that compute the prompts of adapters that are still loading.  Not with a LoRA
     Server, a pool or expert_parallel."""
+    host_cores: tuple[int, ...] = ()
+    """Cores that host workers run on, one each; by default any."""
     host_tokens_per_worker: int = setting(32, least=1)
     """Prompt tokens of one layer that a host worker computes in time; a prompt of more is divided."""
     host_tokens_per_step: int = setting(0, least=0, unset="host_tokens_per_worker x host_workers")

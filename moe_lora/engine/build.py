@@ -236,14 +236,20 @@ def _host_workers(config: EngineConfig, rank: Rank, contents: AdapterContents) -
         return None
     if taken:
         raise ConfigError(f"host_workers={num_workers} can't be had with {taken[0]} yet; set it to 0")
-    if num_workers > num_cores:
+    if num_workers > num_cores and not config.host_cores:
         raise ConfigError(
             f"host_workers={num_workers} are more than the {num_cores} cores that this process may use; "
             f"choose 0 to {num_cores}"
         )
     top_k = max(1, rank.shape.num_experts_per_token)
     layout = FrameLayout(rank.shape, rank.dtype, config.host_tokens_per_worker * top_k)
-    return HostWorkers(layout, contents.store, num_workers, config.host_tokens_per_worker)
+    if config.host_cores and len(config.host_cores) != num_workers:
+        raise ConfigError(
+            f"host_cores={config.host_cores} must be one for each of {num_workers} host_workers"
+        )
+    return HostWorkers(
+        layout, contents.store, num_workers, config.host_tokens_per_worker, cores=config.host_cores
+    )
 
 
 def model_info(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> ModelInfo:

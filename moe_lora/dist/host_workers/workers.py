@@ -124,7 +124,7 @@ class HostWorkers:
 
     store: has the adapters; None: one is made, in a folder that goes when engine and workers have ended.
     num_tokens: what all workers compute in time.  tokens_per_worker: see `RowShares`.  cores: one for each
-    worker to run on; None: any.  answer_timeout_s: a worker that takes longer is given up, and its rows are
+    worker to run on; empty: any.  answer_timeout_s: a worker that takes longer is given up, and its rows are
     computed by the engine.  Raises EngineDeadError if one does not start.
     """
 
@@ -135,7 +135,7 @@ class HostWorkers:
         num_workers: int,
         tokens_per_worker: int,
         *,
-        cores: Sequence[int] | None = None,
+        cores: Sequence[int] = (),
         answer_timeout_s: float = 5.0,
     ) -> None:
         shape = layout.shape
@@ -145,7 +145,7 @@ class HostWorkers:
         self._transport = make_transport("shm", name=f"host-workers-{os.getpid()}")
         options = (self._transport, layout, store)
         self.links = {
-            number: WorkerLink(number, *options, None if cores is None else cores[number], answer_timeout_s)
+            number: WorkerLink(number, *options, cores[number] if cores else None, answer_timeout_s)
             for number in range(num_workers)
         }
         shares = RowShares(num_workers, tokens_per_worker, shape.num_experts)
