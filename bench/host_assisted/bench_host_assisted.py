@@ -92,7 +92,7 @@ def host_layer_s(model_dir: Path, adapter: Path, num_tokens: int, core: int) -> 
         for _ in range(31):
             begin_s = time.perf_counter()
             for number, site in enumerate(shape.sites):
-                if site.num_experts or ("q_proj" not in site.modules and "o_proj" not in site.modules):
+                if set(packed.targets).isdisjoint(site.modules):
                     continue
                 request = lay_out_request(session.frame(), layout, 0, number, num_tokens, 0, num_tokens)
                 request.slot[:], request.generation[:] = 0, content_number(packed.content_hash)
@@ -147,7 +147,10 @@ def engine(
 
 async def run(llm: AsyncLLM, asks: list[Ask]) -> dict[str, float]:
     """Seconds: mean and P95 TTFT, mean E2E, mean and P95 gap between tokens."""
-    begin_s, ttft, e2e, gaps = time.monotonic(), [], [], []
+    begin_s = time.monotonic()
+    ttft: list[float] = []
+    e2e: list[float] = []
+    gaps: list[float] = []
 
     async def one(ask: Ask, prompt: list[int]) -> None:
         await asyncio.sleep(begin_s + ask.arrival_s - time.monotonic())
