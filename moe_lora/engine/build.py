@@ -169,6 +169,7 @@ def _core(
         num_slots=config.max_loras,
         make_mover=partial(Mover, rank.device, bytes_per_s=None if load_rate is None else load_rate * 1e9),
         interval_s=config.swap_interval_s,
+        first_layer=0 if store.host is None else 1,  # the first is computed before it could be there
         blocking=config.emulation.blocking_loads,
         followers=followers,
     )

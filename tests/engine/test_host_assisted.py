@@ -102,8 +102,8 @@ class HeldCopies:
 
 @pytest.mark.parametrize("num_layers", [0, 1])
 def test_host_computes_what_had_not_come_and_the_device_what_had(num_layers, served, monkeypatch):  # noqa: F811
-    """Without a layer there, workers compute every prompt row of every layer; with the first one there, a
-    request goes from the device to the host between two layers."""
+    """Without a layer there, workers compute every prompt row of every layer; with the second one there, a
+    request goes from the host to the device between two layers."""
     model = served("mixtral")
     copies = HeldCopies(monkeypatch, num_layers)
     num_rows = num_prompt_rows() * (NUM_LAYERS if num_layers == 0 else 1)
