@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TORCH_FREE = (
     *("core", "config", "policies", "cache", "scheduling", "workload", "report", "serve"),
-    *("cli.main", "moe_lora.core.processes", "engine.client.client", "dist.cluster", "dist.launch.roles"),
+    *("cli.main", "engine.client.client", "dist.cluster", "dist.launch.roles"),
     *("adapters.registry.registry", "adapters.registry.base_model"),
 )
 HOME = re.compile(rb"/(?:root|home|work|Users)/[\w.-]+|[A-Z]:\\Users\\")

@@ -236,13 +236,7 @@ class EngineConfig(Settings):
     queue: str = setting("fcfs", choices=QUEUES)
     """Order of waiting requests: first come first served, or (for comparisons where every answer has its full
     length) least max_tokens first."""
-    host_workers: int | None = setting(
-        None,
-        least=0,
-        option="--host-workers",
-        group="Adapters",
-        unset="none on a CPU, where they are the same cores; else half of the cores",
-    )
+    host_workers: int = setting(0, least=0, option="--host-workers", group="Adapters")
     """Processes of this host that compute the prompts of adapters that are still loading.  Not with a LoRA
     Server, a pool or expert_parallel."""
     host_cores: tuple[int, ...] = ()
@@ -295,6 +289,18 @@ class EngineConfig(Settings):
             raise ConfigError(
                 f"pool and expert_parallel={self.expert_parallel} do not go together yet: the ranks of an "
                 "instance read adapters from files of its own; leave the pool out, or use expert_parallel=1"
+            )
+        ranks = self.expert_parallel if self.expert_parallel > 1 else None
+        others = (("expert_parallel", ranks), ("lora_server", self.lora_server), ("pool", self.pool))
+        for name, other in others:
+            if self.host_workers and other is not None:
+                raise ConfigError(
+                    f"host_workers={self.host_workers} does not go together with {name} yet; set it to 0"
+                )
+        if self.host_cores and len(set(self.host_cores)) != self.host_workers:
+            raise ConfigError(
+                f"host_cores={self.host_cores} must name a core of its own for each of "
+                f"host_workers={self.host_workers}"
             )
         if self.pool is not None and self.lora_server is not None:
             raise ConfigError(

@@ -194,8 +194,8 @@ class EngineStats:
     times a request that waited for its bytes gave its room to an older one.
     lora_server_requests: messages answered by the LoRA Server.  lora_server_fallback_rows: rows of deltas
     that the engine computed itself instead.  Both count the engine's first rank.
-    lora_rows_local, lora_rows_leased, lora_rows_host: rows x layers whose deltas were computed on the device,
-    by the LoRA Server, by host workers; where dense sites and experts differ a row counts in both.
+    lora_rows_local, lora_rows_leased, lora_rows_host: rows x layers whose deltas were for the device, the
+    LoRA Server, host workers; where dense sites and experts differ a row counts in both.
     host_fallback_rows: rows of deltas that the engine computed because a host worker did not.
     pool_adapters, pool_bytes: held in host memory for the adapter pool.  pool_peer_fetches,
     pool_disk_fetches: adapters fetched that were not held.  pool_fetched_bytes: from peers.

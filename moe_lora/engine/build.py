@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,11 +111,15 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     followers.settle()
     alone = config.expert_parallel == 1
     store = _store(config, rank, size, followers, contents)
-    runner = (
-        rank.runner(host=store.host) if alone else rank.runner(rank.join(followers.directory), followers.tell)
-    )
-    followers.settle()
-    core = _core(config, rank, size, sizes, followers, contents, runner, store)
+    with ExitStack() as undo:
+        undo.callback(store.close)
+        if alone:
+            runner = rank.runner(host=store.host)
+        else:
+            runner = rank.runner(rank.join(followers.directory), followers.tell)
+        followers.settle()
+        core = _core(config, rank, size, sizes, followers, contents, runner, store)
+        undo.pop_all()
     for packed, path in adapters:
         core.add_adapter(packed, path)
     runner.warm_up()
@@ -169,7 +175,7 @@ def _core(
         num_slots=config.max_loras,
         make_mover=partial(Mover, rank.device, bytes_per_s=None if load_rate is None else load_rate * 1e9),
         interval_s=config.swap_interval_s,
-        first_layer=0 if store.host is None else 1,  # the first is computed before it could be there
+        layer_wise=store.host is not None,
         blocking=config.emulation.blocking_loads,
         followers=followers,
     )
@@ -226,28 +232,18 @@ def _store(
 
 
 def _host_workers(config: EngineConfig, rank: Rank, contents: AdapterContents) -> HostWorkers | None:
-    """Raises ConfigError where host workers are asked for and can't be."""
-    ranks = config.expert_parallel if config.expert_parallel > 1 else None
-    others = {"expert_parallel": ranks, "lora_server": config.lora_server, "pool": config.pool}
-    taken = [name for name, value in others.items() if value is not None]
+    """Raises ConfigError for more workers than cores, and for cores that this host has not."""
     num_workers, num_cores = config.host_workers, usable_cores()
-    if num_workers is None:
-        num_workers = 0 if taken or rank.device.type == "cpu" else num_cores // 2
     if not num_workers:
         return None
-    if taken:
-        raise ConfigError(f"host_workers={num_workers} can't be had with {taken[0]} yet; set it to 0")
-    if num_workers > num_cores and not config.host_cores:
+    unknown = [core for core in config.host_cores if not 0 <= core < (os.cpu_count() or 1)]
+    if unknown or (num_workers > num_cores and not config.host_cores):
         raise ConfigError(
-            f"host_workers={num_workers} are more than the {num_cores} cores that this process may use; "
-            f"choose 0 to {num_cores}"
+            f"host_workers={num_workers} on host_cores={config.host_cores or 'any'} can't be had: this host "
+            f"has cores 0 to {(os.cpu_count() or 1) - 1}, and this process may use {num_cores}; choose fewer"
         )
     top_k = max(1, rank.shape.num_experts_per_token)
     layout = FrameLayout(rank.shape, rank.dtype, config.host_tokens_per_worker * top_k)
-    if config.host_cores and len(config.host_cores) != num_workers:
-        raise ConfigError(
-            f"host_cores={config.host_cores} must be one for each of {num_workers} host_workers"
-        )
     return HostWorkers(
         layout, contents.store, num_workers, config.host_tokens_per_worker, cores=config.host_cores
     )

@@ -273,7 +273,7 @@ class ModelRunner:
         row_route = np.array(of_items, dtype=np.int32).repeat(counts)
         terms = no_terms(len(routes), len(self._sources))
         adapters: list[RoutedAdapter] = []
-        cold = [route for adapter, route in routes.items() if adapter.slot is None]
+        cold = [n for a, n in routes.items() if a.slot is None and a.loading_slot is not None]
         for group, source in enumerate(self._sources if routes else ()):
             term = terms[:-1, group, 0]
             term["source"] = source
@@ -304,14 +304,9 @@ class ModelRunner:
         """Have host workers compute what is not on the device; the adapters as they know them."""
         for route in cold:
             adapter = adapters[route]
-            assert adapter.loading_slot is not None, "a request computes without its adapter"
             number = content_number(adapter.packed.content_hash)
             term[route] = (Source.HOST, route, adapter.loading_slot, number)
         return [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in adapters]
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        """On the host: `StepBatch.to` moves it."""
-        return torch.from_numpy(array)
 
 
 def _marking_rows_dynamic(layer_forward: LayerForward) -> LayerForward:

@@ -18,7 +18,7 @@ class Sequence:
 
     tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
     matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there when it came.
-    cold: it computes, and its adapter was not on the device so far.
+    cold_tokens: those that it may compute before its adapter is there; 0: it is.
     limit_tokens: total length at which it must end.
     """
 
@@ -33,7 +33,7 @@ class Sequence:
     counted: bool = False
     matched: bool = False
     adapter_hit: bool = True
-    cold: bool = False
+    cold_tokens: int = 0
     table: BlockTable = field(init=False)
     waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None

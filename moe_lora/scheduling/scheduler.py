@@ -27,8 +27,8 @@ class Scheduler(Generic[Sequence]):
     be brought, which hold nothing any more; the caller ends them.
     shortest_first: newcomers by `policies.admission.shortest_first` instead of by arrival.
 
-    max_host_tokens: prompt tokens of loading adapters in a step that others decode in, which host workers
-    compute (Readiness.HOST_COMPUTABLE).  Such a request computes its prompt, then waits alone until its
+    max_host_tokens: prompt tokens of loading adapters in a step beside others; host workers compute them
+    (Readiness.HOST_COMPUTABLE).  Such a request computes its prompt, then waits alone until its
     adapter is there, so that no decode step waits for the host.  Source: Toppings section 4.1.
 
     Everybody ends, because the first running request (if none runs, the first that loads and has what it
@@ -90,7 +90,7 @@ class Scheduler(Generic[Sequence]):
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             put_back = self._is_short and sequence not in self.running
-            if budget and not put_back and not (sequence.cold and self._waits_for_adapter(sequence)):
+            if budget and not put_back and not (sequence.cold_tokens and self._waits_for_adapter(sequence)):
                 budget -= self._continue(sequence, budget, plan)
         budget = self._max_num_batched_tokens - sum(plan.values())
         for sequence in list(self.loading):
@@ -148,17 +148,18 @@ class Scheduler(Generic[Sequence]):
         self, sequence: Sequence, num_uncomputed: int, budget: int, plan: dict[Sequence, int]
     ) -> int:
         """How many of its tokens may compute in this step."""
-        if not sequence.cold:
+        if not sequence.cold_tokens:
             return min(num_uncomputed, budget)
-        if any(not other.cold and other.num_uncomputed == 1 for other in plan):
-            on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold)
+        if any(not other.cold_tokens for other in plan):
+            on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold_tokens)
             budget = min(budget, self._max_host_tokens - on_host)
         return max(0, min(num_uncomputed, budget))
 
     def _waits_for_adapter(self, sequence: Sequence) -> bool:
-        """Whether a sequence that began without its adapter has come to its end and waits for it."""
-        sequence.cold = self._adapters.readiness(sequence.adapter) is not Readiness.READY
-        return sequence.cold and sequence.num_uncomputed == 1
+        """Whether a sequence that began without its adapter has computed what it can without."""
+        if self._adapters.readiness(sequence.adapter) is Readiness.READY:
+            sequence.cold_tokens = 0
+        return 0 < sequence.cold_tokens <= sequence.num_computed
 
     def _admit(self, budget: int, plan: dict[Sequence, int]) -> None:
         """Have waiting sequences start, or their bytes brought in, while there is room for them."""
@@ -195,7 +196,7 @@ class Scheduler(Generic[Sequence]):
         if sequence.adapter is None:
             return True
         readiness = self._adapters.acquire(sequence.adapter, again=sequence.matched)
-        if sequence.waits.admitted_s is None and readiness is not Readiness.READY:
+        if sequence.waits.admitted_s is None and readiness is Readiness.LOADING:
             sequence.adapter_hit = False
         return readiness is not Readiness.NO_ROOM
 
@@ -211,9 +212,9 @@ class Scheduler(Generic[Sequence]):
             adapter = sequence.adapter
             if adapter is not None:
                 readiness = self._adapters.readiness(adapter)
-                sequence.cold = readiness is Readiness.HOST_COMPUTABLE
-                if not sequence.cold and readiness is not Readiness.READY:
+                if readiness not in (Readiness.READY, Readiness.HOST_COMPUTABLE):
                     return False
+                sequence.cold_tokens = len(sequence.tokens) * (readiness is Readiness.HOST_COMPUTABLE)
             sequence.waits.adapter_s = now_s
         if not sequence.table.ready:
             return False
@@ -252,7 +253,7 @@ class Scheduler(Generic[Sequence]):
     def _drop_lost(self) -> None:
         """Without their adapter none can go on; those that load start over without their history."""
         for where in (self.running, self.loading):
-            for sequence in [one for one in where if one.cold or where is self.loading]:
+            for sequence in [one for one in where if one.cold_tokens or where is self.loading]:
                 adapter = sequence.adapter
                 if adapter is not None and self._adapters.readiness(adapter) is Readiness.NO_ROOM:
                     where.remove(sequence)
@@ -279,7 +280,7 @@ class Scheduler(Generic[Sequence]):
         if sequence.adapter is not None:
             self._adapters.enqueue(sequence.adapter)
         self._give_back(sequence)
-        sequence.num_computed, sequence.cold = 0, False
+        sequence.num_computed = sequence.cold_tokens = 0
         self.waiting.appendleft(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:

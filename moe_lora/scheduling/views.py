@@ -64,7 +64,8 @@ class Schedulable(Protocol):
     table: the pages that hold its KV.  num_computed: tokens that have KV there; the scheduler counts them
     when they are computed, and sets them back when it takes the pages.  num_cached: of these, what it found
     when it was admitted.  matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there
-    when it came.  cold: it computes, and its adapter was not on the device so far.
+    when it came.  cold_tokens: of `tokens`,
+    those that it may compute before its adapter is there; 0: it is.
     """
 
     table: BlockTable
@@ -72,7 +73,7 @@ class Schedulable(Protocol):
     num_cached: int
     matched: bool
     adapter_hit: bool
-    cold: bool
+    cold_tokens: int
 
     @property
     def adapter(self) -> Any:

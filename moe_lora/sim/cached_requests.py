@@ -29,7 +29,7 @@ class CachedRequest:
     num_cached: int = 0
     matched: bool = False
     adapter_hit: bool = True
-    cold: bool = False
+    cold_tokens: int = 0
     waits: Waits = field(default_factory=Waits)
     first_token_s: float = math.nan
     finish_s: float = math.nan

@@ -173,7 +173,10 @@ def test_load_that_fails_ends_the_requests_that_wait_for_it(served, monkeypatch)
         assert len(lost.token_ids) <= 1, "its prompt was computed, and no decode step"
 
 
-@pytest.mark.parametrize("settings", [{"expert_parallel": 2}, {"host_workers": 1000}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"expert_parallel": 2}, {"num_workers": 1000}, {"host_cores": (0,)}, {"host_cores": (0, 999)}],
+)
 def test_settings_that_host_workers_do_not_go_with_are_refused(settings, served):  # noqa: F811
-    with pytest.raises(ConfigError, match="host_workers"):
+    with pytest.raises(ConfigError, match="host_"):
         start(served("mixtral"), **settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from moe_lora.cache.orders import Order
+from moe_lora.cache.orders import Order, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
@@ -20,9 +20,17 @@ TOKEN = 7
 """Every token of every answer."""
 
 
+class HostAdapters(CachedAdapters):
+    """Adapters whose prompts host workers compute while they load."""
+
+    def readiness(self, adapter: str) -> Readiness:
+        found = super().readiness(adapter)
+        return Readiness.HOST_COMPUTABLE if found is Readiness.LOADING else found
+
+
 class Parts:
     """adapters: pages of each by its name.  prompt: copies are done as soon as they are ordered; else when
-    `work` is called.
+    `work` is called.  host_tokens: of loading adapters in a step beside others; None: no host workers.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class Parts:
         shortest_first: bool = False,
         policy: CachingPolicy | None = None,
         prompt: bool = True,
+        host_tokens: int | None = None,
     ) -> None:
         adapters = adapters or {}
         self.clock = VirtualClock()
@@ -54,15 +63,16 @@ class Parts:
             self.cache.add_adapter(name, (pages,), 0.0)
         self.scheduler: Scheduler[CachedRequest] = Scheduler(
             self.cache,
-            CachedAdapters(self.cache, adapters, self.clock),
+            (CachedAdapters if host_tokens is None else HostAdapters)(self.cache, adapters, self.clock),
             self.clock,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             starvation_s=starvation_s,
             shortest_first=shortest_first,
+            max_host_tokens=host_tokens or 0,
         )
         self._prompt = prompt
-        self._orders: deque[Order] = deque()
+        self.orders: deque[Order] = deque()
         self._done: list[Order] = []
         self._names: dict[CachedRequest, str] = {}
         self._indices = itertools.count()
@@ -82,8 +92,8 @@ class Parts:
 
     def work(self, num_orders: int = 1_000_000) -> None:
         """Do this many of the copies."""
-        for _ in range(min(num_orders, len(self._orders))):
-            self._done.append(self._orders.popleft())
+        for _ in range(min(num_orders, len(self.orders))):
+            self._done.append(self.orders.popleft())
 
     def step(self) -> dict[str, int]:
         """Schedule and pretend to compute: name -> tokens computed."""
@@ -92,9 +102,9 @@ class Parts:
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + 0.1
             self.cache.tick(now_s, len(self.scheduler.running))
-            self._orders += self.cache.take_orders()
+            self.orders += self.cache.take_orders()
         plan = self.scheduler.schedule()
-        self._orders += self.cache.take_orders()
+        self.orders += self.cache.take_orders()
         if self._prompt:
             self.work()
         sampling = [item.sequence for item in plan if item.samples]

@@ -154,3 +154,49 @@ def test_cache_is_told_of_the_queue_only_when_it_changes():
     parts.scheduler.finish(parts.scheduler.running[0])
     parts.step()
     assert told[1:] == [[]]
+
+
+def test_prompt_of_a_loading_adapter_is_computed_at_once_then_it_waits_alone():
+    parts = Parts({"a": 1}, prompt=False, host_tokens=4)
+    parts.add("base", range(3))
+    cold = parts.add("cold", range(50, 60), "a")
+    assert parts.step() == {"base": 3, "cold": 4}, "beside others it has so many tokens"
+    assert parts.step() == {"base": 1, "cold": 4}
+    assert parts.step() == {"base": 1, "cold": 2}
+    for _ in range(3):
+        assert parts.step() == {"base": 1}, "its prompt is done"
+    parts.work()
+    assert parts.step() == {"base": 1, "cold": 1}
+    assert cold.cold_tokens == 0
+    assert parts.scheduler.num_adapter_misses == 1
+
+
+def test_last_token_of_a_cold_prompt_is_no_decode_step():
+    parts = Parts({"a": 1}, prompt=False, host_tokens=4, max_num_batched_tokens=8)
+    parts.add("cold", range(50, 59), "a")
+    assert parts.step() == {"cold": 8}
+    assert parts.step() == {"cold": 1}
+    assert parts.step() == {}
+
+
+def test_request_that_began_without_its_adapter_ends_when_it_does_not_come():
+    parts = Parts({"a": 1}, prompt=False, host_tokens=4)
+    cold = parts.add("cold", range(50, 55), "a")
+    assert parts.step() == {"cold": 5}
+    parts.cache.failed(parts.orders[0].copy_id)
+    assert parts.step() == {}
+    assert parts.scheduler.failed == [cold]
+    assert parts.names() == ([], [], [])
+
+
+def test_cold_request_that_is_put_back_starts_over():
+    parts = Parts({"a": 1}, num_pages=6, kv_pages=4, max_num_batched_tokens=32, prompt=False, host_tokens=32)
+    old = parts.add("old", range(8))
+    cold = parts.add("cold", range(50, 58), "a")
+    assert parts.step() == {"old": 8, "cold": 8}
+    assert parts.step() == {"old": 1}
+    assert (cold.num_computed, cold.cold_tokens) == (0, 0)
+    parts.scheduler.finish(old)
+    parts.work()
+    parts.step()
+    assert "cold" in {**parts.step(), **parts.step()} or cold.num_computed

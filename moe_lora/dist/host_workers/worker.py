@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import AdapterError, PeerGoneError
+from moe_lora.core.errors import AdapterError, LastProblem, PeerGoneError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.deltas import HostDeltas
 from moe_lora.dist.lora_server.protocol.session import DONE, STALE, DeltaRequest, FrameLayout
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SetUp:
-    """A worker's first message.  answers: descriptor of the engine's window.  core: to run on; None: any."""
+    """A worker's first message.  answers: descriptor of the engine's window.  core: to run on; None: any.
+    owned: the store goes with the engine."""
 
     name: str
     shape: ModelShape
@@ -45,6 +47,8 @@ class SetUp:
     store_dir: Path
     answers: bytes
     core: int | None
+    owned: bool
+    engine_pid: int
 
 
 class StoreDeltas:
@@ -54,6 +58,7 @@ class StoreDeltas:
         self._store = store
         self._deltas = HostDeltas(shape, store)
         self._hashes: dict[int, str] = {}
+        self._problem = LastProblem()
 
     def compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
         """out [R, N] = the deltas of the request; the answer's state, STALE where an adapter is not there."""
@@ -62,7 +67,8 @@ class StoreDeltas:
             adapters = [RoutedAdapter(self._hash_of(number), ()) for number in numbers.tolist()]
             self._deltas.compute(request, adapters, row_adapter, out)
         except AdapterError as error:
-            logger.warning("%s", error)
+            if self._problem.is_new(str(error)):
+                logger.warning("%s; the engine computes its rows", error)
             return STALE
         return DONE
 
@@ -85,7 +91,7 @@ def serve(connection: Connection) -> None:
     requests = transport.alloc("requests", setup.depth * layout.request_bytes, 1)
     answers = transport.attach(setup.answers)
     connection.send(requests.descriptor())
-    threading.Thread(target=_end_with_engine, args=(connection.fileno(),), daemon=True).start()
+    threading.Thread(target=_end_with_engine, args=(connection.fileno(), setup), daemon=True).start()
     session = ServerSession(setup.name, setup.name, transport, requests, answers, layout, setup.depth)
     deltas = StoreDeltas(setup.shape, HostStore(setup.store_dir))
     while True:
@@ -96,10 +102,12 @@ def serve(connection: Connection) -> None:
         session.answer(request, deltas.compute(request, session.deltas(request)), started_ns)
 
 
-def _end_with_engine(fd: int) -> None:
+def _end_with_engine(fd: int, setup: SetUp) -> None:
     hang_up = select.poll()
     hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
     hang_up.poll()
+    if setup.owned and os.getppid() != setup.engine_pid:  # it was killed: nobody else removes the store
+        shutil.rmtree(setup.store_dir, ignore_errors=True)
     os._exit(0)
 
 

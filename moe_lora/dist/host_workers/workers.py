@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 DEPTH = 4
 """Frames of a session: sites of a layer that are begun before the first is added, and one to spare."""
-_FIRST_PAUSE_S, _MAX_PAUSE_S, _LONG_LIFE_S, _LOOK_S = 0.5, 5.0, 30.0, 0.05
+_FIRST_PAUSE_S, _MAX_PAUSE_S, _LONG_LIFE_S = 0.5, 5.0, 30.0
+_LOOK_S, _GRACE_S, _END_S = 0.05, 0.5, 1.0
 
 
 class WorkerLink(threading.Thread):
@@ -49,12 +51,14 @@ class WorkerLink(threading.Thread):
         store: HostStore,
         core: int | None,
         answer_timeout_s: float,
+        owned: bool,
     ) -> None:
         super().__init__(name=f"host-worker-{number}", daemon=True)
         self._transport = transport
         self._layout = layout
         self._store = store
         self._core = core
+        self._owned = owned
         self._answer_timeout_s = answer_timeout_s
         self._starts = itertools.count()
         self._closing = threading.Event()
@@ -90,7 +94,7 @@ class WorkerLink(threading.Thread):
                     logger.warning("%s ended; the engine computes its rows until it is back", self.name)
                 long_life = time.monotonic() - start_s > _LONG_LIFE_S
                 pause_s = _FIRST_PAUSE_S if long_life else min(max(_FIRST_PAUSE_S, 2 * pause_s), _MAX_PAUSE_S)
-                self._closing.wait(_FIRST_PAUSE_S)  # the engine's thread may still wait on the buffers
+                self._closing.wait(_GRACE_S)  # the engine's thread may still wait on the buffers
 
     def _live(self, held: contextlib.ExitStack) -> None:
         """Start a process and stay with it until it ends; `held` lets go of its buffers."""
@@ -103,17 +107,22 @@ class WorkerLink(threading.Thread):
             with connection:
                 layout = self._layout
                 facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
-                connection.send(SetUp(*facts, answers.descriptor(), self._core))
+                connection.send(SetUp(*facts, answers.descriptor(), self._core, self._owned, os.getpid()))
+                if not connection.poll(START_TIMEOUT_S):
+                    raise EOFError("it says nothing")
                 requests = self._transport.attach(connection.recv())
                 held.callback(self._transport.detach, requests)
                 self.session = ClientSession(
                     self._transport, requests, answers, layout, DEPTH, self._answer_timeout_s
                 )
                 self._ready.set()
-                while not self._closing.wait(_LOOK_S) and process.poll() is None:
-                    continue
-            process.wait(STOP_TIMEOUT_S)
+                while process.poll() is None and not self.session.broken:
+                    if self._closing.wait(_LOOK_S):
+                        break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
         finally:
+            self.pid = None
             if process.poll() is None:
                 process.kill()
                 process.wait()
@@ -122,7 +131,7 @@ class WorkerLink(threading.Thread):
 class HostWorkers:
     """The host workers of one engine process, and the LoraBackend over them.
 
-    store: has the adapters; None: one is made, in a folder that goes when engine and workers have ended.
+    store: has the adapters; None: one is made, in a folder that goes with the engine.
     num_tokens: what all workers compute in time.  tokens_per_worker: see `RowShares`.  cores: one for each
     worker to run on; empty: any.  answer_timeout_s: a worker that takes longer is given up, and its rows are
     computed by the engine.  Raises EngineDeadError if one does not start.
@@ -145,13 +154,19 @@ class HostWorkers:
         self._transport = make_transport("shm", name=f"host-workers-{os.getpid()}")
         options = (self._transport, layout, store)
         self.links = {
-            number: WorkerLink(number, *options, cores[number] if cores else None, answer_timeout_s)
+            number: WorkerLink(
+                number, *options, cores[number] if cores else None, answer_timeout_s, self._folder is not None
+            )
             for number in range(num_workers)
         }
         shares = RowShares(num_workers, tokens_per_worker, shape.num_experts)
         self.backend = RemoteBackend(shape, Source.HOST, shares, self.links, layout, store)
-        for link in self.links.values():
-            link.wait_ready()
+        try:
+            for link in self.links.values():
+                link.wait_ready()
+        except EngineDeadError:
+            self.close()
+            raise
 
     @property
     def pids(self) -> list[int | None]:
@@ -170,7 +185,9 @@ class HostWorkers:
 
 
 class RowShares:
-    """Divides a site's rows over the workers, ⌈rows / c⌉ of them, in even shares (a `Division`).
+    """Divides a site's rows over the workers (a `Division`).
+
+    Pieces of c rows at most go to one worker after the other, so that L rows occupy ⌈L / c⌉ of them.
 
     tokens_per_worker: c, what one core computes in time.  Source: Toppings section 4.2.
     """
@@ -184,8 +201,9 @@ class RowShares:
         self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
     ) -> Sequence[tuple[int, np.ndarray]]:
         """(worker, token rows) of those that get some."""
-        num_shares = min(self._num_workers, -(-len(tokens) // self._tokens_per_worker))
-        return list(enumerate(np.array_split(tokens, num_shares)))
+        num_pieces = -(-len(tokens) // self._tokens_per_worker)
+        pieces = np.array_split(tokens, num_pieces)
+        return [(number % self._num_workers, piece) for number, piece in enumerate(pieces)]
 
     def experts_of(self, server: int) -> range:
         """Every worker has all experts."""

@@ -27,15 +27,15 @@ class BringAdapter:
     """Have an adapter on the device and make `slot` mean it.
 
     layer_first_pages: where each layer's bytes begin, -1 for a layer without any.  pages: where they come
-    from on the host; None = from the adapter's file.  first_layer: the one to bring first; those before it
-    come last.
+    from on the host; None = from the adapter's file.  layer_wise: each layer
+    serves as soon as it is there, the first one comes last; else all serve at the end.
     """
 
     slot: int
     content_hash: str
     layer_first_pages: tuple[int, ...]
     pages: Copy | None
-    first_layer: int = 0
+    layer_wise: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,9 @@ class RankCopier:
             parts = [shard_layer(layer, self._shape, self._kept) for layer in packed.layers]
         open_slot(self._slots, order.slot, parts)
         offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
-        in_order = range(len(parts))
-        for number in [*in_order[order.first_layer :], *in_order[: order.first_layer]]:
+        numbers = [*range(1, len(parts)), 0] if order.layer_wise else range(len(parts))
+        pointed = []
+        for number in numbers:
             layer, part, offset = packed.layers[number], parts[number], offsets[number]
             if order.pages is not None:
                 pages = _pages_of_layer(order.layer_first_pages, number, order.pages)
@@ -146,7 +147,11 @@ class RankCopier:
                 assert offset + len(data) <= self._device.numel()
                 _copy(data, self._device.view(-1)[offset : offset + len(data)])
                 yield len(data)
-            point_layer(self._slots, order.slot, number, layer, part, offset)
+            pointed.append((number, layer, part, offset))
+            if order.layer_wise:
+                point_layer(self._slots, order.slot, *pointed.pop())
+        for place in pointed:
+            point_layer(self._slots, order.slot, *place)
 
 
 def _pages_of_layer(first_pages: Sequence[int], number: int, copy: Copy) -> slice:

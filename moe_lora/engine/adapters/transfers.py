@@ -118,10 +118,9 @@ class Transfers:
 
     adapters: the versions by uid; one that is on the device has a slot there, of num_slots.  copier: of this
     rank.  make_mover: given what to call after each copy.  interval_s: time between two looks of the cache at
-    what to move ahead of need.  first_layer: that of an adapter which is brought first; those before it come
-    last.  blocking: no step begins while an adapter is on its way (an emulation of S-LoRA).  Adapters that a
-    pool has elsewhere are brought by a second mover, so that they hold no other copy up.  Called by the
-    engine's own thread.
+    what to move ahead of need.  layer_wise: see `BringAdapter`.  blocking: no step begins while an adapter is
+    on its way (an emulation of S-LoRA).  Adapters that a pool has elsewhere are brought by a second mover, so
+    that they hold no other copy up.  Called by the engine's own thread.
 
     Followers carry out what they are told in the order they are told it, steps included, before they hear of
     anything later.  That is safe though rank 0 copies beside its steps: it announces no step that needs a
@@ -142,12 +141,12 @@ class Transfers:
         make_mover: Callable[[Callable[[], None]], Mover],
         interval_s: float,
         followers: Followers,
-        first_layer: int = 0,
+        layer_wise: bool = False,
         blocking: bool = False,
     ) -> None:
         self.blocking = blocking
         self._cache = cache
-        self._first_layer = first_layer
+        self._layer_wise = layer_wise
         self._adapters = adapters
         self._copier = copier
         self._clock = clock
@@ -233,8 +232,7 @@ class Transfers:
             slot = self._slots[adapter.uid] = adapter.loading_slot = self._free_slots.pop()
             first_pages = self._cache.layer_first_pages(adapter.uid)
             pages = order if isinstance(order, Copy) else None
-            first_layer = self._first_layer if self._first_layer < len(first_pages) else 0
-            rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages, first_layer)
+            rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages, self._layer_wise)
         self._under_way[order.copy_id] = adapter
         mover = self._mover
         if self._copier.fetches(rank_order):

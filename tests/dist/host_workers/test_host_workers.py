@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lora.adapters import read_adapter
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.dist.host_workers.workers import HostWorkers
+from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.dist.host_workers.workers import HostWorkers, RowShares
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
@@ -57,7 +58,7 @@ class Served:
             store.put(packed)
         layout = FrameLayout(shape, torch.float32, max_rows=16)
         self.num_layers = shape.num_layers
-        self.workers = HostWorkers(layout, store, num_workers, 3)
+        self.workers = HostWorkers(layout, store, num_workers, 3, answer_timeout_s=1.0)
         self.backend = self.workers.backend
 
     def logits(self, streams: list[int], present: np.ndarray | None = None) -> list[torch.Tensor]:
@@ -131,3 +132,37 @@ def test_engine_computes_for_a_worker_that_was_killed_and_starts_it_again(served
     assert same_bits(served.logits(STREAMS, nothing), expected)
     assert served.backend.num_requests > before
     assert served.backend.num_fallback_rows == 0
+
+
+def test_worker_that_stops_is_given_up_and_started_again(served):
+    expected = served.logits(STREAMS)
+    nothing = np.zeros((len(served.packed), served.num_layers), dtype=bool)
+    stopped = served.workers.pids[0]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert same_bits(served.logits(STREAMS, nothing), expected)
+        assert served.backend.num_fallback_rows > 0
+        deadline_s = time.monotonic() + 60
+        while served.workers.pids[0] in (None, stopped) or served.workers.links[0].session is None:
+            assert time.monotonic() < deadline_s, "the worker did not come back"
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGKILL)
+    served.backend.num_fallback_rows = 0
+    assert same_bits(served.logits(STREAMS, nothing), expected)
+    assert served.backend.num_fallback_rows == 0
+
+
+def test_rows_occupy_as_many_workers_as_their_pieces_need():
+    shares = RowShares(3, 10, 4)
+
+    def divided(num_rows: int) -> list[tuple[int, int]]:
+        tokens = np.arange(num_rows)
+        found = shares.shares(0, 0, tokens, tokens)
+        assert np.array_equal(np.concatenate([piece for _, piece in found]), tokens)
+        return [(worker, len(piece)) for worker, piece in found]
+
+    assert divided(10) == [(0, 10)]
+    assert divided(11) == [(0, 6), (1, 5)]
+    assert divided(40) == [(0, 10), (1, 10), (2, 10), (0, 10)]
