@@ -63,13 +63,13 @@ def test_entry_point_is_the_command() -> None:
     assert run_python("from moe_lora.cli.main import main; print(main.name)") == "main"
 
 
-@pytest.mark.parametrize("room", TORCH_FREE)
-def test_room_starts_without_torch(room: str) -> None:
+@pytest.mark.parametrize("part", TORCH_FREE)
+def test_part_starts_without_torch(part: str) -> None:
     program = f"""
 import importlib, pkgutil, sys
-room = importlib.import_module("moe_lora.{room}")
-for module in pkgutil.iter_modules(getattr(room, "__path__", [])):
-    importlib.import_module(f"moe_lora.{room}.{{module.name}}")
+found = importlib.import_module("moe_lora.{part}")
+for module in pkgutil.iter_modules(getattr(found, "__path__", [])):
+    importlib.import_module(f"moe_lora.{part}.{{module.name}}")
 print("torch" in sys.modules)
 """
     assert run_python(program) == "False"

@@ -144,7 +144,7 @@ def test_admin_of_another_version_is_refused(cluster):
         network().run(join(cluster.config.address, None, hello, 5.0))
 
 
-def test_shelf_keeps_what_it_holds_when_it_grows(cluster):
+def test_store_keeps_what_it_holds_when_it_grows(cluster):
     leases = joined(cluster, "one")
     leases.acquire("a")
     granted(leases, "a")
