@@ -112,7 +112,7 @@ RECOVERY_S = 2.0
 """Engines that are there dial in at least once a second."""
 
 
-BringIn = Callable[["Instance", "DialledClient", str], Awaitable[None]]
+Admit = Callable[["Instance", "DialledClient", str], Awaitable[None]]
 """Puts an instance into routing, of this incarnation.  Raises EngineDeadError if it ended, or the fleet was
 closed."""
 
@@ -297,12 +297,12 @@ class InstanceListener:
     def __init__(
         self,
         instance_registry: InstanceRegistry,
-        bring_in: BringIn,
+        admit: Admit,
         on_give_up: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._instance_registry = instance_registry
         self._on_give_up = on_give_up
-        self._bring_in = bring_in
+        self._admit = admit
         self._inside: set[str] = set()
         self._info: ModelInfo | None = None
 
@@ -359,7 +359,7 @@ class InstanceListener:
 
         async def come() -> None:
             was_silent = instance.silent
-            await self._bring_in(instance, client, hello.incarnation)
+            await self._admit(instance, client, hello.incarnation)
             how = "gets on again" if was_silent else f"dialled in from {host}"
             logger.info("instance %s %s", hello.name, how)
 
