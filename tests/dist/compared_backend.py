@@ -15,7 +15,7 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
+from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend, ServerPartition
 from moe_lora.kernels.operands import SlotTable, StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.local import LocalBackend
@@ -54,12 +54,14 @@ def read_tally(store_dir: str | Path, client_rank: int) -> Tally:
 class ComparedBackend(RemoteBackend):
     """Adds what the server sent; keeps a `Tally` in a file beside the host store."""
 
-    def __init__(self, shape: ModelShape, partition, client_rank, links, layout, store: HostStore) -> None:
-        super().__init__(shape, partition, client_rank, links, layout, store)
+    def __init__(
+        self, shape: ModelShape, source: Source, division: ServerPartition, links, layout, store: HostStore
+    ) -> None:
+        super().__init__(shape, source, division, links, layout, store)
         self._local = LocalAdapters(shape, store)
         self._tally = Tally()
         # A mapping survives a process that is ended at once.
-        path = tally_path(store.directory, client_rank)
+        path = tally_path(store.directory, division.client_rank)
         self._file = np.memmap(path, np.int64, "w+", shape=(len(fields(Tally)),))
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:

@@ -96,14 +96,14 @@ class ServerPartition:
 
     def __init__(self, partition: Partition, client_rank: int) -> None:
         self._partition = partition
-        self._client_rank = client_rank
+        self.client_rank = client_rank
         self.experts_of = partition.experts_of
 
     def shares(
         self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray
     ) -> Sequence[tuple[int, np.ndarray]]:
         """A rank gets all tokens, or where ranks are copies of each other those of its slots."""
-        servers = self._partition.servers_of_client(self._client_rank, layer, site)
+        servers = self._partition.servers_of_client(self.client_rank, layer, site)
         dp = self._partition.layout.dp
         if dp == 1:
             return [(server, tokens) for server in servers]
