@@ -14,6 +14,7 @@ WITHIN_ONE_INSTANCE = {
     "engine/ranks/follower.py",
     "engine/runner.py",
     "core/processes.py",
+    "dist/host_workers/worker.py",
 }
 """Rank 0 and its followers: processes of one user and host, over socket pairs or a socket that only that user
 enters, which no link of `dist.net` leads to."""
