@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from moe_lora.core.errors import ConfigError
 
-from .json_file import Content, Count, Positive, Share, checked, read_object
+from .json_file import Count, FileContent, Positive, Share, checked, read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Table:
         return time_s
 
 
-class Gpu(Content):
+class Gpu(FileContent):
     """One GPU (or, measured on CPUs, one rank).  Rates are those of its data sheet; None = not known.
 
     instance_memory_share, server_memory_share: parts of the memory that weights, KV and adapters of an
@@ -93,7 +93,7 @@ class RatedGpu(Gpu):
     net_bytes_per_s: Positive
 
 
-class Sizes(Content):
+class Sizes(FileContent):
     """What of a model the stage times of one layer depend on; a dense MLP is one expert, chosen always."""
 
     model: str = ""
@@ -136,7 +136,7 @@ Times = tuple[Annotated[float, Field(strict=True, allow_inf_nan=False)], ...]
 """Microseconds, one a batch."""
 
 
-class ServerTimes(Content):
+class ServerTimes(FileContent):
     """Of a layer's deltas for one instance, by the instance's batch."""
 
     receive: Times
@@ -144,14 +144,14 @@ class ServerTimes(Content):
     send: Times
 
 
-class BaseTimes(Content):
+class BaseTimes(FileContent):
     """Of the base GEMMs of a layer's experts, and of all the rest of it; None = derived from rates."""
 
     experts: Times
     attention: Times | None = None
 
 
-class Efficiency(Content):
+class Efficiency(FileContent):
     """Parts of the data sheet's rates that are reached."""
 
     memory: Share
@@ -162,7 +162,7 @@ class Efficiency(Content):
 _Latency = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
 
-class FixedTimes(Content):
+class FixedTimes(FileContent):
     """Microseconds that a stage takes however small the batch; sync_per_rank: for each further rank."""
 
     receive: _Latency = 0.0
@@ -172,7 +172,7 @@ class FixedTimes(Content):
     sync_per_rank: _Latency = 0.0
 
 
-class _Device(Content):
+class _Device(FileContent):
     """sources: where the numbers come from."""
 
     name: Annotated[str, Field(min_length=1)]

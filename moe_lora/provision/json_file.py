@@ -16,7 +16,7 @@ Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 
 
-class Content(BaseModel):
+class FileContent(BaseModel):
     """An object in a file; a field that it does not know is an error."""
 
     model_config = ConfigDict(frozen=True)

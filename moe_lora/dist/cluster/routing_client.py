@@ -26,7 +26,7 @@ from .instances import Instance, InstanceRegistry, ServedVersion
 from .reports import merge_adapters, merge_stats
 
 
-class _Work:
+class _Unfinished:
     """The work of one request at one instance, counted in the instance's load from now until `end`."""
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
@@ -110,7 +110,7 @@ class FleetClient:
                     left.num_resent += 1
                 client = resumable.client = instance.client
                 rest = resumable.rest()
-                work = _Work(instance, rest, limit)
+                work = _Unfinished(instance, rest, limit)
                 try:
                     outputs = cast("AsyncGenerator[TokenOutput, None]", client.generate(rest))
                     async with aclosing(outputs):

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SetUp:
+class WorkerSetUp:
     """A worker's first message.  answers: descriptor of the engine's window.  core: to run on; None: any.
     owned: the store goes with the engine."""
 
@@ -82,7 +82,7 @@ class StoreDeltas:
 
 def serve(connection: Connection) -> None:
     """Answer until the engine hangs up."""
-    setup: SetUp = connection.recv()
+    setup: WorkerSetUp = connection.recv()
     if setup.core is not None:
         os.sched_setaffinity(0, {setup.core})
     torch.set_num_threads(1)
@@ -102,7 +102,7 @@ def serve(connection: Connection) -> None:
         session.answer(request, deltas.compute(request, session.deltas(request)), started_ns)
 
 
-def _end_with_engine(fd: int, setup: SetUp) -> None:
+def _end_with_engine(fd: int, setup: WorkerSetUp) -> None:
     hang_up = select.poll()
     hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
     hang_up.poll()

@@ -24,7 +24,7 @@ from moe_lora.dist.lora_server.protocol.session import ClientSession, FrameLayou
 from moe_lora.dist.transport.contract import Transport, make_transport
 from moe_lora.lora.row_routing import Source
 
-from .worker import SetUp
+from .worker import WorkerSetUp
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,9 @@ class WorkerLink(threading.Thread):
             with connection:
                 layout = self._layout
                 facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
-                connection.send(SetUp(*facts, answers.descriptor(), self._core, self._owned, os.getpid()))
+                connection.send(
+                    WorkerSetUp(*facts, answers.descriptor(), self._core, self._owned, os.getpid())
+                )
                 if not connection.poll(START_TIMEOUT_S):
                     raise EOFError("it says nothing")
                 requests = self._transport.attach(connection.recv())

@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.step_model import PHASES, Row, StepModel, feature_names, features
-from moe_lora.provision.json_file import Content, checked, read_object
+from moe_lora.provision.json_file import FileContent, checked, read_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ def read_step_model(path: str | Path, *, kernel: str | None = None, form: str = 
         raise ConfigError(f"{path}: {error}") from error
 
 
-class _Listed(Content):
+class _Listed(FileContent):
     """A model as it stands in the file."""
 
     kernel: str

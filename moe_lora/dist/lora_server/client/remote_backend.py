@@ -110,7 +110,7 @@ class ServerPartition:
         return [(server, tokens[slot[tokens] % dp == i]) for i, server in enumerate(servers)]
 
 
-class Link(Protocol):
+class SessionLink(Protocol):
     """A standing connection to one server.  session: None while there is none."""
 
     session: ClientSession | None
@@ -129,7 +129,7 @@ class RemoteBackend:
         shape: ModelShape,
         source: Source,
         division: Division,
-        links: Mapping[int, Link],
+        links: Mapping[int, SessionLink],
         layout: FrameLayout,
         store: HostStore,
     ) -> None:
