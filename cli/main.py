@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from moe_lora import __version__
-from moe_lora.core.host import quiet_teardown
+from moe_lora.core.teardown import quiet_teardown
 
 COMMANDS = {
     "serve": "Serve a model and its adapters over HTTP.",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.lora_server.disagg_device import SERVER_EP, read_device
-from moe_lora.core.host import quiet_teardown
+from moe_lora.core.teardown import quiet_teardown
 
 HERE = Path(__file__).parent
 SCALE = 3

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import logging
 import os
 import resource
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -110,20 +108,3 @@ def num_open_files() -> int:
 
 
 # The end of our own processes.
-
-
-def quiet_teardown() -> None:
-    """Drop what C++ libraries print on stderr after all Python code of this process is done.
-
-    Triton, which torch.compile imports, has nanobind list hundreds of "leaks" there, none of them one.  Call
-    it first: exit functions run in reverse order.
-    """
-    atexit.register(_close_stderr)
-
-
-def _close_stderr() -> None:
-    with suppress(OSError, ValueError):
-        sys.stderr.flush()
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, 2)
-        os.close(nothing)

@@ -186,7 +186,7 @@ class ModelRunner:
     def lora_rows(self) -> dict[str, int]:
         """Fields of `EngineStats`: rows x layers by the source of their deltas, so far."""
         moved = Counter({Source.LOCAL: self._num_taken_over(), Source.HOST: -self._num_taken_over()})
-        return {f"lora_rows_{s.name.lower()}": self._lora_rows[s] + moved[s] for s in Source}
+        return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in Source}
 
     def warm_up(self) -> None:
         """Compile every graph that steps will need, before the first request."""
@@ -245,7 +245,7 @@ class ModelRunner:
         return StepBatch(
             tokens=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+            logit_rows=torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
             num_live=num_live,
             tables=StepTables(
                 query_start=torch.from_numpy(query_start),
@@ -287,16 +287,16 @@ class ModelRunner:
                 term["generation"] = [lease.generation for lease in leases]
                 term["adapter"] = range(len(routes))
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
-        if routes:
-            self._count_rows(row_route, terms)
+            self._lora_rows[source] += np.count_nonzero(row_route >= 0) * len(self._groups)
+        if cold:
+            self._count_cold(row_route, cold)
         return RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
 
-    def _count_rows(self, row_route: np.ndarray, terms: np.ndarray) -> None:
-        num_rows = np.bincount(row_route + 1, minlength=len(terms))[1:]
-        for group in range(terms.shape[1]):
-            by_source = np.bincount(terms["source"][:-1, group, 0], num_rows, len(Source) + 1)
-            for source in Source:
-                self._lora_rows[source] += int(by_source[source]) * len(self._groups)
+    def _count_cold(self, row_route: np.ndarray, cold: Seq[int]) -> None:
+        """Rows of these routes are the host's, not the device's."""
+        num_rows = np.count_nonzero(np.isin(row_route, cold)) * len(self._groups)
+        self._lora_rows[Source.LOCAL] -= num_rows
+        self._lora_rows[Source.HOST] += num_rows
 
     def _route_to_host(
         self, term: np.ndarray, adapters: Seq[AdapterVersion], cold: Seq[int]

@@ -48,7 +48,7 @@ def test_errors_of_other_causes_are_shown():
 def test_only_what_is_said_after_all_of_pythons_code_is_dropped():
     done = ended("""
         import atexit, ctypes, os
-        from moe_lora.core.host import quiet_teardown
+        from moe_lora.core.teardown import quiet_teardown
         atexit.register(lambda: os.write(2, b"too late"))
         quiet_teardown()
         atexit.register(lambda: os.write(2, b"in time"))

@@ -14,7 +14,7 @@ import logging
 import sys
 
 from moe_lora.core.errors import MoeLoraError
-from moe_lora.core.host import quiet_teardown
+from moe_lora.core.teardown import quiet_teardown
 
 from .host_roles import failure_told
 
