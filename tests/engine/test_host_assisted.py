@@ -7,13 +7,18 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.config.engine import EmulationConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.copies import RankCopier
+from moe_lora.engine.runner import ModelRunner
+from moe_lora.lora.row_routing import Lease, Source
 from tests.families import FAMILIES, NUM_LAYERS
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
@@ -180,3 +185,16 @@ def test_load_that_fails_ends_the_requests_that_wait_for_it(served, monkeypatch)
 def test_settings_that_host_workers_do_not_go_with_are_refused(settings, served):  # noqa: F811
     with pytest.raises(ConfigError, match="host_"):
         start(served("mixtral"), **settings)
+
+
+def test_adapter_without_a_part_on_the_device_is_not_taken_for_one_that_loads():
+    """Experts-only adapters beside a LoRA Server have no slot, and never will."""
+    packed = SimpleNamespace(content_hash="0" * 64, targets=("gate", "up", "down"))
+    adapter = AdapterVersion(1, 1, packed, None, lease=Lease(3, 9))
+    runner = SimpleNamespace(
+        _sources=[Source.LOCAL, Source.LEASED], _groups=((0, 1),) * NUM_LAYERS, _lora_rows=Counter()
+    )
+    plan = [SimpleNamespace(sequence=SimpleNamespace(adapter=adapter))]
+    routing = ModelRunner._routing(runner, plan, [1])
+    assert routing.sources == [{Source.LOCAL}, {Source.LEASED}]
+    assert routing.terms["slot"][0, :, 0].tolist() == [-1, 3]
