@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -48,3 +49,11 @@ def start_child(
             start_new_session=True,
         )
     return process, Connection(ours.detach())
+
+
+def wait_for_hang_up(fd: int) -> None:
+    """Return when the process at the other end of this socket has hung up or ended."""
+    hang_up = select.poll()
+    # Hang-ups are reported without being asked for; POLLRDHUP, where there is one, tells a half-closed peer.
+    hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
+    hang_up.poll()

@@ -86,7 +86,7 @@ class RoutedBackend:
         assert self._present is not None
         routes = [route for route, slot in loading.slots.items() if self._present[slot, layer]]
         if routes != loading.here:
-            self._begin_step(loading.step, loading.routing.with_source(routes, Source.HOST, Source.LOCAL))
+            self._begin_step(loading.step, loading.routing.taken_over(routes))
         loading.layer, loading.here = layer, routes
         self.num_taken_over += sum(loading.num_rows[route] for route in routes)
 

@@ -104,12 +104,11 @@ class RowRouting:
         """[N + 1, G] bool, terms that host workers compute as long as the adapter is not on the device."""
         return self.terms["source"][:, :, 0] == Source.HOST
 
-    def with_source(self, routes: Sequence[int], before: Source, after: Source) -> RowRouting:
-        """The same with another source for the terms of these routes that have the one of before."""
+    def taken_over(self, routes: Sequence[int]) -> RowRouting:
+        """The same, with what hosts were to compute of these routes computed on this device."""
         terms = self.terms.copy()
-        changed = np.zeros(terms.shape, dtype=bool)
-        changed[routes] = terms["source"][routes] == before
-        terms["source"][changed] = after
+        source = terms["source"]
+        source[routes] = np.where(source[routes] == Source.HOST, Source.LOCAL, source[routes])
         return replace(self, terms=terms)
 
     def terms_from(self, source: Source, group: int) -> np.ndarray:

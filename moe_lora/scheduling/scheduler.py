@@ -214,7 +214,7 @@ class Scheduler(Generic[Sequence]):
                 readiness = self._adapters.readiness(adapter)
                 if readiness not in (Readiness.READY, Readiness.HOST_COMPUTABLE):
                     return False
-                sequence.cold_tokens = len(sequence.tokens) * (readiness is Readiness.HOST_COMPUTABLE)
+                sequence.cold_tokens = 0 if readiness is Readiness.READY else len(sequence.tokens)
             sequence.waits.adapter_s = now_s
         if not sequence.table.ready:
             return False

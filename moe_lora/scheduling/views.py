@@ -64,8 +64,7 @@ class Schedulable(Protocol):
     table: the pages that hold its KV.  num_computed: tokens that have KV there; the scheduler counts them
     when they are computed, and sets them back when it takes the pages.  num_cached: of these, what it found
     when it was admitted.  matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there
-    when it came.  cold_tokens: of `tokens`,
-    those that it may compute before its adapter is there; 0: it is.
+    when it came.  cold_tokens: of `tokens`, those that it may compute before its adapter is there; 0: it is.
     """
 
     table: BlockTable

@@ -198,5 +198,6 @@ def test_cold_request_that_is_put_back_starts_over():
     assert (cold.num_computed, cold.cold_tokens) == (0, 0)
     parts.scheduler.finish(old)
     parts.work()
-    parts.step()
-    assert "cold" in {**parts.step(), **parts.step()} or cold.num_computed
+    computed = [parts.step() for _ in range(3)]
+    assert sum(step.get("cold", 0) for step in computed) > 0
+    assert cold.num_computed >= 8, "all of its prompt, from the beginning or from what the cache kept"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import shutil
 import signal
 import sys
@@ -24,6 +23,7 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError, LastProblem, PeerGoneError
+from moe_lora.core.processes import wait_for_hang_up
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.deltas import HostDeltas
 from moe_lora.dist.lora_server.protocol.session import DONE, STALE, DeltaRequest, FrameLayout
@@ -103,9 +103,7 @@ def serve(connection: Connection) -> None:
 
 
 def _end_with_engine(fd: int, setup: WorkerSetUp) -> None:
-    hang_up = select.poll()
-    hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
-    hang_up.poll()
+    wait_for_hang_up(fd)
     if setup.owned and os.getppid() != setup.engine_pid:  # it was killed: nobody else removes the store
         shutil.rmtree(setup.store_dir, ignore_errors=True)
     os._exit(0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import select
 import shutil
 import signal
 import sys
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.processes import wait_for_hang_up
 from moe_lora.engine.runner import StepBatch, packed_message
 
 from .followers import HOST_STORE, Allocate, Done, Followers, RankReport, SetUp, instance_directory
@@ -90,10 +90,7 @@ def _send(connection: Connection, message: Done) -> None:
 
 def _end_with_leader(fd: int, directory: Path) -> None:
     """Nothing that the main thread waits for may keep this process alive without rank 0."""
-    hang_up = select.poll()
-    # Hang-ups are reported without being asked for; POLLRDHUP, where there is one, tells a half-closed peer.
-    hang_up.register(fd, getattr(select, "POLLRDHUP", 0))
-    hang_up.poll()
+    wait_for_hang_up(fd)
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
