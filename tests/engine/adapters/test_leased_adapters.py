@@ -63,8 +63,9 @@ def test_adapter_without_room_waits_until_another_is_let_go(leases):
     assert not leases.acquire(second)
     changed = changes(leases)
     leases.release(first)
-    assert changed.wait(20.0)
-    assert leases.acquire(second)
+    while not leases.acquire(second):  # the first change may tell that the other's lease ended
+        assert changed.wait(20.0)
+        changed.clear()
 
 
 def test_grant_that_crosses_the_release_leaves_no_lease_behind(leases):
