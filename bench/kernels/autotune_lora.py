@@ -27,7 +27,6 @@ from moe_lora.workload.popularity.named import LORA_RANKS
 from .lora_kernel_cases import Case
 from .lora_kernel_clock import COLD_BYTES, Passes
 from .lora_kernel_own import ALGORITHMS, gpu_phases
-from .lora_kernel_peers import NotApplicable, Phases
 from .lora_kernel_plan import ALL, CaseSpec, Shape
 from .lora_kernel_runs import check
 from .lora_tuning import Crossovers, Found, Pair, Target, descend, in_turn, rank_classes, together, updated
@@ -37,7 +36,6 @@ TUNING_GPU = "NVIDIA H200"
 CROSSOVER_SHARE = 0.25
 """Part of the budget that is kept for the algorithms by rank, which need the best configurations."""
 ROWS = {"decode": (64, 32), "prefill": (2048, 8)}
-FUSED_LORA_RANKS = (16,)
 
 
 def targets(dtype: str) -> dict[Target, Shape]:
@@ -85,8 +83,7 @@ class Tuner:
     def configured(self, target: Target, phase: str, config: Config) -> float:
         """Seconds of the kernel's own part of a delta with this configuration."""
         algorithm, _, part = target.kernel.partition("_")
-        ranks = FUSED_LORA_RANKS if algorithm == "fused" else LORA_RANKS
-        case = _case(case_spec(self.shapes[target], self.dtype, phase, ranks), self.device)
+        case = _case(case_spec(self.shapes[target], self.dtype, phase, LORA_RANKS), self.device)
         with configs.override(target.kernel, config):
             return self._seconds(case, algorithm, part, f"{target.key(phase)} {config}")
 
@@ -98,7 +95,7 @@ class Tuner:
 
     def _seconds(self, case: Case, algorithm: str, phase: str, what: str) -> float:
         try:
-            phases = algorithm_phases(case, algorithm)
+            phases = gpu_phases({"kernel": "sgmv", "algorithm": algorithm})(case)
             check(case, phases)
             before = phases.get("shrink") if phase == "expand" else None
             passes = Passes(phases[phase], case.num_copies, case.device, True, before)
@@ -110,35 +107,11 @@ class Tuner:
             return math.inf
 
 
-def algorithm_phases(case: Case, algorithm: str) -> Phases:
-    """The phases of one algorithm; the fused one has a delta only, which overwrites y."""
-    if algorithm != "fused":
-        return gpu_phases({"kernel": "sgmv", "algorithm": algorithm})(case)
-    from moe_lora.kernels.triton import triton_lora as lora
-    from moe_lora.kernels.triton.segments import build_segments
-
-    if case.device.type != "cuda":
-        raise NotApplicable("the fused kernel is tuned on a GPU")
-    segments = build_segments(case.token_slots, case.ids, case.slots.num_slots, case.site.num_experts)
-
-    def delta(copy: int) -> None:
-        lora.lora_delta(
-            case.operands(copy),
-            case.y[copy],
-            decode=case.spec.group == "decode",
-            segments=segments,
-            algorithm="fused",
-            max_lora_rank=case.max_lora_rank,
-        )
-
-    return {"delta": delta}
-
-
 def search_order(shapes: Mapping[Target, Shape]) -> list[list[Target]]:
     """Targets in groups that share a case, so that a case is made once per turn."""
-    groups: dict[tuple[int, int, bool], list[Target]] = {}
+    groups: dict[tuple[int, int], list[Target]] = {}
     for target in shapes:
-        key = (target.in_features, target.out_features, target.kernel.startswith("fused"))
+        key = (target.in_features, target.out_features)
         groups.setdefault(key, []).append(target)
     return list(groups.values())
 
@@ -175,8 +148,6 @@ def crossovers(tuner: Tuner, found: Found, deadline: Callable[[float], bool]) ->
     """Which algorithm serves which ranks, for sites where every rank of LORA_RANKS was measured."""
     classes: Crossovers = {}
     for first, *_ in search_order(tuner.shapes):
-        if first.kernel.startswith("fused"):
-            continue
         place = f"crossover {first.dtype} {first.in_features}x{first.out_features}"
         seconds: dict[int, dict[str, float]] = {}
         for lora_rank in LORA_RANKS:

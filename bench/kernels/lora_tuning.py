@@ -226,7 +226,7 @@ def updated(
         table.gpu,
         note,
         (*entries, *(entry for entry in table.entries if _place(entry) not in replaced)),
-        (*choices, *(c for c in table.choices if c.whole or _place(c) not in chosen)),
+        (*choices, *(c for c in table.choices if _place(c) not in chosen)),
     )
 
 

@@ -93,7 +93,7 @@ def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv
     """out = delta of each row, zero where it has no adapter; see `reference.lora_delta`.
 
     out: [T, N] or [T*K, N] in x's dtype, overwritten.  Added to y, it gives the bits of a shrink and an
-    expand on the same device: the fused kernel is not allowed.
+    expand on the same device.
     """
     x = operands.x
     if x.is_cpu:

@@ -199,8 +199,6 @@ def config_builds(kernel: str, config: configs.Config, dtype: str, modules: int,
             h = torch.empty(split_k, modules, _ROWS, problem.h_width)
             if kernel == "wgmma_shrink":
                 steps.wgmma_shrink(problem, _ALL_RANKS)
-            elif kernel == "fused_delta":
-                steps.fused(problem, _ALL_RANKS, y)
             elif kernel == "vector_shrink":
                 for walk in ("sgmv", "bgmv"):
                     steps.vector_shrink(problem, _ALL_RANKS, walk)

@@ -64,21 +64,10 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_warps": (4, 8),
         "programs_per_sm": (2, 4, 8),
     },
-    "fused_delta": {
-        "block_t": (16, 32),
-        "block_r": (16, 32, 64),
-        "block_k": (64, 128),
-        "block_c": (64, 128),
-        "column_parts": (1, 2, 4, 8),
-        "num_stages": (3, 4),
-        "num_warps": (4,),
-        "programs_per_sm": (2,),
-    },
 }
 """Per kernel and meta-parameter the values worth trying. `block_t`: tokens of a tile (wgmma's N); `block_r`:
 rank rows; `block_k`: input columns a step; `split_k`: parts of the input width that are summed apart;
 `block_c`: output columns; `blocks_per_item`: blocks of 64 output columns that one work item covers;
-`column_parts`: work items that share the output columns, each of which recomputes h;
 `programs_per_sm`: programs of the persistent grid on each SM."""
 KERNEL_NAMES = tuple(SPACES)
 ORDER_FIXING: dict[str, tuple[str, ...]] = {
@@ -86,7 +75,6 @@ ORDER_FIXING: dict[str, tuple[str, ...]] = {
     "wgmma_expand": (),
     "vector_shrink": ("block_r", "block_k", "split_k", "num_warps"),
     "vector_expand": ("block_r", "block_c", "num_warps"),
-    "fused_delta": ("block_r", "block_k"),
 }
 """Meta-parameters that change the order in which a row's products are added, so that they must not depend on
 the phase. Tensor cores add along the inner width whatever the tile of tokens; where threads add, the layout
@@ -158,8 +146,7 @@ class ConfigEntry:
 class Choice:
     """`algorithm` serves adapters of ranks min_rank..max_rank where the rest matches (see `choose`).
 
-    It has no phase: the algorithm fixes the order of sums.  whole: applies to a `lora_delta` that may be one
-    kernel (`allow_fused`), instead of to both halves.
+    It has no phase: the algorithm fixes the order of sums.
     """
 
     algorithm: str
@@ -168,7 +155,6 @@ class Choice:
     dtype: str | None = None
     in_features: int | None = None
     out_features: int | None = None
-    whole: bool = False
     state: str = "default"
 
 

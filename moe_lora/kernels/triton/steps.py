@@ -129,37 +129,9 @@ def vector_expand(
 
 def check_choice(problem: Problem, choice: Choice) -> None:
     """Raises ValueError if the algorithm cannot serve the dtype or the ranks of the class."""
-    algorithm, rank = choice.algorithm, min(problem.max_lora_rank, choice.max_rank)
+    algorithm = choice.algorithm
     if algorithm != "vector" and problem.x.dtype == torch.float32:
         raise ValueError(f"algorithm={algorithm!r} takes bfloat16 or float16, x is float32; use 'vector'")
-    if algorithm == "fused" and rank > problem.config("fused_delta")["block_r"]:
-        raise ValueError(
-            f"algorithm='fused' takes ranks up to {problem.config('fused_delta')['block_r']}, an adapter at "
-            f"site {problem.site.name!r} may have {rank}; use algorithm='wgmma' or 'vector'"
-        )
-
-
-def fused(problem: Problem, choice: Choice, out: torch.Tensor) -> None:
-    """out = delta of the rows whose adapters are of the class."""
-    config, x = problem.config("fused_delta"), problem.x
-    tiles = problem.segments.tiles(config["block_t"])
-    max_items = problem.num_rows * problem.modules * config["column_parts"]
-    configs.start(
-        configs.kernels("fused").fused_delta,
-        configs.num_programs(x.device, config, max_items),
-        *(x, problem.segments.rows, tiles, problem.tables, out),
-        *(*_span(problem, choice), x.shape[1], problem.out_widths),
-        *(x.stride(0), out.stride(0)),
-        X_DIVISOR=problem.rows_per_input,
-        MODULES=problem.modules,
-        INTERPRETED=configs.interpreted(),
-        **_threads(config),
-        BLOCK_T=config["block_t"],
-        BLOCK_R=config["block_r"],
-        BLOCK_K=config["block_k"],
-        BLOCK_C=config["block_c"],
-        COLUMN_PARTS=config["column_parts"],
-    )
 
 
 def _span(problem: Problem, choice: Choice) -> tuple[int, int, int, int]:

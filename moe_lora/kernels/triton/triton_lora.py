@@ -8,8 +8,8 @@ Legend: T tokens, K experts per token, R rows (T, or T*K at an expert site), H i
 
 Sums are in fp32, in an order that depends on widths, rank and dtype alone, without atomics: a row's delta
 is the same bits whatever else is in the batch, in decode and in prefill.  Mixed ranks 1..512 go in one
-launch; nothing is padded in memory.  In fp16 the h of `wgmma` and `fused`, two numbers of that dtype without
-a scale, is infinite where x_row @ A.T exceeds 65504; `vector` keeps h in fp32.
+launch; nothing is padded in memory.  In fp16 the h of `wgmma`, two numbers of that dtype without a
+scale, is infinite where x_row @ A.T exceeds 65504; `vector` keeps h in fp32.
 Launches never wait for the device, once the slot table was looked at after it was written.  When they are
 captured into a CUDA graph, give `max_lora_rank`: a bound of every adapter that replays may meet, since
 replays skip the check against it.
@@ -44,23 +44,20 @@ if TYPE_CHECKING:
 #
 # `wgmma`: SGMV, tensor-core tiles with swapped operands.
 # `vector`: BGMV, one row per work item, sums by threads.
-# `fused`: shrink and expand in one kernel, for small ranks; only where the caller of a whole delta allows it.
 #
 # A row's result must not depend on the rows beside it, so neither segment length nor the number of rows may
 # decide, nor whether the step is a decode one, which is a matter of the rows beside it too.  Where the table
 # gives classes of ranks different algorithms, each class is a launch of its own that passes over the other
-# ranks.  The engine and the LoRA Server never allow `fused`: its sums are ordered differently, and a delta
-# computed whole must equal, bit for bit, one computed in two halves.
+# ranks.
 
 
-ALGORITHMS = ("wgmma", "vector", "fused")
+ALGORITHMS = ("wgmma", "vector")
 
 
-def choose(site: Site, dtype: str, table: ConfigTable, whole: bool = False) -> tuple[Choice, ...]:
+def choose(site: Site, dtype: str, table: ConfigTable) -> tuple[Choice, ...]:
     """The table's choices that apply here; together they cover each rank from 1 on exactly once.
 
-    dtype: "bf16", "fp16" or "fp32".  whole: one kernel may do it all, choices for that, if any, come first.
-    Raises ValueError if the table's choices overlap or leave a rank out.
+    dtype: "bf16", "fp16" or "fp32".  Raises ValueError if the table's choices overlap or leave a rank out.
     """
     wanted = (dtype, site.in_features, sum(site.out_features))
     found = [
@@ -68,8 +65,7 @@ def choose(site: Site, dtype: str, table: ConfigTable, whole: bool = False) -> t
         for choice in table.choices
         if matches((choice.dtype, choice.in_features, choice.out_features), wanted)
     ]
-    own = [choice for choice in found if choice.whole] if whole else []
-    most_specific = _first_group(own or [choice for choice in found if not choice.whole])
+    most_specific = _first_group(found)
     covered = sorted((choice.min_rank, choice.max_rank) for choice in most_specific)
     bounds = [0, *(high for _, high in covered)]
     if bounds[-1] != MAX_LORA_RANK or any(low != bounds[i] + 1 for i, (low, _) in enumerate(covered)):
@@ -123,10 +119,7 @@ def lora_shrink(
     Raises ValueError for operands that don't fit.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
-    choices = _choices(problem, kernel, algorithm, whole=False)
-    if any(choice.algorithm == "fused" for choice in choices):
-        raise ValueError("algorithm='fused' has no separate shrink; use lora_delta")
-    return _shrunk(problem, kernel, choices)
+    return _shrunk(problem, kernel, _choices(problem, kernel, algorithm))
 
 
 def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
@@ -149,21 +142,16 @@ def lora_delta(
     algorithm: str | None = None,
     max_lora_rank: int | None = None,
     batch_rank: int | None = None,
-    allow_fused: bool = False,
 ) -> None:
     """out = delta of each row, zeros where it has no adapter; all of out is overwritten.
 
-    Adding out to y in its dtype gives the bits of `lora_shrink` and `lora_expand`, unless algorithm="fused"
-    or allow_fused lets the table choose that.  out: like y of `lora_expand`.  The rest is `lora_shrink`'s.
+    Adding out to y in its dtype gives the bits of `lora_shrink` and `lora_expand`.  out: like y of
+    `lora_expand`.  The rest is `lora_shrink`'s.
     """
     problem = _problem(operands, kernel, decode, segments, max_lora_rank, batch_rank)
     check_output(out, problem, "out")
-    choices = _choices(problem, kernel, algorithm, whole=allow_fused)
     out.zero_()
-    _expand(_shrunk(problem, kernel, tuple(c for c in choices if c.algorithm != "fused")), out, add=False)
-    for choice in choices:
-        if choice.algorithm == "fused" and _any_rows(problem):
-            steps.fused(problem, choice, out)
+    _expand(_shrunk(problem, kernel, _choices(problem, kernel, algorithm)), out, add=False)
 
 
 def _problem(
@@ -187,7 +175,7 @@ def _problem(
     return replace(problem, padded_rank=problem.batch_rank() if batch_rank is None else batch_rank)
 
 
-def _choices(problem: Problem, kernel: str, algorithm: str | None, whole: bool) -> tuple[Choice, ...]:
+def _choices(problem: Problem, kernel: str, algorithm: str | None) -> tuple[Choice, ...]:
     """Classes of ranks that some adapter may belong to."""
     if kernel != "sgmv":
         if algorithm is not None:
@@ -199,20 +187,17 @@ def _choices(problem: Problem, kernel: str, algorithm: str | None, whole: bool) 
         choices = forced(algorithm)
     else:
         dtype, table = configs.DTYPE_NAMES[problem.x.dtype], configs.table_of(problem.x.device)
-        choices = choose(problem.site, dtype, table, whole)
+        choices = choose(problem.site, dtype, table)
     possible = tuple(choice for choice in choices if choice.min_rank <= problem.max_lora_rank)
     for choice in possible:
         steps.check_choice(problem, choice)
     return possible
 
 
-def _any_rows(problem: Problem) -> bool:
-    return problem.num_rows > 0 and problem.max_lora_rank > 0
-
-
 def _shrunk(problem: Problem, kernel: str, choices: tuple[Choice, ...]) -> Shrunk:
     parts = []
-    for choice in choices if _any_rows(problem) else ():
+    has_rows = problem.num_rows > 0 and problem.max_lora_rank > 0
+    for choice in choices if has_rows else ():
         if choice.algorithm == "wgmma":
             parts.append((choice, steps.wgmma_shrink(problem, choice)))
         else:

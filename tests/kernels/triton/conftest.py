@@ -19,7 +19,6 @@ SMALL = {
     "wgmma_expand": {"block_t": 16, "blocks_per_item": 2},
     "vector_shrink": {"block_r": 16, "block_k": 32, "split_k": 2},
     "vector_expand": {"block_r": 16, "block_c": 64},
-    "fused_delta": {"block_t": 16, "block_r": 16, "block_k": 32, "block_c": 64, "column_parts": 2},
 }
 """Blocks that make several steps of a small problem."""
 

@@ -22,7 +22,6 @@ def test_committed_tables_serve_every_kernel_dtype_and_phase(path):
             for choice in choose(QKV, dtype, table):
                 for half in ("shrink", "expand"):
                     assert table.config(f"{choice.algorithm}_{half}", dtype, phase, 96, 146)
-        assert table.config("fused_delta", "bf16", phase, 96, 146)
 
 
 def test_space_is_made_of_configs_that_tables_take():

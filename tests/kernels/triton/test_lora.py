@@ -38,14 +38,6 @@ def test_delta_agrees_with_fp64(device, algorithm, dtype, site, kind):
     assert_delta(out, batch)
 
 
-@pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
-def test_fused_delta_agrees_with_fp64(device, site):
-    batch = make_batch(site, torch.bfloat16, "uniform", device, lora_ranks=[8, 1, 16, 0, 3])
-    out = batch.output()
-    lora.lora_delta(batch.operands(), out, decode=True, algorithm="fused")
-    assert_delta(out, batch)
-
-
 @pytest.mark.parametrize("kernel", ["bgmv", "mbgmv"])
 @pytest.mark.parametrize("site", [ODD, DOWN], ids=lambda site: site.name)
 def test_baselines_agree_with_fp64(device, kernel, site):
@@ -159,7 +151,6 @@ def test_operands_that_do_not_fit_are_refused(device):
         {"arena": arena.view(torch.int8)},
         {"kernel": "gemm"},
         {"algorithm": "simt"},
-        {"algorithm": "fused"},
         {"max_lora_rank": 69},
         {"kernel": "bgmv", "algorithm": "vector"},
         {"segments": unsorted_rows(token_slots, ids, 5, 3)},
@@ -195,23 +186,16 @@ def test_tables_are_looked_at_again_after_a_slot_was_written(device):
             slots.checked_rank(ODD, 2, nbytes)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
-def test_classes_of_ranks_are_served_by_their_own_algorithms(device, monkeypatch, whole):
-    small = configs.Choice(algorithm="fused" if whole else "vector", max_rank=8, whole=whole)
-    choices = (small, configs.Choice(algorithm="wgmma", min_rank=9, whole=whole))
-    table = configs.load_table(configs.FALLBACK)
-    table = replace(table, choices=choices + table.choices if whole else choices)
+def test_classes_of_ranks_are_served_by_their_own_algorithms(device, monkeypatch):
+    choices = (
+        configs.Choice(algorithm="vector", max_rank=8),
+        configs.Choice(algorithm="wgmma", min_rank=9),
+    )
+    table = replace(configs.load_table(configs.FALLBACK), choices=choices)
     monkeypatch.setattr(launch, "table_of", lambda device: table)
     batch = make_batch(GATE_UP, torch.bfloat16, "uniform", device, lora_ranks=[8, 1, 70, 16])
     out = batch.output(0.0)
-    if whole:
-        lora.lora_delta(batch.operands(), out, decode=True, allow_fused=True)
-        fused, out = out, batch.output(0.0)
-        monkeypatch.setattr(steps, "fused", None)
-        lora.lora_delta(batch.operands(), out, decode=True, allow_fused=False)
-        assert_delta(fused, batch)
-    else:
-        shrunk = lora.lora_shrink(batch.operands(), decode=True, max_lora_rank=128)
-        assert [choice.algorithm for choice, _ in shrunk.parts] == ["vector", "wgmma"]
-        lora.lora_expand(shrunk, out)
+    shrunk = lora.lora_shrink(batch.operands(), decode=True, max_lora_rank=128)
+    assert [choice.algorithm for choice, _ in shrunk.parts] == ["vector", "wgmma"]
+    lora.lora_expand(shrunk, out)
     assert_delta(out, batch)
