@@ -12,6 +12,7 @@ from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.policies.admission import admissible, shortest_first
+from moe_lora.policies.host_start import fair_shares
 
 from .views import Adapters, Scheduled, Sequence
 
@@ -28,8 +29,9 @@ class Scheduler(Generic[Sequence]):
     shortest_first: newcomers by `policies.admission.shortest_first` instead of by arrival.
 
     max_host_tokens: prompt tokens of loading adapters in a step beside others; host workers compute them
-    (Readiness.HOST_COMPUTABLE).  Such a request computes its prompt, then waits alone until its
-    adapter is there, so that no decode step waits for the host.  Source: Toppings section 4.1.
+    (Readiness.HOST_COMPUTABLE), and those that have begun divide them by `policies.host_start.fair_shares`.
+    Such a request computes its prompt, then waits alone until its adapter is there, so that no decode step
+    waits for the host.  Source: Toppings section 4.1.
 
     Everybody ends, because the first running request (if none runs, the first that loads and has what it
     needs) gives nothing back before it has ended.  Where it finds no page, all that are younger give theirs
@@ -66,6 +68,7 @@ class Scheduler(Generic[Sequence]):
         self._starvation_s = starvation_s
         self._shortest_first = shortest_first
         self._max_host_tokens = max_host_tokens
+        self._host_shares: dict[Sequence, int] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -87,6 +90,7 @@ class Scheduler(Generic[Sequence]):
         plan: dict[Sequence, int] = {}
         self._is_short = False
         self._drop_lost()
+        self._host_shares = self._divide_host()
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             put_back = self._is_short and sequence not in self.running
@@ -152,8 +156,18 @@ class Scheduler(Generic[Sequence]):
             return min(num_uncomputed, budget)
         if any(not other.cold_tokens for other in plan):
             on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold_tokens)
-            budget = min(budget, self._max_host_tokens - on_host)
+            share = self._host_shares.get(sequence, self._max_host_tokens)
+            budget = min(budget, share, self._max_host_tokens - on_host)
         return max(0, min(num_uncomputed, budget))
+
+    def _divide_host(self) -> dict[Sequence, int]:
+        """What each prompt of a loading adapter may take of a step beside others."""
+        cold = {one: one.num_uncomputed for one in self.running if one.cold_tokens > one.num_computed}
+        for one in self.loading:
+            readiness = None if one.adapter is None else self._adapters.readiness(one.adapter)
+            if readiness is Readiness.HOST_COMPUTABLE and one.table.ready:
+                cold[one] = len(one.tokens) - one.table.num_matched
+        return dict(zip(cold, fair_shares(list(cold.values()), self._max_host_tokens), strict=True))
 
     def _waits_for_adapter(self, sequence: Sequence) -> bool:
         """Whether a sequence that began without its adapter has computed what it can without."""

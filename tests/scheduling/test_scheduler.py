@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from .parts import Parts
 
 
@@ -201,3 +204,61 @@ def test_cold_request_that_is_put_back_starts_over():
     computed = [parts.step() for _ in range(3)]
     assert sum(step.get("cold", 0) for step in computed) > 0
     assert cold.num_computed >= 8, "all of its prompt, from the beginning or from what the cache kept"
+
+
+def test_long_cold_prompt_leaves_shorter_ones_behind_it_their_share():
+    parts = Parts({"a": 1, "b": 1}, num_pages=40, prompt=False, host_tokens=4)
+    parts.add("base", range(3))
+    parts.add("long", range(100, 140), "a")
+    assert parts.step() == {"base": 3, "long": 4}
+    parts.add("short", range(50, 54), "b")
+    parts.step()
+    assert parts.step() == {"base": 1, "long": 2, "short": 2}
+    assert parts.step() == {"base": 1, "long": 2, "short": 2}
+    assert parts.step() == {"base": 1, "long": 4}, "its prompt is done"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=5),
+    host_tokens=st.integers(1, 12),
+)
+def test_cold_prompts_of_any_lengths_share_the_host(prompts, host_tokens):
+    """Beside a decoding request: never more than the cap; from the step after its coming on every prompt that
+    is not done gets as much as any other, but for one token of rounding."""
+    names = [f"cold{number}" for number in range(len(prompts))]
+    parts = Parts(
+        {f"{name}'s": 1 for name in names},
+        num_pages=100,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        prompt=False,
+        host_tokens=host_tokens,
+    )
+    parts.add("base", range(3), num_answer=1000)
+    parts.step()
+    known: dict[str, int] = {}
+    for name, (length, gap) in zip(names, prompts, strict=True):
+        for _ in range(gap):
+            _check_cold_step(parts.step(), known, host_tokens)
+        parts.add(name, range(100, 100 + length), f"{name}'s")
+        first = parts.step()
+        _check_cold_step({key: value for key, value in first.items() if key != name}, {}, host_tokens)
+        for other in known:
+            known[other] -= first.get(other, 0)
+        known[name] = length - first.get(name, 0)
+    for _ in range(sum(length for length, _ in prompts)):
+        _check_cold_step(parts.step(), known, host_tokens)
+    assert not any(known.values()), "every prompt is computed"
+
+
+def _check_cold_step(step: dict[str, int], left: dict[str, int], host_tokens: int) -> None:
+    """Take what the step computed from what is left of each prompt."""
+    assert step["base"] == 1, "the one that decodes does not wait"
+    cold = {name: num for name, num in step.items() if name != "base"}
+    assert sum(cold.values()) <= host_tokens
+    waiting = {name: cold.get(name, 0) for name, num in left.items() if num > cold.get(name, 0)}
+    assert all(share >= max(cold.values(), default=0) - 1 for share in waiting.values())
+    for name, num in cold.items():
+        if name in left:
+            left[name] -= num
