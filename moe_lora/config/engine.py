@@ -226,7 +226,7 @@ class EngineConfig(Settings):
     starvation_s: float = 5.0
     """A request that waits longer for its adapter stops younger ones from passing it."""
     seed: int = 0
-    """Of sampling without a seed.  Each start of an instance makes another one of it."""
+    """Of sampling without a seed.  Each front end, and each start of an instance, makes another one of it."""
     lora_kernel: str = setting("sgmv", choices=LORA_KERNELS, option="--lora-kernel", group="Adapters")
     """How deltas are computed: sgmv, true rank; baselines: bgmv (padded, Punica), mbgmv (per row, S-LoRA)."""
     lora_server: LoraServerConfig | None = setting(None, in_file=False)

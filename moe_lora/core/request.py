@@ -80,8 +80,9 @@ class SamplingParams:
 class GenerateRequest:
     """One prompt for one adapter (None: the base model).
 
-    adapter_version: the only one that may compute it, since it began an answer that is to go on; None: the
-    current one.
+    Of an answer that goes on elsewhere it says where: generated: the tokens that it has so far, the next one
+    drawn at position len(generated) of its seed; limits count them.  adapter_version, adapter_content: the
+    only ones that may compute it, since they began it; None: the current ones.
     """
 
     request_id: str
@@ -89,10 +90,17 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     adapter: str | None = None
     adapter_version: int | None = None
+    adapter_content: str | None = None
+    generated: tuple[int, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def known_tokens(self) -> int:
+        """Those to compute before there is a new one: the prompt, and what the answer has already."""
+        return len(self.prompt_token_ids) + len(self.generated)
 
 
 @dataclass(frozen=True)

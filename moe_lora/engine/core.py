@@ -38,8 +38,9 @@ from .sequence import Sequence
 
 
 def check_request(request: GenerateRequest, info: ModelInfo) -> None:
-    """Raises ValueError for a prompt that is empty or too long, and for token ids that there are not."""
-    prompt = request.prompt_token_ids
+    """Raises ValueError for a prompt that is empty or too long, an answer that can't go on, and for token ids
+    that there are not."""
+    prompt, generated, sampling = request.prompt_token_ids, request.generated, request.sampling
     limit = info.max_model_len
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
@@ -48,7 +49,10 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
             f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {limit}; "
             "shorten it or raise max_model_len"
         )
-    for name, ids in (("prompt", prompt), ("stop_token_ids", request.sampling.stop_token_ids)):
+    if generated and len(generated) >= min(sampling.max_tokens or limit, limit - len(prompt)):
+        raise ValueError(f"generated has {len(generated)} tokens, so that the answer can't have another one")
+    named = (("prompt", prompt), ("generated", generated), ("stop_token_ids", sampling.stop_token_ids))
+    for name, ids in named:
         bad = next((t for t in ids if not 0 <= t < info.vocab_size), None)
         if bad is not None:
             raise ValueError(f"{name} has token id {bad}, outside the vocabulary of {info.vocab_size}")
@@ -174,7 +178,8 @@ class EngineCore:
                 sequence.counted = True
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
-                self._counters["prompt_tokens"] += len(sequence.tokens)
+                if not sequence.request.generated:  # else its prompt was counted where the answer began
+                    self._counters["prompt_tokens"] += len(sequence.tokens)
         self._scheduler.advance(plan)
         return failed + [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
 
@@ -217,7 +222,7 @@ class EngineCore:
 
     def add_request(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
         """Queue a request.  Raises ValueError, AdapterNotFoundError for an unknown adapter, or
-        AdapterVersionError where another version than the request's is served.
+        AdapterVersionError where another version or content than the request's is served.
 
         arrival_s: when it came, by the engine's clock; None: now.
         """
@@ -230,12 +235,17 @@ class EngineCore:
                 f"the answer was begun with version {request.adapter_version} of adapter {adapter.name!r}, "
                 f"and version {adapter.version} is served here; send the request again"
             )
+        if adapter is not None and request.adapter_content not in (None, adapter.packed.content_hash):
+            raise AdapterVersionError(
+                f"the answer was begun with other content of adapter {adapter.name!r} than is served here; "
+                "send the request again"
+            )
         max_tokens = request.sampling.max_tokens
         limit_tokens = self.info.max_model_len
         if max_tokens is not None:
             limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
-        sequence = Sequence(request, adapter, arrival_s, limit_tokens, self._generator(request))
+        sequence = Sequence(request, adapter, arrival_s, limit_tokens, self._seed(request))
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
 
@@ -327,13 +337,11 @@ class EngineCore:
             **self._counters,
         )
 
-    def _generator(self, request: GenerateRequest) -> torch.Generator | None:
+    def _seed(self, request: GenerateRequest) -> int | None:
         if request.sampling.greedy:
             return None
         seed = request.sampling.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, (1,), generator=self._seeds))
-        return torch.Generator().manual_seed(seed % 2**63)
+        return int(torch.randint(2**62, (1,), generator=self._seeds)) if seed is None else seed
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         now_s = self._clock.now_s()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 
 from moe_lora.core.request import SamplingParams, TokenLogprobs
@@ -22,7 +23,8 @@ def sample(
     """The next token of each sequence, and its log probabilities where asked for.
 
     logits_SV: [S, V] fp32, overwritten for sequences that may not end yet.  Greedy rows take the argmax;
-    the others draw from their own generator, so that a seed gives the same tokens in any batch.
+    the others race with the noise of their seed and position, so that a seed gives the same tokens in any
+    batch, and in an answer that goes on in another process.
     """
     report = [sequence.request.sampling.logprobs for sequence in sequences]
     logprobs_SV = torch.log_softmax(logits_SV, dim=-1) if any(n is not None for n in report) else None
@@ -46,11 +48,23 @@ def _draw(logits_SV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
     """Sample after temperature, top-k, top-p and min-p, by the exponential race (argmax of p / noise)."""
     params = [sequence.request.sampling for sequence in sequences]
     probs_SV = truncated_probabilities(logits_SV, params)
-    noise_SV = torch.empty(probs_SV.shape)
+    noise_SV = np.empty(probs_SV.shape, dtype=np.float32)
     for row, sequence in enumerate(sequences):
-        noise_SV[row].exponential_(generator=sequence.generator)
-    noise_SV = noise_SV.clamp_min_(torch.finfo(torch.float32).tiny).to(probs_SV.device)
-    return (probs_SV / noise_SV).argmax(dim=-1)
+        assert sequence.seed is not None
+        noise_SV[row] = exponential_noise(sequence.seed, sequence.num_generated, probs_SV.shape[-1])
+    return (probs_SV / torch.from_numpy(noise_SV).to(probs_SV.device)).argmax(dim=-1)
+
+
+def exponential_noise(seed: int, position: int, num: int) -> np.ndarray:
+    """Draws [num] fp64 > 0 of the exponential distribution: a function of the seed and the draw's position.
+
+    Philox4x64-10 (Salmon et al., SC 2011) in numpy, keyed by the seed, the position in its counter's highest
+    word; -log of (x + 1/2) / 2^32 for its 32-bit halves x.  Always made on the host, for CUDA too.
+    """
+    philox = np.random.Philox(key=seed % 2**64, counter=position << 192)
+    halves = philox.random_raw(-(-num // 2)).astype("<u8", copy=False).view("<u4")[:num]
+    noise: np.ndarray = -np.log((halves + 0.5) * 2.0**-32)
+    return noise
 
 
 def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from moe_lora.cache.pages import BlockTable
 from moe_lora.core.request import FinishReason, GenerateRequest, RequestTiming
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
@@ -19,14 +17,14 @@ class Sequence:
     tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
     matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there when it came.
     cold_tokens: those that it may compute before its adapter is there; 0: it is.
-    limit_tokens: total length at which it must end.
+    limit_tokens: total length at which it must end.  seed: of its noise; None: it is greedy.
     """
 
     request: GenerateRequest
     adapter: AdapterVersion | None
     arrival_s: float
     limit_tokens: int
-    generator: torch.Generator | None
+    seed: int | None
     tokens: list[int] = field(init=False)
     num_computed: int = 0
     num_cached: int = 0
@@ -40,7 +38,7 @@ class Sequence:
     second_token_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_token_ids)
+        self.tokens = [*self.request.prompt_token_ids, *self.request.generated]
         self.table = BlockTable(self.adapter_uid)
 
     @property

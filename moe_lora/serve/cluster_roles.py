@@ -91,7 +91,8 @@ async def serve_directed(
     routes = make_routes(cluster)
     watched = cluster.provisioning is not None
     link = ControllerLink(address, keys, name, instance_registry, routes, watched=watched)
-    fleet = FleetClient(instance_registry, routes.router, WallClock(), link, routes.meter)
+    seed = f"{name} {cluster.engine.seed}"
+    fleet = FleetClient(instance_registry, routes.router, WallClock(), link, routes.meter, seed=seed)
     frontend = Frontend(client=fleet, tokenizer=tokenizer, cluster=cluster, controller=link)
     listener = InstanceListener(instance_registry, AsItIs(instance_registry))
     async with listener.open(f"front_ends.{name}.engines_address", place, keys):

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.engine.sampler import sample, truncated_probabilities
+from moe_lora.engine.sampler import exponential_noise, sample, truncated_probabilities
 from moe_lora.engine.sequence import Sequence
 
 EOS = (3,)
@@ -12,9 +14,8 @@ EOS = (3,)
 
 def sequence(**sampling: object) -> Sequence:
     params = SamplingParams(**sampling)
-    generator = None if params.greedy else torch.Generator().manual_seed(params.seed or 0)
     request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=params)
-    return Sequence(request, None, 0.0, 100, generator)
+    return Sequence(request, None, 0.0, 10_000, None if params.greedy else params.seed or 0)
 
 
 def test_greedy_takes_the_likeliest_token():
@@ -53,16 +54,53 @@ def test_sampling_follows_the_probabilities():
     one = sequence(temperature=1.0, seed=1)
     counts = torch.zeros(4)
     for _ in range(2000):
-        counts[sample(wanted.log()[None].clone(), [one], ())[0][0]] += 1
+        [token], _ = sample(wanted.log()[None].clone(), [one], ())
+        counts[token] += 1
+        one.append(token, 0.0, ())
     assert (counts / 2000 - wanted).abs().max() < 0.05
 
 
 def test_seed_gives_the_same_tokens_whatever_else_is_in_the_batch():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
-    alone = [sample(logits.clone(), [s], ())[0][0] for s in [sequence(seed=5)] for _ in range(8)]
-    seeded, other = sequence(seed=5), sequence(seed=6)
-    mixed = [sample(logits.repeat(2, 1), [other, seeded], ())[0][1] for _ in range(8)]
-    assert mixed == alone
+    single, seeded, other = sequence(seed=5), sequence(seed=5), sequence(seed=6)
+    for _ in range(8):
+        single.append(sample(logits.clone(), [single], ())[0][0], 0.0, ())
+        first, second = sample(logits.repeat(2, 1), [other, seeded], ())[0]
+        other.append(first, 0.0, ())
+        seeded.append(second, 0.0, ())
+    assert seeded.tokens == single.tokens != other.tokens
+
+
+def test_answer_that_goes_on_elsewhere_draws_the_tokens_it_would_have_drawn():
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    whole = sequence(seed=5)
+    for _ in range(8):
+        whole.append(sample(logits.clone(), [whole], ())[0][0], 0.0, ())
+    for cut in range(1, 8):
+        generated = tuple(whole.tokens[1 : 1 + cut])
+        request = GenerateRequest(
+            request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(seed=5), generated=generated
+        )
+        rest = Sequence(request, None, 0.0, 100, 5)
+        while len(rest.tokens) < len(whole.tokens):
+            rest.append(sample(logits.clone(), [rest], ())[0][0], 0.0, ())
+        assert rest.tokens == whole.tokens
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.integers(1, 33))
+def test_noise_is_a_function_of_seed_and_position_alone(seed, position, num):
+    noise = exponential_noise(seed, position, num)
+    assert (noise > 0).all()
+    assert (exponential_noise(seed, position, num + 8)[:num] == noise).all()
+    assert (exponential_noise(seed, position + 1, num) != noise).any()
+    assert (exponential_noise(seed ^ 1, position, num) != noise).any()
+
+
+def test_noise_is_exponential():
+    noise = torch.from_numpy(exponential_noise(3, 7, 200_000))
+    assert noise.mean().item() == pytest.approx(1.0, abs=0.02)
+    assert noise.std().item() == pytest.approx(1.0, abs=0.02)
+    assert (noise > 1.0).double().mean().item() == pytest.approx(0.36788, abs=0.01)
 
 
 def test_end_is_forbidden_before_min_tokens():

@@ -133,6 +133,8 @@ def bodies(num: int) -> list[dict]:
 def test_killed_instance_costs_no_request_and_comes_back(pair):
     until_both_up(pair)
     requests = bodies(24)
+    for number, body in enumerate(requests[::2]):
+        body |= {"temperature": 1.0, "seed": number}
     undisturbed = [summary(events) for events in stream_all(pair, requests)]
     assert {summed[3:] for summed in undisturbed} == {("length", 200)}
     victim, survivor = pair.engine_pids()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field, replace
 
 from msgspec import structs
@@ -33,25 +32,18 @@ class ResumableRequest:
     _num_cached: int = 0
     _waited_s: float = 0.0
 
-    def rest(self) -> GenerateRequest:
-        """What is still to be computed: the answer so far becomes part of the prompt.
+    def continued(self, adapter_content: str | None = None) -> GenerateRequest:
+        """The request as another instance goes on with it: the same, and what its answer has so far.
 
-        A greedy answer goes on as it would have; a sampled one goes on with a seed made from its own.
+        adapter_content: hash of the version that began it; None: it is not known.
         """
-        num_delivered = len(self.delivered)
-        if not num_delivered:
+        if not self.delivered:
             return self.request
-        sampling = self.request.sampling
         return replace(
             self.request,
             adapter_version=self.adapter_version,
-            prompt_token_ids=self.request.prompt_token_ids + tuple(self.delivered),
-            sampling=replace(
-                sampling,
-                max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - num_delivered,
-                min_tokens=max(0, sampling.min_tokens - num_delivered),
-                seed=None if sampling.seed is None else derived_seed(sampling.seed, num_delivered),
-            ),
+            adapter_content=adapter_content,
+            generated=tuple(self.delivered),
         )
 
     def lose(self, now_s: float) -> None:
@@ -79,12 +71,6 @@ class ResumableRequest:
         if output.adapter_version is not None:
             self.adapter_version = output.adapter_version
         return output
-
-
-def derived_seed(seed: int, num_delivered: int) -> int:
-    """A seed for the rest of an answer: the same for the same cut, unlike those of other requests."""
-    digest = hashlib.blake2b(f"{seed} {num_delivered}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def token_work(request: GenerateRequest, max_model_len: int) -> int:

@@ -44,7 +44,7 @@ from .failover import token_work
 
 @dataclass(eq=False)
 class _Request:
-    """A request under way.  num_prompt: prompt tokens, until it has a token; left: what it may still need."""
+    """A request under way.  num_prompt: tokens to compute until it has one; left: what it may still need."""
 
     peer: Peer
     request_id: str
@@ -110,7 +110,7 @@ class ConnectionMux:
         while name in self._requests:
             name = f"{request.request_id} ({next(self._numbers)})"
         work = token_work(request, self._max_model_len)
-        self._requests[name] = _Request(peer, request.request_id, len(request.prompt_token_ids), work)
+        self._requests[name] = _Request(peer, request.request_id, request.known_tokens, work)
         self._names[peer, request.request_id] = name
         return request if name == request.request_id else replace(request, request_id=name)
 

@@ -333,8 +333,11 @@ class InstanceRegistry:
         """A copy: name -> what is served under it."""
         return dict(self._adapters)
 
+    def served_version(self, name: str | None) -> ServedVersion | None:
+        return None if name is None else self._adapters.get(name)
+
     def version(self, name: str | None) -> int | None:
-        served = None if name is None else self._adapters.get(name)
+        served = self.served_version(name)
         return None if served is None else served.version
 
     @contextmanager

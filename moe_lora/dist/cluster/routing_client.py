@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -32,7 +33,7 @@ class _Unfinished:
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
         self._instance = instance
         self._adapter = request.adapter
-        self._prompt_tokens = self._num_prompt = len(request.prompt_token_ids)
+        self._prompt_tokens = self._num_prompt = request.known_tokens
         self._left = token_work(request, max_model_len)
         self._started = False
         instance.asked_tokens += self._left
@@ -72,7 +73,8 @@ class FleetClient:
 
     When an instance ends, its unfinished requests go on at another one, from the token they had reached.
     adapters: who loads, unloads and pins them; its ranks are filled before the first request is routed.
-    meter: counts each adapter's tokens, those of a prompt with its first output.
+    meter: counts each adapter's tokens, those of a prompt with its first output.  seed: of the seeds that
+    requests without one get, so that their answers can go on elsewhere.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class FleetClient:
         clock: Clock,
         adapters: AdapterCalls,
         meter: TokenMeter | None = None,
+        seed: int | str = 0,
     ) -> None:
+        self._seeds = random.Random(seed)
         self._instance_registry = instance_registry
         self._router = router
         self._clock = clock
@@ -100,7 +104,7 @@ class FleetClient:
             raise AdapterNotFoundError(f"adapter {request.adapter!r} is not loaded")
         if request.request_id in self._running:
             raise ValueError(f"request_id {request.request_id!r} is already running")
-        resumable = ResumableRequest(request, version, self._clock.now_s())
+        resumable = ResumableRequest(self._seeded(request), version, self._clock.now_s())
         self._running[request.request_id] = resumable
         left: Instance | None = None
         try:
@@ -109,15 +113,15 @@ class FleetClient:
                 if left is not None:
                     left.num_resent += 1
                 client = resumable.client = instance.client
-                rest = resumable.rest()
-                work = _Unfinished(instance, rest, limit)
+                continued = self._continued(resumable)
+                work = _Unfinished(instance, continued, limit)
                 try:
-                    outputs = cast("AsyncGenerator[TokenOutput, None]", client.generate(rest))
+                    outputs = cast("AsyncGenerator[TokenOutput, None]", client.generate(continued))
                     async with aclosing(outputs):
                         async for output in outputs:
                             done = work.take(output)
                             if self._meter is not None:
-                                self._meter.add(rest.adapter, done)
+                                self._meter.add(request.adapter, done)
                             yield resumable.take(output)
                     return
                 except EngineDeadError as error:
@@ -131,6 +135,17 @@ class FleetClient:
             yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
         finally:
             del self._running[request.request_id]
+
+    def _seeded(self, request: GenerateRequest) -> GenerateRequest:
+        sampling = request.sampling
+        if sampling.greedy or sampling.seed is not None:
+            return request
+        return replace(request, sampling=replace(sampling, seed=self._seeds.getrandbits(63)))
+
+    def _continued(self, resumable: ResumableRequest) -> GenerateRequest:
+        served = self._instance_registry.served_version(resumable.request.adapter)
+        known = served is not None and served.version == resumable.adapter_version
+        return resumable.continued(served.content_hash if known and served is not None else None)
 
     def _next_instance(self, resumable: ResumableRequest) -> Instance:
         try:

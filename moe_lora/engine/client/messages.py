@@ -30,7 +30,7 @@ class PoolEntry:
     source: bytes | None
 
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Hello(Message, frozen=True):

@@ -85,7 +85,7 @@ class CountingEngine:
         try:
             first = len(request.prompt_token_ids)
             limit = first + (request.sampling.max_tokens or 0)
-            for place in range(first, limit):
+            for place in range(request.known_tokens, limit):
                 await asyncio.sleep(0)
                 if place == self.dies_at:
                     self.alive = False

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from moe_lora.core.request import GenerateRequest, RequestTiming, SamplingParams, TokenOutput
-from moe_lora.dist.cluster.failover import ResumableRequest, derived_seed, token_work
+from moe_lora.dist.cluster.failover import ResumableRequest, token_work
 
 TIMING = RequestTiming(queue_s=0.5, adapter_load_s=0.0, prefill_s=0.25, first_decode_s=0.125)
 
@@ -30,54 +30,31 @@ def output(*token_ids: int, cached: int = 0, ends: bool = False) -> TokenOutput:
 def test_request_of_which_nothing_was_delivered_is_sent_as_it_came():
     started = resumable(seed=3)
     started.lose(101.0)
-    assert started.rest() is started.request
+    assert started.continued() is started.request
 
 
-def test_what_was_delivered_becomes_prompt_and_shortens_the_limits():
-    started = resumable(min_tokens=4, stop=("x",), stop_token_ids=(9,), logprobs=2, temperature=0.0)
+def test_what_was_delivered_travels_beside_the_prompt_and_changes_nothing_else():
+    started = resumable(min_tokens=4, stop=("x",), stop_token_ids=(9,), logprobs=2, seed=3)
     started.take(output(7, 8))
     started.take(output(9))
-    rest = started.rest()
-    assert rest.prompt_token_ids == (1, 2, 7, 8, 9)
-    assert (rest.sampling.max_tokens, rest.sampling.min_tokens) == (7, 1)
-    kept = (rest.request_id, rest.adapter, rest.sampling.stop_token_ids, rest.sampling.logprobs)
-    assert kept == ("r", "a", (9,), 2)
+    continued = started.continued("hash")
+    assert (continued.prompt_token_ids, continued.generated) == ((1, 2), (7, 8, 9))
+    assert continued.sampling == started.request.sampling
+    assert (continued.request_id, continued.adapter) == ("r", "a")
+    assert (continued.adapter_version, continued.adapter_content) == (1, "hash")
 
 
-def test_answer_without_a_limit_stays_without():
-    started = resumable(max_tokens=None)
-    started.take(output(7))
-    assert started.rest().sampling.max_tokens is None
-
-
-def test_sampled_rest_has_a_seed_of_its_own_that_repeats():
-    started = resumable(seed=3)
-    started.take(output(7))
-    assert started.rest().sampling.seed == derived_seed(3, 1) != 3
-    unseeded = resumable()
-    unseeded.take(output(7))
-    assert unseeded.rest().sampling.seed is None
-
-
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(1, 1000))
-def test_derived_seeds_are_seeds_and_differ_by_cut_and_by_choice(seed, num_delivered):
-    derived = derived_seed(seed, num_delivered)
-    assert SamplingParams(seed=derived).seed == derived
-    assert derived not in (derived_seed(seed, num_delivered + 1), derived_seed(seed + 1, num_delivered))
-
-
-@given(st.lists(st.integers(0, 99), max_size=9), st.integers(0, 10), st.sets(st.integers(0, 9)))
-def test_rest_never_asks_for_more_than_is_left_however_often_it_is_cut(tokens, min_tokens, cuts):
-    started = resumable(min_tokens=min_tokens)
+@given(st.lists(st.integers(0, 99), max_size=9), st.sets(st.integers(0, 9)))
+def test_continued_request_has_all_tokens_however_often_it_was_cut(tokens, cuts):
+    started = resumable()
     for place, token in enumerate(tokens):
         if place in cuts:
             started.lose(101.0)
         started.take(output(token))
-    rest = started.rest()
-    assert rest.prompt_token_ids == (1, 2, *tokens)
-    assert rest.sampling.max_tokens == 10 - len(tokens)
-    assert rest.sampling.min_tokens == max(0, min_tokens - len(tokens))
-    assert token_work(rest, 256) == 2 + 10
+    continued = started.continued()
+    assert continued.generated == tuple(tokens)
+    assert continued.known_tokens == 2 + len(tokens)
+    assert token_work(continued, 256) == 2 + 10
 
 
 def test_outputs_of_an_undisturbed_request_are_passed_on_as_they_are():
@@ -112,6 +89,6 @@ def test_work_is_the_prompt_and_the_longest_answer(max_tokens, work):
 
 def test_answer_goes_on_with_the_version_that_began_it_whatever_was_served_when_it_came():
     started = resumable()
-    assert started.rest().adapter_version is None
+    assert started.continued().adapter_version is None
     started.take(structs.replace(output(7), adapter_version=2))
-    assert started.rest().adapter_version == started.adapter_version == 2
+    assert started.continued().adapter_version == started.adapter_version == 2

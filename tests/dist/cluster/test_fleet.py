@@ -43,7 +43,7 @@ def test_answer_goes_on_at_another_instance_without_gap_or_repetition():
     dying, other = CountingEngine(dies_at=5), CountingEngine()
     fleet = fleet_of(dying, other)
     assert asyncio.run(tokens_of(fleet, ask())) == list(range(2, 10))
-    assert other.requests[0].prompt_token_ids == (0, 1, 2, 3, 4)
+    assert (other.requests[0].prompt_token_ids, other.requests[0].generated) == ((0, 1), (2, 3, 4))
     stats = asyncio.run(fleet.stats())
     seen = [(one.live, one.num_resent, one.outstanding_tokens) for one in stats.instances]
     assert seen == [(False, 1, 0), (True, 0, 0)]

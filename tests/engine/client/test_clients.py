@@ -131,9 +131,28 @@ def test_answer_goes_on_only_with_the_version_that_began_it(client):
         await client.load_adapter("guest", path, replace=True, version=3)
         with pytest.raises(AdapterVersionError, match=r"begun with version 2 .* version 3 is served here"):
             await collect(client, rest)
+        with pytest.raises(AdapterVersionError, match=r"begun with other content of adapter 'guest'"):
+            await collect(client, replace(rest, adapter_version=3, adapter_content="another"))
         await client.unload_adapter("guest")
 
     asyncio.run(go_on())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answer_that_goes_on_has_the_tokens_of_one_that_was_never_cut(client, temperature):
+    async def cut_everywhere() -> None:
+        whole = ask("whole", "upper")
+        sampling = replace(whole.sampling, temperature=temperature, seed=5, min_tokens=6, logprobs=1)
+        whole = replace(whole, sampling=sampling)
+        tokens, _ = await collect(client, whole)
+        for cut in range(1, 6):
+            rest = replace(whole, request_id="rest", generated=tuple(tokens[:cut]))
+            found, last = await collect(client, rest)
+            assert (found, last.finish_reason) == (tokens[cut:], "length")
+        with pytest.raises(ValueError, match="generated has 6 tokens"):
+            await collect(client, replace(whole, generated=tuple(tokens)))
+
+    asyncio.run(cut_everywhere())
 
 
 def test_caller_that_gives_up_on_an_answer_leaves_the_engine_alive(client):

@@ -129,7 +129,9 @@ async def controlled_fleet(
     heartbeat = Heartbeat.of(cluster.front_end)
     instance_registry = InstanceRegistry((), config.adapters, advice, heartbeat, pool)
     adapters = FleetAdapters(instance_registry, routes.ranks)
-    fleet = FleetClient(instance_registry, routes.router, WallClock(), adapters, routes.meter)
+    fleet = FleetClient(
+        instance_registry, routes.router, WallClock(), adapters, routes.meter, seed=config.seed
+    )
     controller = ClusterController(
         adapters,
         make_capacity_controller(cluster, fleet),
