@@ -150,6 +150,8 @@ class EmulationConfig(Settings):
     per second."""
     blocking_loads: bool = False
     """No step begins while an adapter is being copied to the device, as in S-LoRA."""
+    host_slowdown: float = setting(1.0, least=1)
+    """A host worker takes so many times as long as it needs, as if it had that part of a core."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -245,7 +245,12 @@ def _host_workers(config: EngineConfig, rank: Rank, contents: AdapterContents) -
     top_k = max(1, rank.shape.num_experts_per_token)
     layout = FrameLayout(rank.shape, rank.dtype, config.host_tokens_per_worker * top_k)
     return HostWorkers(
-        layout, contents.store, num_workers, config.host_tokens_per_worker, cores=config.host_cores
+        layout,
+        contents.store,
+        num_workers,
+        config.host_tokens_per_worker,
+        cores=config.host_cores,
+        slowdown=config.emulation.host_slowdown,
     )
 
 

@@ -26,10 +26,18 @@ def _mlp_sites(shape: ModelShape) -> Sequence[Site]:
     return [site for site in shape.sites if site.num_experts] or shape.sites[-2:]
 
 
+def _multiply_adds(site: Site, shape: ModelShape) -> int:
+    """Of a token in the site's base GEMM."""
+    return (
+        site.in_features * site.total_out_features * (shape.num_experts_per_token if site.num_experts else 1)
+    )
+
+
 class PacedBackend:
     """LoraBackend around another one, which sleeps until a stage's time by `profile` has passed.
 
-    Only decode rows count, and where the profile has a time for them prompt rows.  Stages end at due times
+    Only decode rows count, and where the profile has a time for them prompt rows, whose time is divided over
+    a layer's sites by their multiply-adds.  Stages end at due times
     that follow from each other, so a stage that is late (its real work took longer, or the machine was busy)
     takes the lateness out of the sleeps after it.  Not so where host workers compute: a device would wait.
     remote: the deltas come from a LoRA Server, which sleeps for its own part.
@@ -43,8 +51,8 @@ class PacedBackend:
         self._remote = remote
         mlp = _mlp_sites(shape)
         self._shares = {i: share_of_layer(s, shape) for i, s in enumerate(shape.sites) if s in mlp}
-        num_modules = sum(len(site.modules) for site in shape.sites)
-        self._prefill_shares = [len(site.modules) / num_modules for site in shape.sites]
+        work = [_multiply_adds(site, shape) for site in shape.sites]
+        self._prefill_shares = [one / sum(work) for one in work]
         self._first_site = min(self._shares)
         self._num_rows = self._num_lora_rows = self._num_prompt_rows = 0
         self._host = False

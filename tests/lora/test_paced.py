@@ -96,6 +96,14 @@ def test_prefill_rows_are_another_devices(clock: Clock) -> None:
     assert layer_s(clock, PROFILE, remote=False, query_len=4) == 0.0
 
 
+def test_prompt_rows_take_a_layers_time_by_the_work_of_its_sites(clock: Clock) -> None:
+    profile = StepProfile(prefill=StageTime(fixed_s=2.0, per_row_s=3.0))
+    assert layer_s(clock, profile, remote=False, query_len=4) == pytest.approx(2 + 3 * 4)
+    shares = PacedBackend(Answering(clock, 0.0), SHAPE, profile, remote=False)._prefill_shares
+    work = [site.in_features * site.total_out_features for site in SHAPE.sites]
+    assert shares[DOWN] / shares[0] == pytest.approx(SHAPE.num_experts_per_token * work[DOWN] / work[0])
+
+
 def test_remote_deltas_hide_behind_the_base_gemm(clock: Clock) -> None:
     assert layer_s(clock, PROFILE, remote=True) == pytest.approx(1 + 30)
 

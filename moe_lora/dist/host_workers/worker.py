@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WorkerSetUp:
     """A worker's first message.  answers: descriptor of the engine's window.  core: to run on; None: any.
-    owned: the store goes with the engine."""
+    owned: the store goes with the engine.  slowdown: see `HostWorkers`."""
 
     name: str
     shape: ModelShape
@@ -49,6 +49,7 @@ class WorkerSetUp:
     core: int | None
     owned: bool
     engine_pid: int
+    slowdown: float
 
 
 class StoreDeltas:
@@ -99,7 +100,16 @@ def serve(connection: Connection) -> None:
         started_ns = time.monotonic_ns()
         request = session.pending()
         assert request is not None
-        session.answer(request, deltas.compute(request, session.deltas(request)), started_ns)
+        state = deltas.compute(request, session.deltas(request))
+        slow_down(started_ns, setup.slowdown)
+        session.answer(request, state, started_ns)
+
+
+def slow_down(started_ns: int, factor: float) -> None:
+    """Return when so many times as long has passed since then (it keeps the core: a sleep would be late)."""
+    due_ns = started_ns + factor * (time.monotonic_ns() - started_ns)
+    while time.monotonic_ns() < due_ns:
+        pass
 
 
 def _end_with_engine(fd: int, setup: WorkerSetUp) -> None:

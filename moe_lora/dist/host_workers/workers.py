@@ -52,6 +52,7 @@ class WorkerLink(threading.Thread):
         core: int | None,
         answer_timeout_s: float,
         owned: bool,
+        slowdown: float,
     ) -> None:
         super().__init__(name=f"host-worker-{number}", daemon=True)
         self._transport = transport
@@ -59,6 +60,7 @@ class WorkerLink(threading.Thread):
         self._store = store
         self._core = core
         self._owned = owned
+        self._slowdown = slowdown
         self._answer_timeout_s = answer_timeout_s
         self._starts = itertools.count()
         self._closing = threading.Event()
@@ -107,9 +109,8 @@ class WorkerLink(threading.Thread):
             with connection:
                 layout = self._layout
                 facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
-                connection.send(
-                    WorkerSetUp(*facts, answers.descriptor(), self._core, self._owned, os.getpid())
-                )
+                mine = (answers.descriptor(), self._core, self._owned, os.getpid(), self._slowdown)
+                connection.send(WorkerSetUp(*facts, *mine))
                 if not connection.poll(START_TIMEOUT_S):
                     raise EOFError("it says nothing")
                 requests = self._transport.attach(connection.recv())
@@ -136,7 +137,8 @@ class HostWorkers:
     store: has the adapters; None: one is made, in a folder that goes with the engine.
     num_tokens: what all workers compute in time.  tokens_per_worker: see `RowShares`.  cores: one for each
     worker to run on; empty: any.  answer_timeout_s: a worker that takes longer is given up, and its rows are
-    computed by the engine.  Raises EngineDeadError if one does not start.
+    computed by the engine.  slowdown: it takes so many times as long (an emulation of less than a core).
+    Raises EngineDeadError if one does not start.
     """
 
     def __init__(
@@ -148,16 +150,17 @@ class HostWorkers:
         *,
         cores: Sequence[int] = (),
         answer_timeout_s: float = 5.0,
+        slowdown: float = 1.0,
     ) -> None:
         shape = layout.shape
         self._folder = None if store is not None else Path(tempfile.mkdtemp(prefix="moe_lora-"))
         self.store = store = store or HostStore(self._folder or "")
         self.num_tokens = num_workers * tokens_per_worker
         self._transport = make_transport("shm", name=f"host-workers-{os.getpid()}")
-        options = (self._transport, layout, store)
+        options = (answer_timeout_s, self._folder is not None, slowdown)
         self.links = {
             number: WorkerLink(
-                number, *options, cores[number] if cores else None, answer_timeout_s, self._folder is not None
+                number, self._transport, layout, store, cores[number] if cores else None, *options
             )
             for number in range(num_workers)
         }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.dist.host_workers import worker
 from moe_lora.dist.host_workers.workers import HostWorkers, RowShares
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.lora.backend import RoutedBackend
@@ -166,3 +169,10 @@ def test_rows_occupy_as_many_workers_as_their_pieces_need():
     assert divided(10) == [(0, 10)]
     assert divided(11) == [(0, 6), (1, 5)]
     assert divided(40) == [(0, 10), (1, 10), (2, 10), (0, 10)]
+
+
+def test_part_of_a_core_takes_so_many_times_as_long(monkeypatch):
+    now_ns = itertools.count(1000, 10)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic_ns=lambda: next(now_ns)))
+    worker.slow_down(600, 4.0)
+    assert next(now_ns) == 600 + 4 * 400 + 10
