@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import chain, islice
 from typing import Any, Generic
 
-from moe_lora.cache.orders import Readiness
+from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.pages import BlockTable
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
@@ -68,6 +68,7 @@ class Scheduler(Generic[Sequence]):
         self._starvation_s = starvation_s
         self._shortest_first = shortest_first
         self._max_host_tokens = max_host_tokens
+        self._only: Container[Namespace] | None = None
         self._host_shares: dict[Sequence, int] = {}
 
     @property
@@ -85,29 +86,45 @@ class Scheduler(Generic[Sequence]):
         if sequence.adapter is not None:
             self._adapters.enqueue(sequence.adapter)
 
-    def schedule(self) -> list[Scheduled[Sequence]]:
-        """The next step's work; its pages are reserved.  Empty if nothing can run."""
+    def schedule(self, only: Container[Namespace] | None = None) -> list[Scheduled[Sequence]]:
+        """The next step's work; its pages are reserved.  Empty if nothing can run.
+
+        only: adapters (None among them: the base model) whose sequences compute, at most max_num_seqs of
+        them; running ones of others keep what they hold.  Where none of these can compute, or None is given,
+        everybody may.
+        """
+        plan = self._plan(only)
+        if only is not None and not plan:
+            plan = self._plan(None)
+        queued = list(islice(self.waiting, LOOK_AHEAD))
+        if queued != self._told:
+            self._told = queued
+            self._cache.look_ahead([(sequence.adapter_uid, sequence.tokens) for sequence in queued])
+        return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
+
+    def _plan(self, only: Container[Namespace] | None) -> dict[Sequence, int]:
+        """Tokens of each sequence that computes."""
         plan: dict[Sequence, int] = {}
+        self._only = only
         self._is_short = False
         self._drop_lost()
         self._host_shares = self._divide_host()
         budget = self._max_num_batched_tokens
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             put_back = self._is_short and sequence not in self.running
+            if len(plan) == self._max_num_seqs or not self._may_compute(sequence):
+                continue
             if budget and not put_back and not (sequence.cold_tokens and self._waits_for_adapter(sequence)):
                 budget -= self._continue(sequence, budget, plan)
         budget = self._max_num_batched_tokens - sum(plan.values())
         for sequence in list(self.loading):
-            if budget and sequence in self.loading and self._is_loaded(sequence):
+            may_start = sequence in self.loading and self._may_compute(sequence)
+            if budget and may_start and len(plan) < self._max_num_seqs and self._is_loaded(sequence):
                 self._start(sequence, budget, plan)
                 budget -= plan.get(sequence, 0)
         if not self._is_short:
             self._admit(budget, plan)
-        queued = list(islice(self.waiting, LOOK_AHEAD))
-        if queued != self._told:
-            self._told = queued
-            self._cache.look_ahead([(sequence.adapter_uid, sequence.tokens) for sequence in queued])
-        return [Scheduled(sequence, num_tokens) for sequence, num_tokens in plan.items()]
+        return plan
 
     def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
         """The planned step is computed: what it filled of blocks can be found from now on."""
@@ -181,6 +198,7 @@ class Scheduler(Generic[Sequence]):
             return
         self._adapters.begin_round()
         queue = shortest_first(self.waiting) if self._shortest_first else list(self.waiting)
+        queue = [sequence for sequence in queue if self._may_compute(sequence)]
         now_s = self._clock.now_s()
         passes = self._has_unused_lease if self._adapters.waits_for_others else None
         for sequence in admissible(queue, self._acquire, now_s, self._starvation_s, passes):
@@ -200,11 +218,18 @@ class Scheduler(Generic[Sequence]):
             if not self._has_room(budget):
                 return
         for sequence in self.waiting:
-            if sequence.waits.held_back_s is None and sequence.waits.admitted_s is None:
-                sequence.waits.held_back_s = now_s
+            waits = sequence.waits
+            if waits.held_back_s is None and waits.admitted_s is None and self._may_compute(sequence):
+                waits.held_back_s = now_s
 
     def _has_room(self, budget: int) -> bool:
-        return budget > 0 and len(self.running) + len(self.loading) < self._max_num_seqs
+        num = len(self.running) + len(self.loading)
+        if self._only is not None:
+            num = sum(map(self._may_compute, chain(self.running, self.loading)))
+        return budget > 0 and num < self._max_num_seqs
+
+    def _may_compute(self, sequence: Sequence) -> bool:
+        return self._only is None or sequence.adapter_uid in self._only
 
     def _acquire(self, sequence: Sequence) -> bool:
         if sequence.adapter is None:

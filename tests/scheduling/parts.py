@@ -95,7 +95,7 @@ class Parts:
         for _ in range(min(num_orders, len(self.orders))):
             self._done.append(self.orders.popleft())
 
-    def step(self) -> dict[str, int]:
+    def step(self, only: frozenset[str | None] | None = None) -> dict[str, int]:
         """Schedule and pretend to compute: name -> tokens computed."""
         self._settle()
         now_s = self.clock.now_s()
@@ -103,7 +103,7 @@ class Parts:
             self._next_tick_s = now_s + 0.1
             self.cache.tick(now_s, len(self.scheduler.running))
             self.orders += self.cache.take_orders()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(only)
         self.orders += self.cache.take_orders()
         if self._prompt:
             self.work()

@@ -33,6 +33,36 @@ def test_no_more_sequences_run_than_allowed():
     assert set(parts.step()) == {"b", "c"}
 
 
+def test_only_sequences_of_chosen_adapters_compute_and_others_keep_their_pages():
+    parts = Parts({"a": 1, "b": 1})
+    for name, adapter in (("one", "a"), ("two", "b"), ("three", None)):
+        parts.add(name, range(3), adapter)
+    parts.step()
+    parts.step()
+    parts.add("four", range(20, 23), "b")
+    parts.add("five", range(30, 33), "a")
+    three, _, two = parts.scheduler.running  # the base model has no adapter to wait for
+    pages = [list(sequence.table.pages) for sequence in (three, two)]
+    assert parts.step(frozenset("a")) == {"one": 1, "five": 3}
+    assert sorted(parts.names()[0]) == ["five", "one", "three", "two"]
+    assert [list(sequence.table.pages) for sequence in (three, two)] == pages
+    assert parts.step(frozenset({"b", None})) == {"two": 1, "three": 1, "four": 3}
+    assert set(parts.step()) == {"one", "two", "three", "five"}, "max_num_seqs, the oldest first"
+    assert parts.scheduler.num_preemptions == 0
+
+
+def test_where_none_of_the_chosen_can_compute_everybody_does():
+    parts = Parts({"a": 1, "b": 1}, prompt=False)
+    parts.add("one", range(3))
+    parts.step()
+    parts.add("two", range(3), "a")
+    assert parts.step(frozenset("a")) == {"one": 1}, "its adapter is on its way"
+    assert parts.names() == (["one"], ["two"], [])
+    parts.work()
+    assert parts.step(frozenset("a")) == {"two": 3}
+    assert parts.step(frozenset("b")) == {"one": 1, "two": 1}
+
+
 def test_youngest_gives_way_when_pages_run_out_and_comes_back():
     parts = Parts(num_pages=6, kv_pages=4, max_num_batched_tokens=32)
     old = parts.add("old", range(8))
