@@ -239,10 +239,10 @@ class EngineConfig(Settings):
     """Order of waiting requests: first come first served, or (for comparisons where every answer has its full
     length) least max_tokens first."""
     host_workers: int = setting(0, least=0, option="--host-workers", group="Adapters")
-    """Processes of this host that compute the prompts of adapters that are still loading.  Not with a LoRA
-    Server, a pool or expert_parallel."""
+    """Processes of this host that compute the prompts of adapters that are still loading, for each of the
+    expert_parallel ranks.  Not with a LoRA Server or a pool."""
     host_cores: tuple[int, ...] = ()
-    """Cores that host workers run on, one each; by default any."""
+    """Cores that host workers run on, one each, those of the first rank first; by default any."""
     host_tokens_per_worker: int = setting(32, least=1)
     """Prompt tokens of one layer that a host worker computes in time; a prompt of more is divided."""
     host_tokens_per_step: int = setting(0, least=0, unset="host_tokens_per_worker x host_workers")
@@ -292,17 +292,16 @@ class EngineConfig(Settings):
                 f"pool and expert_parallel={self.expert_parallel} do not go together yet: the ranks of an "
                 "instance read adapters from files of its own; leave the pool out, or use expert_parallel=1"
             )
-        ranks = self.expert_parallel if self.expert_parallel > 1 else None
-        others = (("expert_parallel", ranks), ("lora_server", self.lora_server), ("pool", self.pool))
+        others = (("lora_server", self.lora_server), ("pool", self.pool))
         for name, other in others:
             if self.host_workers and other is not None:
                 raise ConfigError(
                     f"host_workers={self.host_workers} does not go together with {name} yet; set it to 0"
                 )
-        if self.host_cores and len(set(self.host_cores)) != self.host_workers:
+        if self.host_cores and len(set(self.host_cores)) != self.host_workers * self.expert_parallel:
             raise ConfigError(
                 f"host_cores={self.host_cores} must name a core of its own for each of "
-                f"host_workers={self.host_workers}"
+                f"host_workers={self.host_workers} of each of expert_parallel={self.expert_parallel} ranks"
             )
         if self.pool is not None and self.lora_server is not None:
             raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,19 +16,15 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
 from moe_lora.core.clock import WallClock
-from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
-from moe_lora.core.processes import usable_cores
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape, check_expert_parallel
-from moe_lora.dist.host_workers.workers import HostWorkers
-from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.dist.transport.contract import make_transport
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.pool_store import PoolAdapters
-from moe_lora.engine.adapters.transfers import Mover, Transfers
+from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import HOST_STORE, Allocate, Followers, RankReport, start_followers
 from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.text.text import read_eos_token_ids
@@ -116,7 +111,7 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
         if alone:
             runner = rank.runner(host=store.host)
         else:
-            runner = rank.runner(rank.join(followers.directory), followers.tell)
+            runner = rank.runner(rank.join(followers.directory), followers.tell, store.host)
         followers.settle()
         core = _core(config, rank, size, sizes, followers, contents, runner, store)
         undo.pop_all()
@@ -166,14 +161,13 @@ def _core(
         num_pages=size.num_pages - size.request_pages,
         leases=store if isinstance(store, LeasedAdapters) else None,
     )
-    load_rate = config.emulation.load_gb_per_s
     transfers = Transfers(
         cache,
         manager.versions,
         rank.copier(store.find, pool),
         clock,
         num_slots=config.max_loras,
-        make_mover=partial(Mover, rank.device, bytes_per_s=None if load_rate is None else load_rate * 1e9),
+        make_mover=rank.mover,
         interval_s=config.swap_interval_s,
         layer_wise=store.host is not None,
         blocking=config.emulation.blocking_loads,
@@ -208,7 +202,6 @@ def _store(
 ) -> AdapterStore:
     """Adapters in files where other processes read them, or where the host arena is what memory is for."""
     options: dict[str, Any] = {}
-    host = _host_workers(config, rank, contents)
     if config.pool is not None:
         if config.pool.transport == "gloo":
             options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
@@ -220,37 +213,17 @@ def _store(
             followers.tell(RankReport())
             followers.settle(exchange.TIMEOUT_S)
 
-        options = {"store": HostStore(followers.directory / HOST_STORE), "before_removal": all_read}
-    elif host is not None:
+        store = HostStore(followers.directory / HOST_STORE)
+        options = {"store": store, "before_removal": all_read}
+        if (host := rank.host_workers(store)) is not None:
+            options |= {"host": host, "others_fallback_rows": followers.host_fallback_rows}
+    elif (host := rank.host_workers(contents.store)) is not None:
         stays = None if contents.store is not None else lambda: None
         options = {"store": host.store, "before_removal": stays, "host": host}
     elif rank.lora_server is None and size.num_host_pages:
         options = {"in_files": True, "store": contents.store}
     return (
         AdapterStore(**options) if rank.lora_server is None else LeasedAdapters(rank.lora_server, **options)
-    )
-
-
-def _host_workers(config: EngineConfig, rank: Rank, contents: AdapterContents) -> HostWorkers | None:
-    """Raises ConfigError for more workers than cores, and for cores that this host has not."""
-    num_workers, num_cores = config.host_workers, usable_cores()
-    if not num_workers:
-        return None
-    unknown = [core for core in config.host_cores if not 0 <= core < (os.cpu_count() or 1)]
-    if unknown or (num_workers > num_cores and not config.host_cores):
-        raise ConfigError(
-            f"host_workers={num_workers} on host_cores={config.host_cores or 'any'} can't be had: this host "
-            f"has cores 0 to {(os.cpu_count() or 1) - 1}, and this process may use {num_cores}; choose fewer"
-        )
-    top_k = max(1, rank.shape.num_experts_per_token)
-    layout = FrameLayout(rank.shape, rank.dtype, config.host_tokens_per_worker * top_k)
-    return HostWorkers(
-        layout,
-        contents.store,
-        num_workers,
-        config.host_tokens_per_worker,
-        cores=config.host_cores,
-        slowdown=config.emulation.host_slowdown,
     )
 
 

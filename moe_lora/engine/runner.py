@@ -152,7 +152,8 @@ class ModelRunner:
     decode_buckets: batch sizes that decode steps are padded to; empty = none.  announce: told of each batch
     before it is computed, for the ranks that compute it too.  site_sources: who computes the deltas of each
     site, in all layers.  What is LOCAL there is HOST for adapters that are on their way; num_taken_over: see
-    `RoutedBackend`.
+    `RoutedBackend`.  present: [slots, layers] bool, what is on the device; given where other ranks follow,
+    which compute each layer of an adapter where this one found it when the batch was made.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class ModelRunner:
         site_sources: Seq[Source],
         *,
         num_taken_over: Callable[[], int] = int,
+        present: np.ndarray | None = None,
         eager: bool,
         decode_buckets: Seq[int],
         announce: Callable[[StepBatch], None] | None = None,
@@ -174,6 +176,7 @@ class ModelRunner:
         self._buckets = sorted(decode_buckets)
         self._lora_rows: Counter[Source] = Counter()
         self._num_taken_over = num_taken_over
+        self._present = present
         self._announce = announce
         self._sources = sorted(set(site_sources))
         groups = tuple(self._sources.index(source) for source in site_sources)
@@ -288,9 +291,15 @@ class ModelRunner:
                 term["adapter"] = range(len(routes))
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
             self._lora_rows[source] += np.count_nonzero(row_route >= 0) * len(self._groups)
+        routing = RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
         if cold:
             self._count_cold(row_route, cold)
-        return RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
+            if self._present is not None:
+                here = np.zeros((len(routes), len(self._groups)), dtype=bool)
+                for route, slot in routing.loading_slots.items():
+                    here[route] = self._present[slot]
+                routing = replace(routing, here=here)
+        return routing
 
     def _count_cold(self, row_route: np.ndarray, cold: Seq[int]) -> None:
         """Rows of these routes are the host's, not the device's."""

@@ -44,7 +44,8 @@ class RoutedBackend:
 
     backends: where several have rows of a site, they are begun in this order, so those that compute elsewhere
     come first.  present: [slots, layers] bool, true where a slot's layer is on this device; a row of source
-    HOST is LOCAL in the layers that are there when they begin.  None: no source is HOST.
+    HOST is LOCAL in the layers that are there when they begin (see `RowRouting.here`).  None: no source is
+    HOST.
     num_taken_over counts such rows, once a layer.
     """
 
@@ -84,7 +85,12 @@ class RoutedBackend:
     def _choose_sources(self, layer: int, loading: _LoadingRows) -> None:
         """For all sites of a layer: what has come by now is computed here."""
         assert self._present is not None
-        routes = [route for route, slot in loading.slots.items() if self._present[slot, layer]]
+        here = loading.routing.here
+        routes = [
+            route
+            for route, slot in loading.slots.items()
+            if (self._present[slot, layer] if here is None else here[route, layer])
+        ]
         if routes != loading.here:
             self._begin_step(loading.step, loading.routing.taken_over(routes))
         loading.layer, loading.here = layer, routes
@@ -97,9 +103,7 @@ class _LoadingRows:
     def __init__(self, step: StepTables, routing: RowRouting) -> None:
         self.step = step
         self.routing = routing
-        routes = np.flatnonzero(routing.loading[:-1].any(1)).tolist()
-        slot = np.where(routing.loading, routing.terms["slot"][:, :, 0], -1).max(1)
-        self.slots = {route: int(slot[route]) for route in routes if slot[route] >= 0}
+        self.slots = routing.loading_slots
         self.num_rows = np.bincount(routing.row_route + 1, minlength=len(routing.terms))[1:].tolist()
         self.here: list[int] = []
         self.layer = -1

@@ -81,13 +81,16 @@ class RowRouting:
 
     groups: [L][sites] group of each site of each layer.  row_route: [T] int32 route of each row, -1 = base
     model.  terms: [N + 1, G, M] TERM; the last route has none.  M is 1 as long as nothing is merged: a row
-    then has a second, subtracted term.  adapters: may be empty where all sources are LOCAL.
+    then has a second, subtracted term.  adapters: may be empty where all sources are LOCAL.  here: [N, L]
+    bool, layers in which a route's HOST terms are computed on the device all the same, so that all ranks of
+    an instance choose alike; None: where they are there when they begin.
     """
 
     groups: Sequence[Sequence[int]]
     row_route: np.ndarray
     terms: np.ndarray
     adapters: Sequence[RoutedAdapter] = ()
+    here: np.ndarray | None = None
 
     @property
     def has_deltas(self) -> bool:
@@ -103,6 +106,13 @@ class RowRouting:
     def loading(self) -> np.ndarray:
         """[N + 1, G] bool, terms that host workers compute as long as the adapter is not on the device."""
         return self.terms["source"][:, :, 0] == Source.HOST
+
+    @property
+    def loading_slots(self) -> dict[int, int]:
+        """By route with such terms the slot that the adapter is on its way to; none where it has none."""
+        loading = self.loading[:-1]
+        slots = np.where(loading, self.terms["slot"][:-1, :, 0], -1).max(1, initial=-1)
+        return {route: int(slots[route]) for route in np.flatnonzero(slots >= 0).tolist()}
 
     def taken_over(self, routes: Sequence[int]) -> RowRouting:
         """The same, with what hosts were to compute of these routes computed on this device."""

@@ -19,7 +19,7 @@ from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.lora.row_routing import Lease, Source
-from tests.families import FAMILIES, NUM_LAYERS
+from tests.families import FAMILIES, MOE_FAMILIES, NUM_LAYERS
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
@@ -32,12 +32,15 @@ WAYS = {
     "all_at_once": {},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
     "compiled": {"eager": False},
+    "ranks": {"expert_parallel": 2, "num_threads": 1, "host_workers": 1},
+    "chunked_ranks": {"expert_parallel": 2, "num_threads": 1, "host_workers": 1}
+    | {"max_num_batched_tokens": 9, "max_num_seqs": 8},
 }
 
 
-def start(model, way: str = "all_at_once", *, num_workers: int = 2, **settings) -> LLM:
+def start(model, way: str = "all_at_once", **settings) -> LLM:
     adapters = {path.name: str(path) for path in model.adapters}
-    options = {"eager": True, "host_workers": num_workers, "host_tokens_per_worker": 8}
+    options = {"eager": True, "host_workers": 2, "host_tokens_per_worker": 8}
     return LLM(model.model_dir, adapters=adapters, dtype="float32", **(options | WAYS[way] | settings))
 
 
@@ -64,6 +67,8 @@ def expected_of(model) -> list[tuple[int, ...]]:
         *((family, "all_at_once") for family in FAMILIES),
         ("mixtral", "chunked_prefill"),
         ("llama", "compiled"),
+        *((family, "ranks") for family in MOE_FAMILIES),
+        ("mixtral", "chunked_ranks"),
     ],
 )
 def test_cold_requests_answer_as_peft_does(family, way, served):  # noqa: F811
@@ -125,22 +130,29 @@ def test_host_computes_what_had_not_come_and_the_device_what_had(num_layers, ser
     assert stats.host_fallback_rows == 0
 
 
-def worker_pids() -> set[int]:
-    """Of this process's host workers."""
-    found = subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "host_workers.worker"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def children(name: str, *parents: int) -> set[int]:
+    """Processes that these started (none given: this one) and whose command line has this name."""
+    of = ",".join(map(str, parents or (os.getpid(),)))
+    found = subprocess.run(["pgrep", "-P", of, "-f", name], capture_output=True, text=True, check=False)
     return set(map(int, found.stdout.split()))
 
 
-@pytest.mark.parametrize("num_killed", [1, 2])
-def test_killed_workers_change_no_token_and_come_back(num_killed, served, monkeypatch):  # noqa: F811
-    model = served("mixtral")
+def worker_pids() -> set[int]:
+    """Host workers of this process and of the ranks that it started."""
+    return children("host_workers.worker", os.getpid(), *children("ranks.follower"))
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "num_killed"),
+    [
+        *((family, "chunked_prefill", num_killed) for family in FAMILIES for num_killed in (1, 2)),
+        ("mixtral", "chunked_ranks", 2),
+    ],
+)
+def test_killed_workers_change_no_token_and_come_back(family, way, num_killed, served, monkeypatch):  # noqa: F811
+    model = served(family)
     copies = HeldCopies(monkeypatch, 0)
-    with start(model, "chunked_prefill") as llm:
+    with start(model, way) as llm:
         before = worker_pids()
         assert len(before) == 2
 
@@ -163,6 +175,21 @@ def test_killed_workers_change_no_token_and_come_back(num_killed, served, monkey
     assert not worker_pids()
 
 
+def test_worker_of_another_rank_is_made_up_for_there(served, monkeypatch):  # noqa: F811
+    model = served("mixtral")
+    copies = HeldCopies(monkeypatch, 0)
+    with start(model, "chunked_ranks") as llm:
+        [follower] = children("ranks.follower")
+        [worker] = children("host_workers.worker", follower)
+        os.kill(worker, signal.SIGKILL)
+        thread = threading.Thread(target=copies.until, args=(llm, num_prompt_rows() * NUM_LAYERS))
+        thread.start()
+        assert ask(llm, model) == expected_of(model)
+        thread.join()
+        assert llm.stats().host_fallback_rows > 0
+    assert not worker_pids()
+
+
 def test_load_that_fails_ends_the_requests_that_wait_for_it(served, monkeypatch):  # noqa: F811
     model = served("mixtral")
 
@@ -180,7 +207,12 @@ def test_load_that_fails_ends_the_requests_that_wait_for_it(served, monkeypatch)
 
 @pytest.mark.parametrize(
     "settings",
-    [{"expert_parallel": 2}, {"num_workers": 1000}, {"host_cores": (0,)}, {"host_cores": (0, 999)}],
+    [
+        {"host_workers": 1000},
+        {"host_cores": (0,)},
+        {"host_cores": (0, 999)},
+        {"expert_parallel": 2, "host_workers": 1, "host_cores": (0,)},
+    ],
 )
 def test_settings_that_host_workers_do_not_go_with_are_refused(settings, served):  # noqa: F811
     with pytest.raises(ConfigError, match="host_"):

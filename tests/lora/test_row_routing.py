@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -83,3 +84,22 @@ def test_terms_that_no_backend_computes_are_refused():
     for routing, error in ((route((Source.LEASED, 0), None), KeyError), (subtracted, ValueError)):
         with pytest.raises(error):
             backend.begin_step(SimpleNamespace(), routing)
+
+
+@pytest.mark.parametrize(
+    ("here", "from_host"), [(None, [0.0, 1.0]), ([[True, False]], [0.0, 1.0]), ([[False, True]], [1.0, 0.0])]
+)
+def test_first_rank_decides_what_of_a_loading_adapter_hosts_compute(here, from_host):
+    """Where it said nothing: what is not there when it begins."""
+    routing = replace(route((Source.HOST, 3), None), here=None if here is None else np.array(here))
+    present = np.zeros((4, 2), dtype=bool)
+    present[3, 0] = True
+    backend = RoutedBackend({Source.HOST: Noting(1.0), Source.LOCAL: Noting(0.0)}, present)
+    backend.begin_step(SimpleNamespace(), routing)
+    found = []
+    for layer in range(2):
+        y = torch.zeros(3, 1)
+        backend.begin(layer, 0, torch.zeros(3, 1), None)(y)
+        found.append(y[0, 0].item())
+    assert found == from_host
+    assert backend.num_taken_over == 1

@@ -58,6 +58,7 @@ class AdapterStore:
     in_files: as files without a name, which this process alone has.  store: as files of this store.
     before_removal: they go from there when nobody keeps them; called before, returns when no other process
     will open them any more.  None: they stay.  host: workers that read them there, closed with this.
+    others_fallback_rows: see `counters`; of the engine's other ranks.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class AdapterStore:
         store: HostStore | None = None,
         before_removal: Callable[[], None] | None = None,
         host: HostWorkers | None = None,
+        others_fallback_rows: Callable[[], int] = int,
     ) -> None:
         self.host = host
+        self._others_fallback_rows = others_fallback_rows
         self._in_files = in_files
         self._store = store
         self._before_removal = before_removal
@@ -127,7 +130,9 @@ class AdapterStore:
 
     def counters(self) -> dict[str, int]:
         """Counters of `EngineStats` by their names there."""
-        return {} if self.host is None else {"host_fallback_rows": self.host.backend.num_fallback_rows}
+        if self.host is None:
+            return {}
+        return {"host_fallback_rows": self.host.backend.num_fallback_rows + self._others_fallback_rows()}
 
     def close(self) -> None:
         """The engine ends."""

@@ -15,7 +15,7 @@ import torch
 from moe_lora.cache.orders import Copy, Namespace, Order
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
-from moe_lora.engine.ranks.followers import Followers
+from moe_lora.engine.ranks.followers import BeginOrder, Followers, OrdersDone
 
 from .adapter_store import AdapterVersion
 from .copies import BringAdapter, ClearSlot, RankCopier, RankOrder, Steps
@@ -23,7 +23,7 @@ from .copies import BringAdapter, ClearSlot, RankCopier, RankOrder, Steps
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-_LOOK_S = 0.0002
+LOOK_S = 0.0002
 
 
 class Mover(threading.Thread):
@@ -122,9 +122,8 @@ class Transfers:
     on its way (an emulation of S-LoRA).  Adapters that a pool has elsewhere are brought by a second mover, so
     that they hold no other copy up.  Called by the engine's own thread.
 
-    Followers carry out what they are told in the order they are told it, steps included, before they hear of
-    anything later.  That is safe though rank 0 copies beside its steps: it announces no step that needs a
-    copy, nor reuses its pages, before its own copy is done, and by then the followers were told of it.
+    Followers copy beside their steps too, and one may be behind: before rank 0 announces a step that needs a
+    copy, or gives its pages to others, it tells them that its own is done, and they wait for theirs.
     """
 
     on_change: Callable[[], None] | None = None
@@ -171,6 +170,9 @@ class Transfers:
     def settle(self) -> None:
         """Confirm what is done, and what can't be done: the cache goes on without it."""
         finished = self._mover.finished() + (self._fetcher.finished() if self._fetcher is not None else [])
+        if finished:
+            failed = tuple(number for number, error in finished if error is not None)
+            self._followers.tell(OrdersDone(tuple(number for number, _ in finished), failed))
         for number, error in finished:
             adapter = self._under_way.pop(number)
             if error is not None:
@@ -204,7 +206,7 @@ class Transfers:
         """Wait until no adapter is on its way; whether one was."""
         waited = False
         while any(self._under_way.values()):
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
             self.settle()
             waited = True
         return waited
@@ -237,20 +239,16 @@ class Transfers:
         mover = self._mover
         if self._copier.fetches(rank_order):
             mover = self._fetcher = self._fetcher or self._make_mover(self._tell)
-        mover.submit(order.copy_id, self._on_all_ranks(rank_order))
-
-    def _on_all_ranks(self, order: RankOrder) -> Steps:
-        """Tell the followers; what remains to be done on this rank."""
-        self._followers.tell(order)
-        return self._copier.begin(order)
+        self._followers.tell(BeginOrder(order.copy_id, rank_order))
+        mover.submit(order.copy_id, self._copier.begin(rank_order))
 
     def _clear_slot(self, namespace: Namespace) -> None:
         """An adapter's pages are another's from now on."""
         slot = self._slots.pop(namespace, None)
         if slot is None:
             return
-        for _ in self._on_all_ranks(ClearSlot(slot)):
-            continue
+        self._followers.tell(ClearSlot(slot))
+        self._copier.carry_out(ClearSlot(slot))
         self._free_slots.append(slot)
         if namespace in self._adapters:
             self._adapters[namespace].slot = self._adapters[namespace].loading_slot = None

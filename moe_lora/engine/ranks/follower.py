@@ -12,23 +12,37 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import numpy as np
 import torch.distributed as dist
 
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import wait_for_hang_up
-from moe_lora.engine.runner import StepBatch, packed_message
+from moe_lora.dist.host_workers.workers import HostWorkers
+from moe_lora.engine.adapters.copies import Steps
+from moe_lora.engine.adapters.transfers import LOOK_S, Mover
+from moe_lora.engine.runner import ModelRunner, StepBatch, packed_message
+from moe_lora.lora.row_routing import RowRouting
 
-from .followers import HOST_STORE, Allocate, Done, Followers, RankReport, SetUp, instance_directory
-
-if TYPE_CHECKING:
-    from moe_lora.engine.runner import ModelRunner
-
-    from .rank import Rank
+from .followers import (
+    HOST_STORE,
+    Allocate,
+    BeginOrder,
+    Done,
+    Followers,
+    OrdersDone,
+    RankReport,
+    SetUp,
+    host_counts,
+    instance_directory,
+)
+from .rank import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -40,44 +54,95 @@ def follow(connection: Connection) -> None:
         watch = (connection.fileno(), setup.directory)
         threading.Thread(target=_end_with_leader, args=watch, name="leader-watch", daemon=True).start()
         try:
-            rank, runner = _set_up(connection, setup)
+            rank, runner, host = _set_up(connection, setup)
         except Exception as error:
             _send(connection, Done(error))
             return
         _send(connection, Done())
-        _obey(connection, rank, runner, setup.directory / HOST_STORE)
+        _obey(connection, rank, runner, host, setup.directory)
     except (EOFError, ConnectionError):
         logger.info("rank 0 hung up")
 
 
-def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner]:
+def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, HostWorkers | None]:
     """Load, allocate, meet the others; rank 0 hears after each, so it never waits for one that failed."""
-    from .rank import Rank
-
     rank = Rank(setup.config, setup.dist_rank)
     _send(connection, Done())
     size: Allocate = _receive(connection)
     rank.allocate(size.num_pages, size.num_host_pages)
     _send(connection, Done())
-    return rank, rank.runner(rank.join(setup.directory))
+    host = rank.host_workers(HostStore(setup.directory / HOST_STORE))
+    return rank, rank.runner(rank.join(setup.directory), host=host), host
 
 
-def _obey(connection: Connection, rank: Rank, runner: ModelRunner, store_dir: Path) -> NoReturn:
-    """The follower's loop: steps and copies, one after the other in the order they come."""
-    from moe_lora.adapters.host_store import HostStore
-    from moe_lora.engine.adapters.copies import RankOrder
-
-    store = HostStore(store_dir)
+def _obey(
+    connection: Connection, rank: Rank, runner: ModelRunner, host: HostWorkers | None, directory: Path
+) -> NoReturn:
+    """The follower's loop: steps, and copies beside them, in the order they come."""
+    store = HostStore(directory / HOST_STORE)
     copier = rank.copier(lambda content_hash: store.get(content_hash, content_hash))
+    copies = FollowerCopies(rank.mover(lambda: None), rank.slots.present)
+    counts = host_counts(directory, rank.dist_rank)
     while True:
         message = _receive(connection)
         if isinstance(message, StepBatch):
+            copies.wait_for_layers(message.routing)
             runner.execute(message)
-        elif isinstance(message, RankOrder):
-            copier.carry_out(message)
-        else:
-            assert isinstance(message, RankReport), message
+            if host is not None:
+                counts[0] = host.backend.num_fallback_rows
+        elif isinstance(message, BeginOrder):
+            copies.begin(message.number, copier.begin(message.order))
+        elif isinstance(message, OrdersDone):
+            copies.wait_for(message)
+        elif isinstance(message, RankReport):
             _send(connection, Done())
+        else:
+            copier.carry_out(message)
+
+
+class FollowerCopies:
+    """Copies of this rank under way beside its steps.  present: [slots, layers] bool, what has come."""
+
+    def __init__(self, mover: Mover, present: np.ndarray) -> None:
+        self._mover = mover
+        self._present = present
+        self._under_way: set[int] = set()
+        self._failed: dict[int, Exception] = {}
+
+    def begin(self, number: int, steps: Steps) -> None:
+        self._under_way.add(number)
+        self._mover.submit(number, steps)
+
+    def wait_for(self, done: OrdersDone) -> None:
+        """Return when these have ended.  Raises what kept one from its work that rank 0 has done."""
+        while not self._under_way.isdisjoint(done.numbers):
+            self._settle()
+        for number in done.numbers:
+            error = self._failed.pop(number, None)
+            if error is not None and number not in done.failed:
+                raise error
+
+    def wait_for_layers(self, routing: RowRouting) -> None:
+        """Return when all layers are here that rank 0 has the step compute on the device.
+
+        Raises what kept this rank from copying them.
+        """
+        if routing.here is None:
+            return
+        for route, slot in routing.loading_slots.items():
+            while not self._present[slot][routing.here[route]].all():
+                self._settle()
+                for error in self._failed.values():
+                    raise error
+
+    def _settle(self) -> None:
+        finished = self._mover.finished()
+        for number, error in finished:
+            self._under_way.discard(number)
+            if error is not None:
+                self._failed[number] = error
+        if not finished:
+            time.sleep(LOOK_S)
 
 
 def _receive(connection: Connection) -> Any:

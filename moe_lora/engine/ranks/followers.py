@@ -1,8 +1,8 @@
 """The other ranks of an instance, as rank 0 sees them: processes of this host behind one connection each.
 
 Rank 0 schedules.  What it tells its followers (`engine.ranks.follower`) arrives in order: what they need to
-set up, then steps and slots to fill.  Hanging up ends them; either
-side notices at once when the other is gone.
+set up, then steps and slots to fill.  Hanging up ends them; either side notices at once when the other is
+gone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
@@ -43,6 +45,22 @@ class Allocate:
 
     num_pages: int
     num_host_pages: int
+
+
+@dataclass(frozen=True)
+class BeginOrder:
+    """Carry a `RankOrder` out beside the steps that follow."""
+
+    number: int
+    order: Any
+
+
+@dataclass(frozen=True)
+class OrdersDone:
+    """These have ended at rank 0, and what follows relies on it.  failed: those that were not carried out."""
+
+    numbers: tuple[int, ...]
+    failed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,7 @@ class Followers:
         self._processes = processes
         self._ending = threading.Event()
         self._directory = directory
+        self._host_counts: list[np.ndarray] = []
 
     @property
     def directory(self) -> Path:
@@ -142,6 +161,13 @@ class Followers:
                 how = "closed its connection"
         return EngineDeadError(f"rank {dist_rank} of this instance {how}; restart the instance")
 
+    def host_fallback_rows(self) -> int:
+        """Rows that followers computed since their host workers did not."""
+        if not self._host_counts:
+            ranks = range(1, len(self._connections) + 1)
+            self._host_counts = [host_counts(self.directory, dist_rank) for dist_rank in ranks]
+        return sum(int(counts[0]) for counts in self._host_counts)
+
     def close(self, *, at_once: bool = False) -> None:
         """End all followers, and what the instance left on disk; may be called again.
 
@@ -173,6 +199,12 @@ def start_followers(config: EngineConfig) -> Followers:
         processes.append(process)
         connections.append(connection)
     return Followers(connections, instance_directory(), processes)
+
+
+def host_counts(directory: Path, dist_rank: int) -> np.ndarray:
+    """[1] int64 that other ranks see: rows that this rank computed since its host workers did not."""
+    path = directory / f"host-counts-{dist_rank}"
+    return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(1,))
 
 
 def instance_directory() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +10,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
+from moe_lora.core.processes import usable_cores
 from moe_lora.core.shape import ModelShape, experts_of_rank
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
+from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.pool_store import PoolAdapters
+from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes
 from moe_lora.engine.runner import ExecutionContext, ModelRunner, StepBatch
 from moe_lora.kernels.cpu.library import advise_huge_pages
@@ -141,6 +146,35 @@ class Rank:
             pool,
         )
 
+    def mover(self, on_done: Callable[[], None]) -> Mover:
+        """What copies beside steps, at the emulated rate if there is one."""
+        rate = self.config.emulation.load_gb_per_s
+        return Mover(self.device, on_done, None if rate is None else rate * 1e9)
+
+    def host_workers(self, store: HostStore | None) -> HostWorkers | None:
+        """This rank's own host workers, if the settings ask for some; store: see `HostWorkers`.
+
+        Raises ConfigError for more workers than cores, and for cores that this host has not,
+        EngineDeadError if one does not start.
+        """
+        config, num_cores = self.config, usable_cores()
+        if not config.host_workers:
+            return None
+        num_workers = config.host_workers * config.expert_parallel
+        unknown = [core for core in config.host_cores if not 0 <= core < (os.cpu_count() or 1)]
+        if unknown or (num_workers > num_cores and not config.host_cores):
+            raise ConfigError(
+                f"host_workers={config.host_workers} for each of {config.expert_parallel} ranks on "
+                f"host_cores={config.host_cores or 'any'} can't be had: this host has cores 0 to "
+                f"{(os.cpu_count() or 1) - 1}, and this process may use {num_cores}; choose fewer"
+            )
+        first = config.host_workers * self.dist_rank
+        tokens = config.host_tokens_per_worker
+        layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))
+        cores = config.host_cores[first : first + config.host_workers]
+        slowdown = config.emulation.host_slowdown
+        return HostWorkers(layout, store, config.host_workers, tokens, cores=cores, slowdown=slowdown)
+
     def runner(
         self,
         exchange: ExpertExchange | None = None,
@@ -171,6 +205,7 @@ class Rank:
             self.device,
             [Source.LOCAL if site.name in self.local_sites else Source.LEASED for site in self.shape.sites],
             num_taken_over=lambda: routed.num_taken_over,
+            present=self.slots.present if announce is not None and host is not None else None,
             eager=self.config.eager,
             decode_buckets=self.config.decode_buckets or (),
             announce=announce,
