@@ -240,7 +240,7 @@ class EngineConfig(Settings):
     length) least max_tokens first."""
     host_workers: int = setting(0, least=0, option="--host-workers", group="Adapters")
     """Processes of this host that compute the prompts of adapters that are still loading, for each of the
-    expert_parallel ranks.  Not with a LoRA Server or a pool."""
+    expert_parallel ranks.  Not with a LoRA Server."""
     host_cores: tuple[int, ...] = ()
     """Cores that host workers run on, one each, those of the first rank first; by default any."""
     host_tokens_per_worker: int = setting(32, least=1)
@@ -292,12 +292,10 @@ class EngineConfig(Settings):
                 f"pool and expert_parallel={self.expert_parallel} do not go together yet: the ranks of an "
                 "instance read adapters from files of its own; leave the pool out, or use expert_parallel=1"
             )
-        others = (("lora_server", self.lora_server), ("pool", self.pool))
-        for name, other in others:
-            if self.host_workers and other is not None:
-                raise ConfigError(
-                    f"host_workers={self.host_workers} does not go together with {name} yet; set it to 0"
-                )
+        if self.host_workers and self.lora_server is not None:
+            raise ConfigError(
+                f"host_workers={self.host_workers} does not go together with lora_server yet; set it to 0"
+            )
         if self.host_cores and len(set(self.host_cores)) != self.host_workers * self.expert_parallel:
             raise ConfigError(
                 f"host_cores={self.host_cores} must name a core of its own for each of "

@@ -206,7 +206,8 @@ def _store(
         if config.pool.transport == "gloo":
             options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
         transport = make_transport(config.pool.transport, name=config.instance, **options)
-        return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content))
+        host = rank.host_workers(None)
+        return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
     if config.expert_parallel > 1:
 
         def all_read() -> None:

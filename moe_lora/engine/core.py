@@ -142,8 +142,7 @@ class EngineCore:
         `on_change` when a request that could not start may be able to now.
         """
         self._transfers.on_change = on_change
-        if self._adapters.leases is not None:
-            self._adapters.leases.on_change = on_change
+        self._adapters.store.on_change = on_change
         self._followers.watch(on_loss)
 
     def close(self, *, at_once: bool = False) -> None:

@@ -8,15 +8,22 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.config import EngineConfig, PoolConfig
 from moe_lora.config.engine import EmulationConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.copies import RankCopier
+from moe_lora.engine.build import build_engine
+from moe_lora.engine.llm import InProcessClient
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.lora.row_routing import Lease, Source
 from tests.families import FAMILIES, MOE_FAMILIES, NUM_LAYERS
@@ -82,6 +89,81 @@ def test_cold_requests_answer_as_peft_does(family, way, served):  # noqa: F811
     assert cold.lora_rows_local > 0, "and the device what had come"
     assert cold.host_fallback_rows == 0, "workers computed every row that was theirs"
     assert warm.lora_rows_host == cold.lora_rows_host, "nothing is cold the second time"
+
+
+@contextmanager
+def pool_engines(model, transport: str) -> Iterator[list[InProcessClient]]:
+    """An engine without host workers, and one with."""
+    options = {"dtype": "float32", "eager": True, "num_threads": 1, "pool": PoolConfig(transport=transport)}
+    host = {"host_workers": 2, "host_tokens_per_worker": 8, **SLOW}
+    with ExitStack() as ends:
+        clients = []
+        for settings in ({}, host):
+            core = build_engine(EngineConfig(model_dir=str(model.model_dir), **options, **settings))
+            clients.append(InProcessClient(core))
+            ends.callback(clients[-1].shut_down)
+        yield clients
+
+
+def ask_client(client: InProcessClient, model) -> list[tuple[int, ...]]:
+    """As `ask`."""
+    outputs: SimpleQueue = SimpleQueue()
+    for number, (slot, prompt) in enumerate(zip(SLOTS, make_prompts(), strict=True)):
+        request = GenerateRequest(
+            request_id=str(number),
+            prompt_token_ids=tuple(prompt),
+            sampling=GREEDY,
+            adapter=None if slot < 0 else model.adapters[slot].name,
+        )
+        client.submit(request, outputs.put)
+    tokens: dict[str, tuple[int, ...]] = {}
+    unfinished = len(SLOTS)
+    while unfinished:
+        output = outputs.get(timeout=100)
+        assert isinstance(output, TokenOutput), output
+        tokens[output.request_id] = tokens.get(output.request_id, ()) + output.token_ids
+        unfinished -= output.finish_reason is not None
+    return [tokens[str(number)] for number in range(len(SLOTS))]
+
+
+@pytest.mark.parametrize(
+    ("family", "holder", "transport"),
+    [("mixtral", "itself", "shm"), ("mixtral", "a peer", "shm"), ("llama", "a peer", "gloo")],
+)
+def test_adapters_of_a_pool_are_computed_by_hosts_once_they_are_here(family, holder, transport, served):  # noqa: F811
+    model = served(family)
+    with pool_engines(model, transport) as (peer, engine):
+        for path in model.adapters:
+            loads = engine if holder == "itself" else peer
+            entry = loads.call("pool_load", path.name, str(path), False, 1).result(60)
+            if holder == "a peer":
+                engine.call("pool_know", entry.facts, "nowhere", False, 1, [entry.source]).result(60)
+        assert ask_client(engine, model) == expected_of(model)
+        cold = engine.call("stats").result(60)
+        store = engine.core._adapters.store.host.store
+        assert not list(store.directory.iterdir()), "once on the device they lie in the pool only"
+        assert ask_client(engine, model) == expected_of(model)
+        warm = engine.call("stats").result(60)
+    assert cold.lora_rows_host > 0
+    assert cold.lora_rows_local > 0
+    assert cold.host_fallback_rows == 0
+    assert warm.lora_rows_host == cold.lora_rows_host
+    assert cold.pool_peer_fetches == (len(model.adapters) if holder == "a peer" else 0)
+    assert not worker_pids()
+    assert not store.directory.exists()
+
+
+def test_without_room_for_an_adapter_of_a_pool_its_requests_wait_for_the_device(served):  # noqa: F811
+    model = served("mixtral")
+    with pool_engines(model, "shm") as (_, engine):
+        for path in model.adapters:
+            engine.call("pool_load", path.name, str(path), False, 1).result(60)
+        folder = engine.core._adapters.store.host.store.directory
+        folder.rmdir()
+        folder.touch()
+        assert ask_client(engine, model) == expected_of(model)
+        assert engine.call("stats").result(60).lora_rows_host == 0
+        folder.unlink()
 
 
 def num_prompt_rows() -> int:

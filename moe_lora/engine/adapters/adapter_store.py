@@ -61,6 +61,9 @@ class AdapterStore:
     others_fallback_rows: see `counters`; of the engine's other ranks.
     """
 
+    on_change: Callable[[], None] | None = None
+    """Called, from another thread, when a request that waits for an adapter may be able to start."""
+
     def __init__(
         self,
         *,
@@ -127,6 +130,10 @@ class AdapterStore:
     def place(self, content_hash: str) -> AdapterResidency:
         """Where a kept adapter's bytes are."""
         return "host" if self._store is None and not self._in_files else "disk"
+
+    def host_has(self, content_hash: str) -> bool:
+        """Whether host workers can compute a kept adapter's deltas."""
+        return self.host is not None
 
     def counters(self) -> dict[str, int]:
         """Counters of `EngineStats` by their names there."""

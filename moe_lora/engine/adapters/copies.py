@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.lora.local import LayerPart, open_slot, part_bytes, point_layer, point_slot
 
-from .pool_fetch import LayerReader, fetch_layers
+from .pool_fetch import LayerReader, fetch_layers, fetch_whole
 from .pool_store import PoolAdapters
 
 
@@ -92,9 +93,24 @@ class RankCopier:
             return self._copy(order)
         if isinstance(order, ClearSlot):
             return self._clear(order)
-        if self._pool is not None and self.fetches(order):
-            return self._fetch(order, self._pool.reader(order.content_hash))
-        return self._bring(order, self._find(order.content_hash))
+        if self._pool is None or order.pages is not None:
+            return self._bring(order, self._find(order.content_hash))
+        if self._pool.holds(order.content_hash):
+            packed = self._find(order.content_hash)
+            return (
+                self._bring_through_host(order, lambda: packed)
+                if order.layer_wise
+                else self._bring(order, packed)
+            )
+        reader = self._pool.reader(order.content_hash)
+        if order.layer_wise:
+            return self._bring_through_host(order, partial(fetch_whole, reader))
+        return self._fetch(order, reader)
+
+    def ended(self, content_hash: str) -> None:
+        """No order brings this adapter any more, done or not."""
+        if self._pool is not None:
+            self._pool.take_from_host(content_hash)
 
     def carry_out(self, order: RankOrder) -> None:
         """All of it, now."""
@@ -126,6 +142,13 @@ class RankCopier:
         self._pool.learn_tables(packed)
         yield sum(sizes)
         point_slot(self._slots, order.slot, packed, offsets)
+
+    def _bring_through_host(self, order: BringAdapter, get: Callable[[], PackedAdapter]) -> Steps:
+        """First to where host workers read it, then layer by layer."""
+        assert self._pool is not None
+        packed = self._pool.give_to_host(get())
+        yield 0
+        yield from self._bring(order, packed)
 
     def _bring(self, order: BringAdapter, packed: PackedAdapter) -> Steps:
         """Layer by layer; nothing leads to bytes that are not there."""

@@ -24,9 +24,6 @@ class LeasedAdapters(AdapterStore):
     needed here.
     """
 
-    on_change: Callable[[], None] | None = None
-    """Called, from another thread, when an adapter that was not leased may be now."""
-
     def __init__(
         self,
         server: LoraServerClient,

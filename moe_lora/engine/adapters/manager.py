@@ -164,7 +164,7 @@ class AdapterManager:
     def readiness(self, adapter: AdapterVersion) -> Readiness:
         """Of an adapter that was acquired: whether its bytes are there."""
         readiness = self._cache.readiness(adapter.uid)
-        if readiness is Readiness.LOADING and self.store.host is not None:
+        if readiness is Readiness.LOADING and self.store.host_has(adapter.packed.content_hash):
             return Readiness.HOST_COMPUTABLE
         return readiness
 

@@ -192,6 +192,17 @@ def fetch_layers(reader: LayerReader, targets: Sequence[torch.Tensor]) -> Packed
         reader.close(done=done)
 
 
+def fetch_whole(reader: LayerReader) -> PackedAdapter:
+    """The adapter in this process's memory, its content checked.  Raises AdapterError."""
+    done = False
+    try:
+        packed = reader.read_whole(torch.empty(layout_of(reader.facts).num_bytes, dtype=torch.uint8))
+        done = True
+        return packed
+    finally:
+        reader.close(done=done)
+
+
 def _fetch_staged(reader: LayerReader, targets: Sequence[torch.Tensor]) -> None:
     size = max(map(len, targets))
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]

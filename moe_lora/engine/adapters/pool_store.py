@@ -19,9 +19,10 @@ from moe_lora.adapters.host_store import (
     write_adapter,
 )
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.core.errors import AdapterError, CapacityError, StorageError
 from moe_lora.core.host import allow_many_files
 from moe_lora.core.request import AdapterResidency
+from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.transport.contract import Transport, Window
 
 from .adapter_store import AdapterStore
@@ -45,12 +46,19 @@ class PoolAdapters(AdapterStore):
     (`adapter_without_data`) only the facts are kept, and its bytes are fetched each time they are needed.
     `fetch_held` and `hold` turn the second into the first, `drop` the first into the second.  Tables and
     scales stay here from the first fetch on; they are small.
+    host: workers that compute for adapters that are on their way to the device: while they are, they lie in
+    the workers' store, too.
     read: (path, name, content hash) -> the adapter in a PEFT directory.  Called by the engine's thread, but
-    for `prepare`, `undo_prepare`, `fetch_held` and what `reader` returned.
+    for `prepare`, `undo_prepare`, `fetch_held`, `give_to_host` and what `reader` returned.
     """
 
-    def __init__(self, transport: Transport, read: Callable[[str, str, str], PackedAdapter]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        transport: Transport,
+        read: Callable[[str, str, str], PackedAdapter],
+        host: HostWorkers | None = None,
+    ) -> None:
+        super().__init__(host=host)
         self._transport = transport
         self._peers = Peers(transport)
         self._read = read
@@ -59,6 +67,7 @@ class PoolAdapters(AdapterStore):
         self._waiting: dict[str, Held] = {}
         self._sources: dict[str, tuple[bytes, ...]] = {}
         self._paths: dict[str, str] = {}
+        self._on_host: set[str] = set()
         self._lock = threading.Lock()
         """Around what other threads see: _waiting, and the tables in _kept."""
         allow_many_files()  # each window in shared memory is two open files
@@ -184,6 +193,31 @@ class PoolAdapters(AdapterStore):
             if packed.content_hash in self._kept:
                 self._kept[packed.content_hash] = packed
 
+    def give_to_host(self, packed: PackedAdapter) -> PackedAdapter:
+        """Lay an adapter where host workers read it; returns it from there, or itself if there is no room."""
+        assert self.host is not None
+        self.learn_tables(without_data(packed))
+        try:
+            self.host.store.put(packed)
+            packed = self.host.store.get(packed.content_hash, packed.name)
+        except (AdapterError, StorageError) as error:
+            logger.warning("adapter %s: its requests wait for the device: %s", packed.name, error)
+            return packed
+        self._on_host.add(packed.content_hash)
+        if self.on_change is not None:
+            self.on_change()
+        return packed
+
+    def take_from_host(self, content_hash: str) -> None:
+        """Undo `give_to_host`, if it was done."""
+        if content_hash in self._on_host:
+            assert self.host is not None
+            self._on_host.discard(content_hash)
+            self.host.store.remove(content_hash)
+
+    def host_has(self, content_hash: str) -> bool:
+        return content_hash in self._on_host
+
     def place(self, content_hash: str) -> AdapterResidency:
         if content_hash in self._held:
             return "host"
@@ -195,9 +229,11 @@ class PoolAdapters(AdapterStore):
             "pool_adapters": len(self._held),
             "pool_bytes": sum(held.window.num_bytes for held in self._held.values()),
             **{f"pool_{name}": number for name, number in self._peers.counts.items()},
+            **super().counters(),
         }
 
     def close(self) -> None:
+        super().close()
         self._transport.close()
 
     def _place(self, packed: PackedAdapter) -> Held:

@@ -177,10 +177,12 @@ class Transfers:
             adapter = self._under_way.pop(number)
             if error is not None:
                 self._cache.failed(number)
-                continue
-            self._cache.copied(number)
+            else:
+                self._cache.copied(number)
+                if adapter is not None:
+                    adapter.slot = self._slots.get(adapter.uid)
             if adapter is not None:
-                adapter.slot = self._slots.get(adapter.uid)
+                self._end_bringing(adapter.packed.content_hash)
 
     def tick(self, batch_size: int) -> float | None:
         """Send what was ordered meanwhile; let the cache move pages ahead of need, if it is time.
@@ -241,6 +243,11 @@ class Transfers:
             mover = self._fetcher = self._fetcher or self._make_mover(self._tell)
         self._followers.tell(BeginOrder(order.copy_id, rank_order))
         mover.submit(order.copy_id, self._copier.begin(rank_order))
+
+    def _end_bringing(self, content_hash: str) -> None:
+        others = (other for other in self._under_way.values() if other is not None)
+        if all(other.packed.content_hash != content_hash for other in others):
+            self._copier.ended(content_hash)
 
     def _clear_slot(self, namespace: Namespace) -> None:
         """An adapter's pages are another's from now on."""
