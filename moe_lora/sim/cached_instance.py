@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lora.cache.orders import Copy, LoadAdapter, Namespace, Order, Readiness
+from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
+from moe_lora.policies.routing import InstanceLoad
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
 from moe_lora.workload.conversations import TurnRequest
 
 from .cached_requests import PARTS, CachedRequest
+from .copy_links import CopyLinks
 from .events import EventQueue
+from .merged_weights import Deltas, SimMergedWeights, SimMerging
 from .step_time import TransformerTime
 from .system import mean, percentile
 
@@ -77,77 +80,6 @@ class CachedAdapters:
         self._cache.let_go(adapter, self._clock.now_s())
 
 
-# The links between host and device, as a cache's orders use them.
-
-
-class CopyLinks:
-    """One link towards the device, one away from it; each carries out one order at a time.
-
-    Orders that a request waits for overtake those that were made ahead of need.  Adapters' files lie in main
-    memory, so that loading one takes as long as copying it from the host arena.
-
-    load_pages: pages of an adapter's order.  on_done: called with the copy id when its bytes are there.
-    """
-
-    def __init__(
-        self,
-        events: EventQueue,
-        bytes_per_s: float,
-        page_bytes: int,
-        load_pages: Callable[[Namespace], int],
-        on_done: Callable[[int], None],
-        *,
-        latency_s: float = 20e-6,
-    ) -> None:
-        self._events = events
-        self._page_s = page_bytes / bytes_per_s
-        self._latency_s = latency_s
-        self._load_pages = load_pages
-        self._on_done = on_done
-        self._urgent: tuple[deque[Order], deque[Order]] = (deque(), deque())
-        self._ahead: tuple[deque[Order], deque[Order]] = (deque(), deque())
-        self._busy = [False, False]
-        self.busy_s = [0.0, 0.0]
-
-    def submit(self, orders: list[Order], *, urgent: bool) -> None:
-        """Carry the orders out.  urgent: before those that are not."""
-        for order in orders:
-            (self._urgent if urgent else self._ahead)[_direction(order)].append(order)
-        for direction in (0, 1):
-            self._begin(direction)
-
-    def hurry(self, namespace: Namespace) -> None:
-        """A request waits for what is on its way of this adapter: let it overtake the rest."""
-        ahead = self._ahead[0]
-        needed = [order for order in ahead if order.namespace == namespace]
-        for order in needed:
-            ahead.remove(order)
-            self._urgent[0].append(order)
-
-    def _begin(self, direction: int) -> None:
-        queue = self._urgent[direction] or self._ahead[direction]
-        if self._busy[direction] or not queue:
-            return
-        order = queue.popleft()
-        pages = (
-            self._load_pages(order.namespace) if isinstance(order, LoadAdapter) else len(order.device_pages)
-        )
-        copy_s = self._latency_s + pages * self._page_s
-        self._busy[direction] = True
-        self.busy_s[direction] += copy_s
-        self._events.at(self._events.now_s() + copy_s, lambda: self._end(direction, order.copy_id))
-
-    def _end(self, direction: int, copy_id: int) -> None:
-        self._busy[direction] = False
-        self._on_done(copy_id)
-        self._begin(direction)
-
-
-def _direction(order: Order) -> int:
-    """0: towards the device, 1: away from it."""
-    return 0 if isinstance(order, LoadAdapter) or (isinstance(order, Copy) and order.to_device) else 1
-
-
 STUCK_S = 60.0
 """Time after which a request that nothing else is in the way of will never have room."""
 SAMPLE_S = 1.0
@@ -162,8 +94,9 @@ class CachedConfig:
     """One instance.
 
     adapter_pages: of each adapter, one extent.  block_size: tokens of a page.  link_bytes_per_s: between host
-    and device, each way.  tick_s: time between two decisions of the cache ahead of need.  upper, lower: its
-    thresholds (`UnifiedCache`).
+    and device, each way.  merging: None: all steps are
+    unmerged.  tick_s: time between two decisions of the cache ahead of need.  upper, lower: its thresholds
+    (`UnifiedCache`).
     """
 
     time: TransformerTime
@@ -175,6 +108,7 @@ class CachedConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     starvation_s: float = 5.0
+    merging: SimMerging | None = None
     tick_s: float = 0.1
     upper: float = 0.95
     lower: float = 0.70
@@ -198,23 +132,41 @@ class CachedConfig:
 class CachedInstance:
     """Continuous batching in steps; a request whose bytes are on their way waits alone.
 
+    A `policies.routing.InstanceView`.  requests: that come to it by themselves; others by `add`.  is_over:
+    whether no more come and all are done; None: when all `requests` are.  on_done: called with each request
+    that has its last token.
     done: finished requests.  samples: `UnifiedCache.usage` every second.  aborted: more requests waited than
     allowed.
     """
 
     def __init__(
-        self, config: CachedConfig, policy: CachingPolicy, requests: Sequence[TurnRequest], max_waiting: int
+        self,
+        config: CachedConfig,
+        policy: CachingPolicy,
+        requests: Sequence[TurnRequest] = (),
+        max_waiting: int = 10**9,
+        *,
+        index: int = 0,
+        events: EventQueue | None = None,
+        is_over: Callable[[], bool] | None = None,
+        on_done: Callable[[CachedRequest], None] | None = None,
     ) -> None:
-        self.events = EventQueue()
+        self.index = index
+        self.events = events or EventQueue()
+        self.load = InstanceLoad()
         self.done: list[CachedRequest] = []
         self.samples: list[Mapping[str, int]] = []
         self.num_steps = 0
+        self.busy_s = 0.0
         self.aborted = False
-        self._computing = False
+        self._computing: dict[CachedRequest, None] = {}
         self._last_step_s = 0.0
         self._config = config
         self._requests = requests
         self._max_waiting = max_waiting
+        self._is_over = is_over or (lambda: len(self.done) == len(requests))
+        self._on_done = on_done
+        self._leaving: dict[CachedRequest, Callable[[CachedRequest], None]] = {}
         self.cache = UnifiedCache(
             num_device_pages=config.num_device_pages,
             num_host_pages=config.num_host_pages,
@@ -228,16 +180,49 @@ class CachedInstance:
         self.links = CopyLinks(
             self.events, config.link_bytes_per_s, config.page_bytes, self._load_pages, self._copied
         )
+        adapters = CachedAdapters(self.cache, config.adapter_pages, self.events)
         self.scheduler: Scheduler[CachedRequest] = Scheduler(
             self.cache,
-            CachedAdapters(self.cache, config.adapter_pages, self.events),
+            adapters,
             self.events,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             starvation_s=config.starvation_s,
         )
+        self.weights = (
+            SimMergedWeights(config.merging, adapters, config.max_num_seqs, self.events)
+            if config.merging is not None
+            else None
+        )
         self._arrive(0)
-        self.events.at(0.0, self._tick)
+        self.events.at(self.events.now_s(), self._tick)
+
+    @property
+    def unfinished(self) -> list[CachedRequest]:
+        """In FCFS order: those that run, load, wait."""
+        scheduler = self.scheduler
+        return [*scheduler.running, *scheduler.loading, *scheduler.waiting]
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return sum(request.num_uncomputed + request.num_left for request in self.unfinished)
+
+    def add(self, request: CachedRequest) -> None:
+        """Queue a request, or one that has moved here with its tokens so far."""
+        self.load.add(request.adapter, request.num_uncomputed)
+        self.scheduler.add(request)
+        self.aborted |= len(self.scheduler.waiting) > self._max_waiting
+        self._step()
+
+    def take(self, request: CachedRequest, on_taken: Callable[[CachedRequest], None]) -> None:
+        """Let go of a request before its next step, unless it is done by then; then call on_taken."""
+        if request in self._computing:
+            self._leaving[request] = on_taken
+            return
+        self.scheduler.finish(request)
+        self.load.end(request.adapter, request.load_tokens, started=request.has_started)
+        request.start_over()
+        on_taken(request)
 
     def _load_pages(self, namespace: Namespace) -> int:
         assert isinstance(namespace, str)
@@ -245,7 +230,7 @@ class CachedInstance:
 
     @property
     def _over(self) -> bool:
-        return self.aborted or len(self.done) == len(self._requests)
+        return self.aborted or self._is_over()
 
     def _arrive(self, index: int) -> None:
         if index == len(self._requests):
@@ -254,9 +239,7 @@ class CachedInstance:
 
         def come() -> None:
             self._arrive(index + 1)
-            self.scheduler.add(CachedRequest(planned))
-            self.aborted |= len(self.scheduler.waiting) > self._max_waiting
-            self._step()
+            self.add(CachedRequest(planned))
 
         self.events.at(planned.arrival_s, come)
 
@@ -283,38 +266,68 @@ class CachedInstance:
         """Begin a step unless one is under way or there is nothing to compute."""
         if self._computing or self._over:
             return
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._may_compute())
         now_s = self.events.now_s()
         for request in self.scheduler.loading:
             if request.waits.loading_s == now_s:
                 self.links.hurry(request.adapter_uid)
         self.links.submit(self.cache.take_orders(), urgent=True)
         if plan:
-            self._computing = True
+            self._computing = {item.sequence: None for item in plan}
             self.num_steps += 1
-            self.events.at(now_s + self._step_s(plan), lambda: self._end(plan))
+            step_s = self._step_s(plan)
+            self.busy_s += step_s
+            self.events.at(now_s + step_s, lambda: self._end(plan))
+
+    def _may_compute(self) -> frozenset[Hashable] | None:
+        """Adapters whose requests may; None: all."""
+        scheduler = self.scheduler
+        if self.weights is None or not (scheduler.running or scheduler.waiting):
+            return None
+        requests = [*scheduler.running, *scheduler.waiting]
+        return self.weights.decide(requests, some_wait=bool(scheduler.waiting or scheduler.loading))
 
     def _step_s(self, plan: Plan) -> float:
         context = attended = 0.0
-        rows = 0
+        rows: Counter[str | None] = Counter()
         for item in plan:
             request, num_tokens = item.sequence, item.num_tokens
-            rows += num_tokens
+            rows[request.adapter] += num_tokens
             attended += num_tokens * (request.num_computed + num_tokens / 2)
             if num_tokens == 1:
                 context += len(request.tokens)
-        pages = sum(self._config.adapter_pages[name] for name in {item.sequence.adapter for item in plan})
-        return self._config.time.step_s(rows, attended, context, pages * self._config.page_bytes)
+        num_rows = sum(rows.values())
+        deltas = Deltas(num_rows, {request.adapter: 1.0 for request in (item.sequence for item in plan)})
+        if self.weights is not None:
+            deltas = self.weights.deltas(rows)
+        pages = sum(self._config.adapter_pages[name] * share for name, share in deltas.adapters.items())
+        adapter_bytes = pages * self._config.page_bytes
+        step_s = self._config.time.step_s(num_rows, attended, context, adapter_bytes, deltas.rows)
+        if self.weights is not None:
+            step_s += self.weights.took(rows, step_s)
+        return step_s
 
     def _end(self, plan: Plan) -> None:
         now_s = self.events.now_s()
-        self._computing, self._last_step_s = False, now_s
+        self._computing, self._last_step_s = {}, now_s
         self.scheduler.advance(plan)
         for item in plan:
             request = item.sequence
-            if not request.num_uncomputed and request.append(now_s):
+            if request.num_uncomputed:
+                continue
+            if request.append(now_s):
                 self.scheduler.finish(request)
+                self.load.end(request.adapter, request.load_tokens, started=request.has_started)
                 self.done.append(request)
+                if self._on_done is not None:
+                    self._on_done(request)
+            elif not request.has_started:
+                request.has_started = True
+                self.load.start(request.adapter, request.load_tokens)
+        leaving, self._leaving = self._leaving, {}
+        for request, on_taken in leaving.items():
+            if request.num_left:
+                self.take(request, on_taken)
         self._step()
 
     def summary(self, since_s: float = 0.0) -> dict[str, Any]:

@@ -18,7 +18,8 @@ class CachedRequest:
     """A `scheduling.views.Schedulable`; the parts of its TTFT are those of the engine's `RequestTiming`.
 
     tokens: of prompt and answer so far, of which num_computed have KV in `table`; num_left are to come.
-    num_cached: tokens of its prompt whose KV it found.  Stamps in seconds; NaN: not yet.
+    num_cached: tokens of its prompt whose KV it found.  has_started: it gained a token where it is now;
+    load_tokens: that it came there with.  Stamps in seconds; NaN: not yet.
     """
 
     planned: TurnRequest
@@ -30,6 +31,8 @@ class CachedRequest:
     matched: bool = False
     adapter_hit: bool = True
     cold_tokens: int = 0
+    has_started: bool = False
+    load_tokens: int = field(init=False)
     waits: Waits = field(default_factory=Waits)
     first_token_s: float = math.nan
     finish_s: float = math.nan
@@ -37,6 +40,7 @@ class CachedRequest:
     def __post_init__(self) -> None:
         self.tokens = list(self.planned.prompt)
         self.num_left = len(self.planned.answer)
+        self.load_tokens = len(self.tokens)
         self.table = BlockTable(self.planned.adapter)
 
     @property
@@ -54,6 +58,13 @@ class CachedRequest:
     @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    def start_over(self) -> None:
+        """It holds nothing any more: elsewhere its tokens so far are computed again, as a prompt."""
+        self.num_computed = self.cold_tokens = 0
+        self.matched = self.has_started = False
+        self.table = BlockTable(self.planned.adapter)
+        self.load_tokens = len(self.tokens)
 
     def append(self, now_s: float) -> bool:
         """Take the answer's next token; whether it is the last."""

@@ -1,0 +1,127 @@
+"""Which adapter a simulated instance's weights carry: the engine's policies on the virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_lora.cache.orders import Readiness
+from moe_lora.core.clock import Clock
+from moe_lora.policies.merging import Batching, MergingPolicy, MergingView
+from moe_lora.policies.merging_costs import Mode, Uid
+from moe_lora.scheduling.views import Adapters
+
+from .cached_requests import CachedRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimMerging:
+    """policy: makes an instance's.  merge_s: to fold a whole adapter into the weights, or to take it out.
+    swap_steps: over how many steps that is spread where the policy does not want it at once.
+    """
+
+    policy: Callable[[], MergingPolicy]
+    merge_s: float
+    swap_steps: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """What a step computes beside the base model.
+
+    rows: rows times the share of the layers in which each has a delta; a row with two counts twice.
+    adapters: those whose matrices are read, each with the share of its layers.
+    """
+
+    rows: float
+    adapters: Mapping[str, float]
+
+
+class SimMergedWeights:
+    """Carries a policy's decisions out; a layer that does not carry the adapter yet is computed unmerged.
+
+    num_steps: by mode.  num_merges: adapters whose folding in began.  swap_s: seconds of all swaps.
+    """
+
+    def __init__(self, config: SimMerging, adapters: Adapters[str], max_num_seqs: int, clock: Clock) -> None:
+        self.num_steps: Counter[Mode] = Counter()
+        self.num_merges = 0
+        self.swap_s = 0.0
+        self.policy = config.policy()
+        self._config = config
+        self._adapters = adapters
+        self._max_num_seqs = max_num_seqs
+        self._clock = clock
+        self._carried: str | None = None
+        self._share = 0.0
+        self._batching = Batching()
+        self._step_swap_s = 0.0
+
+    def decide(self, requests: Sequence[CachedRequest], *, some_wait: bool) -> frozenset[Uid] | None:
+        """Ask the policy and change the weights; whose requests compute in this step, None: everybody's.
+
+        some_wait: for room, maybe: an adapter without a request then leaves the weights, and its pages.
+        """
+        view = MergingView(
+            requests=requests,
+            max_num_seqs=self._max_num_seqs,
+            merged=self._carried if self._share == 1 else None,
+            eligible=self._is_eligible,
+            now_s=self._clock.now_s(),
+            swapping=self._carried is not None and self._share < 1,
+        )
+        self._batching = self.policy.decide(view)
+        target = self._batching.merge
+        if some_wait and all(request.adapter != target for request in requests):
+            target = None
+        assert target is None or isinstance(target, str)
+        self._step_swap_s += self._move(target, self._batching.at_once)
+        return self._batching.only
+
+    def deltas(self, rows: Mapping[str | None, int]) -> Deltas:
+        """Of a step with so many rows of each adapter."""
+        carried, share = self._carried, self._share
+        others = {name: 1.0 for name in rows if name not in (carried, None)}
+        num_others = sum(rows[name] for name in others)
+        if carried is None:
+            return Deltas(num_others, others)
+        own, base = rows.get(carried, 0), rows.get(None, 0)
+        read = ((1 - share) if own else 0.0) + (share if others or base else 0.0)
+        return Deltas(own * (1 - share) + num_others * (1 + share) + base * share, others | {carried: read})
+
+    def took(self, rows: Mapping[str | None, int], seconds: float) -> float:
+        """The step takes `seconds`, and what changing weights since the last one adds: returned."""
+        mode: Mode = "unmerged"
+        if self._carried is not None:
+            mode = "merged" if self._share == 1 and set(rows) == {self._carried} else "mixed"
+        self.num_steps[mode] += 1
+        swap_s, self._step_swap_s = self._step_swap_s, 0.0
+        self.swap_s += swap_s
+        self.policy.took(self._batching, mode, sum(rows.values()), seconds + swap_s, swap_s)
+        return swap_s
+
+    def _is_eligible(self, uid: Uid) -> bool:
+        return isinstance(uid, str) and self._adapters.readiness(uid) is Readiness.READY
+
+    def _move(self, target: str | None, at_once: bool) -> float:
+        """Change weights towards the target for one step; seconds that it takes."""
+        part = 1.0 if at_once else 1.0 / self._config.swap_steps
+        moved = 0.0
+        if self._carried is not None and self._carried != target:
+            out = min(self._share, part)
+            self._share = 0.0 if self._share - out < 1e-9 else self._share - out
+            moved += out
+            if not self._share:
+                self._adapters.release(self._carried)
+                self._carried = None
+        if target is not None and self._carried in (None, target) and (at_once or not moved):
+            if self._carried is None:
+                if self._adapters.acquire(target) is not Readiness.READY:
+                    return moved * self._config.merge_s
+                self._carried = target
+                self.num_merges += 1
+            into = min(1.0 - self._share, part)
+            self._share = 1.0 if self._share + into > 1 - 1e-9 else self._share + into
+            moved += into
+        return moved * self._config.merge_s
