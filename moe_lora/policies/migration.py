@@ -29,6 +29,8 @@ from scipy.sparse import csr_matrix
 
 ReplicaName: TypeAlias = Hashable
 RequestId: TypeAlias = Hashable
+FloatArray: TypeAlias = NDArray[np.float64]
+IntArray: TypeAlias = NDArray[np.int64]
 TOLERANCE = 1e-9
 """Of the objective: less is rounding."""
 
@@ -129,23 +131,48 @@ class MigrationPlan:
 class Placement:
     """Where each request is, in indices of the problem's sequences, and what that costs each replica.
 
-    Begins as things are.  replica_of: [requests].  members: of each replica, in no order.
+    Begins as things are.  replica_of: [requests].  members: of each replica, in no order.  Columns of the
+    problem: home, adapter (the base model is one more, of no bytes), exec_s, moved_s (elsewhere than at home)
+    and num_bytes: [requests]; adapter_bytes: [adapters + 1].
     """
 
     def __init__(self, problem: MigrationProblem) -> None:
         self.problem = problem
+        requests, num = problem.requests, len(problem.adapters)
         index_of = {one.name: j for j, one in enumerate(problem.replicas)}
-        self.home = [index_of[one.replica] for one in problem.requests]
-        self.replica_of = list(self.home)
+        row_of: dict[str | None, int] = {one.name: k for k, one in enumerate(problem.adapters)}
+        row_of[None] = num
+        self.replica_of = [index_of[one.replica] for one in requests]
+        self.home = np.array(self.replica_of, dtype=np.int64)
+        self.adapter = np.array([row_of[one.adapter] for one in requests], dtype=np.int64)
+        self.exec_s = np.array([one.exec_s for one in requests], dtype=np.float64)
+        self.moved_s = self.exec_s * np.array([one.move_factor for one in requests], dtype=np.float64)
+        self.num_bytes = np.array([one.num_bytes for one in requests], dtype=np.float64)
+        self.adapter_bytes = np.array([*(one.num_bytes for one in problem.adapters), 0.0])
+        self._load_s = np.array([*(one.load_s for one in problem.adapters), 0.0])
+        self._row_of = row_of
+        self._adapter_s: dict[int, FloatArray] = {}
         self.members: list[set[int]] = [set() for _ in problem.replicas]
-        for i, j in enumerate(self.home):
+        for i, j in enumerate(self.replica_of):
             self.members[j].add(i)
-        self._sizes = {one.name: one for one in problem.adapters}
+        self._costs = self._costs_at_home()
 
     def move(self, i: int, target: int) -> None:
+        self._costs.pop(target, None)
+        self._costs.pop(self.replica_of[i], None)
         self.members[self.replica_of[i]].remove(i)
         self.members[target].add(i)
         self.replica_of[i] = target
+
+    def adapter_s(self, j: int) -> FloatArray:
+        """[adapters + 1] what each costs at the replica."""
+        if j not in self._adapter_s:
+            seconds = self._load_s + self.problem.affinity_s
+            held = [self._row_of[name] for name in self.problem.replicas[j].adapters if name in self._row_of]
+            seconds[held] = self.problem.affinity_s
+            seconds[-1] = 0.0
+            self._adapter_s[j] = seconds
+        return self._adapter_s[j]
 
     def cost(self, j: int) -> tuple[float, float]:
         """(bytes too many, seconds) of the replica.
@@ -153,24 +180,40 @@ class Placement:
         The host takes whole requests, the least bytes that a greedy choice finds: the largest that still fit
         stay on the device.
         """
-        problem, replica = self.problem, self.problem.replicas[j]
-        names = {name for i in self.members[j] if (name := problem.requests[i].adapter) is not None}
-        adapters = [self._sizes[name] for name in names]
-        seconds = problem.affinity_s * len(names)
-        seconds += math.fsum(one.load_s for one in adapters if one.name not in replica.adapters)
-        seconds += math.fsum(
-            problem.requests[i].exec_s * (1.0 if self.home[i] == j else problem.requests[i].move_factor)
-            for i in self.members[j]
-        )
-        room = replica.device_bytes - math.fsum(one.num_bytes for one in adapters)
-        swapped = swapped_bytes([problem.requests[i].num_bytes for i in self.members[j]], max(0.0, room))
-        too_many = max(0.0, swapped - replica.host_bytes) + max(0.0, -room)
-        return too_many, seconds + swapped / problem.swap_bytes_per_s
+        if j not in self._costs:
+            self._costs[j] = self._cost(j)
+        return self._costs[j]
+
+    def _costs_at_home(self) -> dict[int, tuple[float, float]]:
+        """Of the replicas whose device has room for all that is there, all at once."""
+        num = len(self.problem.replicas)
+        pairs = np.unique(self.home * len(self.adapter_bytes) + self.adapter)
+        homes, adapters = np.divmod(pairs, len(self.adapter_bytes))
+        used = np.bincount(self.home, self.num_bytes, num)
+        used += np.bincount(homes, self.adapter_bytes[adapters], num)
+        costs_s = [float(self.adapter_s(int(j))[k]) for j, k in zip(homes, adapters, strict=True)]
+        seconds = np.bincount(self.home, self.exec_s, num) + np.bincount(homes, costs_s, num)
+        room = [one.device_bytes for one in self.problem.replicas]
+        return {int(j): (0.0, float(seconds[j])) for j in np.flatnonzero(used <= room)}
+
+    def _cost(self, j: int) -> tuple[float, float]:
+        replica, members = self.problem.replicas[j], np.array(sorted(self.members[j]), dtype=np.int64)
+        adapters = np.unique(self.adapter[members])
+        at_home = self.home[members] == j
+        seconds = float(np.where(at_home, self.exec_s[members], self.moved_s[members]).sum())
+        seconds += float(self.adapter_s(j)[adapters].sum())
+        room = replica.device_bytes - float(self.adapter_bytes[adapters].sum())
+        num_bytes = self.num_bytes[members]
+        if room >= num_bytes.sum():
+            return 0.0, seconds
+        swapped = swapped_bytes(num_bytes.tolist(), max(0.0, room))
+        lacking = max(0.0, swapped - replica.host_bytes) + max(0.0, -room)
+        return lacking, seconds + swapped / self.problem.swap_bytes_per_s
 
     def objective(self) -> float:
         """Seconds of the slowest replica; infinite where memory does not suffice."""
         costs = [self.cost(j) for j in range(len(self.members))]
-        if any(too_many > 0 for too_many, _ in costs):
+        if any(lacking > 0 for lacking, _ in costs):
             return math.inf
         return max((seconds for _, seconds in costs), default=0.0)
 
@@ -178,7 +221,7 @@ class Placement:
         """From how things are to here."""
         problem = self.problem
         moved = [i for i, j in enumerate(self.replica_of) if j != self.home[i]]
-        moved.sort(key=lambda i: (problem.requests[i].move_factor - 1) * problem.requests[i].exec_s)
+        moved.sort(key=lambda i: float(self.moved_s[i] - self.exec_s[i]))
         moves = []
         loads: dict[tuple[str, ReplicaName], None] = {}
         for i in moved:
@@ -205,10 +248,9 @@ def undo_needless(placement: Placement, limit: float) -> None:
     """Send requests back whose move does not help: with them at home no replica of the two passes the limit
     (seconds), and none that had room lacks it.  The dearest moves first.
     """
-    requests = placement.problem.requests
     moved = [i for i, j in enumerate(placement.replica_of) if j != placement.home[i]]
-    for i in sorted(moved, key=lambda i: -(requests[i].move_factor - 1) * requests[i].exec_s):
-        target, home = placement.replica_of[i], placement.home[i]
+    for i in sorted(moved, key=lambda i: float(placement.exec_s[i] - placement.moved_s[i])):
+        target, home = placement.replica_of[i], int(placement.home[i])
         placement.move(i, home)
         if any(placement.cost(j) > (0.0, limit) for j in (home, target)):
             placement.move(i, target)
@@ -270,7 +312,7 @@ class _Program:
         self._bytes = np.array([one.num_bytes for one in problem.requests])
         self._scale = max(float(self._bytes.max()), 1.0)
         self._adapter_bytes = np.array([one.num_bytes for one in self._adapters])
-        self._rows: list[tuple[NDArray[np.int64], NDArray[np.float64], float, float]] = []
+        self._rows: list[tuple[IntArray, FloatArray, float, float]] = []
 
     def bounds(self) -> Bounds:
         """Nothing goes to the host of a replica whose device has room for all."""
@@ -300,13 +342,11 @@ class _Program:
         matrix = csr_matrix((np.concatenate(values), np.concatenate(columns), ends), shape=shape)
         return LinearConstraint(matrix, lower, upper)
 
-    def targets(self, x: NDArray[np.float64]) -> list[int]:
+    def targets(self, x: FloatArray) -> list[int]:
         """Of each request, its replica."""
         return [int(j) for j in (x[self._on_device] + x[self._on_host]).argmax(axis=1)]
 
-    def _row(
-        self, columns: NDArray[np.int64], values: NDArray[np.float64], lower: float, upper: float
-    ) -> None:
+    def _row(self, columns: IntArray, values: FloatArray, lower: float, upper: float) -> None:
         self._rows.append((columns, values, lower, upper))
 
     def _of_replica(self, j: int) -> None:
