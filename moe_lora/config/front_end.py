@@ -27,7 +27,7 @@ ROUTINGS = (
     "phi",
 )
 """Names of `policies.routers.ROUTERS`."""
-PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere")
+PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere", "burst_tolerance")
 """Names of `provision.placement.placement.PLACEMENTS`."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .burst_tolerance import place_by_burst_tolerance
 from .optimal import optimal_placement
 from .placement_problem import (
     ROUNDING,
@@ -253,5 +254,6 @@ PLACEMENTS: dict[str, Callable[..., Table]] = {
     "random": random_placement,
     "contiguous": contiguous_placement,
     "everywhere": replicate_everywhere,
+    "burst_tolerance": place_by_burst_tolerance,
 }
 """Placements by the names users give."""

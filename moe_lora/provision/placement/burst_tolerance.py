@@ -1,0 +1,119 @@
+"""dLoRA's proactive placement: which adapters to preload on which replicas.
+
+Source: dLoRA, section 5.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .placement_problem import Placed, Server, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """free_bytes: of each server's device, for adapters and requests together.  adapter_bytes: of each.
+    request_bytes: of a request's KV; one number for all adapters changes tolerances, not the placement.
+    """
+
+    free_bytes: Mapping[Server, float]
+    adapter_bytes: Mapping[str, float]
+    request_bytes: float = 1.0
+
+
+def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[Server]]:
+    """Adapter -> servers that are to have it on their device before anybody asks for it.
+
+    The burst tolerance of an adapter is the number of requests that the unallocated memory of the servers
+    with it can serve, by its load.  The adapter with the lowest goes to a server without it, the one with
+    most unallocated memory, until the lowest tolerance would fall, or nothing fits.  Adapters without load
+    are not preloaded.
+    loads: requests/s of each adapter, in any unit.  Raises ValueError for a load that is no number >= 0.
+    """
+    bad = next((name for name, load in loads.items() if not 0 <= load < math.inf), None)
+    if bad is not None:
+        raise ValueError(f"the load of adapter {bad!r} is {loads[bad]}; it must be a number >= 0")
+    names = sorted(name for name, load in loads.items() if load > 0)
+    servers = list(memory.free_bytes)
+    if not names or not servers:
+        return {name: [] for name in loads}
+    size = np.array([memory.adapter_bytes[name] for name in names])
+    weight = np.array([loads[name] for name in names]) * memory.request_bytes
+    free = np.array([memory.free_bytes[server] for server in servers], dtype=float)
+    there = np.zeros((len(names), len(servers)), dtype=bool)
+    tolerance = np.zeros(len(names))
+    while True:
+        adapter = int(tolerance.argmin())
+        fits = ~there[adapter] & (free >= size[adapter])
+        if not fits.any():
+            break
+        server = int(np.where(fits, free, -1.0).argmax())
+        there[adapter, server] = True
+        free[server] -= size[adapter]
+        after = there @ free / weight
+        if after.min() < tolerance[adapter] * (1 - 1e-12):
+            there[adapter, server] = False
+            break
+        tolerance = after
+    found: dict[str, list[Server]] = {name: [] for name in loads}
+    for adapter, name in enumerate(names):
+        found[name] = [server for server, is_there in zip(servers, there[adapter], strict=True) if is_there]
+    return found
+
+
+def burst_tolerance(
+    loads: Mapping[str, float], held: Mapping[str, Sequence[Server]], memory: DeviceMemory
+) -> dict[str, float]:
+    """Requests that the unallocated memory where each adapter is can serve, by its load; inf of no load."""
+    free = dict(memory.free_bytes)
+    for name, servers in held.items():
+        for server in servers:
+            free[server] -= memory.adapter_bytes[name]
+    return {
+        name: math.fsum(free[server] for server in held[name]) / (memory.request_bytes * load)
+        if load
+        else math.inf
+        for name, load in loads.items()
+    }
+
+
+def place_by_burst_tolerance(
+    adapters: Mapping[str, int],
+    servers: Sequence[Server],
+    operating_points: Mapping[int, float],
+    demand: Mapping[str, float],
+    previous: Placed | None = None,
+    *,
+    memory: DeviceMemory | None = None,
+) -> Table:
+    """`preload` as a placement: an adapter's requests in equal shares over the servers that have it.
+
+    Without any demand all adapters count alike.  What is not preloaded goes to the server with the fewest
+    adapters.  memory: None: bytes are ranks, and every server has room for twice all adapters.
+    """
+    if not servers:
+        raise ValueError("there are no servers; give at least one")
+    if memory is None:
+        room = 2.0 * sum(adapters.values())
+        memory = DeviceMemory(
+            free_bytes=dict.fromkeys(servers, room),
+            adapter_bytes={name: float(rank) for name, rank in adapters.items()},
+        )
+    loads = {name: float(demand.get(name, 0.0)) for name in adapters}
+    if not any(loads.values()):
+        loads = dict.fromkeys(adapters, 1.0)
+    found = preload(loads, memory)
+    num_held = dict.fromkeys(servers, 0)
+    for row in found.values():
+        for server in row:
+            num_held[server] += 1
+    for name in sorted(adapters):
+        if not found[name]:
+            server = min(servers, key=num_held.__getitem__)
+            found[name] = [server]
+            num_held[server] += 1
+    return {name: [(server, 1.0 / len(found[name])) for server in found[name]] for name in adapters}

@@ -1,0 +1,110 @@
+"""Several simulated instances: requests are routed, adapters preloaded, requests move, nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.policies.caching_policies import make_caching_policy
+from moe_lora.policies.migration import MigrationPlan, MigrationProblem, plan_exact
+from moe_lora.policies.routers import PhiRouting
+from moe_lora.policies.routing import RoundRobin
+from moe_lora.sim.cached_instance import CachedConfig
+from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
+from moe_lora.sim.step_time import TransformerTime
+from moe_lora.workload.conversations import TurnRequest
+
+TIME = TransformerTime(
+    num_params=1e6,
+    num_layers=1,
+    hidden_size=0,
+    kv_token_bytes=1,
+    flops_per_s=1e10,
+    bytes_per_s=2e8,
+)
+"""A step: 10 ms; a prompt's token: 0.2 ms."""
+INSTANCE = CachedConfig(
+    time=TIME,
+    adapter_pages={"a": 1, "b": 1},
+    num_device_pages=60,
+    num_host_pages=10,
+    link_bytes_per_s=1e4,
+    block_size=16,
+    max_num_seqs=2,
+)
+
+
+def config(**changes) -> ReplicasConfig:
+    common = {
+        "num_replicas": 2,
+        "instance": INSTANCE,
+        "caching": lambda: make_caching_policy("lru", INSTANCE.costs()),
+        "router": lambda: PhiRouting({"a": [(0, 1.0)], "b": [(1, 1.0)]}),
+    }
+    return ReplicasConfig(**common | changes)
+
+
+def requests(adapters: str, gap_s: float = 0.0, num_tokens: int = 40) -> list[TurnRequest]:
+    return [
+        TurnRequest(i, i * gap_s, adapter, tuple(range(100 * i, 100 * i + 4)), (7,) * num_tokens)
+        for i, adapter in enumerate(adapters)
+    ]
+
+
+def everything(replicas: Replicas) -> dict[int, tuple[int, ...]]:
+    return {request.planned.index: tuple(request.tokens) for request in replicas.done}
+
+
+def test_requests_go_where_the_router_says() -> None:
+    found = Replicas(config(router=RoundRobin), requests("aaaa"))
+    assert [instance.num_steps > 0 for instance in found.instances] == [True, True]
+    alone = Replicas(config(), requests("aaaa"))
+    assert [instance.num_steps > 0 for instance in alone.instances] == [True, False]
+    assert found.events.now_s() <= alone.events.now_s()
+
+
+def test_a_preloaded_adapter_costs_nobody_its_load() -> None:
+    late = requests("b", gap_s=0.0)
+    late = [TurnRequest(0, 5.0, "b", late[0].prompt, late[0].answer)]
+    cold, warm = Replicas(config(), late), Replicas(config(preloaded=[["a"], ["b"]]), late)
+    page_s = 20e-6 + 16 / 1e4
+    assert cold.done[0].adapter_cold_s == pytest.approx(page_s)
+    assert warm.done[0].adapter_cold_s == 0
+    assert warm.instances[0].cache.counters.adapter_loads == 1, "a was loaded there, ahead of need"
+    with pytest.raises(ConfigError, match="preloaded names 1 replicas"):
+        config(preloaded=[["a"]])
+
+
+def test_migration_moves_requests_that_wait_and_ends_sooner() -> None:
+    crowd = requests("aaaaaaaa")
+    stay = Replicas(config(), crowd)
+    move = Replicas(config(migration=SimMigration(planner=plan_exact, interval_s=0.1, queue_s=0.05)), crowd)
+    assert stay.num_moves == 0 < move.num_moves
+    assert everything(move) == everything(stay)
+    assert move.done[-1].finish_s < 0.75 * stay.done[-1].finish_s
+    assert move.instances[1].num_steps > 0
+
+
+@given(st.text("ab", min_size=1, max_size=12), st.integers(0, 2**16), st.floats(0, 0.05))
+@settings(max_examples=25)
+def test_whatever_moves_everybody_gets_every_token_once(adapters, seed, gap_s) -> None:
+    """A planner that throws requests about, running ones and waiting ones."""
+
+    def plan(problem: MigrationProblem) -> MigrationPlan:
+        moves = tuple(
+            (request.request_id, request.replica, 1 - request.replica)
+            for request in problem.requests
+            if (request.request_id * 7919 + seed) % 3
+        )
+        return MigrationPlan(moves, (), 0.0, 0.0)
+
+    thrown = SimMigration(planner=plan, interval_s=0.06, queue_s=0.0, plan_s=0.003)
+    found = Replicas(config(migration=thrown, router=RoundRobin), requests(adapters, gap_s))
+    assert sorted(everything(found)) == list(range(len(adapters)))
+    assert all(len(tokens) == 44 for tokens in everything(found).values())
+    for instance in found.instances:
+        assert not instance.unfinished
+        assert not instance.load.num_requests
+        assert instance.cache.usage()["device_kv_used"] == 0
