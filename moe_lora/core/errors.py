@@ -50,6 +50,10 @@ class EngineDeadError(MoeLoraError):
     """The engine's process has ended."""
 
 
+class MoveError(MoeLoraError):
+    """A request could not be moved to another instance; it goes on where it is."""
+
+
 class EngineSilentError(EngineDeadError):
     """The engine's process is there, but does not get on: it is stopped, cut off, or hangs."""
 

@@ -82,7 +82,8 @@ class GenerateRequest:
 
     Of an answer that goes on elsewhere it says where: generated: the tokens that it has so far, the next one
     drawn at position len(generated) of its seed; limits count them.  adapter_version, adapter_content: the
-    only ones that may compute it, since they began it; None: the current ones.
+    only ones that may compute it, since they began it; None: the current ones.  held: it computes all tokens
+    but the last one it knows, says so by an output without tokens, and gains none until it is resumed.
     """
 
     request_id: str
@@ -92,6 +93,7 @@ class GenerateRequest:
     adapter_version: int | None = None
     adapter_content: str | None = None
     generated: tuple[int, ...] = ()
+    held: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -279,8 +281,27 @@ class InstanceStats:
     pool_bytes: int = 0
 
 
+PAUSE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveStats:
+    """Requests of one front end that were moved between instances, since its start.
+
+    num_moved: by kind.  num_failed: moves after which the request went on where it was, or had ended.
+    pause_counts: of their pauses, how many up to each of PAUSE_BUCKETS_S and above the last; pause_s: their
+    sum in seconds.
+    """
+
+    num_moved: dict[str, int] = field(default_factory=dict)
+    num_failed: int = 0
+    pause_counts: tuple[int, ...] = (0,) * (len(PAUSE_BUCKETS_S) + 1)
+    pause_s: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class FleetStats(EngineStats):
     """Of several engines together: requests and counters as sums, names as unions, kv_usage as the mean."""
 
     instances: tuple[InstanceStats, ...]
+    moves: MoveStats = field(default_factory=MoveStats)

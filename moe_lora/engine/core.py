@@ -30,6 +30,7 @@ from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.scheduling.scheduler import Scheduler
 
+from .moves import RequestMoves
 from .runner import ModelRunner
 from .sampler import sample
 from .sequence import Sequence
@@ -126,6 +127,7 @@ class EngineCore:
         self.pool = pool
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
+        self.moves = RequestMoves(self._sequences, scheduler, clock)
         self.stalled = False
         self._num_empty = 0
         self._figures = figures
@@ -166,7 +168,7 @@ class EngineCore:
         self._scheduler.failed = []
         self.stalled = not (plan or failed)
         if not plan:
-            return failed or self._refuse_impossible()
+            return failed or self.moves.announce() or self._refuse_impossible()
         self._num_empty = 0
         logits = self._runner.run(plan)
         sampling = [item.sequence for item in plan if item.samples]
@@ -177,10 +179,9 @@ class EngineCore:
                 sequence.counted = True
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
-                if not sequence.request.generated:  # else its prompt was counted where the answer began
-                    self._counters["prompt_tokens"] += len(sequence.tokens)
         self._scheduler.advance(plan)
-        return failed + [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
+        gains = [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
+        return failed + gains + self.moves.announce()
 
     def tend(self) -> float | None:
         """What the cache needs besides steps: copies confirmed, others begun.
@@ -195,7 +196,7 @@ class EngineCore:
         """End the oldest request if, time and again, nothing runs or moves that could make room for it."""
         sequence = self._scheduler.oldest
         waits = sequence in self._scheduler.waiting and self._adapters.waits_for_others
-        if sequence is None or waits or self._transfers.busy:
+        if sequence is None or waits or self._transfers.busy or self.moves.any_held:
             self._num_empty = 0
             return []
         self.stalled = False
@@ -246,6 +247,7 @@ class EngineCore:
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
         sequence = Sequence(request, adapter, arrival_s, limit_tokens, self._seed(request))
         self._sequences[request.request_id] = sequence
+        self.moves.watch(sequence)
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> TokenOutput | None:
@@ -346,6 +348,8 @@ class EngineCore:
         now_s = self._clock.now_s()
         reason = sequence.append(token, now_s, self.info.eos_token_ids)
         self._counters["generation_tokens"] += 1
+        if sequence.num_generated == 1:  # once for an answer, wherever it goes on
+            self._counters["prompt_tokens"] += len(sequence.request.prompt_token_ids)
         request_id = sequence.request.request_id
         if reason is not None:
             self._scheduler.finish(sequence)

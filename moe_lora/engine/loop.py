@@ -151,6 +151,8 @@ class EngineLoop(threading.Thread):
             "list_adapters": core.list_adapters,
             "stats": core.stats,
             "model_info": lambda: core.info,
+            "hold_request": core.moves.hold,
+            "resume_request": core.moves.resume,
         }
         self._slow: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
             "load_adapter": (partial(_read, core), partial(_add, core))

@@ -17,6 +17,7 @@ class Sequence:
     tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
     matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there when it came.
     cold_tokens: those that it may compute before its adapter is there; 0: it is.
+    held: it is on its way from or to another instance, and gains no token.
     limit_tokens: total length at which it must end.  seed: of its noise; None: it is greedy.
     """
 
@@ -32,12 +33,14 @@ class Sequence:
     matched: bool = False
     adapter_hit: bool = True
     cold_tokens: int = 0
+    held: bool = False
     table: BlockTable = field(init=False)
     waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None
     second_token_s: float | None = None
 
     def __post_init__(self) -> None:
+        self.held = self.request.held
         self.tokens = [*self.request.prompt_token_ids, *self.request.generated]
         self.table = BlockTable(self.adapter_uid)
 

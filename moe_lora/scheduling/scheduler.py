@@ -169,6 +169,7 @@ class Scheduler(Generic[Sequence]):
         self, sequence: Sequence, num_uncomputed: int, budget: int, plan: dict[Sequence, int]
     ) -> int:
         """How many of its tokens may compute in this step."""
+        num_uncomputed -= sequence.held
         if not sequence.cold_tokens:
             return min(num_uncomputed, budget)
         if any(not other.cold_tokens for other in plan):

@@ -65,6 +65,7 @@ class Schedulable(Protocol):
     when they are computed, and sets them back when it takes the pages.  num_cached: of these, what it found
     when it was admitted.  matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there
     when it came.  cold_tokens: of `tokens`, those that it may compute before its adapter is there; 0: it is.
+    held: its last token is not to be computed now, so that it gains none.
     """
 
     table: BlockTable
@@ -73,6 +74,7 @@ class Schedulable(Protocol):
     matched: bool
     adapter_hit: bool
     cold_tokens: int
+    held: bool
 
     @property
     def adapter(self) -> Any:

@@ -33,6 +33,7 @@ class CachedRequest:
     cold_tokens: int = 0
     has_started: bool = False
     load_tokens: int = field(init=False)
+    held: bool = False
     waits: Waits = field(default_factory=Waits)
     first_token_s: float = math.nan
     finish_s: float = math.nan

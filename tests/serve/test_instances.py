@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,6 +159,71 @@ def test_killed_instance_costs_no_request_and_comes_back(pair):
     assert sum(instance_values(pair, "restarts_total")) == sum(restarts) + 1
     assert survivor in pair.engine_pids()
     assert instance_values(pair, "outstanding_tokens") == [0.0, 0.0]
+
+
+def moves(server: DemoServer) -> float:
+    """Requests that were moved so far."""
+    text = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    return sum(sample.value for sample in samples if sample.name == "moe_lora:migrations_total")
+
+
+def migrate(server: DemoServer, source: int, num_requests: int = 20) -> httpx.Response:
+    names = [f"instance-{number}" for number in (source, 1 - source)]
+    body = {"source": names[0], "target": names[1], "num_requests": num_requests}
+    return httpx.post(f"{server.url}/v1/migrate", json=body, trust_env=False, timeout=60)
+
+
+def test_requests_are_moved_over_http_while_they_stream(pair):
+    until_both_up(pair)
+    requests = bodies(8)
+    for number, body in enumerate(requests[::2]):
+        body |= {"temperature": 1.0, "seed": number}
+    undisturbed = [summary(events) for events in stream_all(pair, requests)]
+    before, answers = moves(pair), []
+    there_and_back = threading.Thread(
+        target=lambda: answers.extend(migrate(pair, source) for source in (0, 1, 0, 1))
+    )
+    moved = [summary(events) for events in stream_all(pair, requests, there_and_back.start, after=5)]
+    there_and_back.join()
+    for one, other in zip(moved, undisturbed, strict=True):
+        assert one[:2] == other[:2]
+        assert one[2] == pytest.approx(other[2], abs=1e-3)
+        assert one[3:] == other[3:]
+    assert {answer.status_code for answer in answers} == {200}
+    assert moves(pair) - before >= 4
+    assert instance_values(pair, "outstanding_tokens") == [0.0, 0.0]
+    refused = httpx.post(
+        f"{pair.url}/v1/migrate", json={"source": "instance-0", "target": "nobody"}, trust_env=False
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "target")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_instance_killed_while_requests_are_moved_costs_no_token(pair, victim):
+    """Whatever each of the moves had come to: it is killed as moves from 0 to 1 begin."""
+    until_both_up(pair)
+    requests = bodies(16)
+    for number, body in enumerate(requests[::2]):
+        body |= {"temperature": 1.0, "seed": number}
+    undisturbed = [summary(events) for events in stream_all(pair, requests)]
+    pid = pair.engine_pids()[victim]
+    answers: list[httpx.Response] = []
+
+    def kill() -> None:
+        moving = threading.Thread(target=lambda: answers.append(migrate(pair, 0)))
+        moving.start()
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+
+    disturbed = [summary(events) for events in stream_all(pair, requests, kill, after=3)]
+    for one, other in zip(disturbed, undisturbed, strict=True):
+        assert one[:2] == other[:2]
+        assert one[3:] == other[3:]
+    until(lambda: answers)
+    assert answers[0].status_code == 200
+    until_both_up(pair)
+    until(lambda: instance_values(pair, "outstanding_tokens") == [0.0, 0.0])
 
 
 def complete(server: DemoServer, model: str, text: str = "abc") -> httpx.Response:

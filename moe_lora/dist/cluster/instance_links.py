@@ -21,6 +21,7 @@ from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.engine.client.heartbeat import Pulse
 from moe_lora.engine.client.messages import (
     ENGINE_SIDE,
+    REQUEST_METHODS,
     Abort,
     Beat,
     Call,
@@ -89,9 +90,16 @@ class ConnectionMux:
     def put(self, peer: Peer, message: Message | Asked) -> None:
         """Hand on what a peer asks."""
         if isinstance(message, Asked):
+            args = message.args
+            if message.method in REQUEST_METHODS:
+                name = self._names.get((peer, args[0]))
+                if name is None:
+                    message.fail(ValueError(f"request {args[0]!r} is not running here"))
+                    return
+                args = (name, *args[1:])
             number = next(self._numbers)
             self._calls[number] = peer, message
-            self._inbox.put(Call(number, message.method, message.args))
+            self._inbox.put(Call(number, message.method, args))
         elif isinstance(message, Request):
             try:
                 request = message.decoded()

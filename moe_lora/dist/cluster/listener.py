@@ -279,6 +279,12 @@ class DialledClient(CallableEngine):
     async def abort(self, request_id: str) -> None:
         self._peer.send(Abort(request_id))
 
+    def leave(self, request_id: str) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.put(TokenOutput(request_id=request_id, token_ids=(), finish_reason="abort"))
+            self._peer.send(Abort(request_id))
+
     def hang_up(self, reason: str) -> None:
         """End the connection at once."""
         self._peer.abort(reason)

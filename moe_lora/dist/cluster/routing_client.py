@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Protocol
 
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError
+from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, MoveError
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -21,39 +20,11 @@ from moe_lora.core.request import (
 )
 from moe_lora.policies.routing import Router, TokenMeter
 
-from .failover import MAX_RESENDS, ResumableRequest, token_work
+from .failover import MAX_RESENDS, Attempt, ResumableRequest
 from .fan_out import ask_live
 from .instances import Instance, InstanceRegistry, ServedVersion
+from .migration import MOVES_AT_ONCE, RequestMover
 from .reports import merge_adapters, merge_stats
-
-
-class _Unfinished:
-    """The work of one request at one instance, counted in the instance's load from now until `end`."""
-
-    def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
-        self._instance = instance
-        self._adapter = request.adapter
-        self._prompt_tokens = self._num_prompt = request.known_tokens
-        self._left = token_work(request, max_model_len)
-        self._started = False
-        instance.asked_tokens += self._left
-        instance.load.add(request.adapter, self._prompt_tokens)
-
-    def take(self, output: TokenOutput) -> int:
-        """The tokens that were computed for an output: with the first one those of the prompt."""
-        done = min(self._left, self._num_prompt + len(output.token_ids))
-        self._num_prompt = 0
-        self._left -= done
-        self._instance.asked_tokens -= done
-        if output.token_ids and not self._started:
-            self._started = True
-            self._instance.load.start(self._adapter, self._prompt_tokens)
-        return done
-
-    def end(self) -> None:
-        """What is left is not to be done here."""
-        self._instance.asked_tokens -= self._left
-        self._instance.load.end(self._adapter, self._prompt_tokens, started=self._started)
 
 
 class AdapterCalls(Protocol):
@@ -93,7 +64,12 @@ class FleetClient:
         self._meter = meter
         self._adapters = adapters
         self._running: dict[str, ResumableRequest] = {}
+        self.mover = RequestMover(instance_registry, clock)
         self._info: ModelInfo | None = None
+
+    @property
+    def instances(self) -> list[Instance]:
+        return self._instance_registry.instances
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         limit = (await self.model_info()).max_model_len
@@ -109,32 +85,87 @@ class FleetClient:
         left: Instance | None = None
         try:
             while not resumable.aborted:
-                instance = self._next_instance(resumable)
-                if left is not None:
-                    left.num_resent += 1
-                client = resumable.client = instance.client
-                continued = self._continued(resumable)
-                work = _Unfinished(instance, continued, limit)
+                attempt, resumable.next = resumable.next, None
+                if attempt is None:
+                    instance = self._next_instance(resumable)
+                    attempt = Attempt(instance, self._continued(resumable), limit)
+                    if left is not None:
+                        left.num_resent += 1
+                assert attempt.first == len(resumable.delivered), "no token is lost or doubled"
+                resumable.attempt, left = attempt, None
                 try:
-                    outputs = cast("AsyncGenerator[TokenOutput, None]", client.generate(continued))
-                    async with aclosing(outputs):
-                        async for output in outputs:
-                            done = work.take(output)
-                            if self._meter is not None:
-                                self._meter.add(request.adapter, done)
-                            yield resumable.take(output)
-                    return
+                    async for output in attempt.outputs():
+                        if output.finish_reason == "abort" and resumable.next is not None:
+                            break
+                        done = attempt.take(output)
+                        if self._meter is not None:
+                            self._meter.add(request.adapter, done)
+                        if attempt.held_s is not None:
+                            self.mover.note_pause(attempt)
+                        yield resumable.take(output)
+                    else:
+                        return
                 except EngineDeadError as error:
-                    self._instance_registry.lose(instance, client)
-                    resumable.lose(self._clock.now_s())
-                    left = instance
-                    if not resumable.aborted:
-                        self._check_resend(resumable, instance, error)
+                    self._instance_registry.lose(attempt.instance, attempt.client)
+                    if resumable.move is not None:
+                        await resumable.move.settle()
+                    if resumable.next is None:
+                        resumable.lose(self._clock.now_s())
+                        left = attempt.instance
+                        if not resumable.aborted:
+                            self._check_resend(resumable, left, error)
                 finally:
-                    work.end()
+                    await attempt.close()
+                if resumable.next is not None:
+                    resumable.switch(resumable.next)
             yield TokenOutput(request_id=request.request_id, token_ids=(), finish_reason="abort")
         finally:
             del self._running[request.request_id]
+            await self._end_move(resumable)
+
+    async def _end_move(self, resumable: ResumableRequest) -> None:
+        if resumable.move is not None:
+            await resumable.move.settle()
+        if resumable.next is not None:
+            await resumable.next.close()
+
+    async def move(self, request_id: str, target: str) -> None:
+        """Have a request go on at the instance of that name; returns when it does, in its own time.
+
+        Raises MoveError if it can't be moved; then it goes on where it is.
+        """
+        resumable = self._running.get(request_id)
+        if resumable is None:
+            raise MoveError(f"request {request_id!r} is not running")
+        limit = (await self.model_info()).max_model_len
+        await self.mover.move(resumable, target, lambda: self._continued(resumable), limit)
+
+    async def migrate(self, source: str, target: str, num_requests: int) -> tuple[int, list[str]]:
+        """Move up to so many requests of this front end from one instance to another, those without a token
+        first; how many were moved, and why others were not.
+        """
+        places = asyncio.Semaphore(MOVES_AT_ONCE)
+
+        async def move(request_id: str) -> str | None:
+            async with places:
+                try:
+                    await self.move(request_id, target)
+                except MoveError as error:
+                    return str(error)
+            return None
+
+        found = self.requests_at(source)[:num_requests]
+        problems = await asyncio.gather(*map(move, found))
+        return problems.count(None), [problem for problem in problems if problem is not None]
+
+    def requests_at(self, instance: str) -> list[str]:
+        """Ids of the requests that this instance computes, those without a token first."""
+        found = [
+            (bool(one.delivered), request_id)
+            for request_id, one in self._running.items()
+            if one.attempt is not None and one.attempt.instance.name == instance
+        ]
+        return [request_id for _, request_id in sorted(found, key=lambda one: one[0])]
 
     def _seeded(self, request: GenerateRequest) -> GenerateRequest:
         sampling = request.sampling
@@ -177,8 +208,9 @@ class FleetClient:
         resumable = self._running.get(request_id)
         if resumable is not None:
             resumable.aborted = True
-            if resumable.client is not None:
-                await resumable.client.abort(request_id)
+            if resumable.attempt is not None:
+                await resumable.attempt.abort()
+            await self._end_move(resumable)
 
     async def model_info(self) -> ModelInfo:
         """That of one instance; they are alike.  max_loras counts for each."""
@@ -223,7 +255,8 @@ class FleetClient:
             instance.latest = stats
         instances = self._instance_registry.instances
         past = [instance.past for instance in instances]
-        return merge_stats([stats for _, stats in answers], past, map(_instance_stats, instances))
+        merged = merge_stats([stats for _, stats in answers], past, map(_instance_stats, instances))
+        return replace(merged, moves=self.mover.stats())
 
     async def is_alive(self) -> bool:
         return bool(self._instance_registry.live)

@@ -77,6 +77,10 @@ class CallableEngine:
         """What the method returned; raises what it raised, EngineDeadError when the engine is gone."""
         raise NotImplementedError
 
+    def leave(self, request_id: str) -> None:
+        """End a request's stream now, with finish_reason "abort" after what came of it, and the request."""
+        raise NotImplementedError
+
     async def model_info(self) -> ModelInfo:
         return cast("ModelInfo", await self.ask("model_info"))
 

@@ -121,6 +121,12 @@ class LoopClient(CallableEngine):
         self._sinks.pop(request_id, None)
         self._send_abort(request_id)
 
+    def leave(self, request_id: str) -> None:
+        sink = self._sinks.pop(request_id, None)
+        if sink is not None:
+            sink(TokenOutput(request_id=request_id, token_ids=(), finish_reason="abort"))
+            self._send_abort(request_id)
+
     async def abort(self, request_id: str) -> None:
         self._send_abort(request_id)
 

@@ -12,7 +12,14 @@ from msgspec import DecodeError, Raw
 
 from moe_lora.adapters.facts import AdapterFacts
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, ModelInfo, TokenOutput
+from moe_lora.core.request import (
+    AdapterInfo,
+    EngineStats,
+    GenerateRequest,
+    ModelInfo,
+    RequestTiming,
+    TokenOutput,
+)
 from moe_lora.dist.net.codec import Decoder, Interface, Message, Protocol, encode
 
 # What instances of an adapter pool tell who keeps its directory.  Imports no torch.
@@ -30,7 +37,26 @@ class PoolEntry:
     source: bytes | None
 
 
-PROTOCOL_VERSION = 5
+# Of a request that moves from one instance to another.
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldRequest:
+    """A request that gains no tokens for now.
+
+    tokens: of its answer, from the one on that was asked for.  adapter_version: which computes it.  timing:
+    as if it ended now.
+    """
+
+    tokens: tuple[int, ...]
+    adapter_version: int | None
+    timing: RequestTiming
+
+
+REQUEST_METHODS = frozenset({"hold_request", "resume_request"})
+"""Methods whose first argument is the id of a request of who calls."""
+
+PROTOCOL_VERSION = 6
 
 
 class Hello(Message, frozen=True):
@@ -153,6 +179,10 @@ class EngineMethods(typing.Protocol):
     def stats(self) -> EngineStats: ...
 
     def model_info(self) -> ModelInfo: ...
+
+    def hold_request(self, request_id: str, since: int) -> HeldRequest: ...
+
+    def resume_request(self, request_id: str, tokens: Sequence[int]) -> None: ...
 
     def pool_load(
         self, name: str, path: str, replace: bool, version: int, content_hash: str | None

@@ -14,10 +14,11 @@ from starlette.responses import HTMLResponse, Response
 
 import moe_lora
 from moe_lora.core.errors import EngineDeadError, LoraServerError
+from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.serve.frontend import Frontend
-from moe_lora.serve.http_errors import ApiError, JsonResponse
-from moe_lora.serve.openai.protocol import CapacityRequest
+from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request
+from moe_lora.serve.openai.protocol import CapacityRequest, MigrateRequest
 
 
 def status_router(frontend: Frontend) -> APIRouter:
@@ -49,6 +50,19 @@ def status_router(frontend: Frontend) -> APIRouter:
             with suppress(EngineDeadError, LoraServerError):
                 shown.server = await frontend.controller.call("server_state")
         return Response(shown.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @router.post("/v1/migrate", response_model=None)
+    async def migrate(body: MigrateRequest) -> Response:
+        """Move requests of this front end from the instance `source` to `target`, while they stream."""
+        client = frontend.client
+        if not isinstance(client, FleetClient):
+            raise ApiError(404, "there is but one engine; start with --instances 2 or more")
+        names = [one.name for one in client.instances]
+        for field in ("source", "target"):
+            if getattr(body, field) not in names:
+                raise bad_request(f"{field} is none of the instances {', '.join(names)}", field)
+        moved, problems = await client.migrate(body.source, body.target, body.num_requests)
+        return JsonResponse({"object": "migration", "moved": moved, "problems": problems})
 
     return router
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from moe_lora.core.request import EngineStats, FleetStats
+from moe_lora.core.request import PAUSE_BUCKETS_S, EngineStats, FleetStats, MoveStats
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.controller.controller_link import ControllerLink
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
@@ -213,6 +214,33 @@ def engine_families(model_name: str, stats: EngineStats | None, max_loras: int) 
         for name, text, field in rows:
             found = {(model_name, one.name): getattr(one, field) for one in instances}
             yield family(kind, name, text, ("model_name", "instance"), found)
+    yield from move_families(model_name, stats.moves if isinstance(stats, FleetStats) else None)
+
+
+def move_families(model_name: str, moves: MoveStats | None) -> Iterator[Metric]:
+    """Of requests that were moved between instances; None: there is but one engine."""
+    yield family(
+        CounterMetricFamily,
+        "moe_lora:migrations",
+        "Requests moved to another instance, by how.",
+        ("model_name", "kind"),
+        {} if moves is None else {(model_name, kind): num for kind, num in moves.num_moved.items()},
+    )
+    text = "Moves after which the request went on where it was, or had ended."
+    yield plain(
+        CounterMetricFamily,
+        "moe_lora:migrations_failed",
+        text,
+        model_name,
+        getattr(moves, "num_failed", None),
+    )
+    text = "From the source's hold to the target's first token."
+    pauses = HistogramMetricFamily("moe_lora:migration_pause_seconds", text, labels=["model_name"])
+    if moves is not None:
+        bounds = [*(str(bound) for bound in PAUSE_BUCKETS_S), "+Inf"]
+        buckets = list(zip(bounds, accumulate(moves.pause_counts), strict=True))
+        pauses.add_metric([model_name], buckets, moves.pause_s)
+    yield pauses
 
 
 def server_families(model_name: str, server: ServerState | None) -> Iterator[Metric]:

@@ -302,6 +302,14 @@ class CapacityRequest(ApiModel):
     capacity: Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
+class MigrateRequest(ApiModel):
+    """POST /v1/migrate."""
+
+    source: Text
+    target: Text
+    num_requests: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
+
+
 class UnloadAdapterRequest(ApiModel):
     """POST /v1/unload_lora_adapter.  lora_int_id: another server's internal number, not needed here."""
 

@@ -69,7 +69,7 @@ class ScriptedLoop(threading.Thread):
             self.pulse.work()
             self.may_go_on.wait()
             if isinstance(command, Generate):
-                self._generate(command.request.request_id, command.request.sampling.max_tokens)
+                self._generate(command.request)
             elif isinstance(command, Abort):
                 self.aborted.append(command.request_id)
                 self._emit(
@@ -86,9 +86,10 @@ class ScriptedLoop(threading.Thread):
                 command()
             self.pulse.rest()
 
-    def _generate(self, request_id: str, max_tokens: int | None) -> None:
+    def _generate(self, request: GenerateRequest) -> None:
+        request_id, max_tokens = request.request_id, request.sampling.max_tokens
         self.num_steps += 1
-        if self.holds.is_set() or max_tokens == HELD_TOKENS:
+        if self.holds.is_set() or (max_tokens == HELD_TOKENS and not request.generated):
             self.held.append(request_id)
             self._emit(Outputs([TokenOutput(request_id=request_id, token_ids=(self._number,))]))
             return

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,18 +31,20 @@ def output(*token_ids: int, cached: int = 0, ends: bool = False) -> TokenOutput:
 
 def test_request_of_which_nothing_was_delivered_is_sent_as_it_came():
     started = resumable(seed=3)
-    started.lose(101.0)
     assert started.continued() is started.request
+    started.lose(101.0)
+    assert started.continued() == replace(started.request, request_id="r~1")
 
 
 def test_what_was_delivered_travels_beside_the_prompt_and_changes_nothing_else():
     started = resumable(min_tokens=4, stop=("x",), stop_token_ids=(9,), logprobs=2, seed=3)
     started.take(output(7, 8))
     started.take(output(9))
+    started.lose(101.0)
     continued = started.continued("hash")
     assert (continued.prompt_token_ids, continued.generated) == ((1, 2), (7, 8, 9))
     assert continued.sampling == started.request.sampling
-    assert (continued.request_id, continued.adapter) == ("r", "a")
+    assert (continued.request_id, continued.adapter) == ("r~1", "a")
     assert (continued.adapter_version, continued.adapter_content) == (1, "hash")
 
 
@@ -51,6 +55,7 @@ def test_continued_request_has_all_tokens_however_often_it_was_cut(tokens, cuts)
         if place in cuts:
             started.lose(101.0)
         started.take(output(token))
+    started.lose(101.0)
     continued = started.continued()
     assert continued.generated == tuple(tokens)
     assert continued.known_tokens == 2 + len(tokens)
@@ -91,4 +96,5 @@ def test_answer_goes_on_with_the_version_that_began_it_whatever_was_served_when_
     started = resumable()
     assert started.continued().adapter_version is None
     started.take(structs.replace(output(7), adapter_version=2))
+    started.lose(101.0)
     assert started.continued().adapter_version == started.adapter_version == 2

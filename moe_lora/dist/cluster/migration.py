@@ -1,0 +1,164 @@
+"""Moves a running request from one instance to another, without a gap in its stream.
+
+The target gets the request with what its answer has so far, held: it brings the adapter, takes pages and
+computes all tokens but the last, while the source decodes on.  Then the source holds the request between two
+steps and says the tokens that came since; with these the target resumes, and its answer to that is the
+acknowledgement.  The source's stream is read to its last token, then the target's from the next one.  Before
+the acknowledgement the source owns the request and goes on with it if anything fails; after it the target
+does, and what happens then is failover (see `failover`).
+Source: dLoRA section 5.2 (migration as a transfer of tokens); the two phases are ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from moe_lora.core.clock import Clock
+from moe_lora.core.errors import MoeLoraError, MoveError
+from moe_lora.core.request import PAUSE_BUCKETS_S, GenerateRequest, MoveStats
+from moe_lora.engine.client.messages import HeldRequest
+
+from .failover import Attempt, ResumableRequest
+from .instances import Instance, InstanceRegistry
+
+logger = logging.getLogger(__name__)
+
+MOVES_AT_ONCE = 4
+READY_S = 30.0
+"""A target that is not ready by then (its adapter, pages, the computing of the prompt) is given up."""
+ACK_S = 5.0
+"""As is one that does not take over by then, and a source that does not hold by then."""
+
+
+class Move:
+    """One under way, run by a task of its own.  final: the target was told to go on, and is asked whether it
+    does."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self.final = False
+        self.task = asyncio.create_task(work)
+
+    async def settle(self) -> None:
+        """End it where it is not `final`; return when it is over, however it ended."""
+        if not self.final:
+            self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+class RequestMover:
+    """Carries out moves of one front end's requests.
+
+    num_moved: those whose target gave a token.  A pause is from the moment when the source was told to hold
+    to the target's first token.  For the rest see `MoveStats`.
+    """
+
+    def __init__(self, instance_registry: InstanceRegistry, clock: Clock) -> None:
+        self._instance_registry = instance_registry
+        self._clock = clock
+        self.num_moved: dict[str, int] = {"tokens": 0}
+        self.num_failed = 0
+        self.pause_counts = [0] * (len(PAUSE_BUCKETS_S) + 1)
+        self.pause_s = 0.0
+        self._resuming: set[asyncio.Task[None]] = set()
+
+    def note_pause(self, attempt: Attempt) -> None:
+        """The first output of an attempt that a request was moved to."""
+        assert attempt.held_s is not None
+        pause_s, attempt.held_s = self._clock.now_s() - attempt.held_s, None
+        self.num_moved["tokens"] += 1
+        self.pause_counts[bisect_left(PAUSE_BUCKETS_S, pause_s)] += 1
+        self.pause_s += pause_s
+
+    def stats(self) -> MoveStats:
+        return MoveStats(
+            num_moved=dict(self.num_moved),
+            num_failed=self.num_failed,
+            pause_counts=tuple(self.pause_counts),
+            pause_s=self.pause_s,
+        )
+
+    async def move(
+        self,
+        resumable: ResumableRequest,
+        target: str,
+        continued: Callable[[], GenerateRequest],
+        max_model_len: int,
+    ) -> None:
+        """Move a request; continued: it, as its latest epoch gets it.  Raises MoveError."""
+        source = resumable.attempt
+        name = resumable.request.request_id
+        if source is None or resumable.next is not None or resumable.move is not None:
+            raise MoveError(f"request {name!r} is between two instances; it can be moved later")
+        instance = self._target(resumable, source, target)
+        resumable.epoch += 1
+        attempt = Attempt(instance, replace(continued(), held=True), max_model_len)
+        move = resumable.move = Move(self._carry_out(resumable, source, attempt))
+        try:
+            await asyncio.shield(move.task)
+        except asyncio.CancelledError:
+            if not move.task.cancelled():
+                raise
+            raise MoveError(f"request {name!r} ended while it was moved to {target}") from None
+        except (MoeLoraError, ValueError, asyncio.TimeoutError) as error:
+            reason = str(error) or "it took too long"
+            raise MoveError(f"request {name!r} could not be moved to {target}: {reason}") from error
+
+    def _target(self, resumable: ResumableRequest, source: Attempt, target: str) -> Instance:
+        candidates = self._instance_registry.candidates(resumable.request.adapter)
+        for instance in candidates:
+            if instance.name == target and instance is not source.instance:
+                return instance
+        here = source.instance
+        names = ", ".join(one.name for one in candidates if one is not here) or "none"
+        raise MoveError(f"a request of {here.name} can't be moved to {target!r}; choose one of {names}")
+
+    async def _carry_out(self, resumable: ResumableRequest, source: Attempt, target: Attempt) -> None:
+        try:
+            target.begun_s = self._clock.now_s()
+            ready = await asyncio.wait_for(anext(target.outputs()), READY_S)
+            if ready.finish_reason is not None:
+                raise MoveError(ready.error or "the target ended it")
+            await self._hand_over(resumable, source, target, ready.adapter_version)
+        except BaseException:
+            self.num_failed += 1
+            await target.close()
+            raise
+        finally:
+            resumable.move = None
+        source.leave()
+
+    async def _hand_over(
+        self, resumable: ResumableRequest, source: Attempt, target: Attempt, adapter_version: int | None
+    ) -> None:
+        move = resumable.move
+        assert move is not None
+        held_s = self._clock.now_s()
+        try:
+            held: HeldRequest = await asyncio.wait_for(source.ask("hold_request", target.first), ACK_S)
+            if held.adapter_version != adapter_version:
+                raise MoveError("the target has another version of its adapter")
+            move.final = True
+            await asyncio.wait_for(target.ask("resume_request", held.tokens), ACK_S)
+        except BaseException:
+            self._go_on(source)
+            raise
+        target.first += len(held.tokens)
+        target.held_s, target.timing_before = held_s, held.timing
+        resumable.next = target
+
+    def _go_on(self, source: Attempt) -> None:
+        """Have the source resume; it was told to hold before, even if it has not answered."""
+
+        async def resume() -> None:
+            with suppress(MoeLoraError, ValueError):  # it ended meanwhile, or the request did
+                await source.ask("resume_request", ())
+
+        task = asyncio.create_task(resume())
+        self._resuming.add(task)
+        task.add_done_callback(self._resuming.discard)

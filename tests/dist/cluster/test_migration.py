@@ -1,0 +1,284 @@
+"""Requests that are moved between real engines while they stream."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import EngineDeadError, MoveError
+from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.engine.build import build_engine
+from moe_lora.engine.llm import InProcessClient
+from moe_lora.policies.routers import LeastOutstanding
+from tests.dist.cluster.fleet_parts import fleet_client
+
+DEMO = Path(__file__).parents[3] / "demo"
+ADAPTERS = (("upper", str(DEMO / "adapters" / "upper")),)
+CONFIG = EngineConfig(
+    model_dir=str(DEMO / "model"),
+    adapters=ADAPTERS,
+    dtype="float32",
+    eager=True,
+    max_num_seqs=8,
+    num_threads=1,
+)
+PROMPT = tuple(range(20, 57))
+LENGTH = 60
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[InProcessClient]]:
+    clients = [InProcessClient(build_engine(replace(CONFIG, instance=str(n)))) for n in range(2)]
+    yield clients
+    for client in clients:
+        client.shut_down()
+
+
+@pytest.fixture
+def fleet(engines) -> FleetClient:
+    return fleet_client(InstanceRegistry(engines, ADAPTERS), LeastOutstanding())
+
+
+def ask(name: str = "r", adapter: str | None = "upper", **sampling) -> GenerateRequest:
+    params = SamplingParams(
+        **{"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0, "logprobs": 1, **sampling}
+    )
+    return GenerateRequest(request_id=name, prompt_token_ids=PROMPT, sampling=params, adapter=adapter)
+
+
+def place(fleet: FleetClient, name: str = "r") -> str:
+    return fleet._running[name].attempt.instance.name
+
+
+async def answer(fleet: FleetClient, request: GenerateRequest, cuts=()) -> list[TokenOutput]:
+    """The request's outputs; it is moved to the other instance each time when it has that many tokens, and
+    the move before is over."""
+    outputs, num_tokens, left = [], 0, sorted(cuts)
+    async for output in fleet.generate(request):
+        outputs.append(output)
+        num_tokens += len(output.token_ids)
+        if left and num_tokens >= left[0] and fleet._running[request.request_id].next is None:
+            here = place(fleet, request.request_id)
+            await fleet.move(request.request_id, str(1 - int(here)))
+            del left[0]
+    return outputs
+
+
+def tokens(outputs: list[TokenOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def logprobs(outputs: list[TokenOutput]) -> list[float]:
+    return [entry.logprob for output in outputs for entry in output.logprobs or ()]
+
+
+def all_idle(engines) -> bool:
+    return all(
+        not client.core.has_work and not client.core._scheduler.running and not client.core._scheduler.waiting
+        for client in engines
+    )
+
+
+async def until_idle(engines) -> None:
+    for _ in range(1000):
+        if all_idle(engines):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("an engine kept a request that had gone")
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}])
+@pytest.mark.parametrize("cuts", [{7}, {1, 40}, {1, 5, 6, 20, 33}])
+def test_moved_answer_has_the_tokens_of_one_left_alone(fleet, engines, cuts, sampling):
+    async def run() -> None:
+        alone = await answer(fleet, ask("alone", **sampling))
+        moved = await answer(fleet, ask("moved", **sampling), cuts)
+        assert tokens(moved) == tokens(alone)
+        assert len(tokens(moved)) == LENGTH
+        assert logprobs(moved) == pytest.approx(logprobs(alone), abs=1e-4)
+        assert fleet.mover.num_moved["tokens"] == len(cuts) > 0
+        assert sum(fleet.mover.pause_counts) == len(cuts)
+        assert {output.request_id for output in moved} == {"moved"}
+        assert moved[-1].finish_reason == "length"
+        assert moved[-1].timing is not None
+        assert {output.num_cached_tokens for output in moved} == {moved[0].num_cached_tokens}
+        stats = await fleet.stats()
+        assert [one.outstanding_tokens for one in stats.instances] == [0, 0]
+        assert [one.num_resent for one in stats.instances] == [0, 0]
+        await until_idle(engines)
+
+    asyncio.run(run())
+
+
+def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines):
+    """Moves begin while the streams are read: also of requests that wait, or compute their prompt."""
+
+    async def shuffle(rng: random.Random, names: list[str], over: asyncio.Event) -> int:
+        num_moved = 0
+        while not over.is_set():
+            await asyncio.sleep(rng.random() * 0.02)
+            name = rng.choice(names)
+            if name in fleet._running:
+                try:
+                    await fleet.move(name, str(1 - int(place(fleet, name))))
+                    num_moved += 1
+                except (MoveError, AttributeError):
+                    continue
+        return num_moved
+
+    async def run() -> None:
+        requests = [
+            ask(f"r{i}", [None, "upper"][i % 2], temperature=float(i % 3 > 0), seed=i) for i in range(12)
+        ]
+        alone = [tokens(await answer(fleet, request)) for request in requests]
+        names, over = [one.request_id for one in requests], asyncio.Event()
+        shuffling = asyncio.create_task(shuffle(random.Random(1), names, over))
+        moved = await asyncio.gather(*(answer(fleet, request) for request in requests))
+        over.set()
+        assert [tokens(outputs) for outputs in moved] == alone
+        assert await shuffling > 5
+        assert fleet.mover.num_moved["tokens"] > 5
+        await until_idle(engines)
+
+    asyncio.run(run())
+
+
+def test_abort_reaches_both_ends_of_a_move(fleet, engines):
+    async def run() -> None:
+        stream = fleet.generate(ask(max_tokens=200))
+        await anext(stream)
+        moving = asyncio.create_task(fleet.move("r", str(1 - int(place(fleet)))))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await fleet.abort("r")
+        outputs = [output async for output in stream]
+        assert outputs[-1].finish_reason == "abort"
+        with pytest.raises(MoveError):
+            await moving
+        await until_idle(engines)
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_during_a_move_leaves_nothing_behind(fleet, engines):
+    async def run() -> None:
+        for num_turns in range(0, 60, 3):
+            stream = fleet.generate(ask(max_tokens=200))
+            await anext(stream)
+            moving = asyncio.create_task(fleet.move("r", str(1 - int(place(fleet)))))
+            for _ in range(num_turns):
+                await asyncio.sleep(0.0005)
+            await stream.aclose()
+            await asyncio.gather(moving, return_exceptions=True)
+            await until_idle(engines)
+        stats = await fleet.stats()
+        assert [one.outstanding_tokens for one in stats.instances] == [0, 0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["hold_request", "resume_request"])
+@pytest.mark.parametrize("after", [False, True])
+def test_source_goes_on_where_the_target_does_not_take_over(fleet, engines, monkeypatch, method, after):
+    async def run() -> None:
+        alone = tokens(await answer(fleet, ask("alone")))
+        monkeypatch.setattr("moe_lora.dist.cluster.migration.ACK_S", 0.2)
+        num_failed = 0
+
+        def silent(client: InProcessClient):
+            ask_really = client.ask
+
+            async def ask_and_hear_nothing(name: str, *args):
+                nonlocal num_failed
+                if name != method or args[-1:] == ((),):
+                    return await ask_really(name, *args)
+                num_failed += 1
+                if after:
+                    await ask_really(name, *args)
+                return await asyncio.get_running_loop().create_future()
+
+            return ask_and_hear_nothing
+
+        outputs = []
+        async for output in fleet.generate(ask()):
+            outputs.append(output)
+            if len(outputs) == 10:
+                for client in engines:
+                    monkeypatch.setattr(client, "ask", silent(client))
+                with pytest.raises(MoveError, match="it took too long"):
+                    await fleet.move("r", str(1 - int(place(fleet))))
+                monkeypatch.undo()
+        assert num_failed == 1
+        assert tokens(outputs) == alone
+        assert fleet.mover.num_moved["tokens"] == 0
+        assert fleet.mover.num_failed == 1
+        await until_idle(engines)
+
+    asyncio.run(run())
+
+
+def test_move_to_nowhere_is_refused_and_says_where_to(fleet):
+    async def run() -> None:
+        stream = fleet.generate(ask())
+        await anext(stream)
+        here = place(fleet)
+        for target in (here, "nobody"):
+            with pytest.raises(
+                MoveError, match=f"can't be moved to '{target}'; choose one of {1 - int(here)}"
+            ):
+                await fleet.move("r", target)
+        with pytest.raises(MoveError, match="'other' is not running"):
+            await fleet.move("other", "1")
+        await stream.aclose()
+
+    asyncio.run(run())
+
+
+def test_other_version_at_the_target_is_no_target(fleet, engines):
+    async def run() -> None:
+        stream = fleet.generate(ask())
+        outputs = [await anext(stream)]
+        target = engines[1 - int(place(fleet))]
+        await target.load_adapter("upper", ADAPTERS[0][1], replace=True, version=7)
+        with pytest.raises(MoveError, match=r"begun with version 1 .* version 7 is served here"):
+            await fleet.move("r", str(engines.index(target)))
+        outputs += [output async for output in stream]
+        assert len(tokens(outputs)) == LENGTH
+        await target.load_adapter("upper", ADAPTERS[0][1], replace=True, version=1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("dies", ["source", "target"])
+def test_end_that_dies_at_the_hand_over_leaves_the_request_with_the_other(fleet, engines, monkeypatch, dies):
+    async def die(client: InProcessClient, ask_really: Callable[..., Any], name: str, *args: Any) -> Any:
+        if name in ("hold_request", "resume_request"):
+            raise EngineDeadError("it has ended")
+        return await ask_really(name, *args)
+
+    async def run() -> None:
+        alone = tokens(await answer(fleet, ask("alone")))
+        outputs = []
+        async for output in fleet.generate(ask()):
+            outputs.append(output)
+            if len(outputs) == 10:
+                here = int(place(fleet))
+                client = engines[here if dies == "source" else 1 - here]
+                monkeypatch.setattr(client, "ask", partial(die, client, client.ask))
+                with pytest.raises(MoveError, match="it has ended"):
+                    await fleet.move("r", str(1 - here))
+                monkeypatch.undo()
+        assert tokens(outputs) == alone
+        await until_idle(engines)
+
+    asyncio.run(run())
