@@ -105,6 +105,8 @@ class StepProfile:
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZE = ("none", "int8", "int4")
+GROUP_SIZES = (32, 64, 128)
 POOL_TRANSPORTS = ("shm", "gloo")
 """Not nixl: it keeps freed windows for as long as the process lives, and pools free them all the time."""
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
@@ -167,6 +169,16 @@ class EngineConfig(Settings):
     instance gets."""
     dtype: str = setting("auto", choices=DTYPES, option="--dtype")
     """Of weights, activations and KV; auto: the checkpoint's."""
+    quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize")
+    """How weights of attention, MLP and experts are held, quantised as they are loaded: int8 with a scale per
+    output, int4 with one per group of inputs.  Router, norms and embeddings stay as they are, and so do
+    adapters (docs/guides/quantised.md)."""
+    quantize_group_size: int | None = setting(
+        None, option="--quantize-group-size", metavar="32|64|128", unset="64"
+    )
+    """Inputs that share a scale, with int4: 32, 64 or 128."""
+    quantize_head: bool = setting(False, option="--quantize-head")
+    """Quantise the vocabulary head too."""
     device: str = setting("auto", choices=DEVICES, option="--device")
     """What computes; auto: CUDA if there is any."""
     max_loras: int = setting(64, least=1, option="--max-loras", group="Adapters")
@@ -277,6 +289,15 @@ class EngineConfig(Settings):
                 f"arena_mb={self.arena_mb} is for KV and adapters together, so lora_memory_gb="
                 f"{self.lora_memory_gb} has no meaning beside it; leave one of them out"
             )
+        if self.quantize_group_size is not None and not self.quantize.startswith("int4"):
+            raise ConfigError(
+                f"quantize_group_size={self.quantize_group_size} is for int4, not for quantize="
+                f"{self.quantize!r}; leave it out"
+            )
+        if self.quantize_group_size not in (None, *GROUP_SIZES):
+            raise ConfigError(f"quantize_group_size={self.quantize_group_size} must be 32, 64 or 128")
+        if self.quantize_head and self.quantize == "none":
+            raise ConfigError("quantize_head=True needs a format; choose one with quantize")
         if not 0 < self.swap_in_below <= self.swap_out_above <= 1:
             raise ConfigError(
                 f"swap_in_below={self.swap_in_below} and swap_out_above={self.swap_out_above} must be shares "

@@ -17,6 +17,7 @@ import torch
 
 from . import reference
 from .cpu import cpu
+from .quantised import QuantisedOperand, format_of
 
 _handlers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
@@ -64,6 +65,22 @@ def _expert_linear(
     return reference.expert_linear(x, weight, bias, ids)
 
 
+def _quantised_linear(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    form: str,
+    group_size: int,
+    num_out: int,
+) -> torch.Tensor:
+    weight = QuantisedOperand(format_of(form, group_size), data, scale)
+    if ids is None and x.shape[0] > cpu.LINEAR_MAX_ROWS[x.dtype]:
+        return reference.quantised_linear(x, weight, bias, ids)
+    return cpu.quantised_linear(x, weight, bias, ids, num_out)
+
+
 _library = torch.library.Library("moe_lora", "FRAGMENT")
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "lora_begin(Tensor(a!) channel, Tensor(b!) x, Tensor? ids, int site) -> Tensor": (
@@ -88,6 +105,13 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _expert_linear,
         lambda x, weight, bias, ids: x.new_empty(ids.numel(), weight.shape[1]),
     ),
+    "quantised_linear(Tensor x, Tensor data, Tensor scale, Tensor? bias, Tensor? ids, str form, "
+    "int group_size, int num_out) -> Tensor": (
+        _quantised_linear,
+        lambda x, data, scale, bias, ids, form, group_size, num_out: x.new_empty(
+            x.shape[0] if ids is None else ids.numel(), num_out
+        ),
+    ),
 }
 """By schema: what the operation does, and its result's shape and dtype alone, for the compiler."""
 for _schema, (_does, _fake) in _OPS.items():
@@ -102,3 +126,4 @@ paged_attention = torch.ops.moe_lora.paged_attention
 exchange_experts = torch.ops.moe_lora.exchange_experts
 linear = torch.ops.moe_lora.linear
 expert_linear = torch.ops.moe_lora.expert_linear
+quantised_linear = torch.ops.moe_lora.quantised_linear

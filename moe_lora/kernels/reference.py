@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .operands import AttentionOperands, KvLayout, LoraOperands
+from .quantised import QuantisedOperand, dequantise
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -34,6 +35,17 @@ def expert_linear(
             expert_bias = None if bias is None else bias[expert]
             out[rows] = F.linear(x[source[rows]], weight[expert], expert_bias)
     return out
+
+
+def quantised_linear(
+    x: torch.Tensor,
+    weight: QuantisedOperand,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """`linear` (ids None) or `expert_linear` over the dequantised weights."""
+    plain = dequantise(*weight, x.shape[1], x.dtype)
+    return linear(x, plain, bias) if ids is None else expert_linear(x, plain, bias, ids)
 
 
 def input_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels import ops
 
+from .quantised_weight import QuantisedWeight
 from .spec import ModelSpec
 
 # The linear layers that LoRA sites are made of.
@@ -31,8 +32,19 @@ def parameter(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*size), requires_grad=False)
 
 
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x @ weight.T + bias, whichever way the weight is held."""
+    if isinstance(weight, QuantisedWeight):
+        return weight.multiply(x, bias)
+    return ops.linear(x, weight, bias)
+
+
 class LoraLinear(nn.Module):
     """y = x @ weight.T + bias + deltas, for all modules of one dense site at once."""
+
+    weight: nn.Parameter | QuantisedWeight
 
     def __init__(self, shape: ModelShape, site_name: str, *, bias: bool) -> None:
         super().__init__()
@@ -43,7 +55,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
         ticket = ops.lora_begin(channel, x, None, self.site)
-        y = ops.linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
         ops.lora_add_to(channel, ticket, y)
         return y
 
@@ -53,6 +65,8 @@ class ExpertLinear(nn.Module):
 
     experts: those whose weights are held here, in the order of the weight's first dim.
     """
+
+    weight: nn.Parameter | QuantisedWeight
 
     def __init__(self, shape: ModelShape, site_name: str, experts: range, *, bias: bool) -> None:
         super().__init__()
@@ -67,7 +81,10 @@ class ExpertLinear(nn.Module):
         ticket = ops.lora_begin(channel, x, ids_TK, self.site)
         first = self.experts.start
         rows_TK = torch.where(ids_TK < 0, ids_TK, ids_TK - first) if first else ids_TK
-        y = ops.expert_linear(x, self.weight, self.bias, rows_TK)
+        if isinstance(self.weight, QuantisedWeight):
+            y = self.weight.multiply(x, self.bias, rows_TK)
+        else:
+            y = ops.expert_linear(x, self.weight, self.bias, rows_TK)
         ops.lora_add_to(channel, ticket, y)
         return y
 
@@ -239,6 +256,7 @@ class CausalLM(nn.Module):
     """
 
     inverse_frequencies: torch.Tensor
+    head: nn.Parameter | QuantisedWeight
 
     def __init__(self, spec: ModelSpec, experts: range | None = None) -> None:
         super().__init__()
@@ -276,4 +294,4 @@ class CausalLM(nn.Module):
         x = F.embedding(tokens, self.embedding)
         for layer, channel in zip(self.layers, channels, strict=True):
             x = layer_forward(layer, x, channel, cos, sin, live)
-        return ops.linear(self.norm(x[logit_rows]), self.head, None).float()
+        return linear(self.norm(x[logit_rows]), self.head, None).float()

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.kernels.cpu.library import advise_huge_pages
 
-from .causal_lm import CausalLM, ExpertLinear
+from .causal_lm import CausalLM, ExpertLinear, LoraLinear
+from .quantised_weight import Quantisation, QuantisedWeight
 from .spec import ModelSpec, model_spec
 from .weights import Piece, WeightMap, weight_map
 
@@ -23,36 +25,79 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 RECOMPUTED = "rotary_emb.inv_freq"  # buffers that old checkpoints keep; config.json says the same
 NUM_NAMED = 5  # unexpected tensors that an error message names
+Target = torch.Tensor | QuantisedWeight
 
 
 def load_model(
-    model_dir: Path, dtype: torch.dtype, device: torch.device, experts: range | None = None
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: range | None = None,
+    quantisation: Quantisation | None = None,
 ) -> CausalLM:
     """Build the model of a checkpoint directory and load its weights.
 
     experts: those of each layer to load, None = all; the others' weights are neither allocated nor read.
+    quantisation: what is quantised as it is read, a few rows at a time; None = nothing.
     """
     spec = model_spec(read_config(model_dir))
-    model = _empty_model(spec, dtype, device, experts)
+    model = _empty_model(spec, dtype, device, experts, quantisation)
     checkpoint = Checkpoint(model_dir)
     _fill(model, checkpoint, weight_map(spec, checkpoint))
     return model
 
 
 def _empty_model(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, experts: range | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: range | None,
+    quantisation: Quantisation | None,
 ) -> CausalLM:
     """A model whose weights are allocated but not filled."""
     with torch.device("meta"):
         model = CausalLM(spec, experts).to(dtype)
+        if quantisation is not None:
+            _quantise_weights(model, quantisation, device)
     model = model.to_empty(device=device)
-    for weight in model.parameters():
+    for weight in (*model.parameters(), *model.buffers()):
         advise_huge_pages(weight)
     frequencies = torch.tensor(spec.rope.inverse_frequencies, dtype=torch.float32, device=device)
     model.register_buffer("inverse_frequencies", frequencies, persistent=False)
-    if spec.tie_word_embeddings:
+    if spec.tie_word_embeddings and not isinstance(model.head, QuantisedWeight):
         model.head = model.embedding
     return model.eval()
+
+
+def _quantise_weights(model: CausalLM, quantisation: Quantisation, device: torch.device) -> None:
+    """Put a `QuantisedWeight` in the place of each parameter of a model without storage that gets one.
+
+    Raises ConfigError for a device without kernels, and for a shape that the format can't hold.
+    """
+    form = quantisation.form
+    if device.type != "cpu":
+        raise ConfigError(
+            f"quantize={form.name!r} runs on CPU only so far, not on {device.type}; use device='cpu' or "
+            "quantize='none'"
+        )
+
+    def replace_weight(owner: nn.Module, attribute: str, name: str) -> None:
+        weight = getattr(owner, attribute)
+        try:
+            held = QuantisedWeight(weight, form)
+        except ValueError as error:
+            raise ConfigError(
+                f"quantize={form.name!r} can't hold {name} of shape {tuple(weight.shape)}: {error}; choose "
+                "a group size that divides it, or int8"
+            ) from error
+        delattr(owner, attribute)  # a parameter's name takes no module
+        setattr(owner, attribute, held)
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, (LoraLinear, ExpertLinear)) and not name.endswith("mlp.gate"):
+            replace_weight(module, "weight", f"{name}.weight")
+    if quantisation.head:
+        replace_weight(model, "head", "head")
 
 
 class Checkpoint:
@@ -125,20 +170,23 @@ def _fill(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:
     read.  Raises ConfigError naming the tensor if one is missing, has another shape than the model needs, or
     has no place in the model.
     """
-    parameters = dict(model.named_parameters())
-    assert parameters.keys() == weights.keys(), parameters.keys() ^ weights.keys()
+    targets: dict[str, Target] = {name: weight.data for name, weight in model.named_parameters()}
+    targets |= {name: module for name, module in model.named_modules() if isinstance(module, QuantisedWeight)}
+    if model.spec.tie_word_embeddings and "head" in targets:
+        weights = weights | {"head": weights["embedding"]}
+    assert targets.keys() == weights.keys(), targets.keys() ^ weights.keys()
     _refuse_unexpected(model, checkpoint, weights)
     per_expert = _per_expert_parameters(model)
-    for name, parameter in parameters.items():
+    for name, target in targets.items():
         for piece in weights[name]:
             if name not in per_expert:
-                _fill_piece(parameter.data, piece, checkpoint)
+                _fill_piece(target, piece, checkpoint)
             elif piece.index and isinstance(piece.index[0], int):
                 if piece.index[0] in model.experts:
                     index = (piece.index[0] - model.experts.start, *piece.index[1:])
-                    _fill_piece(parameter.data, replace(piece, index=index), checkpoint)
+                    _fill_piece(target, replace(piece, index=index), checkpoint)
             else:
-                _fill_piece(parameter.data, piece, checkpoint, model.experts, model.spec.shape.num_experts)
+                _fill_piece(target, piece, checkpoint, model.experts, model.spec.shape.num_experts)
 
 
 def _per_expert_parameters(model: CausalLM) -> set[str]:
@@ -152,7 +200,7 @@ def _per_expert_parameters(model: CausalLM) -> set[str]:
 
 
 def _fill_piece(
-    parameter: torch.Tensor,
+    into: Target,
     piece: Piece,
     checkpoint: Checkpoint,
     experts: range | None = None,
@@ -161,14 +209,22 @@ def _fill_piece(
     """Copy one piece; of a tensor over all experts, the part of those in `experts`."""
     tensors = [checkpoint[key] for key in piece.keys]
     tensor = piece.transform(*tensors) if piece.transform else tensors[0]
-    target = parameter[piece.index]
-    wanted = target.shape if experts is None else (num_experts, *target.shape[1:])
+    part = torch.empty(into.shape, device="meta")[piece.index].shape
+    wanted = part if experts is None else (num_experts, *part[1:])
     if tensor.shape != wanted:
         raise ConfigError(
             f"{piece.key} in {checkpoint.model_dir} has shape {tuple(tensors[0].shape)}, "
             f"giving {tuple(tensor.shape)} where config.json asks for {tuple(wanted)}"
         )
-    target.copy_(tensor if experts is None else tensor[experts.start : experts.stop])
+    if experts is not None:
+        tensor = tensor[experts.start : experts.stop]
+    if isinstance(into, torch.Tensor):
+        into[piece.index].copy_(tensor)
+        return
+    try:
+        into.fill(piece.index, tensor)
+    except ValueError as error:
+        raise ConfigError(f"{piece.key} in {checkpoint.model_dir} can't be quantised: {error}") from error
 
 
 def _refuse_unexpected(model: CausalLM, checkpoint: Checkpoint, weights: WeightMap) -> None:

@@ -77,9 +77,9 @@ def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
 
 
-def local_tokens(model: ServedModel, dtype: str) -> Tokens:
-    """Greedy tokens of the local backend."""
-    engine = build.build_engine(settings(model, dtype))
+def local_tokens(model: ServedModel, dtype: str, **changes: Any) -> Tokens:
+    """Greedy tokens of the local backend.  changes: of `settings`."""
+    engine = build.build_engine(settings(model, dtype, **changes))
     try:
         return answers(engine, requests_to(model))
     finally:

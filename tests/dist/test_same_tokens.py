@@ -52,6 +52,14 @@ def test_small_arena_beside_a_server_changes_no_token(sites: str, expected: Expe
     assert not outcome.complaints(tokens)
 
 
+def test_quantised_base_beside_a_server_changes_no_token(expected: Expected) -> None:
+    model, plain = expected("mixtral", "float32")
+    tokens = local_tokens(model, "float32", quantize="int8")
+    row = {name: values[0] for name, values in FACTORS.items()} | {"family": "mixtral"}
+    assert not served_tokens(model, row, quantize="int8").complaints(tokens)
+    assert tokens != plain, "the base is another one"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_compiled_layers_add_the_same_bits(family: str, expected: Expected) -> None:

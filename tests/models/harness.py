@@ -16,6 +16,7 @@ from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, local_routing
 from moe_lora.models.causal_lm import DecoderLayer
 from moe_lora.models.loader import load_model
+from moe_lora.models.quantised_weight import Quantisation
 from tests.slots import write_slot
 
 BLOCK_SIZE = 4
@@ -43,8 +44,9 @@ class Harness:
         dtype: torch.dtype = torch.float32,
         max_sequences: int = 16,
         layer_forward=DecoderLayer.__call__,
+        quantisation: Quantisation | None = None,
     ) -> None:
-        self.model = load_model(model_dir, dtype, torch.device("cpu"))
+        self.model = load_model(model_dir, dtype, torch.device("cpu"), quantisation=quantisation)
         self.layer_forward = layer_forward
         shape = self.model.spec.shape
         self.layout = KvLayout(

@@ -32,6 +32,7 @@ from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.paced import PacedBackend
 from moe_lora.lora.row_routing import Source
 from moe_lora.models.loader import load_model
+from moe_lora.models.quantised_weight import quantisation_of
 
 from .exchange import ExpertExchange, ReduceExchange, RowExchange, open_group
 from .followers import RENDEZVOUS
@@ -60,7 +61,8 @@ class Rank:
         self.dtype = DTYPES[config.dtype]
         num_experts = ModelShape.from_hf_config(hf_config).num_experts
         self.experts = experts_of_rank(num_experts, config.expert_parallel, dist_rank)
-        self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts)
+        quantisation = quantisation_of(config.quantize, config.quantize_group_size, config.quantize_head)
+        self.model = load_model(Path(config.model_dir), self.dtype, self.device, self.experts, quantisation)
         self.shape = self.model.spec.shape
         self.layout = kv_layout(config, self.shape, self.dtype)
         self.lora_server = server = (

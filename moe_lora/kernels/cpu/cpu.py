@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_lora.kernels.operands import AttentionOperands, LoraOperands
+from moe_lora.kernels.quantised import QuantisedOperand
 
 from . import library
 from .library import check_rows, checked, dtype_code, kv_pages, lib, lora_site, lora_slots, row_stride
@@ -215,6 +216,45 @@ def expert_linear(
         None if bias is None else checked(bias, "bias", x.dtype, experts * num_out),
         *(checked(ids, "ids", torch.int32, tokens * top_k), tokens, top_k, experts),
         *(out.data_ptr(), num_out, width),
+    )
+    if refusal:
+        raise ValueError(f"ids hold an expert outside -1 .. {experts - 1}")
+    return out
+
+
+def quantised_linear(
+    x: torch.Tensor,
+    weight: QuantisedOperand,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    num_out: int,
+) -> torch.Tensor:
+    """`linear` (ids None) or `expert_linear` over weights that are held as `quantised.put` writes them.
+
+    Same bits as over the dequantised weights.  Raises ValueError as they do.
+    """
+    form, data, scale = weight
+    code = dtype_code(x)
+    rows, width = x.shape
+    tokens, top_k = (rows, 1) if ids is None else ids.shape
+    experts = 1 if ids is None else data.shape[0]
+    shapes = (
+        tuple(form.sizes(num_out, width))
+        if ids is None
+        else [(experts, *s) for s in form.sizes(num_out, width)]
+    )
+    if (data.shape, scale.shape) != tuple(shapes) or (data.dtype, scale.dtype) != form.dtypes(x.dtype):
+        raise ValueError(library.quantised_error(x, weight, num_out))
+    check_rows(x, tokens, top_k)
+    out = torch.empty((tokens * top_k, num_out), dtype=x.dtype)
+    refusal = lib.moe_lora_unpacked_linear(
+        *(form.bits, code, _threads(), x.data_ptr(), row_stride(x), rows),
+        checked(data, "data", data.dtype, data.numel()),
+        checked(scale, "scale", scale.dtype, scale.numel()),
+        form.group_size,
+        None if bias is None else checked(bias, "bias", x.dtype, experts * num_out),
+        None if ids is None else checked(ids, "ids", torch.int32, tokens * top_k),
+        *(tokens, top_k, experts, out.data_ptr(), num_out, width),
     )
     if refusal:
         raise ValueError(f"ids hold an expert outside -1 .. {experts - 1}")

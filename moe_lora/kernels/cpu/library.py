@@ -14,6 +14,7 @@ import torch
 
 from moe_lora.config import LORA_KERNELS
 from moe_lora.kernels.operands import AttentionOperands, KvLayout, LoraOperands, SlotTable
+from moe_lora.kernels.quantised import QuantisedOperand
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import Site
@@ -58,6 +59,7 @@ def _load() -> ctypes.CDLL:
     library.moe_lora_set_isa.argtypes = [c_char_p]
     library.moe_lora_linear.argtypes = [i, i, p, n, p, p, p, n, n, n]
     library.moe_lora_expert_linear.argtypes = [i, i, p, n, n, p, p, p, n, n, n, p, n, n]
+    library.moe_lora_unpacked_linear.argtypes = [i, i, i, p, n, n, p, p, n, p, p, n, n, n, p, n, n]
     library.moe_lora_shrink.argtypes = [i, i, i, p, n, n, p, n, n, site, n, p, slots, p, n]
     library.moe_lora_shrink.restype = n
     library.moe_lora_expand.argtypes = [i, p, p, n]
@@ -208,6 +210,16 @@ def weight_error(x: torch.Tensor, weight: torch.Tensor) -> str:
     return (
         f"weight must be contiguous {x.dtype} with rows of {x.shape[-1]}, not {weight.dtype} of shape "
         f"{tuple(weight.shape)} and strides {weight.stride()}"
+    )
+
+
+def quantised_error(x: torch.Tensor, weight: QuantisedOperand, num_out: int) -> str:
+    """What is wrong with the operands of a quantised linear layer."""
+    form, data, scale = weight
+    return (
+        f"{form.name} weights of {num_out} outputs and {x.shape[-1]} inputs are {form.dtypes(x.dtype)} of "
+        f"shapes {form.sizes(num_out, x.shape[-1])} per matrix, not {data.dtype} of {tuple(data.shape)} and "
+        f"{scale.dtype} of {tuple(scale.shape)}"
     )
 
 

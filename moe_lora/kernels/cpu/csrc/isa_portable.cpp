@@ -36,6 +36,11 @@ struct Portable {
         return load_quad(rounded);
     }
 
+    static inline V load_int8(const int8_t* p) { return Quad{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
+    template <class T>
+    static inline void look_up(const uint8_t* bytes, int shift, const T* table, T* out) {
+        look_up_plainly(bytes, shift, table, out);
+    }
     template <class T>
     static inline V load(const T* p) {
         return load_quad(p);

@@ -41,11 +41,18 @@ MOE_LORA_API int32_t moe_lora_linear(int32_t dtype, int32_t threads, const void*
                                      const void* weight, const void* bias, void* out, int64_t rows, int64_t num_out,
                                      int64_t width);
 
-// x has `x_rows` rows: one per token or one per output. ids: [tokens, top_k].
+// x has `x_rows` rows: one per token or one per output. ids: [tokens, top_k]; null: one matrix for all rows.
 MOE_LORA_API int32_t moe_lora_expert_linear(int32_t dtype, int32_t threads, const void* x, int64_t x_stride,
                                             int64_t x_rows, const void* weight, const void* bias, const int32_t* ids,
                                             int64_t tokens, int64_t top_k, int64_t num_experts, void* out,
                                             int64_t num_out, int64_t width);
+
+// As moe_lora_expert_linear (ids null: a dense layer), over weights of 8 or 4 bits; layouts: unpack.inl.
+MOE_LORA_API int32_t moe_lora_unpacked_linear(int32_t bits, int32_t dtype, int32_t threads, const void* x,
+                                              int64_t x_stride, int64_t x_rows, const void* data, const void* scale,
+                                              int64_t group, const void* bias, const int32_t* ids, int64_t tokens,
+                                              int64_t top_k, int64_t num_experts, void* out, int64_t num_out,
+                                              int64_t width);
 
 struct LoraShrunk;
 

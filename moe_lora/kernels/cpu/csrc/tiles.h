@@ -33,6 +33,15 @@ struct SumTile {
     int64_t next_stride;
 };
 
+// Rows of quantised weights to unpack; see unpack.inl.
+struct UnpackRows {
+    const void* data;
+    const void* scale;
+    void* out;  // [rows][width]
+    int64_t rows, width, group;
+    int64_t ahead;  // bytes of data from here to what is unpacked next (prefetched)
+};
+
 // One row of logits in an online softmax; see softmax_row in tiles.inl.
 struct SoftmaxState {
     float max, sum, rescale;
@@ -50,6 +59,10 @@ struct IsaTable {
     void (*scale_row)(float* row, int64_t count, float scale);
     void (*store_f32)(const float* row, int64_t count, float scale, void* out);
     void (*store_bf16)(const float* row, int64_t count, float scale, void* out);
+    void (*unpack_int8_f32)(const UnpackRows&);
+    void (*unpack_int8_bf16)(const UnpackRows&);
+    void (*unpack_int4_f32)(const UnpackRows&);
+    void (*unpack_int4_bf16)(const UnpackRows&);
 };
 
 #if defined(__x86_64__) || defined(_M_X64)

@@ -180,6 +180,7 @@ static void dot_tile(const DotTile& t) {
 
 #include "sums.inl"
 #include "softmax.inl"
+#include "unpack.inl"
 
 template <class I>
 static IsaTable make_table(const char* name) {
@@ -193,5 +194,9 @@ static IsaTable make_table(const char* name) {
                     softmax_row<I>,
                     scale_row<I>,
                     store_row<I, float>,
-                    store_row<I, bf16>};
+                    store_row<I, bf16>,
+                    unpack_int8<I, float>,
+                    unpack_int8<I, bf16>,
+                    unpack_int4<I, float>,
+                    unpack_int4<I, bf16>};
 }

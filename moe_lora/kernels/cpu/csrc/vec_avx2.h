@@ -45,6 +45,13 @@ struct Avx2 {
         store(padded, value);
         memcpy(p, padded, count * sizeof(T));
     }
+    static inline V load_int8(const int8_t* p) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+    }
+    template <class T>
+    static inline void look_up(const uint8_t* bytes, int shift, const T* table, T* out) {
+        look_up_plainly(bytes, shift, table, out);
+    }
     static inline V load(const float* p) { return _mm256_loadu_ps(p); }
     static inline V load(const bf16* p) { return from_half(_mm_loadu_si128((const __m128i*)p)); }
     static inline V load_part(const float* p, int count) { return load_part_of(p, count); }

@@ -32,6 +32,22 @@ struct Avx512 {
             _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
     }
     static inline V round_bf16(V value) { return from_half(to_half(value)); }
+    static inline V load_int8(const int8_t* p) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    }
+    // Permutations look at the low bits of an index only, so the other nibble may stay where it is.
+    static inline void look_up(const uint8_t* bytes, int shift, const float* table, float* out) {
+        const V values = _mm512_load_ps(table);
+        for (int i = 0; i < 32; i += 16) {
+            const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(bytes + i)));
+            _mm512_storeu_ps(out + i, _mm512_permutexvar_ps(_mm512_srli_epi32(wide, shift), values));
+        }
+    }
+    static inline void look_up(const uint8_t* bytes, int shift, const bf16* table, bf16* out) {
+        const __m512i values = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)table));  // twice 16 of 32
+        const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)bytes));
+        _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_srli_epi16(wide, shift), values));
+    }
     static inline V load(const float* p) { return _mm512_loadu_ps(p); }
     static inline V load(const bf16* p) { return from_half(_mm256_loadu_si256((const __m256i*)p)); }
     static inline V load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }

@@ -1,0 +1,123 @@
+"""Linear layers over quantised weights, against torchao and against the same layers over plain weights."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torchao.quantization import Int8Tensor, IntxUnpackedToInt8Tensor
+from torchao.quantization.granularity import PerRow
+
+from moe_lora.kernels import ops, quantised, reference
+from moe_lora.kernels.cpu import cpu
+from moe_lora.kernels.quantised import Format, QuantisedOperand, format_of
+
+from .kernel_cases import popularity, random, strided
+
+ROWS = [1, 2, 3, 5, 16, 17, 64]
+FORMS = [format_of("int8", 0), *(format_of("int4", group) for group in (32, 64, 128))]
+WIDTHS = {0: [(64, 32), (77, 13), (33, 1), (256, 70), (7, 5)], 32: [(32, 5), (96, 70)]}
+WIDTHS |= {64: [(64, 13), (192, 1)], 128: [(128, 7), (384, 33)]}
+CASES = [(form, *size) for form in FORMS for size in WIDTHS[form.group_size]]
+
+
+def ident(case: object) -> str:
+    return f"{case.name}-{case.group_size}" if isinstance(case, Format) else str(case)
+
+
+def held(form: Format, weight: torch.Tensor) -> QuantisedOperand:
+    """The matrix, or each of several, quantised and put in two parts."""
+    sizes, dtypes = form.sizes(*weight.shape[-2:]), form.dtypes(weight.dtype)
+    data, scale = (
+        torch.empty(*weight.shape[:-2], *size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)
+    )
+    for matrix in [()] if weight.dim() == 2 else range(weight.shape[0]):
+        for first, part in zip((0, 3), (weight[matrix][:3], weight[matrix][3:]), strict=True):
+            if part.numel():
+                q, scales = quantised.quantise(part.contiguous(), form)
+                quantised.put(form, q, scales, data[matrix], scale[matrix], first)
+    return QuantisedOperand(form, data, scale)
+
+
+@pytest.mark.parametrize(("form", "width", "num_out"), CASES, ids=ident)
+def test_what_is_held_is_what_torchao_holds(dtype, generator, form, width, num_out):
+    weight = random(generator, num_out, width, dtype=dtype)
+    operand = held(form, weight)
+    if form.bits == 8:
+        expected = Int8Tensor.from_hp(weight, PerRow())
+    else:
+        expected = IntxUnpackedToInt8Tensor.from_hp(weight, (1, form.group_size), torch.int4)
+    q, scale = quantised.unpack(*operand, width)
+    assert torch.equal(q, expected.qdata)
+    assert torch.equal(scale, expected.scale)
+    assert torch.equal(quantised.dequantise(*operand, width, dtype), expected.dequantize())
+
+
+@pytest.mark.parametrize(("form", "width", "num_out"), CASES, ids=ident)
+def test_linear_has_the_bits_of_the_dequantised_weights(isa, dtype, generator, form, width, num_out):
+    weight = random(generator, num_out, width, dtype=dtype)
+    operand = held(form, weight)
+    plain = quantised.dequantise(*operand, width, dtype)
+    for rows, bias in itertools.product(ROWS, [None, random(generator, num_out, dtype=dtype)]):
+        x = strided(random(generator, rows, width, dtype=dtype))
+        found = cpu.quantised_linear(x, operand, bias, None, num_out)
+        assert found.dtype == dtype
+        assert torch.equal(found, cpu.linear(x, plain, bias)), rows
+
+
+@pytest.mark.parametrize("row_per_output", [False, True])
+@pytest.mark.parametrize("kind", ["distinct", "uniform", "zipf", "identical"])
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1]], ids=ident)
+def test_experts_have_the_bits_of_the_dequantised_weights(isa, dtype, generator, form, kind, row_per_output):
+    experts, width, num_out = 6, 96, 37
+    weight = random(generator, experts, num_out, width, dtype=dtype)
+    operand = held(form, weight)
+    plain = quantised.dequantise(*operand, width, dtype)
+    for rows, bias in itertools.product(ROWS, [None, random(generator, experts, num_out, dtype=dtype)]):
+        ids = popularity(generator, kind, rows * 2, experts).view(rows, 2)
+        x = strided(random(generator, rows * (2 if row_per_output else 1), width, dtype=dtype))
+        found = cpu.quantised_linear(x, operand, bias, ids, num_out)
+        assert torch.equal(found, cpu.expert_linear(x, plain, bias, ids)), rows
+        assert (found[ids.flatten() == -1] == 0).all()
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]], ids=ident)
+def test_wide_layers_are_bit_identical_in_any_batch_on_any_number_of_threads(isa, dtype, generator, form):
+    """Wide enough that weights are unpacked in blocks and shared out to threads."""
+    x, weight = random(generator, 64, 1024, dtype=dtype), random(generator, 515, 1024, dtype=dtype)
+    operand = held(form, weight)
+    together = cpu.quantised_linear(x, operand, None, None, 515)
+    torch.set_num_threads(2)
+    for rows in (1, 2, 5, 16, 40):
+        assert torch.equal(cpu.quantised_linear(x[:rows], operand, None, None, 515), together[:rows])
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1]], ids=ident)
+def test_more_rows_than_the_library_takes_are_computed_over_dequantised_weights(generator, form):
+    weight = random(generator, 40, 64)
+    x = random(generator, cpu.LINEAR_MAX_ROWS[torch.float32] + 1, 64)
+    operand = held(form, weight)
+    found = ops.quantised_linear(x, *operand[1:], None, None, form.name, form.group_size, 40)
+    assert torch.equal(found, reference.quantised_linear(x, operand, None, None))
+
+
+def test_operands_that_do_not_fit_are_refused(generator):
+    form = FORMS[0]
+    x, operand = torch.zeros(2, 8), held(form, random(generator, 4, 8))
+    bank, ids = held(form, random(generator, 3, 4, 8)), torch.zeros(2, 2, dtype=torch.int32)
+    refused = [
+        lambda: cpu.quantised_linear(x.half(), operand, None, None, 4),
+        lambda: cpu.quantised_linear(torch.zeros(2, 9), operand, None, None, 4),
+        lambda: cpu.quantised_linear(x, operand, None, None, 5),
+        lambda: cpu.quantised_linear(x, operand, torch.zeros(5), None, 4),
+        lambda: cpu.quantised_linear(x, operand._replace(scale=torch.zeros(5)), None, None, 4),
+        lambda: cpu.quantised_linear(x, operand._replace(data=operand.data.T), None, None, 4),
+        lambda: cpu.quantised_linear(x, operand._replace(data=operand.data.short()), None, None, 4),
+        lambda: cpu.quantised_linear(x, bank, None, ids + 3, 4),
+        lambda: cpu.quantised_linear(x, bank, None, ids.long(), 4),
+        lambda: cpu.quantised_linear(torch.zeros(3, 8), bank, None, ids, 4),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError):
+            call()
