@@ -39,7 +39,8 @@ class PacedBackend:
     Only decode rows count, and where the profile has a time for them prompt rows, whose time is divided over
     a layer's sites by their multiply-adds.  Stages end at due times
     that follow from each other, so a stage that is late (its real work took longer, or the machine was busy)
-    takes the lateness out of the sleeps after it.  Not so where host workers compute: a device would wait.
+    takes the lateness out of the sleeps after it.  A site's deltas from host workers that come after its time
+    hold the device up: it would wait.
     remote: the deltas come from a LoRA Server, which sleeps for its own part.
     """
 
@@ -71,16 +72,18 @@ class PacedBackend:
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo:
         if site == self._first_site:
             self._pass(self._profile.attention.seconds(self._num_rows))
-        return partial(self._add_to, self._backend.begin(layer, site, x, ids), site)
+        begun_s = time.monotonic()
+        return partial(self._add_to, self._backend.begin(layer, site, x, ids), site, begun_s)
 
-    def _add_to(self, add_to: AddTo | None, site: int, y: torch.Tensor) -> None:
+    def _add_to(self, add_to: AddTo | None, site: int, begun_s: float, y: torch.Tensor) -> None:
+        host_s = 0.0
         if add_to is not None:
             add_to(y)
+            host_s = time.monotonic() - begun_s if self._host else 0.0
         profile, share = self._profile, self._shares.get(site)
         if self._num_prompt_rows:
-            self._pass(self._prefill_shares[site] * profile.prefill.seconds(self._num_prompt_rows))
-        if self._host:
-            self._due_s = max(self._due_s, time.monotonic())
+            prompt_s = self._prefill_shares[site] * profile.prefill.seconds(self._num_prompt_rows)
+            self._pass(max(prompt_s, host_s))
         if share is None:
             return
         base_s = share * profile.experts.seconds(self._num_rows)

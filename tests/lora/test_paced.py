@@ -11,7 +11,7 @@ from moe_lora.kernels.operands import StepTables
 from moe_lora.lora import paced
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.paced import PacedBackend
-from moe_lora.lora.row_routing import RowRouting, local_routing
+from moe_lora.lora.row_routing import RowRouting, Source, local_routing
 from tests.dist.lora_server.shapes import model_shape
 
 SHAPE = model_shape()
@@ -102,6 +102,22 @@ def test_prompt_rows_take_a_layers_time_by_the_work_of_its_sites(clock: Clock) -
     shares = PacedBackend(Answering(clock, 0.0), SHAPE, profile, remote=False)._prefill_shares
     work = [site.in_features * site.total_out_features for site in SHAPE.sites]
     assert shares[DOWN] / shares[0] == pytest.approx(SHAPE.num_experts_per_token * work[DOWN] / work[0])
+
+
+@pytest.mark.parametrize(("delay_s", "late_s"), [(0.25, 0.0), (30.0, 27.0)])
+def test_a_host_that_is_late_holds_a_prompt_up(clock: Clock, delay_s: float, late_s: float) -> None:
+    profile = StepProfile(prefill=StageTime(fixed_s=3.0 * len(SHAPE.sites)))
+    backend = PacedBackend(Answering(clock, delay_s), SHAPE, profile, remote=False)
+    backend._prefill_shares = [1 / len(SHAPE.sites)] * len(SHAPE.sites)
+    routing = local_routing(SHAPE, np.zeros(4, dtype=np.int32))
+    routing.terms["source"][0] = Source.HOST
+    lengths = {"query_start": [0, 4], "seq_lens": [8], "block_tables": [[0]]}
+    step = StepTables(**{name: torch.tensor(v, dtype=torch.int32) for name, v in lengths.items()})
+    start_s = clock.now_s
+    backend.begin_step(step, routing)
+    for site in range(len(SHAPE.sites)):
+        backend.begin(0, site, torch.zeros(1), None)(torch.zeros(1))
+    assert clock.now_s - start_s == pytest.approx((3.0 + late_s) * len(SHAPE.sites))
 
 
 def test_remote_deltas_hide_behind_the_base_gemm(clock: Clock) -> None:
