@@ -1,4 +1,4 @@
-"""Random Mixtral-like checkpoints and PEFT adapters of a stated size, written to a folder.
+"""Random checkpoints, Mixtral-like or (without experts) Llama-like, and PEFT adapters, written to a folder.
 
 Legend: H hidden size, F expert inner size, E experts, R LoRA rank.
 
@@ -8,7 +8,7 @@ are apart; B of the adapters is small beside the base. All is stored as bf16 and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,13 +16,13 @@ import torch
 
 RANKS = (8, 16, 32, 64)
 """LoRA ranks of the adapters, in turn."""
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Sizes of a Mixtral-like model; `intermediate_size` is that of one expert."""
+    """Sizes of a Mixtral-like model; `intermediate_size` is that of one expert.  num_experts 0: a Llama."""
 
     hidden_size: int
     intermediate_size: int
@@ -38,7 +38,7 @@ class ModelSize:
     def num_parameters(self) -> int:
         hidden, inner = self.hidden_size, self.intermediate_size
         attention = 2 * hidden * self.head_dim * (self.num_heads + self.num_kv_heads)
-        experts = self.num_experts * (3 * hidden * inner + hidden)
+        experts = self.num_experts * (3 * hidden * inner + hidden) if self.num_experts else 3 * hidden * inner
         return self.num_layers * (attention + experts + 2 * hidden) + hidden * (2 * self.vocab_size + 1)
 
     def describe(self) -> dict[str, int]:
@@ -99,9 +99,15 @@ def write_model(path: Path, size: ModelSize, seed: int = 0) -> Path:
 
 def write_config(path: Path, size: ModelSize) -> None:
     """Write config.json alone."""
-    from transformers import MixtralConfig
+    from transformers import LlamaConfig, MixtralConfig
 
-    config = MixtralConfig(
+    experts = {
+        "num_local_experts": size.num_experts,
+        "num_experts_per_tok": size.num_experts_per_token,
+        "architectures": ["MixtralForCausalLM"],
+    }
+    make = MixtralConfig if size.num_experts else LlamaConfig
+    config = make(
         vocab_size=size.vocab_size,
         hidden_size=size.hidden_size,
         intermediate_size=size.intermediate_size,
@@ -109,12 +115,10 @@ def write_config(path: Path, size: ModelSize) -> None:
         num_attention_heads=size.num_heads,
         num_key_value_heads=size.num_kv_heads,
         head_dim=size.head_dim,
-        num_local_experts=size.num_experts,
-        num_experts_per_tok=size.num_experts_per_token,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
-        architectures=["MixtralForCausalLM"],
         dtype="bfloat16",
+        **(experts if size.num_experts else {"architectures": ["LlamaForCausalLM"]}),
     )
     config.save_pretrained(path)
 
@@ -127,16 +131,17 @@ def write_adapter(
     *,
     experts: bool,
     seed: int,
-    attention: bool = True,
+    attention: Sequence[str] = ATTENTION,
 ) -> Path:
-    """Write a PEFT adapter on attention, on the experts (`target_parameters`), or on both; its folder."""
+    """Write a PEFT adapter on modules of attention, on the experts (`target_parameters`), or on both; its
+    folder."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 
     config = LoraConfig(
         r=lora_rank,
         lora_alpha=2 * lora_rank,
-        target_modules=list(_ATTENTION) if attention else [],
+        target_modules=list(attention),
         target_parameters=list(_EXPERTS) if experts else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(model_dir),
@@ -182,6 +187,11 @@ def _weights(size: ModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
         for name, (d_in, d_out) in _attention_sizes(size).items():
             yield f"{prefix}.self_attn.{name}.weight", (d_out, d_in)
+        if not size.num_experts:
+            yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
+            yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
+            yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+            continue
         moe = f"{prefix}.block_sparse_moe"
         yield f"{moe}.gate.weight", (size.num_experts, hidden)
         for expert in range(size.num_experts):
@@ -203,17 +213,19 @@ def _attention_sizes(size: ModelSize) -> dict[str, tuple[int, int]]:
         (hidden, kv_size),
         (q_size, hidden),
     )
-    return dict(zip(_ATTENTION, sizes, strict=True))
+    return dict(zip(ATTENTION, sizes, strict=True))
 
 
 def _lora_pairs(
-    size: ModelSize, lora_rank: int, experts: bool, attention: bool
+    size: ModelSize, lora_rank: int, experts: bool, attention: Sequence[str]
 ) -> Iterator[tuple[str, int, int, int]]:
     """(key, rows of A, in, out) of each pair; the experts of a layer share one pair of R * E rows."""
     hidden, inner, rows = size.hidden_size, size.intermediate_size, lora_rank * size.num_experts
     for layer in range(size.num_layers):
         prefix = f"base_model.model.model.layers.{layer}"
-        for name, (d_in, d_out) in _attention_sizes(size).items() if attention else ():
+        sizes = _attention_sizes(size)
+        for name in attention:
+            d_in, d_out = sizes[name]
             yield f"{prefix}.self_attn.{name}", lora_rank, d_in, d_out
         if experts:
             yield f"{prefix}.mlp.experts.base_layer", rows, hidden, 2 * inner

@@ -57,11 +57,7 @@ def write_files(folder: Path, plan: Plan) -> Files:
     adapters = tuple(
         (
             name,
-            str(
-                write_adapter(
-                    folder / name, size, model_dir, LORA_RANK, experts=True, attention=False, seed=i
-                )
-            ),
+            str(write_adapter(folder / name, size, model_dir, LORA_RANK, experts=True, attention=(), seed=i)),
         )
         for i, name in enumerate(f"adapter-{i:03}" for i in range(plan.num_adapters))
     )

@@ -26,11 +26,13 @@ def _mlp_sites(shape: ModelShape) -> Sequence[Site]:
     return [site for site in shape.sites if site.num_experts] or shape.sites[-2:]
 
 
-def _multiply_adds(site: Site, shape: ModelShape) -> int:
-    """Of a token in the site's base GEMM."""
-    return (
+def prefill_shares(shape: ModelShape) -> list[float]:
+    """The part of a layer's time for prompts that each site is, counted in multiply-adds of a token."""
+    work = [
         site.in_features * site.total_out_features * (shape.num_experts_per_token if site.num_experts else 1)
-    )
+        for site in shape.sites
+    ]
+    return [one / sum(work) for one in work]
 
 
 class PacedBackend:
@@ -52,8 +54,7 @@ class PacedBackend:
         self._remote = remote
         mlp = _mlp_sites(shape)
         self._shares = {i: share_of_layer(s, shape) for i, s in enumerate(shape.sites) if s in mlp}
-        work = [_multiply_adds(site, shape) for site in shape.sites]
-        self._prefill_shares = [one / sum(work) for one in work]
+        self._prefill_shares = prefill_shares(shape)
         self._first_site = min(self._shares)
         self._num_rows = self._num_lora_rows = self._num_prompt_rows = 0
         self._host = False

@@ -10,7 +10,7 @@ from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora import paced
 from moe_lora.lora.backend import AddTo
-from moe_lora.lora.paced import PacedBackend
+from moe_lora.lora.paced import PacedBackend, prefill_shares
 from moe_lora.lora.row_routing import RowRouting, Source, local_routing
 from tests.dist.lora_server.shapes import model_shape
 
@@ -99,7 +99,7 @@ def test_prefill_rows_are_another_devices(clock: Clock) -> None:
 def test_prompt_rows_take_a_layers_time_by_the_work_of_its_sites(clock: Clock) -> None:
     profile = StepProfile(prefill=StageTime(fixed_s=2.0, per_row_s=3.0))
     assert layer_s(clock, profile, remote=False, query_len=4) == pytest.approx(2 + 3 * 4)
-    shares = PacedBackend(Answering(clock, 0.0), SHAPE, profile, remote=False)._prefill_shares
+    shares = prefill_shares(SHAPE)
     work = [site.in_features * site.total_out_features for site in SHAPE.sites]
     assert shares[DOWN] / shares[0] == pytest.approx(SHAPE.num_experts_per_token * work[DOWN] / work[0])
 
