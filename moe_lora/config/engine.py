@@ -64,6 +64,11 @@ class LoraServerConfig(Settings):
     """How long the leases of an instance that vanished are kept."""
     load_gb_per_s: float | None = setting(None, above=0, option="--load-gb-per-s", unset="none")
     """Bound on the rate at which its ranks load adapters, in 10^9 bytes per second."""
+    host_workers: int = setting(0, least=0, option="--lora-server-host-workers")
+    """Processes beside each of its ranks that compute the rows of layers that are still being loaded; 0: such
+    rows wait."""
+    host_tokens_per_worker: int = setting(32, least=1)
+    """Rows of one layer that such a process computes in time; more are divided."""
     layer_wise: bool = True
     """A layer of an adapter serves as soon as it is there; false: none before all are, for comparisons."""
 
@@ -252,7 +257,7 @@ class EngineConfig(Settings):
     length) least max_tokens first."""
     host_workers: int = setting(0, least=0, option="--host-workers", group="Adapters")
     """Processes of this host that compute the prompts of adapters that are still loading, for each of the
-    expert_parallel ranks.  Not with a LoRA Server."""
+    expert_parallel ranks.  With a LoRA Server those of the sites that it leaves to the instances."""
     host_cores: tuple[int, ...] = ()
     """Cores that host workers run on, one each, those of the first rank first; by default any."""
     host_tokens_per_worker: int = setting(32, least=1)
@@ -312,10 +317,6 @@ class EngineConfig(Settings):
             raise ConfigError(
                 f"pool and expert_parallel={self.expert_parallel} do not go together yet: the ranks of an "
                 "instance read adapters from files of its own; leave the pool out, or use expert_parallel=1"
-            )
-        if self.host_workers and self.lora_server is not None:
-            raise ConfigError(
-                f"host_workers={self.host_workers} does not go together with lora_server yet; set it to 0"
             )
         if self.host_cores and len(set(self.host_cores)) != self.host_workers * self.expert_parallel:
             raise ConfigError(

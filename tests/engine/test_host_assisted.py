@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -16,10 +17,12 @@ from types import SimpleNamespace
 import pytest
 
 from moe_lora import LLM, SamplingParams
-from moe_lora.config import EngineConfig, PoolConfig
+from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
 from moe_lora.config.engine import EmulationConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import GenerateRequest, TokenOutput
+from moe_lora.dist.launch.roles import build_rank
+from moe_lora.dist.lora_server.server.server_rank import ServerRank
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.build import build_engine
@@ -151,6 +154,79 @@ def test_adapters_of_a_pool_are_computed_by_hosts_once_they_are_here(family, hol
     assert cold.pool_peer_fetches == (len(model.adapters) if holder == "a peer" else 0)
     assert not worker_pids()
     assert not store.directory.exists()
+
+
+@contextmanager
+def lora_server(
+    model, *, sites: str, num_ranks: int = 1, loads: threading.Event | None = None
+) -> Iterator[tuple[LoraServerConfig, ServerRank]]:
+    """A rank in a thread, with a host worker; it loads layers after the first when the event comes."""
+    with tempfile.TemporaryDirectory(prefix="ls") as folder:  # short: paths of sockets are
+        server = LoraServerConfig(
+            address=f"{folder}/leader",
+            store_dir=f"{folder}/store",
+            sites=sites,
+            memory_gb=0.01,
+            host_workers=1,
+            host_tokens_per_worker=8,
+        )
+        options = {"dtype": "float32", "lora_server": server, "expert_parallel": num_ranks}
+        config = EngineConfig(model_dir=str(model.model_dir), **options)
+        rank = build_rank(config, 0)
+        load = rank.loop.server_store._load_layer
+
+        def held(loading, layer, run):
+            assert not layer or loads is None or loads.wait(100)
+            return load(loading, layer, run)
+
+        rank.loop.server_store._load_layer = held
+        thread = threading.Thread(target=rank.run)
+        thread.start()
+        try:
+            yield server, rank
+        finally:
+            if loads is not None:
+                loads.set()
+            rank.stop()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("family", "sites", "settings"),
+    [
+        ("mixtral", "experts", {"host_workers": 1}),
+        ("mixtral", "experts", {"host_workers": 1, "expert_parallel": 2}),
+        ("llama", "all", {}),
+    ],
+)
+def test_ranks_of_a_lora_server_have_hosts_compute_what_they_load(family, sites, settings, served):  # noqa: F811
+    """And the instance what it loads itself."""
+    model = served(family)
+    loads = threading.Event()
+    num_ranks = settings.get("expert_parallel", 1)
+    with lora_server(model, sites=sites, num_ranks=num_ranks, loads=loads) as (server, rank):
+        options = {"num_threads": 1, "lora_server": server, "host_workers": 0, **SLOW, **settings}
+        with start(model, **options) as llm:
+            assert ask(llm, model) == expected_of(model)
+            stats, num_host_rows = llm.stats(), rank.loop.num_host_rows
+            assert num_host_rows > 0
+            assert stats.lora_server_fallback_rows == 0
+            assert (stats.lora_rows_host > 0) == bool(settings)
+            assert stats.host_fallback_rows == 0
+            loads.set()
+            for _ in range(2):
+                assert ask(llm, model) == expected_of(model)
+                num_host_rows, before = rank.loop.num_host_rows, num_host_rows
+            assert num_host_rows == before, "once all is there the host computes nothing"
+    assert not worker_pids()
+
+
+def test_host_workers_with_nothing_to_compute_are_refused(served):  # noqa: F811
+    with (
+        lora_server(served("llama"), sites="all") as (server, _),
+        pytest.raises(ConfigError, match="--lora-server-host-workers"),
+    ):
+        start(served("llama"), lora_server=server)
 
 
 def test_without_room_for_an_adapter_of_a_pool_its_requests_wait_for_the_device(served):  # noqa: F811

@@ -15,14 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import EngineDeadError, PeerUnreachableError
-from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
+from moe_lora.core.errors import ConfigError, EngineDeadError, PeerUnreachableError
+from moe_lora.core.processes import STOP_TIMEOUT_S, start_child, usable_cores
 from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
-from moe_lora.dist.lora_server.protocol.session import ClientSession, FrameLayout
+from moe_lora.dist.lora_server.protocol.session import ClientSession, DeltaRequest, FrameLayout
 from moe_lora.dist.transport.contract import Transport, make_transport
-from moe_lora.lora.row_routing import Source
+from moe_lora.kernels.operands import StepTables
+from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
 
 from .worker import WorkerSetUp
 
@@ -32,6 +34,8 @@ START_TIMEOUT_S = 60.0
 DEPTH = 4
 """Frames of a session: sites of a layer that are begun before the first is added, and one to spare."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S, _LONG_LIFE_S = 0.5, 5.0, 30.0
+_NOTHING = torch.empty(0, dtype=torch.int32)
+_NO_STEP = StepTables(query_start=_NOTHING, seq_lens=_NOTHING, block_tables=_NOTHING)
 _LOOK_S, _GRACE_S, _END_S = 0.05, 0.5, 1.0
 
 
@@ -131,6 +135,17 @@ class WorkerLink(threading.Thread):
                 process.wait()
 
 
+def check_cores(num_workers: int, num_ranks: int, cores: Sequence[int]) -> None:
+    """Raises ConfigError for more workers than cores, and for cores that this host has not."""
+    unknown = [core for core in cores if not 0 <= core < (os.cpu_count() or 1)]
+    if unknown or (num_workers * num_ranks > usable_cores() and not cores):
+        raise ConfigError(
+            f"host_workers={num_workers} for each of {num_ranks} ranks on host_cores={cores or 'any'} can't "
+            f"be had: this host has cores 0 to {(os.cpu_count() or 1) - 1}, and this process may use "
+            f"{usable_cores()}; choose fewer"
+        )
+
+
 class HostWorkers:
     """The host workers of one engine process, and the LoraBackend over them.
 
@@ -153,6 +168,7 @@ class HostWorkers:
         slowdown: float = 1.0,
     ) -> None:
         shape = layout.shape
+        self._groups = ((0,) * len(shape.sites),) * shape.num_layers
         self._folder = None if store is not None else Path(tempfile.mkdtemp(prefix="moe_lora-"))
         self.store = store = store or HostStore(self._folder or "")
         self.num_tokens = num_workers * tokens_per_worker
@@ -172,6 +188,28 @@ class HostWorkers:
         except EngineDeadError:
             self.close()
             raise
+
+    def compute(
+        self,
+        request: DeltaRequest,
+        adapters: Sequence[RoutedAdapter],
+        row_adapter: np.ndarray,
+        out: torch.Tensor,
+    ) -> None:
+        """As `HostDeltas.compute`, divided over the workers; a row whose adapter is -1 becomes zero."""
+        terms = no_terms(len(adapters), 1)
+        for number, adapter in enumerate(adapters):
+            terms[number, 0, 0] = (Source.HOST, number, number, content_number(adapter.content_hash))
+        rows = RowRouting(groups=self._groups, row_route=row_adapter, terms=terms, adapters=adapters)
+        self.backend.begin_step(_NO_STEP, rows)
+        ids = None if request.ids is None else torch.from_numpy(request.ids)
+        add_to = self.backend.begin(request.layer, request.site, request.x, ids)
+        deltas = out if ids is None else out.new_empty(ids.numel(), out.shape[1])
+        deltas.zero_()
+        if add_to is not None:
+            add_to(deltas)
+        if ids is not None:
+            torch.index_select(deltas, 0, (ids.view(-1) >= 0).nonzero()[:, 0], out=out)
 
     @property
     def pids(self) -> list[int | None]:

@@ -27,6 +27,8 @@ from moe_lora.dist.net.keys import Keys, keys_of
 from .host_roles import say_started, thread_share
 
 if TYPE_CHECKING:
+    from moe_lora.core.shape import ModelShape
+    from moe_lora.dist.host_workers.workers import HostWorkers
     from moe_lora.dist.lora_server.server.server_rank import ServerRank
 
 THREADS_PER_RANK = 1
@@ -82,7 +84,7 @@ def serve_rank(config: EngineConfig, place: JobPlace, status: int | None) -> int
 
 
 def build_rank(config: EngineConfig, server_rank: int) -> ServerRank:
-    """A rank of the LoRA Server.  config: of the instances; it names the server."""
+    """A rank of the LoRA Server, its host workers started.  config: of the instances; it names the server."""
     import torch
 
     from moe_lora.core.hf_config import read_config
@@ -93,7 +95,41 @@ def build_rank(config: EngineConfig, server_rank: int) -> ServerRank:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     hf_config = read_config(Path(config.model_dir))
     config = resolved(config, hf_config)
-    return ServerRank(config, ModelShape.from_hf_config(hf_config), server_rank)
+    shape = ModelShape.from_hf_config(hf_config)
+    host = _host_workers_of_server(config, shape)
+    try:
+        return ServerRank(config, shape, server_rank, host)
+    except BaseException:
+        if host is not None:
+            host.close()
+        raise
+
+
+def _host_workers_of_server(config: EngineConfig, shape: ModelShape) -> HostWorkers | None:
+    """Of one rank, if the settings ask for some.  Raises ConfigError for settings that can't work."""
+    from moe_lora.adapters.host_store import HostStore
+    from moe_lora.dist.host_workers.workers import HostWorkers, check_cores
+    from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
+    from moe_lora.dist.lora_server.protocol.session import FrameLayout
+    from moe_lora.engine.ranks.rank import DTYPES
+
+    server = config.lora_server
+    assert server is not None
+    if not server.host_workers:
+        return None
+    layout = Layout.parse(server.layout)
+    check_cores(server.host_workers, layout.num_ranks, ())
+    partition = Partition(shape, layout, config.expert_parallel, sites=server.sites)
+    has_attention = any(partition.serves(i) for i, site in enumerate(shape.sites) if not site.num_experts)
+    if has_attention and config.expert_parallel > 1 and config.device != "cpu":
+        raise ConfigError(
+            f"lora_server.host_workers={server.host_workers} on {config.device} with expert_parallel="
+            f"{config.expert_parallel}: each rank of an instance asks for attention's deltas, and one might "
+            "get the host's and another the device's, whose bits differ; use lora_server.sites='experts'"
+        )
+    tokens = server.host_tokens_per_worker
+    frames = FrameLayout(shape, DTYPES[config.dtype], tokens * max(1, shape.num_experts_per_token))
+    return HostWorkers(frames, HostStore(server.store_dir), server.host_workers, tokens)
 
 
 def serve_instance(

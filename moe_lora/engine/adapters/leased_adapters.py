@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import CapacityError
+from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 
 from .adapter_store import AdapterStore, AdapterVersion
@@ -30,8 +31,12 @@ class LeasedAdapters(AdapterStore):
         *,
         store: HostStore | None = None,
         before_removal: Callable[[], None] | None = None,
+        host: HostWorkers | None = None,
+        others_fallback_rows: Callable[[], int] = int,
     ) -> None:
-        super().__init__(store=store, before_removal=before_removal)
+        super().__init__(
+            store=store, before_removal=before_removal, host=host, others_fallback_rows=others_fallback_rows
+        )
         self._server = server
         self._lock = threading.Lock()
         self._held: dict[int, AdapterVersion] = {}
@@ -116,9 +121,11 @@ class LeasedAdapters(AdapterStore):
         return {
             "lora_server_requests": backend.num_requests,
             "lora_server_fallback_rows": backend.num_fallback_rows,
+            **super().counters(),
         }
 
     def close(self) -> None:
+        super().close()
         self._leases.stop()
         self._server.close()
 

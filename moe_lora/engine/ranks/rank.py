@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,8 @@ from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
-from moe_lora.core.processes import usable_cores
 from moe_lora.core.shape import ModelShape, experts_of_rank
-from moe_lora.dist.host_workers.workers import HostWorkers
+from moe_lora.dist.host_workers.workers import HostWorkers, check_cores
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.engine.adapters.copies import RankCopier
@@ -156,20 +154,18 @@ class Rank:
     def host_workers(self, store: HostStore | None) -> HostWorkers | None:
         """This rank's own host workers, if the settings ask for some; store: see `HostWorkers`.
 
-        Raises ConfigError for more workers than cores, and for cores that this host has not,
-        EngineDeadError if one does not start.
+        Raises ConfigError for more workers than cores, for cores that this host has not, and where the LoRA
+        Server computes all sites, EngineDeadError if one does not start.
         """
-        config, num_cores = self.config, usable_cores()
+        config = self.config
         if not config.host_workers:
             return None
-        num_workers = config.host_workers * config.expert_parallel
-        unknown = [core for core in config.host_cores if not 0 <= core < (os.cpu_count() or 1)]
-        if unknown or (num_workers > num_cores and not config.host_cores):
+        if not self.local_sites:
             raise ConfigError(
-                f"host_workers={config.host_workers} for each of {config.expert_parallel} ranks on "
-                f"host_cores={config.host_cores or 'any'} can't be had: this host has cores 0 to "
-                f"{(os.cpu_count() or 1) - 1}, and this process may use {num_cores}; choose fewer"
+                f"host_workers={config.host_workers} would have nothing to compute: the LoRA Server computes "
+                "all sites; set lora_server.host_workers (--lora-server-host-workers) instead"
             )
+        check_cores(config.host_workers, config.expert_parallel, config.host_cores)
         first = config.host_workers * self.dist_rank
         tokens = config.host_tokens_per_worker
         layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))

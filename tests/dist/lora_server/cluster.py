@@ -21,6 +21,7 @@ from moe_lora.core.shape import MATRIX_ALIGN_BYTES, ModelShape
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.dist.lora_server.client.lease_client import LeaseClient
 from moe_lora.dist.lora_server.protocol.partition import Layout
+from moe_lora.dist.lora_server.server.host_share import HostCompute
 from moe_lora.dist.lora_server.server.server_rank import ServerRank
 from moe_lora.lora.row_routing import Lease
 
@@ -93,6 +94,7 @@ class Cluster:
         self.config = LoraServerConfig(layout=layout, address=f"{folder}/leader", **fields | settings)
         self.num_ranks = Layout.parse(layout).num_ranks
         self.client_ranks = 1
+        self.make_host: Callable[[], HostCompute] | None = None
         self._ranks: dict[int, tuple[ServerRank, threading.Thread]] = {}
         self._clients: list[LoraServerClient] = []
         self._leases: list[LeaseClient] = []
@@ -108,7 +110,7 @@ class Cluster:
             device="cpu",
             expert_parallel=self.client_ranks,
         )
-        rank = ServerRank(config, self.shape, number)
+        rank = ServerRank(config, self.shape, number, self.make_host and self.make_host())
         thread = threading.Thread(target=rank.run, daemon=True)
         thread.start()
         self._ranks[number] = rank, thread

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.shape import ModelShape
+from moe_lora.dist.launch import roles
 from moe_lora.dist.launch.roles import build_rank
 from moe_lora.dist.lora_server.server import data_loop as serving
 
@@ -29,3 +34,21 @@ def test_lora_kernel_reaches_the_data_loop(tmp_path, monkeypatch):
         rank.stop()
         rank.run()
     assert used == ["bgmv"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "problem"),
+    [
+        ({}, {"host_workers": 1000}, "choose fewer"),
+        ({"expert_parallel": 2}, {"sites": "all"}, "sites='experts'"),
+    ],
+)
+def test_host_workers_that_cannot_be_are_refused(settings, host, problem):
+    """Of an instance's ranks none may have attention from the host while another has it from the device."""
+    server = LoraServerConfig(**{"host_workers": 1, **host})
+    config = EngineConfig(
+        model_dir=str(MODEL), device="cuda", dtype="float32", lora_server=server, **settings
+    )
+    shape = ModelShape.from_hf_config(json.loads((MODEL / "config.json").read_text()))
+    with pytest.raises(ConfigError, match=problem):
+        roles._host_workers_of_server(config, shape)

@@ -36,6 +36,7 @@ from moe_lora.dist.lora_server.protocol.session import (
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 from moe_lora.lora.paced import share_of_layer
 
+from .host_share import HostCompute, HostShare
 from .server_store import ServerAdapterStore
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ def instance_number(name: str) -> int:
 class DataLoop:
     """Serves the sessions of one server rank, those of different instances in turn.
 
-    A request whose adapter's layer is still being loaded waits; others pass it.  The first rank of a stage
+    host: computes the rows of adapters whose layer is still being loaded, while others are served; None: such
+    a request waits.  Others pass it either way.  num_host_rows: what it computed.  The first rank of a stage
     announces whose turn it is to the stage's other ranks, which prefer that instance among those that wait,
     so that the ranks of a stage work on the same instance (section 5.1).  lora_time: of a layer on the
     device that this rank emulates; None = none.
@@ -111,8 +113,10 @@ class DataLoop:
         lora_time: StageTime | None = None,
         *,
         lora_kernel: str = "sgmv",
+        host: HostCompute | None = None,
     ) -> None:
         self._shape = shape
+        self._host = None if host is None else HostShare(shape, host, self.wake)
         self._lora_time = lora_time
         self._lora_kernel = lora_kernel
         self._transport = transport
@@ -126,7 +130,7 @@ class DataLoop:
         self._turns_seen = 0
         self._wanted: dict[int, None] = {}  # instances whose turn it is, oldest announcement first
         self._told: list[tuple[RemoteWindow, itertools.count[int]]] = []
-        self.num_requests = self.num_stale = 0
+        self.num_requests = self.num_stale = self.num_host_rows = 0
         self.server_store = server_store
         server_store.on_progress = self.wake
 
@@ -189,6 +193,8 @@ class DataLoop:
                 self._ended = True
             for session in self._present():
                 self.remove(session)
+            if self._host is not None:
+                self._host.close()
 
     def _present(self) -> list[ServerSession]:
         """The sessions to serve; those that were removed before are not looked at from here on."""
@@ -196,6 +202,8 @@ class DataLoop:
             leaving, self._leaving = self._leaving, []
             sessions = self._sessions
         for session in leaving:
+            if self._host is not None:
+                self._host.take(session)
             session.left.set()
         return sessions
 
@@ -224,12 +232,15 @@ class DataLoop:
         for session in order:
             try:
                 request = session.pending()
+                answerable = request is not None and (
+                    self._can_answer(request) or self._host_has_it(session, request)
+                )
             except ValueError as error:
                 self._drop(session, error)
                 continue
             if request is None:
                 waits.append((session.requests, 0, session.handled + 1))
-            elif self._can_answer(request):
+            elif answerable:
                 ready.append((session, request))
                 if not self._wanted:
                     return ready[0], waits
@@ -238,6 +249,20 @@ class DataLoop:
                 if choice[0].instance == instance:
                     return choice, waits
         return (ready[0] if ready else None), waits
+
+    def _host_has_it(self, session: ServerSession, request: DeltaRequest) -> bool:
+        """Whether the host has computed what is not here; it is told to when it first is not.
+
+        Raises ValueError if the request asks for what can't be.
+        """
+        if self._host is None:
+            return False
+        if session not in self._host:
+            check_ids(request, session.layout)
+            server_store = self.server_store
+            here = server_store.loaded[request.slot, request.layer] == request.generation
+            self._host.begin(session, request, here, server_store.contents)
+        return self._host.has(session)
 
     def _can_answer(self, request: DeltaRequest) -> bool:
         """Whether the deltas can be computed, or never can."""
@@ -272,21 +297,23 @@ class DataLoop:
 
     def _compute(self, session: ServerSession, request: DeltaRequest) -> int:
         """Lay the deltas into the session's answer; the answer's state."""
-        server_store = self.server_store
+        server_store, slot = self.server_store, request.slot
+        on_host = None if self._host is None else self._host.take(session)
         with server_store.reading:
-            if self._is_stale(request) or not self._is_ready(request):
+            if self._is_stale(request):
                 return STALE
+            if self._is_ready(request):
+                on_host = None
+            elif on_host is None:
+                return STALE
+            else:
+                slot = np.where(on_host.tokens, -1, slot)
             out = session.deltas(request)
-            operands = (
-                request,
-                self._shape,
-                request.layer,
-                request.slot,
-                server_store.slots,
-                server_store.arena,
-                out,
-            )
-            request_deltas(*operands, kernel=self._lora_kernel)
+            place = request.layer, slot, server_store.slots, server_store.arena
+            request_deltas(request, self._shape, *place, out, kernel=self._lora_kernel)
+            if on_host is not None:
+                out[on_host.rows] = on_host.deltas()
+                self.num_host_rows += len(on_host.rows)
             # An adapter that left meanwhile (its instance was given up) may have been read in part.
             return STALE if self._is_stale(request) else DONE
 

@@ -42,7 +42,7 @@ from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
 
-from .data_loop import DataLoop, ServerSession
+from .data_loop import DataLoop, HostCompute, ServerSession
 from .leader import LEADER, Leader
 from .leases import LeaseTable
 from .rank_memory import plan_memory
@@ -59,11 +59,14 @@ class ServerRank:
     """One rank, built and ready to `run`.
 
     config: of an instance that it serves, resolved: the leader puts its adapters into the store at the start
-    and sizes the arenas by them.
+    and sizes the arenas by them.  host: see `DataLoop`; closed with this.
     Raises ConfigError for settings that can't work, LoraServerError if the leader refuses or is not there.
     """
 
-    def __init__(self, config: EngineConfig, shape: ModelShape, server_rank: int) -> None:
+    def __init__(
+        self, config: EngineConfig, shape: ModelShape, server_rank: int, host: HostCompute | None = None
+    ) -> None:
+        self._host = host
         assert config.lora_server is not None
         server = self._server = config.lora_server
         self._config, self._shape, self._server_rank = config, shape, server_rank
@@ -99,6 +102,8 @@ class ServerRank:
             self._control.close()
             self.loop.server_store.stop()
             self._transport.close()
+            if self._host is not None:
+                self._host.close()
 
     def stop(self) -> None:
         self.loop.stop()
@@ -134,7 +139,9 @@ class ServerRank:
         profile = config.emulation.step_profile
         lora_time = None if profile is None else profile.lora
         self.loop = DataLoop(
-            self._shape, server_store, self._transport, lora_time, lora_kernel=config.lora_kernel
+            *(self._shape, server_store, self._transport, lora_time),
+            lora_kernel=config.lora_kernel,
+            host=self._host,
         )
 
     def _listen(self, address: Address, answers: Mapping[str, Answer]) -> None:

@@ -23,6 +23,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.dist.lora_server.protocol.control_messages import EvictOrder, LoadOrder, Order, ResizeOrder
 from moe_lora.dist.lora_server.protocol.partition import Partition
 from moe_lora.kernels.operands import SlotTable
+from moe_lora.lora.row_routing import RoutedAdapter
 
 from .rank_memory import kept_entries
 from .server_pages import Run
@@ -57,8 +58,9 @@ class ServerAdapterStore:
 
     generation: [M] the content that each slot has, or will have once it is loaded; a request that carries a
     lower one comes too late, one with a higher one comes before the load command.  loaded: [M, L] generation
-    whose layer is in the arena.  reading: held while slot table and arena are read for a request, so that
-    rows of the table change between requests only.  led: whether load commands can come at all.
+    whose layer is in the arena.  contents: of each slot in use, generation and adapter.  reading: held while
+    slot table and arena are read for a request, so that rows of the table change between requests only.
+    led: whether load commands can come at all.
 
     Several adapters are loaded at once, a layer of each in turn, so that the first layers of a newcomer don't
     wait for the last ones of another (InfiniLoRA section 5.3).
@@ -92,6 +94,7 @@ class ServerAdapterStore:
         self.slots = SlotTable(capacity, shape.num_layers, shape.num_entries, device)
         self.generation = np.zeros(capacity, dtype=np.int64)
         self.loaded = np.zeros((capacity, shape.num_layers), dtype=np.int64)
+        self.contents: dict[int, tuple[int, RoutedAdapter]] = {}
         self._loading: deque[_Loading] = deque()
         self._epoch = self._first_generation = 0
         self._changed = threading.Condition()
@@ -111,6 +114,7 @@ class ServerAdapterStore:
             if generation < self.generation[slot]:
                 return
             self.generation[slot] = generation
+            self.contents[slot] = generation, RoutedAdapter(packed.content_hash, packed.targets)
             # Layers of which this rank has nothing, or the adapter has nothing, are there at once.
             for layer in set(range(self._shape.num_layers)) - set(runs):
                 self.loaded[slot, layer] = generation
@@ -127,6 +131,7 @@ class ServerAdapterStore:
                 return
             self._loading = deque(loading for loading in self._loading if loading.slot != slot)
             self.generation[slot] = generation + 1
+            self.contents.pop(slot, None)
             with self.reading:
                 self.slots.clear(slot)
         self.on_progress()
@@ -135,6 +140,7 @@ class ServerAdapterStore:
         """Forget everything: generations begin above first_generation."""
         with self._changed:
             self._loading.clear()
+            self.contents.clear()
             self._epoch += 1  # a leader heard again sends the same generations anew
             self._first_generation = first_generation
             self.generation[:] = first_generation
