@@ -84,6 +84,7 @@ class GenerateRequest:
     drawn at position len(generated) of its seed; limits count them.  adapter_version, adapter_content: the
     only ones that may compute it, since they began it; None: the current ones.  held: it computes all tokens
     but the last one it knows, says so by an output without tokens, and gains none until it is resumed.
+    awaits_kv: held, it computes nothing, since its KV comes from where it was; it says when it has pages.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class GenerateRequest:
     adapter_content: str | None = None
     generated: tuple[int, ...] = ()
     held: bool = False
+    awaits_kv: bool = False
 
     @property
     def prompt_tokens(self) -> int:

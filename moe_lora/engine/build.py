@@ -19,7 +19,7 @@ from moe_lora.core.clock import WallClock
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape, check_expert_parallel
-from moe_lora.dist.transport.contract import make_transport
+from moe_lora.dist.transport.contract import Transport, make_transport
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.manager import AdapterManager
@@ -34,6 +34,7 @@ from moe_lora.scheduling.scheduler import Scheduler
 
 from .arena_size import ArenaSize, arena_size, max_model_len
 from .core import EngineCore, cache_figures
+from .kv_transfer import KvTransfer
 from .ranks import exchange
 from .runner import ModelRunner
 from .sequence import Sequence
@@ -186,7 +187,18 @@ def _core(
     info = model_info(config, rank.shape, rank.dtype)
     figures = partial(cache_figures, cache, page_bytes, size.max_kv_pages)
     parts = (scheduler, runner, manager, transfers, figures, contents, clock)
-    return EngineCore(info, rank.shape, rank.dtype, *parts, config.seed, followers, pool)
+    kv = None
+    if config.expert_parallel == 1:
+        kv = KvTransfer(rank.arena, rank.layout, partial(_transport, config, f"{config.instance}-kv"))
+    return EngineCore(info, rank.shape, rank.dtype, *parts, config.seed, followers, pool, kv)
+
+
+def _transport(config: EngineConfig, name: str) -> Transport:
+    """What instances read each other's adapters by, and put KV by: the pool's, or shared memory."""
+    options: dict[str, Any] = {}
+    if config.pool is not None and config.pool.transport == "gloo":
+        options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
+    return make_transport("shm" if config.pool is None else config.pool.transport, name=name, **options)
 
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
@@ -203,9 +215,7 @@ def _store(
     """Adapters in files where other processes read them, or where the host arena is what memory is for."""
     options: dict[str, Any] = {}
     if config.pool is not None:
-        if config.pool.transport == "gloo":
-            options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
-        transport = make_transport(config.pool.transport, name=config.instance, **options)
+        transport = _transport(config, config.instance)
         host = rank.host_workers(None)
         return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
     if config.expert_parallel > 1:

@@ -30,6 +30,7 @@ from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.scheduling.scheduler import Scheduler
 
+from .kv_transfer import KvTransfer
 from .moves import RequestMoves
 from .runner import ModelRunner
 from .sampler import sample
@@ -113,6 +114,7 @@ class EngineCore:
         seed: int,
         followers: Followers,
         pool: PoolAdapters | None = None,
+        kv: KvTransfer | None = None,
     ) -> None:
         self.info = info
         self._shape = shape
@@ -127,7 +129,7 @@ class EngineCore:
         self.pool = pool
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
-        self.moves = RequestMoves(self._sequences, scheduler, clock)
+        self.moves = RequestMoves(self._sequences, scheduler, clock, kv)
         self.stalled = False
         self._num_empty = 0
         self._figures = figures
@@ -150,6 +152,7 @@ class EngineCore:
     def close(self, *, at_once: bool = False) -> None:
         """End connections and the engine's other processes; `at_once`: without waiting for what they do."""
         self._transfers.close()
+        self.moves.close()
         self._adapters.store.close()
         self._followers.close(at_once=at_once)
 
@@ -177,6 +180,8 @@ class EngineCore:
         for sequence in (item.sequence for item in plan):
             if not sequence.counted:
                 sequence.counted = True
+                if sequence.request.held:  # it was looked up where it came from
+                    continue
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
         self._scheduler.advance(plan)
@@ -189,6 +194,7 @@ class EngineCore:
         Returns in how many seconds it needs that again, whatever happens; None: not before something does.
         """
         self._transfers.settle()
+        self.moves.tend()
         self._adapters.bring_pinned()
         return self._transfers.tick(len(self._scheduler.running))
 

@@ -153,9 +153,11 @@ class EngineLoop(threading.Thread):
             "model_info": lambda: core.info,
             "hold_request": core.moves.hold,
             "resume_request": core.moves.resume,
+            "kv_window": core.moves.kv_window,
         }
         self._slow: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-            "load_adapter": (partial(_read, core), partial(_add, core))
+            "load_adapter": (partial(_read, core), partial(_add, core)),
+            "kv_send": (core.moves.kv_send, core.moves.kv_sent),
         }
         if core.pool is not None:
             calls = PoolCalls(core, core.pool)

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from moe_lora.core.clock import Clock
+from moe_lora.core.errors import MoveError
 from moe_lora.core.request import TokenOutput
-from moe_lora.engine.client.messages import HeldRequest
+from moe_lora.engine.client.messages import HeldRequest, KvWindow
 from moe_lora.scheduling.scheduler import Scheduler
 
+from .kv_transfer import KvTransfer, Outgoing
 from .sequence import Sequence
 
 
@@ -18,15 +20,22 @@ class RequestMoves:
 
     One that leaves is held between two steps until it is resumed or aborted.  One that comes has computed all
     that it knows but the last token when it is announced; the tokens that it is resumed with are computed in
-    one step.  sequences: those of the engine, by request id.  Called by the engine's own thread.
+    one step.  One that awaits KV is announced when it has pages for it, and computes nothing but what it is
+    resumed with.  sequences: those of the engine, by request id.  kv: None: KV is not sent nor taken.  Called
+    by the engine's own thread, but for `kv_send`.
     """
 
     def __init__(
-        self, sequences: Mapping[str, Sequence], scheduler: Scheduler[Sequence], clock: Clock
+        self,
+        sequences: Mapping[str, Sequence],
+        scheduler: Scheduler[Sequence],
+        clock: Clock,
+        kv: KvTransfer | None,
     ) -> None:
         self._sequences = sequences
         self._scheduler = scheduler
         self._clock = clock
+        self._kv = kv
         self._coming: list[Sequence] = []
 
     @property
@@ -37,15 +46,47 @@ class RequestMoves:
         """A request was queued; one that is held is announced when it is ready."""
         if sequence.held:
             self._coming.append(sequence)
+        if self._kv is None:
+            sequence.awaits_kv = False
+
+    def tend(self) -> None:
+        """Copy KV that has come; let windows go whose request has ended."""
+        if self._kv is not None:
+            self._kv.take_in()
+            self._kv.drop_all_but(self._sequences)
 
     def announce(self) -> list[TokenOutput]:
         """An output without tokens for each request that has become ready."""
         if not self._coming:
             return []
         live = [one for one in self._coming if self._sequences.get(one.request.request_id) is one]
-        ready = [one for one in live if one.num_uncomputed == 1 and one in self._scheduler.running]
+        ready = [one for one in live if self._is_ready(one)]
         self._coming = [one for one in live if one.held and one not in ready]
         return [_sign(sequence) for sequence in ready]
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        if not sequence.awaits_kv:
+            return sequence.num_uncomputed == 1 and sequence in self._scheduler.running
+        if self._kv is None or sequence not in self._scheduler.loading or sequence.waits.adapter_s is None:
+            return False
+        if not self._scheduler.reserve(sequence, len(sequence.tokens)):
+            return False
+        self._kv.expect(sequence)
+        return True
+
+    def kv_window(self, request_id: str) -> KvWindow | None:
+        """Where the KV of a request that was announced is to be put; None: it computes its own."""
+        return None if self._kv is None else self._kv.window(request_id)
+
+    def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Outgoing:
+        """Put the full blocks of a request into its target's window, while it goes on; for another thread."""
+        if self._kv is None:
+            raise MoveError("an instance of several ranks sends no KV; move the request by its tokens")
+        return self._kv.send(self._find(request_id), descriptor, layout)
+
+    def kv_sent(self, outgoing: Outgoing, request_id: str, descriptor: bytes, layout: str) -> None:
+        assert self._kv is not None
+        self._kv.sent(request_id, outgoing)
 
     def hold(self, request_id: str, since: int) -> HeldRequest:
         """Let a request gain no tokens from now on; those of its answer from number `since` on.
@@ -56,17 +97,32 @@ class RequestMoves:
         sequence.held = True
         version = None if sequence.adapter is None else sequence.adapter.version
         first = len(sequence.request.prompt_token_ids) + since
+        kv_tokens, first_page = (0, 0) if self._kv is None else self._kv.finish(sequence)
         return HeldRequest(
             tokens=tuple(sequence.tokens[first:]),
             adapter_version=version,
             timing=sequence.timing(self._clock.now_s()),
+            kv_tokens=kv_tokens,
+            first_page=first_page,
         )
 
-    def resume(self, request_id: str, tokens: Seq[int]) -> None:
-        """Let a request go on, with these further tokens of its answer.  Raises ValueError likewise."""
+    def resume(self, request_id: str, tokens: Seq[int], kv_tokens: int, first_page: int) -> None:
+        """Let a request go on, with these further tokens of its answer, and KV as `HeldRequest` says.
+
+        KV for which there is no room is computed instead.  Raises ValueError likewise.
+        """
         sequence = self._find(request_id)
         sequence.tokens += tokens
+        if sequence.awaits_kv and self._kv is not None:
+            has_room = self._scheduler.reserve(sequence, kv_tokens)
+            taken = has_room and self._kv.finish_taking(request_id, kv_tokens, first_page)
+            sequence.table.num_matched = kv_tokens if taken else 0
+            sequence.awaits_kv = False
         sequence.held = False
+
+    def close(self) -> None:
+        if self._kv is not None:
+            self._kv.close()
 
     def _find(self, request_id: str) -> Sequence:
         sequence = self._sequences.get(request_id)

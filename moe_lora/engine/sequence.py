@@ -17,7 +17,7 @@ class Sequence:
     tokens[:num_computed] have their KV in `table`.  counted: its prompt is in the engine's counters.
     matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there when it came.
     cold_tokens: those that it may compute before its adapter is there; 0: it is.
-    held: it is on its way from or to another instance, and gains no token.
+    held: it is on its way from or to another instance, and gains no token.  awaits_kv: and its KV comes.
     limit_tokens: total length at which it must end.  seed: of its noise; None: it is greedy.
     """
 
@@ -34,13 +34,14 @@ class Sequence:
     adapter_hit: bool = True
     cold_tokens: int = 0
     held: bool = False
+    awaits_kv: bool = False
     table: BlockTable = field(init=False)
     waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None
     second_token_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.held = self.request.held
+        self.held, self.awaits_kv = self.request.held, self.request.awaits_kv
         self.tokens = [*self.request.prompt_token_ids, *self.request.generated]
         self.table = BlockTable(self.adapter_uid)
 

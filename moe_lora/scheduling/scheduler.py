@@ -134,6 +134,10 @@ class Scheduler(Generic[Sequence]):
             sequence.num_computed += item.num_tokens
             self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
 
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for the KV that a loading sequence awaits; False (and none taken) if there are too few."""
+        return self._cache.grow(sequence.table, num_tokens, self._clock.now_s())
+
     def finish(self, sequence: Sequence) -> None:
         """The sequence ended (or its client left), wherever it is."""
         for group in (self.running, self.loading):
@@ -208,10 +212,7 @@ class Scheduler(Generic[Sequence]):
             self.loading.append(sequence)
             now_s = self._clock.now_s()
             sequence.waits.load(now_s)
-            sequence.table = self._cache.match(
-                sequence.adapter_uid, sequence.tokens, now_s, again=sequence.matched
-            )
-            sequence.matched = True
+            self._match(sequence, now_s)
             if self._is_loaded(sequence):
                 if not self._start(sequence, budget, plan):
                     return
@@ -222,6 +223,16 @@ class Scheduler(Generic[Sequence]):
             waits = sequence.waits
             if waits.held_back_s is None and waits.admitted_s is None and self._may_compute(sequence):
                 waits.held_back_s = now_s
+
+    def _match(self, sequence: Sequence, now_s: float) -> None:
+        """Find what is computed of its tokens; of one whose KV comes, nothing, so that it is what it was."""
+        if sequence.awaits_kv:
+            sequence.table = BlockTable(sequence.adapter_uid)
+            return
+        sequence.table = self._cache.match(
+            sequence.adapter_uid, sequence.tokens, now_s, again=sequence.matched
+        )
+        sequence.matched = True
 
     def _has_room(self, budget: int) -> bool:
         num = len(self.running) + len(self.loading)
@@ -256,7 +267,7 @@ class Scheduler(Generic[Sequence]):
                     return False
                 sequence.cold_tokens = 0 if readiness is Readiness.READY else len(sequence.tokens)
             sequence.waits.adapter_s = now_s
-        if not sequence.table.ready:
+        if sequence.awaits_kv or not sequence.table.ready:
             return False
         sequence.waits.loaded(now_s)
         return True
@@ -321,6 +332,7 @@ class Scheduler(Generic[Sequence]):
             self._adapters.enqueue(sequence.adapter)
         self._give_back(sequence)
         sequence.num_computed = sequence.cold_tokens = 0
+        sequence.awaits_kv = False
         self.waiting.appendleft(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:

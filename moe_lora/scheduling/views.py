@@ -65,7 +65,8 @@ class Schedulable(Protocol):
     when they are computed, and sets them back when it takes the pages.  num_cached: of these, what it found
     when it was admitted.  matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there
     when it came.  cold_tokens: of `tokens`, those that it may compute before its adapter is there; 0: it is.
-    held: its last token is not to be computed now, so that it gains none.
+    held: its last token is not to be computed now, so that it gains none.  awaits_kv: its KV comes from
+    elsewhere, into pages that the caller takes; the scheduler sets it back when it takes them.
     """
 
     table: BlockTable
@@ -75,6 +76,7 @@ class Schedulable(Protocol):
     adapter_hit: bool
     cold_tokens: int
     held: bool
+    awaits_kv: bool
 
     @property
     def adapter(self) -> Any:

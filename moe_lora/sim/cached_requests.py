@@ -34,6 +34,7 @@ class CachedRequest:
     has_started: bool = False
     load_tokens: int = field(init=False)
     held: bool = False
+    awaits_kv: bool = False
     waits: Waits = field(default_factory=Waits)
     first_token_s: float = math.nan
     finish_s: float = math.nan

@@ -25,14 +25,15 @@ class Attempt:
 
     request: as the instance gets it, under an id of its own, so that what an earlier or later attempt says is
     never taken for this one's.  first: number of the answer's token that it begins with.  Of an attempt that
-    a request was moved to: begun_s: when it was sent; held_s: when the one before was held, until this one
-    has a token; timing_before: what the one before says of its time.
+    a request was moved to: kind: how; begun_s: when it was sent; held_s: when the one before was held, until
+    this one has a token; timing_before: what the one before says of its time.
     """
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
         self.instance, self.client = instance, instance.client
         self.request = request
         self.first = len(request.generated)
+        self.kind = "kv" if request.awaits_kv else "tokens"
         self.held_s: float | None = None
         self.begun_s = 0.0
         self.timing_before: RequestTiming | None = None

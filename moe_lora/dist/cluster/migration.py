@@ -17,18 +17,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import MoeLoraError, MoveError
 from moe_lora.core.request import PAUSE_BUCKETS_S, GenerateRequest, MoveStats
-from moe_lora.engine.client.messages import HeldRequest
+from moe_lora.engine.client.messages import HeldRequest, KvWindow
 
 from .failover import Attempt, ResumableRequest
 from .instances import Instance, InstanceRegistry
 
 logger = logging.getLogger(__name__)
 
+MoveKind = Literal["tokens", "kv"]
 MOVES_AT_ONCE = 4
 READY_S = 30.0
 """A target that is not ready by then (its adapter, pages, the computing of the prompt) is given up."""
@@ -61,7 +62,7 @@ class RequestMover:
     def __init__(self, instance_registry: InstanceRegistry, clock: Clock) -> None:
         self._instance_registry = instance_registry
         self._clock = clock
-        self.num_moved: dict[str, int] = {"tokens": 0}
+        self.num_moved: dict[str, int] = {"tokens": 0, "kv": 0}
         self.num_failed = 0
         self.pause_counts = [0] * (len(PAUSE_BUCKETS_S) + 1)
         self.pause_s = 0.0
@@ -71,7 +72,7 @@ class RequestMover:
         """The first output of an attempt that a request was moved to."""
         assert attempt.held_s is not None
         pause_s, attempt.held_s = self._clock.now_s() - attempt.held_s, None
-        self.num_moved["tokens"] += 1
+        self.num_moved[attempt.kind] += 1
         self.pause_counts[bisect_left(PAUSE_BUCKETS_S, pause_s)] += 1
         self.pause_s += pause_s
 
@@ -87,6 +88,7 @@ class RequestMover:
         self,
         resumable: ResumableRequest,
         target: str,
+        kind: MoveKind,
         continued: Callable[[], GenerateRequest],
         max_model_len: int,
     ) -> None:
@@ -97,7 +99,7 @@ class RequestMover:
             raise MoveError(f"request {name!r} is between two instances; it can be moved later")
         instance = self._target(resumable, source, target)
         resumable.epoch += 1
-        attempt = Attempt(instance, replace(continued(), held=True), max_model_len)
+        attempt = Attempt(instance, replace(continued(), held=True, awaits_kv=kind == "kv"), max_model_len)
         move = resumable.move = Move(self._carry_out(resumable, source, attempt))
         try:
             await asyncio.shield(move.task)
@@ -124,6 +126,8 @@ class RequestMover:
             ready = await asyncio.wait_for(anext(target.outputs()), READY_S)
             if ready.finish_reason is not None:
                 raise MoveError(ready.error or "the target ended it")
+            if target.request.awaits_kv:
+                await asyncio.wait_for(self._send_kv(source, target), READY_S)
             await self._hand_over(resumable, source, target, ready.adapter_version)
         except BaseException:
             self.num_failed += 1
@@ -132,6 +136,14 @@ class RequestMover:
         finally:
             resumable.move = None
         source.leave()
+
+    async def _send_kv(self, source: Attempt, target: Attempt) -> None:
+        """Have the source put into the target's window what is computed by now."""
+        window: KvWindow | None = await target.ask("kv_window")
+        if window is None:  # its pages went to an older request, or it has several ranks
+            target.kind = "tokens"
+        else:
+            await source.ask("kv_send", window.descriptor, window.layout)
 
     async def _hand_over(
         self, resumable: ResumableRequest, source: Attempt, target: Attempt, adapter_version: int | None
@@ -144,7 +156,8 @@ class RequestMover:
             if held.adapter_version != adapter_version:
                 raise MoveError("the target has another version of its adapter")
             move.final = True
-            await asyncio.wait_for(target.ask("resume_request", held.tokens), ACK_S)
+            rest = held.tokens, held.kv_tokens, held.first_page
+            await asyncio.wait_for(target.ask("resume_request", *rest), ACK_S)
         except BaseException:
             self._go_on(source)
             raise
@@ -157,7 +170,7 @@ class RequestMover:
 
         async def resume() -> None:
             with suppress(MoeLoraError, ValueError):  # it ended meanwhile, or the request did
-                await source.ask("resume_request", ())
+                await source.ask("resume_request", (), 0, 0)
 
         task = asyncio.create_task(resume())
         self._resuming.add(task)

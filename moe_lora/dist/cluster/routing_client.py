@@ -23,7 +23,7 @@ from moe_lora.policies.routing import Router, TokenMeter
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
 from .fan_out import ask_live
 from .instances import Instance, InstanceRegistry, ServedVersion
-from .migration import MOVES_AT_ONCE, RequestMover
+from .migration import MOVES_AT_ONCE, MoveKind, RequestMover
 from .reports import merge_adapters, merge_stats
 
 
@@ -129,7 +129,7 @@ class FleetClient:
         if resumable.next is not None:
             await resumable.next.close()
 
-    async def move(self, request_id: str, target: str) -> None:
+    async def move(self, request_id: str, target: str, kind: MoveKind = "tokens") -> None:
         """Have a request go on at the instance of that name; returns when it does, in its own time.
 
         Raises MoveError if it can't be moved; then it goes on where it is.
@@ -138,9 +138,11 @@ class FleetClient:
         if resumable is None:
             raise MoveError(f"request {request_id!r} is not running")
         limit = (await self.model_info()).max_model_len
-        await self.mover.move(resumable, target, lambda: self._continued(resumable), limit)
+        await self.mover.move(resumable, target, kind, lambda: self._continued(resumable), limit)
 
-    async def migrate(self, source: str, target: str, num_requests: int) -> tuple[int, list[str]]:
+    async def migrate(
+        self, source: str, target: str, num_requests: int, kind: MoveKind = "tokens"
+    ) -> tuple[int, list[str]]:
         """Move up to so many requests of this front end from one instance to another, those without a token
         first; how many were moved, and why others were not.
         """
@@ -149,7 +151,7 @@ class FleetClient:
         async def move(request_id: str) -> str | None:
             async with places:
                 try:
-                    await self.move(request_id, target)
+                    await self.move(request_id, target, kind)
                 except MoveError as error:
                     return str(error)
             return None

@@ -45,18 +45,29 @@ class HeldRequest:
     """A request that gains no tokens for now.
 
     tokens: of its answer, from the one on that was asked for.  adapter_version: which computes it.  timing:
-    as if it ended now.
+    as if it ended now.  kv_tokens: tokens, of prompt and answer, whose KV lies in the target's window; its
+    pages from first_page on were put since the request is held.
     """
 
     tokens: tuple[int, ...]
     adapter_version: int | None
     timing: RequestTiming
+    kv_tokens: int = 0
+    first_page: int = 0
 
 
-REQUEST_METHODS = frozenset({"hold_request", "resume_request"})
+@dataclass(frozen=True)
+class KvWindow:
+    """Where the KV of a request that comes is to be put, and how pages lie there."""
+
+    descriptor: bytes
+    layout: str
+
+
+REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
 """Methods whose first argument is the id of a request of who calls."""
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Hello(Message, frozen=True):
@@ -182,7 +193,13 @@ class EngineMethods(typing.Protocol):
 
     def hold_request(self, request_id: str, since: int) -> HeldRequest: ...
 
-    def resume_request(self, request_id: str, tokens: Sequence[int]) -> None: ...
+    def resume_request(
+        self, request_id: str, tokens: Sequence[int], kv_tokens: int, first_page: int
+    ) -> None: ...
+
+    def kv_window(self, request_id: str) -> KvWindow | None: ...
+
+    def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> None: ...
 
     def pool_load(
         self, name: str, path: str, replace: bool, version: int, content_hash: str | None

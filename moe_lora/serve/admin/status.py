@@ -61,7 +61,7 @@ def status_router(frontend: Frontend) -> APIRouter:
         for field in ("source", "target"):
             if getattr(body, field) not in names:
                 raise bad_request(f"{field} is none of the instances {', '.join(names)}", field)
-        moved, problems = await client.migrate(body.source, body.target, body.num_requests)
+        moved, problems = await client.migrate(body.source, body.target, body.num_requests, body.kind)
         return JsonResponse({"object": "migration", "moved": moved, "problems": problems})
 
     return router

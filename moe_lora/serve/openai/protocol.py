@@ -308,6 +308,7 @@ class MigrateRequest(ApiModel):
     source: Text
     target: Text
     num_requests: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
+    kind: Literal["tokens", "kv"] = "tokens"
 
 
 class UnloadAdapterRequest(ApiModel):

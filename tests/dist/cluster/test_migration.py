@@ -19,7 +19,7 @@ from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.llm import InProcessClient
-from moe_lora.policies.routers import LeastOutstanding
+from moe_lora.policies.routers import LeastOutstanding, RoundRobin
 from tests.dist.cluster.fleet_parts import fleet_client
 
 DEMO = Path(__file__).parents[3] / "demo"
@@ -60,7 +60,7 @@ def place(fleet: FleetClient, name: str = "r") -> str:
     return fleet._running[name].attempt.instance.name
 
 
-async def answer(fleet: FleetClient, request: GenerateRequest, cuts=()) -> list[TokenOutput]:
+async def answer(fleet: FleetClient, request: GenerateRequest, cuts=(), kind="tokens") -> list[TokenOutput]:
     """The request's outputs; it is moved to the other instance each time when it has that many tokens, and
     the move before is over."""
     outputs, num_tokens, left = [], 0, sorted(cuts)
@@ -69,7 +69,7 @@ async def answer(fleet: FleetClient, request: GenerateRequest, cuts=()) -> list[
         num_tokens += len(output.token_ids)
         if left and num_tokens >= left[0] and fleet._running[request.request_id].next is None:
             here = place(fleet, request.request_id)
-            await fleet.move(request.request_id, str(1 - int(here)))
+            await fleet.move(request.request_id, str(1 - int(here)), kind)
             del left[0]
     return outputs
 
@@ -91,7 +91,11 @@ def all_idle(engines) -> bool:
 
 async def until_idle(engines) -> None:
     for _ in range(1000):
-        if all_idle(engines):
+        if all_idle(engines) and not any([(await client.stats()).kv_usage for client in engines]):
+            for client in engines:
+                client.core.moves.tend()
+                assert not client.core.moves._kv._incoming
+                assert not client.core.moves._kv._outgoing
             return
         await asyncio.sleep(0.01)
     raise AssertionError("an engine kept a request that had gone")
@@ -99,14 +103,18 @@ async def until_idle(engines) -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}])
 @pytest.mark.parametrize("cuts", [{7}, {1, 40}, {1, 5, 6, 20, 33}])
-def test_moved_answer_has_the_tokens_of_one_left_alone(fleet, engines, cuts, sampling):
+@pytest.mark.parametrize("kind", ["tokens", "kv"])
+def test_moved_answer_has_the_tokens_of_one_left_alone(fleet, engines, cuts, sampling, kind):
+    """With its KV to the last bit, so that logprobs are equal; by tokens up to rounding."""
+
     async def run() -> None:
         alone = await answer(fleet, ask("alone", **sampling))
-        moved = await answer(fleet, ask("moved", **sampling), cuts)
+        moved = await answer(fleet, ask("moved", **sampling), cuts, kind)
         assert tokens(moved) == tokens(alone)
         assert len(tokens(moved)) == LENGTH
-        assert logprobs(moved) == pytest.approx(logprobs(alone), abs=1e-4)
-        assert fleet.mover.num_moved["tokens"] == len(cuts) > 0
+        exact = logprobs(alone) if kind == "kv" else pytest.approx(logprobs(alone), abs=1e-4)
+        assert logprobs(moved) == exact
+        assert fleet.mover.num_moved == {"tokens": 0, "kv": 0} | {kind: len(cuts)}
         assert sum(fleet.mover.pause_counts) == len(cuts)
         assert {output.request_id for output in moved} == {"moved"}
         assert moved[-1].finish_reason == "length"
@@ -120,7 +128,44 @@ def test_moved_answer_has_the_tokens_of_one_left_alone(fleet, engines, cuts, sam
     asyncio.run(run())
 
 
-def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines):
+@pytest.mark.parametrize("block_size", [16, 8])
+def test_kv_that_was_moved_is_used_as_it_is_in_bfloat16(block_size):
+    """What the target computes again in bfloat16 has other bits, but it computes one token only."""
+    engines = [
+        InProcessClient(build_engine(replace(CONFIG, dtype="bfloat16", block_size=size, instance=str(n))))
+        for n, size in enumerate([16, block_size])
+    ]
+
+    async def run() -> None:
+        fleet = fleet_client(InstanceRegistry(engines, ADAPTERS), RoundRobin())
+        sampling = {"temperature": 1.0, "seed": 9}
+        alone = await answer(fleet, ask("alone", **sampling))
+        await tokens_of_base(fleet)
+        if block_size != 16:
+            with pytest.raises(MoveError, match="move it by tokens"):
+                await answer(fleet, ask("moved", **sampling), {9}, "kv")
+            return
+        rows = sum(client.core.stats().lora_rows_local for client in engines)
+        moved = await answer(fleet, ask("moved", **sampling), {1, 9, 20, 40, 50}, "kv")
+        assert tokens(moved) == tokens(alone)
+        assert logprobs(moved) == logprobs(alone)
+        assert fleet.mover.num_moved == {"tokens": 0, "kv": 5}
+        rows = sum(client.core.stats().lora_rows_local for client in engines) - rows
+        assert 0 < rows / 4 <= len(PROMPT) + LENGTH  # in each of 4 layers every token once
+        await until_idle(engines)
+
+    async def tokens_of_base(fleet: FleetClient) -> None:
+        await answer(fleet, ask("other", None, max_tokens=1))  # the next one begins where the first began
+
+    try:
+        asyncio.run(run())
+    finally:
+        for client in engines:
+            client.shut_down()
+
+
+@pytest.mark.parametrize("kind", ["tokens", "kv"])
+def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines, kind):
     """Moves begin while the streams are read: also of requests that wait, or compute their prompt."""
 
     async def shuffle(rng: random.Random, names: list[str], over: asyncio.Event) -> int:
@@ -130,7 +175,7 @@ def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines):
             name = rng.choice(names)
             if name in fleet._running:
                 try:
-                    await fleet.move(name, str(1 - int(place(fleet, name))))
+                    await fleet.move(name, str(1 - int(place(fleet, name))), kind)
                     num_moved += 1
                 except (MoveError, AttributeError):
                     continue
@@ -147,7 +192,7 @@ def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines):
         over.set()
         assert [tokens(outputs) for outputs in moved] == alone
         assert await shuffling > 5
-        assert fleet.mover.num_moved["tokens"] > 5
+        assert fleet.mover.num_moved[kind] > 5
         await until_idle(engines)
 
     asyncio.run(run())
@@ -170,12 +215,13 @@ def test_abort_reaches_both_ends_of_a_move(fleet, engines):
     asyncio.run(run())
 
 
-def test_client_that_leaves_during_a_move_leaves_nothing_behind(fleet, engines):
+@pytest.mark.parametrize("kind", ["tokens", "kv"])
+def test_client_that_leaves_during_a_move_leaves_nothing_behind(fleet, engines, kind):
     async def run() -> None:
         for num_turns in range(0, 60, 3):
             stream = fleet.generate(ask(max_tokens=200))
             await anext(stream)
-            moving = asyncio.create_task(fleet.move("r", str(1 - int(place(fleet)))))
+            moving = asyncio.create_task(fleet.move("r", str(1 - int(place(fleet))), kind))
             for _ in range(num_turns):
                 await asyncio.sleep(0.0005)
             await stream.aclose()
@@ -200,7 +246,7 @@ def test_source_goes_on_where_the_target_does_not_take_over(fleet, engines, monk
 
             async def ask_and_hear_nothing(name: str, *args):
                 nonlocal num_failed
-                if name != method or args[-1:] == ((),):
+                if name != method or (args[:1] == ("r",) and name == "resume_request"):
                     return await ask_really(name, *args)
                 num_failed += 1
                 if after:
