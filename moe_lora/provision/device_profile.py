@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from moe_lora.config.json_file import Count, FileContent, Positive, Share, checked, read_object
 from moe_lora.core.errors import ConfigError
-
-from .json_file import Count, FileContent, Positive, Share, checked, read_object
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 from pydantic import Field
 
+from moe_lora.config.json_file import Positive, checked, read_object
 from moe_lora.config.settings import Settings, setting
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.policies.step_model import StepModel
-from moe_lora.provision.json_file import Positive, checked, read_object
 from moe_lora.sim.system import simulate
 from moe_lora.sim.system_config import InstanceConfig, LocalConfig, SystemConfig
 from moe_lora.workload.replay_plan import PlannedRequest

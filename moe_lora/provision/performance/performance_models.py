@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from scipy.optimize import nnls
 
+from moe_lora.config.json_file import FileContent, checked, read_object
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.step_model import PHASES, Row, StepModel, feature_names, features
-from moe_lora.provision.json_file import FileContent, checked, read_object
 
 
 @dataclass(frozen=True, kw_only=True)
