@@ -53,10 +53,32 @@ def _type(one: Setting) -> Any:
         return click.Choice(rule.choices)
     if rule.path == "folder":
         return click.Path(exists=True, file_okay=False)
+    if rule.words:
+        return _NumberOrWord(one)
     if int in one.kinds:
         least, most = (None if bound is None else int(bound) for bound in (rule.least, rule.most))
         return int if least is None else click.IntRange(least, most)
     return float if float in one.kinds else str
+
+
+class _NumberOrWord(click.ParamType):
+    """A whole number as the setting allows it, or one of its words."""
+
+    name = "number"
+
+    def __init__(self, one: Setting) -> None:
+        self._setting = one
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self._setting.rule.words or isinstance(value, int):
+            return value
+        allowed = f"{self._setting.allowed()}, or {', '.join(self._setting.rule.words)}"
+        try:
+            number = int(value)
+            self._setting.check(self._setting.name, number)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number, {allowed}", param, ctx)
+        return number
 
 
 def section_options(**sections: Any) -> Callable[[click.Command], click.Command]:

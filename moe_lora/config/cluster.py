@@ -111,15 +111,17 @@ class ClusterConfig:
 
         Raises ConfigError for what a role on another host could not find out by itself.
         """
+        model = self.engine.performance_model or self.front_end.performance_model
+        engine = replace(self.engine, instance=name, performance_model=model)
         if self.lora_server is None:
-            return replace(self.engine, instance=name)
+            return engine
         for setting, example in (("address", "10.0.0.2:7500"), ("store_dir", "/var/tmp/adapters")):
             if not getattr(self.lora_server, setting):
                 raise ConfigError(f"lora_server.{setting} is needed between hosts, such as {example}")
         if self.certificates is None and not self.lora_server.address.startswith("/"):
             raise needs_keys("lora_server.address", self.lora_server.address)
         server = replace(self.lora_server, certificates=self.certificates)
-        return replace(self.engine, instance=name, lora_server=server)
+        return replace(engine, lora_server=server)
 
     def engines_address(self) -> str:
         """Where instances dial the one front end in.  Raises ConfigError without one."""

@@ -127,6 +127,7 @@ CACHE_POLICIES = (
     "slora",
 )
 """The first is the default."""
+AUTO = "auto"
 CHOSEN = "chosen from the model and the memory that is free"
 
 
@@ -255,15 +256,24 @@ class EngineConfig(Settings):
     queue: str = setting("fcfs", choices=QUEUES)
     """Order of waiting requests: first come first served, or (for comparisons where every answer has its full
     length) least max_tokens first."""
-    host_workers: int = setting(0, least=0, option="--host-workers", group="Adapters")
+    host_workers: int | str = setting(
+        0, least=0, words=(AUTO,), option="--host-workers", metavar="N", group="Adapters"
+    )
     """Processes of this host that compute the prompts of adapters that are still loading, for each of the
-    expert_parallel ranks.  With a LoRA Server those of the sites that it leaves to the instances."""
+    expert_parallel ranks of each instance.  auto: as many as the performance model and the cores ask for, 0
+    on a CPU device.  With a LoRA Server those of the sites that it leaves to the instances."""
     host_cores: tuple[int, ...] = ()
-    """Cores that host workers run on, one each, those of the first rank first; by default any."""
-    host_tokens_per_worker: int = setting(32, least=1)
+    """Cores that host workers run on, one each, those of the first instance's first rank first; by default
+    any."""
+    host_tokens_per_worker: int | None = setting(
+        None, least=1, unset="the performance model's, without one 32"
+    )
     """Prompt tokens of one layer that a host worker computes in time; a prompt of more is divided."""
     host_tokens_per_step: int = setting(0, least=0, unset="host_tokens_per_worker x host_workers")
     """Prompt tokens of loading adapters in a step in which others decode, at most; 0: see the default."""
+    performance_model: str | None = setting(None, path="place", unset="the front end's")
+    """Times of this machine, of `moe-lora profile-steps --host-worker`, by which a prompt begins on host
+    workers or waits for its adapter."""
     pool: PoolConfig | None = setting(None, in_file=False)
     """The pool of the instances; None: each keeps all adapters."""
     state_dir: str | None = setting(
@@ -318,11 +328,8 @@ class EngineConfig(Settings):
                 f"pool and expert_parallel={self.expert_parallel} do not go together yet: the ranks of an "
                 "instance read adapters from files of its own; leave the pool out, or use expert_parallel=1"
             )
-        if self.host_cores and len(set(self.host_cores)) != self.host_workers * self.expert_parallel:
-            raise ConfigError(
-                f"host_cores={self.host_cores} must name a core of its own for each of "
-                f"host_workers={self.host_workers} of each of expert_parallel={self.expert_parallel} ranks"
-            )
+        if self.host_cores:
+            self._check_host_cores()
         if self.pool is not None and self.lora_server is not None:
             raise ConfigError(
                 "pool and a LoRA Server do not go together: the server holds the adapters for all instances "
@@ -333,6 +340,17 @@ class EngineConfig(Settings):
                 raise ConfigError(f"adapter name {name!r} is empty or given twice; names must be unique")
         if self.decode_buckets is not None and (not self.decode_buckets or min(self.decode_buckets) < 1):
             raise ConfigError(f"decode_buckets={self.decode_buckets} must be one or more sizes >= 1")
+
+    def _check_host_cores(self) -> None:
+        number, parts = self.host_workers, self.num_instances * self.expert_parallel
+        cores = len(set(self.host_cores))
+        wanted = len(self.host_cores) if number == AUTO else int(number) * parts
+        if cores != wanted or cores % parts:
+            raise ConfigError(
+                f"host_cores={self.host_cores} must name a core of its own for each of "
+                f"host_workers={number} of each of expert_parallel={self.expert_parallel} ranks of each of "
+                f"num_instances={self.num_instances}"
+            )
 
     @property
     def threads_per_process(self) -> int | None:

@@ -41,7 +41,8 @@ WORDS: dict[Any, str] = {
 class Rule:
     """What a setting may be beside its type, and where users find it.
 
-    option: of the command, with its dashes; "--no-..." turns off what is on by default.  least, most: bounds
+    option: of the command, with its dashes; "--no-..." turns off what is on by default.  words: what a number
+    may be instead.  least, most: bounds
     that are allowed; above: one that is not.  path: "folder" (one that is there, as an option) or "place";
     in a file of settings it starts at that file's folder.  check: called with name and value, raises
     ConfigError.  unset: what holds, in words, where the option is not given, and what None stands for.
@@ -54,6 +55,7 @@ class Rule:
     above: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     path: str = ""
     metavar: str = ""
     group: str = ""
@@ -90,6 +92,12 @@ class Setting(typing.NamedTuple):
     def check(self, place: str, value: Any) -> None:
         """Raise ConfigError, naming `place`, for a value of the right type that is not allowed."""
         rule, allowed = self.rule, self.allowed()
+        if rule.words and isinstance(value, str):
+            if value not in rule.words:
+                raise ConfigError(
+                    f"{place}={value!r} must be a number, {allowed}, or {', '.join(rule.words)}"
+                )
+            return
         if rule.choices and value not in rule.choices:
             raise ConfigError(f"{place}={value!r} is not known; choose one of {', '.join(rule.choices)}")
         if allowed:

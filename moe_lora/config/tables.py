@@ -83,7 +83,8 @@ def _values(one: Setting) -> str:
     low = (
         f" > {rule.above:g}" if rule.above is not None else "" if rule.least is None else f" ≥ {rule.least:g}"
     )
-    return words + low + ("" if rule.most is None else f", ≤ {rule.most:g}")
+    words += low + "".join(f" or `{word}`" for word in rule.words)
+    return words + ("" if rule.most is None else f", ≤ {rule.most:g}")
 
 
 if __name__ == "__main__":

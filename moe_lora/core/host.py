@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import platform
 import resource
 import shutil
 import tempfile
@@ -89,6 +90,24 @@ def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+# What this machine is.
+
+
+def cpu_info() -> dict[str, str]:
+    """The system's words on the first processor, by their names; empty where it has none."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():  # not Linux
+        return {}
+    first = path.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def cpu_model() -> str | None:
+    """The processor's name; None where it is not known."""
+    return cpu_info().get("model name") or platform.processor() or None
 
 
 # How many files and connections a process may have open.

@@ -30,6 +30,7 @@ from moe_lora.engine.ranks.rank import Rank
 from moe_lora.engine.text.text import read_eos_token_ids
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching_policies import FastLibra, Recency, make_caching_policy
+from moe_lora.policies.host_start import HostLoads
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .arena_size import ArenaSize, arena_size, max_model_len
@@ -153,6 +154,7 @@ def _core(
         lower=config.swap_in_below,
     )
     pool = store if isinstance(store, PoolAdapters) else None
+    host_loads = None if store.host is None else HostLoads(rank.host.rule, config.max_num_batched_tokens)
     manager = AdapterManager(
         cache,
         store,
@@ -161,6 +163,7 @@ def _core(
         num_slots=config.max_loras,
         num_pages=size.num_pages - size.request_pages,
         leases=store if isinstance(store, LeasedAdapters) else None,
+        host_loads=host_loads,
     )
     transfers = Transfers(
         cache,
@@ -170,7 +173,7 @@ def _core(
         num_slots=config.max_loras,
         make_mover=rank.mover,
         interval_s=config.swap_interval_s,
-        layer_wise=store.host is not None,
+        first_group=None if host_loads is None else host_loads.first_group,
         blocking=config.emulation.blocking_loads,
         followers=followers,
     )

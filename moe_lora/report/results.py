@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moe_lora.core.host import folder_locked
+from moe_lora.core.host import cpu_info, cpu_model, folder_locked
 
 KINDS = ("measured", "simulated", "emulated")
 
@@ -127,10 +127,10 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 def environment() -> dict[str, Any]:
     """CPU, cores, memory, GPUs, versions of Python and packages, git commit; null where unknown."""
-    fields = _cpuinfo()
+    fields = cpu_info()
     features = (fields.get("flags") or fields.get("Features") or "").split()
     return {
-        "cpu_model": fields.get("model name") or platform.processor() or None,
+        "cpu_model": cpu_model(),
         "cpu_features": [feature for feature in _CPU_FEATURES if feature in features],
         "cpu_cores": _usable_cores(),
         "memory_bytes": _memory_bytes(),
@@ -142,15 +142,6 @@ def environment() -> dict[str, Any]:
         "threads": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
         **git_state(Path(__file__).resolve().parent),
     }
-
-
-def _cpuinfo() -> dict[str, str]:
-    path = Path("/proc/cpuinfo")
-    if not path.exists():  # not Linux
-        return {}
-    first = path.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _usable_cores() -> int | None:

@@ -119,7 +119,8 @@ class Scheduler(Generic[Sequence]):
         budget = self._max_num_batched_tokens - sum(plan.values())
         for sequence in list(self.loading):
             may_start = sequence in self.loading and self._may_compute(sequence)
-            if budget and may_start and len(plan) < self._max_num_seqs and self._is_loaded(sequence):
+            may_start = may_start and budget > 0 and len(plan) < self._max_num_seqs
+            if may_start and self._is_loaded(sequence, budget, plan):
                 self._start(sequence, budget, plan)
                 budget -= plan.get(sequence, 0)
         if not self._is_short:
@@ -172,15 +173,18 @@ class Scheduler(Generic[Sequence]):
     def _num_tokens(
         self, sequence: Sequence, num_uncomputed: int, budget: int, plan: dict[Sequence, int]
     ) -> int:
-        """How many of its tokens may compute in this step."""
+        """How many of its tokens may compute in this step; of a loading adapter none where waiting for it is
+        quicker."""
         num_uncomputed -= sequence.held
         if not sequence.cold_tokens:
             return min(num_uncomputed, budget)
+        on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold_tokens)
         if any(not other.cold_tokens for other in plan):
-            on_host = sum(num_tokens for other, num_tokens in plan.items() if other.cold_tokens)
             share = self._host_shares.get(sequence, self._max_host_tokens)
             budget = min(budget, share, self._max_host_tokens - on_host)
-        return max(0, min(num_uncomputed, budget))
+        num_tokens = max(0, min(num_uncomputed, budget))
+        pays = num_tokens and self._adapters.pays_on_host(sequence.adapter, num_tokens, on_host)
+        return num_tokens if pays else 0
 
     def _divide_host(self) -> dict[Sequence, int]:
         """What each prompt of a loading adapter may take of a step beside others."""
@@ -213,7 +217,7 @@ class Scheduler(Generic[Sequence]):
             now_s = self._clock.now_s()
             sequence.waits.load(now_s)
             self._match(sequence, now_s)
-            if self._is_loaded(sequence):
+            if self._is_loaded(sequence, budget, plan):
                 if not self._start(sequence, budget, plan):
                     return
                 budget -= plan.get(sequence, 0)
@@ -246,7 +250,9 @@ class Scheduler(Generic[Sequence]):
     def _acquire(self, sequence: Sequence) -> bool:
         if sequence.adapter is None:
             return True
-        readiness = self._adapters.acquire(sequence.adapter, again=sequence.matched)
+        readiness = self._adapters.acquire(
+            sequence.adapter, again=sequence.matched, num_tokens=len(sequence.tokens)
+        )
         if sequence.waits.admitted_s is None and readiness is Readiness.LOADING:
             sequence.adapter_hit = False
         return readiness is not Readiness.NO_ROOM
@@ -255,8 +261,8 @@ class Scheduler(Generic[Sequence]):
         adapter = sequence.adapter
         return adapter is not None and self._adapters.has_unused_lease(adapter)
 
-    def _is_loaded(self, sequence: Sequence) -> bool:
-        """Whether the adapter and the history of a loading sequence have come, or it can begin without the
+    def _is_loaded(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
+        """Whether the adapter and the history of a loading sequence have come, or it begins without the
         adapter."""
         now_s = self._clock.now_s()
         if sequence.waits.adapter_s is None:
@@ -265,7 +271,12 @@ class Scheduler(Generic[Sequence]):
                 readiness = self._adapters.readiness(adapter)
                 if readiness not in (Readiness.READY, Readiness.HOST_COMPUTABLE):
                     return False
-                sequence.cold_tokens = 0 if readiness is Readiness.READY else len(sequence.tokens)
+                if readiness is Readiness.HOST_COMPUTABLE:
+                    sequence.cold_tokens = len(sequence.tokens)
+                    num_uncomputed = len(sequence.tokens) - sequence.table.num_matched
+                    if not self._num_tokens(sequence, num_uncomputed, budget, plan):
+                        sequence.cold_tokens = 0
+                        return False
             sequence.waits.adapter_s = now_s
         if sequence.awaits_kv or not sequence.table.ready:
             return False

@@ -130,10 +130,11 @@ class Adapters(Protocol[Adapter]):
         """Requests are about to be admitted, one `acquire` after the other."""
         ...
 
-    def acquire(self, adapter: Adapter, *, again: bool = False) -> Readiness:
+    def acquire(self, adapter: Adapter, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Hold the adapter for one request, its bytes on their way if they are not there.
 
-        NO_ROOM: it is not held, there is no place now.  again: this request held it before.
+        NO_ROOM: it is not held, there is no place now.  again: this request held it before.  num_tokens: of
+        the request, by which layers are ordered where host workers compute the first ones.
         """
         ...
 
@@ -145,6 +146,12 @@ class Adapters(Protocol[Adapter]):
         """Of an adapter that was acquired: whether its bytes are there, or prompts can be computed without.
 
         NO_ROOM: they failed to come.
+        """
+        ...
+
+    def pays_on_host(self, adapter: Adapter, num_tokens: int, on_host: int) -> bool:
+        """Whether so many prompt tokens are to begin on host workers, rather than wait for the adapter, one
+        that is HOST_COMPUTABLE.  on_host: tokens that they compute in that step already.
         """
         ...
 

@@ -16,6 +16,7 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
+from moe_lora.policies.host_start import ColdAdapter, HostLoads
 from moe_lora.policies.routing import InstanceLoad
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
@@ -34,12 +35,22 @@ from .system import mean, percentile
 class CachedAdapters:
     """`scheduling.views.Adapters` by name, in the cache alone: no versions, no leases.
 
-    num_pages: of each adapter.
+    num_pages: of each adapter.  host_loads: host workers compute prompts of loading adapters when it says
+    so; None: there are none.  cold: what it has to know of an adapter.
     """
 
     waits_for_others = False
 
-    def __init__(self, cache: UnifiedCache, num_pages: Mapping[str, int], clock: Clock) -> None:
+    def __init__(
+        self,
+        cache: UnifiedCache,
+        num_pages: Mapping[str, int],
+        clock: Clock,
+        host_loads: HostLoads | None = None,
+        cold: Callable[[str], ColdAdapter] = lambda name: ColdAdapter(lora_rank=1, num_bytes=1.0),
+    ) -> None:
+        self.host_loads = host_loads
+        self._cold = cold
         self._cache = cache
         self._num_pages = num_pages
         self._clock = clock
@@ -55,14 +66,18 @@ class CachedAdapters:
         """Look for room anew."""
         self._refused_pages = math.inf
 
-    def acquire(self, adapter: str, *, again: bool = False) -> Readiness:
-        """Pin it for one request, and have it brought if need be.  Within a round, what found no room for few
-        pages is not searched for more, as in the engine.
+    def acquire(self, adapter: str, *, again: bool = False, num_tokens: int = 1) -> Readiness:
+        """Pin it for one request, of so many tokens, and have it brought if need be.  Within a round, what
+        found no room for few pages is not searched for more, as in the engine.
         """
         num_pages = self._num_pages[adapter]
         if num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
             return Readiness.NO_ROOM
-        found = self._cache.hold(adapter, self._clock.now_s(), again=again)
+        now_s, before = self._clock.now_s(), self._cache.readiness(adapter)
+        found = self._cache.hold(adapter, now_s, again=again)
+        if self.host_loads is not None and found is Readiness.LOADING:
+            under_way = before is Readiness.LOADING
+            self.host_loads.begin(adapter, self._cold(adapter), num_tokens, now_s, under_way=under_way)
         if found is Readiness.NO_ROOM:
             self._refused_pages = num_pages
         return found
@@ -72,8 +87,18 @@ class CachedAdapters:
         return False
 
     def readiness(self, adapter: str) -> Readiness:
-        """Whether its pages are there."""
-        return self._cache.readiness(adapter)
+        """Whether its pages are there, or prompts can be computed without."""
+        found = self._cache.readiness(adapter)
+        if self.host_loads is None:
+            return found
+        if found is Readiness.READY:
+            self.host_loads.end(adapter, self._clock.now_s())
+        return Readiness.HOST_COMPUTABLE if found is Readiness.LOADING else found
+
+    def pays_on_host(self, adapter: str, num_tokens: int, on_host: int) -> bool:
+        """Whether host workers are to compute so many prompt tokens."""
+        now_s = self._clock.now_s()
+        return self.host_loads is None or self.host_loads.pays(adapter, num_tokens, on_host, now_s)
 
     def release(self, adapter: str) -> None:
         """Undo one `acquire`."""

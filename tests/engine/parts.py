@@ -81,8 +81,8 @@ class PromptManager(AdapterManager):
 
     bring_now: Callable[[], None]
 
-    def _hold(self, adapter: AdapterVersion, *, again: bool) -> Readiness:
-        readiness = super()._hold(adapter, again=again)
+    def _hold(self, adapter: AdapterVersion, *, again: bool, num_tokens: int = 1) -> Readiness:
+        readiness = super()._hold(adapter, again=again, num_tokens=num_tokens)
         self.bring_now()
         return readiness if readiness is Readiness.NO_ROOM else self.readiness(adapter)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from moe_lora.cache.orders import Order, Readiness
+from moe_lora.cache.orders import Order
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import VirtualClock
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching_policies import make_caching_policy
+from moe_lora.policies.host_start import ColdAdapter, HostLoads
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.sim.cached_instance import CachedAdapters
 from moe_lora.sim.cached_requests import CachedRequest
@@ -20,17 +21,15 @@ TOKEN = 7
 """Every token of every answer."""
 
 
-class HostAdapters(CachedAdapters):
-    """Adapters whose prompts host workers compute while they load."""
-
-    def readiness(self, adapter: str) -> Readiness:
-        found = super().readiness(adapter)
-        return Readiness.HOST_COMPUTABLE if found is Readiness.LOADING else found
+def cold(name: str) -> ColdAdapter:
+    """Of rank 1, a byte for each letter of its name."""
+    return ColdAdapter(lora_rank=1, num_bytes=len(name))
 
 
 class Parts:
     """adapters: pages of each by its name.  prompt: copies are done as soon as they are ordered; else when
     `work` is called.  host_tokens: of loading adapters in a step beside others; None: no host workers.
+    host_loads: decides when they are used; None: whenever they can be.
     """
 
     def __init__(
@@ -48,8 +47,11 @@ class Parts:
         policy: CachingPolicy | None = None,
         prompt: bool = True,
         host_tokens: int | None = None,
+        host_loads: HostLoads | None = None,
     ) -> None:
         adapters = adapters or {}
+        if host_tokens is not None and host_loads is None:
+            host_loads = HostLoads(None, max_num_batched_tokens)
         self.clock = VirtualClock()
         self.cache = UnifiedCache(
             num_device_pages=num_pages,
@@ -63,7 +65,7 @@ class Parts:
             self.cache.add_adapter(name, (pages,), 0.0)
         self.scheduler: Scheduler[CachedRequest] = Scheduler(
             self.cache,
-            (CachedAdapters if host_tokens is None else HostAdapters)(self.cache, adapters, self.clock),
+            CachedAdapters(self.cache, adapters, self.clock, host_loads, cold),
             self.clock,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -136,7 +136,10 @@ class WorkerLink(threading.Thread):
 
 
 def check_cores(num_workers: int, num_ranks: int, cores: Sequence[int]) -> None:
-    """Raises ConfigError for more workers than cores, and for cores that this host has not."""
+    """Raises ConfigError for more workers than cores, and for cores that this host has not.
+
+    num_ranks: of all instances of this host.
+    """
     unknown = [core for core in cores if not 0 <= core < (os.cpu_count() or 1)]
     if unknown or (num_workers * num_ranks > usable_cores() and not cores):
         raise ConfigError(

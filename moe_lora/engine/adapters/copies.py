@@ -18,6 +18,7 @@ from moe_lora.cache.orders import Copy
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.lora.local import LayerPart, open_slot, part_bytes, point_layer, point_slot
+from moe_lora.policies.host_start import load_order
 
 from .pool_fetch import LayerReader, fetch_layers, fetch_whole
 from .pool_store import PoolAdapters
@@ -28,15 +29,15 @@ class BringAdapter:
     """Have an adapter on the device and make `slot` mean it.
 
     layer_first_pages: where each layer's bytes begin, -1 for a layer without any.  pages: where they come
-    from on the host; None = from the adapter's file.  layer_wise: each layer
-    serves as soon as it is there, the first one comes last; else all serve at the end.
+    from on the host; None = from the adapter's file.  first_group: each layer serves as soon as it is there,
+    and so many first ones come last (`policies.host_start.load_order`); None: all serve at the end.
     """
 
     slot: int
     content_hash: str
     layer_first_pages: tuple[int, ...]
     pages: Copy | None
-    layer_wise: bool = False
+    first_group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ class RankCopier:
             packed = self._find(order.content_hash)
             return (
                 self._bring_through_host(order, lambda: packed)
-                if order.layer_wise
+                if order.first_group is not None
                 else self._bring(order, packed)
             )
         reader = self._pool.reader(order.content_hash)
-        if order.layer_wise:
+        if order.first_group is not None:
             return self._bring_through_host(order, partial(fetch_whole, reader))
         return self._fetch(order, reader)
 
@@ -157,7 +158,8 @@ class RankCopier:
             parts = [shard_layer(layer, self._shape, self._kept) for layer in packed.layers]
         open_slot(self._slots, order.slot, parts)
         offsets = [max(0, first) * self.page_bytes for first in order.layer_first_pages]
-        numbers = [*range(1, len(parts)), 0] if order.layer_wise else range(len(parts))
+        layer_wise = order.first_group is not None
+        numbers = load_order(len(parts), order.first_group or 0)
         pointed = []
         for number in numbers:
             layer, part, offset = packed.layers[number], parts[number], offsets[number]
@@ -171,7 +173,7 @@ class RankCopier:
                 _copy(data, self._device.view(-1)[offset : offset + len(data)])
                 yield len(data)
             pointed.append((number, layer, part, offset))
-            if order.layer_wise:
+            if layer_wise:
                 point_layer(self._slots, order.slot, *pointed.pop())
         for place in pointed:
             point_layer(self._slots, order.slot, *place)

@@ -13,6 +13,7 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 from moe_lora.core.request import AdapterInfo, AdapterResidency
+from moe_lora.policies.host_start import ColdAdapter, HostLoads
 
 from .adapter_store import AdapterStore, AdapterVersion, ShardSizes
 from .leased_adapters import LeasedAdapters
@@ -24,6 +25,7 @@ class AdapterManager:
     The cache says which are on this device; store: has the bytes of all.  leases: those of the LoRA Server,
     which computes some sites or all; an adapter is ready when it is leased and what belongs here is here.
     num_slots: adapters on the device at once.  num_pages: what they may take there, beside one request's KV.
+    host_loads: decides when prompts begin on host workers; None: whenever they can.
     versions: by uid, replaced ones that requests still hold included.
     """
 
@@ -37,8 +39,10 @@ class AdapterManager:
         num_slots: int,
         num_pages: int,
         leases: LeasedAdapters | None = None,
+        host_loads: HostLoads | None = None,
     ) -> None:
         self.store = store
+        self.host_loads = host_loads
         self.leases = leases
         self.versions: dict[Namespace, AdapterVersion] = {}
         self.waits_for_others = leases is not None
@@ -139,11 +143,11 @@ class AdapterManager:
         """Requests are about to be admitted, one `acquire` after the other."""
         self._refused_pages = sys.maxsize
 
-    def acquire(self, adapter: AdapterVersion, *, again: bool = False) -> Readiness:
+    def acquire(self, adapter: AdapterVersion, *, again: bool = False, num_tokens: int = 1) -> Readiness:
         """Hold the adapter for one request, its bytes on their way if they are not there.
 
         NO_ROOM: it is not held, there is no place now; a lease that came meanwhile is kept, unused.
-        again: this request held it before.
+        again: this request held it before.  num_tokens: of the request.
         """
         if self.leases is not None:  # asked for first: it takes longer
             leased = self.leases.acquire(adapter)
@@ -151,7 +155,7 @@ class AdapterManager:
                 self._cache.note_remote(adapter.uid, leased)
             if not leased:
                 return Readiness.NO_ROOM
-        readiness = self._hold(adapter, again=again)
+        readiness = self._hold(adapter, again=again, num_tokens=num_tokens)
         if readiness is not Readiness.NO_ROOM:
             adapter.num_running += 1
             adapter.last_used_s = self._clock.now_s()
@@ -166,7 +170,14 @@ class AdapterManager:
         readiness = self._cache.readiness(adapter.uid)
         if readiness is Readiness.LOADING and self.store.host_has(adapter.packed.content_hash):
             return Readiness.HOST_COMPUTABLE
+        if readiness is Readiness.READY and self.host_loads is not None:
+            self.host_loads.end(adapter.uid, self._clock.now_s())
         return readiness
+
+    def pays_on_host(self, adapter: AdapterVersion, num_tokens: int, on_host: int) -> bool:
+        """Whether host workers are to compute so many prompt tokens, rather than the device later."""
+        now_s = self._clock.now_s()
+        return self.host_loads is None or self.host_loads.pays(adapter.uid, num_tokens, on_host, now_s)
 
     def release(self, adapter: AdapterVersion) -> None:
         """One request of the adapter does not hold it any more; it stays while nobody else needs the room."""
@@ -251,11 +262,17 @@ class AdapterManager:
             if adapter.retired:
                 self._drop(adapter)
 
-    def _hold(self, adapter: AdapterVersion, *, again: bool) -> Readiness:
+    def _hold(self, adapter: AdapterVersion, *, again: bool, num_tokens: int = 1) -> Readiness:
         """Within a round, what found no room for few pages is not searched for more."""
         if adapter.num_pages >= self._refused_pages and self.readiness(adapter) is Readiness.NO_ROOM:
             return Readiness.NO_ROOM
-        readiness = self._cache.hold(adapter.uid, self._clock.now_s(), again=again)
+        now_s, before = self._clock.now_s(), self._cache.readiness(adapter.uid)
+        readiness = self._cache.hold(adapter.uid, now_s, again=again)
+        if self.host_loads is not None and readiness is Readiness.LOADING:
+            packed, under_way = adapter.packed, before is Readiness.LOADING
+            num_bytes = adapter.num_pages * self._sizes.page_bytes
+            cold = ColdAdapter(lora_rank=packed.max_lora_rank, num_bytes=num_bytes, targets=packed.targets)
+            self.host_loads.begin(adapter.uid, cold, num_tokens, now_s, under_way=under_way)
         if readiness is Readiness.NO_ROOM:
             self._refused_pages = adapter.num_pages
         return readiness

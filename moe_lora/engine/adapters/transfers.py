@@ -116,11 +116,11 @@ _Order = tuple[int, Steps, "torch.cuda.Event | None"]
 class Transfers:
     """Takes orders of the cache, has them carried out on all ranks beside the steps, confirms them.
 
-    adapters: the versions by uid; one that is on the device has a slot there, of num_slots.  copier: of this
-    rank.  make_mover: given what to call after each copy.  interval_s: time between two looks of the cache at
-    what to move ahead of need.  layer_wise: see `BringAdapter`.  blocking: no step begins while an adapter is
-    on its way (an emulation of S-LoRA).  Adapters that a pool has elsewhere are brought by a second mover, so
-    that they hold no other copy up.  Called by the engine's own thread.
+    adapters: the versions by uid; one that is on the device has a slot there, of num_slots. copier: of this
+    rank. make_mover: given what to call after each copy. interval_s: time between two looks of the cache at
+    what to move ahead of need. first_group: of an adapter by its uid (`BringAdapter`). blocking: no step
+    begins while an adapter is on its way (an emulation of S-LoRA). Adapters that a pool has elsewhere are
+    brought by a second mover, so that they hold no other copy up. Called by the engine's own thread.
 
     Followers copy beside their steps too, and one may be behind: before rank 0 announces a step that needs a
     copy, or gives its pages to others, it tells them that its own is done, and they wait for theirs.
@@ -140,12 +140,12 @@ class Transfers:
         make_mover: Callable[[Callable[[], None]], Mover],
         interval_s: float,
         followers: Followers,
-        layer_wise: bool = False,
+        first_group: Callable[[Namespace], int] | None = None,
         blocking: bool = False,
     ) -> None:
         self.blocking = blocking
         self._cache = cache
-        self._layer_wise = layer_wise
+        self._first_group = first_group
         self._adapters = adapters
         self._copier = copier
         self._clock = clock
@@ -236,7 +236,8 @@ class Transfers:
             slot = self._slots[adapter.uid] = adapter.loading_slot = self._free_slots.pop()
             first_pages = self._cache.layer_first_pages(adapter.uid)
             pages = order if isinstance(order, Copy) else None
-            rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages, self._layer_wise)
+            group = None if self._first_group is None else self._first_group(adapter.uid)
+            rank_order = BringAdapter(slot, adapter.packed.content_hash, first_pages, pages, group)
         self._under_way[order.copy_id] = adapter
         mover = self._mover
         if self._copier.fetches(rank_order):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape, experts_of_rank
-from moe_lora.dist.host_workers.workers import HostWorkers, check_cores
+from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.client.attach import LoraServerClient
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.engine.adapters.copies import RankCopier
@@ -34,6 +35,7 @@ from moe_lora.models.quantised_weight import quantisation_of
 
 from .exchange import ExpertExchange, ReduceExchange, RowExchange, open_group
 from .followers import RENDEZVOUS
+from .host_settings import HostSettings, host_settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -154,24 +156,33 @@ class Rank:
     def host_workers(self, store: HostStore | None) -> HostWorkers | None:
         """This rank's own host workers, if the settings ask for some; store: see `HostWorkers`.
 
-        Raises ConfigError for more workers than cores, for cores that this host has not, and where the LoRA
-        Server computes all sites, EngineDeadError if one does not start.
+        Raises ConfigError (see `host_settings`), also where the LoRA Server computes all sites,
+        EngineDeadError if one does not start.
         """
-        config = self.config
-        if not config.host_workers:
+        host = self.host
+        if not host.num_workers:
             return None
         if not self.local_sites:
             raise ConfigError(
-                f"host_workers={config.host_workers} would have nothing to compute: the LoRA Server computes "
+                f"host_workers={host.num_workers} would have nothing to compute: the LoRA Server computes "
                 "all sites; set lora_server.host_workers (--lora-server-host-workers) instead"
             )
-        check_cores(config.host_workers, config.expert_parallel, config.host_cores)
-        first = config.host_workers * self.dist_rank
-        tokens = config.host_tokens_per_worker
+        tokens = host.tokens_per_worker
         layout = FrameLayout(self.shape, self.dtype, tokens * max(1, self.shape.num_experts_per_token))
-        cores = config.host_cores[first : first + config.host_workers]
-        slowdown = config.emulation.host_slowdown
-        return HostWorkers(layout, store, config.host_workers, tokens, cores=cores, slowdown=slowdown)
+        slowdown = self.config.emulation.host_slowdown
+        return HostWorkers(layout, store, host.num_workers, tokens, cores=host.cores, slowdown=slowdown)
+
+    @cached_property
+    def host(self) -> HostSettings:
+        """What the settings say of this rank's host workers.  Raises ConfigError."""
+        return host_settings(
+            self.config,
+            shape=self.shape,
+            dtype=self.dtype,
+            device=self.device,
+            local_sites=self.local_sites,
+            dist_rank=self.dist_rank,
+        )
 
     def runner(
         self,
