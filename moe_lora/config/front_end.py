@@ -29,6 +29,8 @@ ROUTINGS = (
 """Names of `policies.routers.ROUTERS`."""
 PLACEMENTS = ("loraserve", "optimal", "random", "contiguous", "everywhere", "burst_tolerance")
 """Names of `provision.placement.placement.PLACEMENTS`."""
+MIGRATIONS = ("off", "dlora")
+"""off: requests stay where they were sent; dlora: `policies.migration_triggers.DLoraMigration`."""
 
 
 def _check_origins(place: str, origins: tuple[str, ...]) -> None:
@@ -102,6 +104,32 @@ class RoutingConfig(Settings):
                 f"placement={self.placement!r} routes by its own table, not by routing={self.routing!r}; "
                 "leave one of them out"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigrationConfig(Settings):
+    """When running and waiting requests move to other instances (docs/guides/migration.md)."""
+
+    SECTION: ClassVar[str] = "front_end"
+    GROUP: ClassVar[str] = "Several instances and front ends"
+
+    migration: str = setting("off", choices=MIGRATIONS, option="--migration")
+    """Move requests away from instances that are short of memory or whose requests queue
+    (docs/guides/migration.md)."""
+    migration_interval_s: float = setting(1.0, above=0)
+    """Time from one plan to the next at least; more, up to 16 times as much, while plans gain too little."""
+    migration_queue_s: float = setting(0.5, least=0)
+    """An instance where a request has waited for its first step for longer than this is overloaded."""
+    migration_free_share: float = setting(0.05, least=0, most=1)
+    """As is one with less of its device memory left for requests."""
+    migration_min_gain: float = setting(0.1, least=0, most=1)
+    """Share of the slowest instance's time that a plan has to save."""
+    migration_selected: int = setting(4, least=1)
+    """K: so many of the slowest instances give requests, and so many of the fastest get them, at a time."""
+    migration_affinity_s: float = setting(0.0, least=0)
+    """eta: seconds that each further adapter of an instance counts as."""
+    migration_bytes_per_s: float = setting(1e9, above=0)
+    """Between two instances, for the choice between moving a request's tokens and its KV."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -316,7 +316,10 @@ class CachedInstance:
         context = attended = 0.0
         rows: Counter[str | None] = Counter()
         for item in plan:
-            request, num_tokens = item.sequence, item.num_tokens
+            request = item.sequence
+            num_tokens = item.num_tokens - min(
+                item.num_tokens, max(0, request.num_brought - request.num_computed)
+            )
             rows[request.adapter] += num_tokens
             attended += num_tokens * (request.num_computed + num_tokens / 2)
             if num_tokens == 1:
@@ -340,6 +343,7 @@ class CachedInstance:
             request = item.sequence
             if request.num_uncomputed:
                 continue
+            request.num_brought = 0
             if request.append(now_s):
                 self.scheduler.finish(request)
                 self.load.end(request.adapter, request.load_tokens, started=request.has_started)

@@ -19,7 +19,8 @@ class CachedRequest:
 
     tokens: of prompt and answer so far, of which num_computed have KV in `table`; num_left are to come.
     num_cached: tokens of its prompt whose KV it found.  has_started: it gained a token where it is now;
-    load_tokens: that it came there with.  Stamps in seconds; NaN: not yet.
+    load_tokens: that it came there with.  num_brought: tokens whose KV came with it, so that they take a
+    step's budget but no time.  Stamps in seconds; NaN: not yet.
     """
 
     planned: TurnRequest
@@ -33,6 +34,7 @@ class CachedRequest:
     cold_tokens: int = 0
     has_started: bool = False
     load_tokens: int = field(init=False)
+    num_brought: int = 0
     held: bool = False
     awaits_kv: bool = False
     waits: Waits = field(default_factory=Waits)
@@ -63,7 +65,7 @@ class CachedRequest:
 
     def start_over(self) -> None:
         """It holds nothing any more: elsewhere its tokens so far are computed again, as a prompt."""
-        self.num_computed = self.cold_tokens = 0
+        self.num_computed = self.cold_tokens = self.num_brought = 0
         self.matched = self.has_started = False
         self.table = BlockTable(self.planned.adapter)
         self.load_tokens = len(self.tokens)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 from moe_lora.cache.orders import Readiness
+from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.caching import CachingPolicy
 from moe_lora.policies.migration import (
@@ -17,36 +18,44 @@ from moe_lora.policies.migration import (
     ReplicaView,
     RequestView,
 )
+from moe_lora.policies.migration_triggers import (
+    AnswerLengths,
+    DLoraMigration,
+    MoveCost,
+    Planner,
+    ReplicaPressure,
+    cheaper_move,
+    move_factor,
+)
 from moe_lora.policies.routing import Router
+from moe_lora.policies.step_model import Row
 from moe_lora.workload.conversations import TurnRequest
 
 from .cached_instance import CachedConfig, CachedInstance
 from .cached_requests import CachedRequest
 from .events import EventQueue
 
-Planner: TypeAlias = Callable[[MigrationProblem], MigrationPlan]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimMigration:
-    """planner: which requests go where.  Asked every interval_s, when some replica is overloaded: a request
-    has waited for longer than queue_s, or less than free_share of its pages is free (the triggers of dLoRA
-    section 5.2).  plan_s: how long the planner takes: nothing moves before.  mean_answer_tokens: as requests
-    are expected to be long.
+    """Moves as the running system's.  settings: those of its front end; planner: `plan_fast` if None.
+
+    check_s: between two looks at the thresholds.  plan_s: how long the planner takes: nothing moves before.
+    prior_answer_tokens: as answers are expected to be long before any has ended.
     """
 
-    planner: Planner
-    interval_s: float = 1.0
-    queue_s: float = 0.5
-    free_share: float = 0.05
-    plan_s: float = 0.005
-    mean_answer_tokens: float = 200.0
+    settings: MigrationConfig = field(default_factory=lambda: MigrationConfig(migration="dlora"))
+    planner: Planner | None = None
+    check_s: float = 0.1
+    plan_s: float = 0.02
+    prior_answer_tokens: float = 200.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
     """instance: each replica's.  caching, router: make a run's.  preloaded: adapters of each replica that are
-    on its device before the first request, as far as there is room.  migration: None: requests stay.
+    on its device before the first request, as far as there is room.  migration: None, or whose settings have
+    it off: requests stay.
     """
 
     num_replicas: int
@@ -68,14 +77,17 @@ class ReplicasConfig:
 class Replicas:
     """The replicas after every request's last token: `done`, by the order in which they ended.
 
-    num_moves: requests that went to another replica; num_plans: times that the planner was asked.
+    num_moves: requests that went to another replica, by kind: those that waited, by their tokens, by their
+    KV.  policy: None without migration.
     Nothing is drawn: equal arguments, equal results.  Raises CapacityError as `simulate_cached` does.
     """
 
     def __init__(self, config: ReplicasConfig, requests: Sequence[TurnRequest]) -> None:
         self.events = EventQueue()
         self.done: list[CachedRequest] = []
-        self.num_moves = self.num_plans = 0
+        self.num_moves: Counter[str] = Counter()
+        self.policy: DLoraMigration | None = None
+        self._moving: set[CachedRequest] = set()
         self._config = config
         self._num_expected = len(requests)
         self._router = config.router()
@@ -86,15 +98,19 @@ class Replicas:
                 index=index,
                 events=self.events,
                 is_over=lambda: len(self.done) == self._num_expected,
-                on_done=self.done.append,
+                on_done=self._finish,
             )
             for index in range(config.num_replicas)
         ]
         for instance, names in zip(self.instances, config.preloaded, strict=False):
             self._preload(instance, names)
         self._expect(iter(requests))
-        if config.migration is not None:
-            self.events.at(config.migration.interval_s, partial(self._look, config.migration))
+        migration = config.migration
+        if migration is not None and migration.settings.migration != "off":
+            self.policy = DLoraMigration(migration.settings, migration.planner)
+            self._lengths = AnswerLengths(migration.prior_answer_tokens)
+            self._steps = config.instance.time.step_model(1.0, 0.0)
+            self.events.at(migration.check_s, partial(self._look, migration, self.policy))
         self.events.run()
 
     @property
@@ -124,59 +140,70 @@ class Replicas:
         self._expect(later)
         self._router.choose(_Routed(planned), self.instances).add(CachedRequest(planned))
 
-    def _look(self, migration: SimMigration) -> None:
-        """Plan moves if a replica is overloaded, and carry them out when the plan is there."""
+    def _finish(self, request: CachedRequest) -> None:
+        self.done.append(request)
+        self._moving.discard(request)
+        if self.policy is not None:
+            self._lengths.note(request.adapter, len(request.planned.answer))
+
+    def _look(self, migration: SimMigration, policy: DLoraMigration) -> None:
+        """Ask for a plan unless moves are under way, and carry it out when it is there."""
         if len(self.done) == self._num_expected:
             return
         now_s = self.events.now_s()
-        self.events.at(now_s + migration.interval_s, partial(self._look, migration))
-        if any(self._is_overloaded(instance, migration) for instance in self.instances):
-            problem = self._problem(migration)
-            self.num_plans += 1
-            self.events.at(now_s + migration.plan_s, partial(self._move, migration.planner(problem)))
+        self.events.at(now_s + migration.check_s, partial(self._look, migration, policy))
+        if self._moving:
+            return
+        plan = policy.decide(map(self._pressure, self.instances), partial(self._problem, migration), now_s)
+        if plan is not None:
+            self.events.at(now_s + migration.plan_s, partial(self._move, plan, migration))
 
-    def _is_overloaded(self, instance: CachedInstance, migration: SimMigration) -> bool:
+    def _pressure(self, instance: CachedInstance) -> ReplicaPressure:
         now_s = self.events.now_s()
-        waits = any(now_s - r.arrival_s > migration.queue_s for r in instance.scheduler.waiting)
-        pages = instance.cache.usage()
-        used = pages["device_kv_used"] / self._config.instance.num_device_pages
-        return waits or 1 - used < migration.free_share
+        waits = (now_s - r.arrival_s for r in instance.scheduler.waiting if r.waits.admitted_s is None)
+        used = instance.cache.usage()["device_kv_used"]
+        free_share = 1 - used / self._config.instance.num_device_pages
+        return ReplicaPressure(instance.index, free_share, max(waits, default=0.0))
 
     def _problem(self, migration: SimMigration) -> MigrationProblem:
         config, page_bytes = self._config.instance, self._config.instance.page_bytes
         requests, replicas = [], []
         for instance in self.instances:
-            names = [
-                name for name in config.adapter_pages if instance.cache.readiness(name) is Readiness.READY
-            ]
-            replicas.append(
-                ReplicaView(instance.index, config.num_device_pages * page_bytes, adapters=frozenset(names))
-            )
+            ready = [one for one in config.adapter_pages if instance.cache.readiness(one) is Readiness.READY]
+            device_bytes = config.num_device_pages * page_bytes
+            replicas.append(ReplicaView(instance.index, device_bytes, adapters=frozenset(ready)))
             unfinished = instance.unfinished
             rows = max(1, min(len(unfinished), config.max_num_seqs))
             token_s = config.time.step_s(rows, 0.0, 0.0, 0.0) / rows
-            for request in unfinished:
-                so_far = len(request.tokens) - len(request.planned.prompt)
-                left = max(1.0, migration.mean_answer_tokens - so_far)
-                exec_s = token_s * left
-                again_s = request.num_computed / config.time.prefill_tokens_per_s
-                requests.append(
-                    RequestView(
-                        request.planned.index,
-                        request.adapter,
-                        instance.index,
-                        float(len(request.tokens) * config.time.kv_token_bytes),
-                        exec_s,
-                        1.0 + again_s / exec_s,
-                    )
-                )
+            requests += [self._view(request, instance.index, token_s, migration) for request in unfinished]
         adapters = [
             AdapterSize(name, float(pages * page_bytes), pages * page_bytes / config.link_bytes_per_s)
             for name, pages in config.adapter_pages.items()
         ]
-        return MigrationProblem(replicas, requests, adapters, config.link_bytes_per_s)
+        affinity_s = migration.settings.migration_affinity_s
+        return MigrationProblem(replicas, requests, adapters, config.link_bytes_per_s, affinity_s)
 
-    def _move(self, plan: MigrationPlan) -> None:
+    def _view(
+        self, request: CachedRequest, index: int, token_s: float, migration: SimMigration
+    ) -> RequestView:
+        """token_s: of the instance, per token of one of its requests."""
+        num_prompt, num_tokens = len(request.planned.prompt), len(request.tokens)
+        left = self._lengths.left(request.adapter, num_tokens - num_prompt, len(request.planned.answer))
+        exec_s = token_s * left + request.num_uncomputed / self._config.instance.time.prefill_tokens_per_s
+        cost = self._cost(request, migration)
+        num_bytes = float(num_tokens * self._config.instance.time.kv_token_bytes)
+        factor = 1.0 if cost is None else move_factor(exec_s, cost.seconds)
+        return RequestView(request.planned.index, request.adapter, index, num_bytes, exec_s, factor)
+
+    def _cost(self, request: CachedRequest, migration: SimMigration) -> MoveCost | None:
+        """Of a move; None for one that waits, which has computed nothing."""
+        if not request.num_computed:
+            return None
+        num_bytes = request.num_computed * self._config.instance.time.kv_token_bytes
+        row = Row(request.adapter, 0, request.num_computed)
+        return cheaper_move(row, num_bytes, self._steps, migration.settings.migration_bytes_per_s)
+
+    def _move(self, plan: MigrationPlan, migration: SimMigration) -> None:
         """As the plan says, as far as things are still so."""
         where = {
             (request.planned.index, instance.index): request
@@ -187,17 +214,29 @@ class Replicas:
             assert isinstance(name, int)
             assert isinstance(source, int)
             assert isinstance(target, int)
-            if (name, source) in where:
-                self.num_moves += 1
-                self.instances[source].take(where[name, source], self._arrives_at(target))
+            request = where.get((name, source))
+            if request is None or request in self._moving:
+                continue
+            self._moving.add(request)
+            cost = self._cost(request, migration)
+            kind = "waiting" if cost is None else cost.kind
+            # The source decodes on while KV is copied.
+            copy_s = cost.seconds if cost is not None and cost.kind == "kv" else 0.0
+            take = partial(self._take, request, source, target, kind)
+            self.events.at(self.events.now_s() + copy_s, take)
 
-    def _arrives_at(self, target: int) -> Callable[[CachedRequest], None]:
-        """It goes on there, once the call that took it is over."""
+    def _take(self, request: CachedRequest, source: int, target: int, kind: str) -> None:
+        """The source lets go of it, if it is not done by then."""
+        num_computed = request.num_computed if kind == "kv" else 0
 
         def arrive(request: CachedRequest) -> None:
+            self._moving.remove(request)
+            self.num_moves[kind] += 1
+            request.num_brought = num_computed
             self.events.at(self.events.now_s(), partial(self.instances[target].add, request))
 
-        return arrive
+        if request.num_left:
+            self.instances[source].take(request, arrive)
 
 
 @dataclass(frozen=True, slots=True)

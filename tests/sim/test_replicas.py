@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.caching_policies import make_caching_policy
 from moe_lora.policies.migration import MigrationPlan, MigrationProblem, plan_exact
@@ -34,6 +40,9 @@ INSTANCE = CachedConfig(
     block_size=16,
     max_num_seqs=2,
 )
+
+GOLDEN = Path(__file__).parent / "golden_moves.json"
+EAGER = MigrationConfig(migration="dlora", migration_interval_s=0.1, migration_queue_s=0.05)
 
 
 def config(**changes) -> ReplicasConfig:
@@ -80,16 +89,22 @@ def test_a_preloaded_adapter_costs_nobody_its_load() -> None:
 def test_migration_moves_requests_that_wait_and_ends_sooner() -> None:
     crowd = requests("aaaaaaaa")
     stay = Replicas(config(), crowd)
-    move = Replicas(config(migration=SimMigration(planner=plan_exact, interval_s=0.1, queue_s=0.05)), crowd)
-    assert stay.num_moves == 0 < move.num_moves
+    move = Replicas(config(migration=SimMigration(settings=EAGER, planner=plan_exact)), crowd)
+    assert not stay.num_moves
+    assert move.num_moves["waiting"] > 0
     assert everything(move) == everything(stay)
     assert move.done[-1].finish_s < 0.75 * stay.done[-1].finish_s
     assert move.instances[1].num_steps > 0
 
 
-@given(st.text("ab", min_size=1, max_size=12), st.integers(0, 2**16), st.floats(0, 0.05))
-@settings(max_examples=25)
-def test_whatever_moves_everybody_gets_every_token_once(adapters, seed, gap_s) -> None:
+@given(
+    st.text("ab", min_size=1, max_size=12),
+    st.integers(0, 2**16),
+    st.floats(0, 0.05),
+    st.sampled_from([1.0, 1e3, 1e9]),
+)
+@settings(max_examples=40, deadline=None)
+def test_whatever_moves_everybody_gets_every_token_once(adapters, seed, gap_s, bytes_per_s) -> None:
     """A planner that throws requests about, running ones and waiting ones."""
 
     def plan(problem: MigrationProblem) -> MigrationPlan:
@@ -100,7 +115,10 @@ def test_whatever_moves_everybody_gets_every_token_once(adapters, seed, gap_s) -
         )
         return MigrationPlan(moves, (), 0.0, 0.0)
 
-    thrown = SimMigration(planner=plan, interval_s=0.06, queue_s=0.0, plan_s=0.003)
+    eager = replace(
+        EAGER, migration_interval_s=0.06, migration_queue_s=0.0, migration_bytes_per_s=bytes_per_s
+    )
+    thrown = SimMigration(settings=eager, planner=plan, check_s=0.06, plan_s=0.003)
     found = Replicas(config(migration=thrown, router=RoundRobin), requests(adapters, gap_s))
     assert sorted(everything(found)) == list(range(len(adapters)))
     assert all(len(tokens) == 44 for tokens in everything(found).values())
@@ -108,3 +126,65 @@ def test_whatever_moves_everybody_gets_every_token_once(adapters, seed, gap_s) -
         assert not instance.unfinished
         assert not instance.load.num_requests
         assert instance.cache.usage()["device_kv_used"] == 0
+
+
+def burst(seed: int = 3, num: int = 60) -> list[TurnRequest]:
+    """Four fifths of the requests, and the long ones, are for one adapter."""
+    rng = np.random.default_rng(seed)
+    at_s = np.cumsum(rng.exponential(0.06, num)).tolist()
+    return [
+        TurnRequest(
+            i,
+            at_s[i],
+            "a" if rng.random() < 0.8 else "b",
+            tuple(range(100 * i, 100 * i + int(rng.integers(4, 40)))),
+            (7,) * int(rng.integers(5, 60)),
+        )
+        for i in range(num)
+    ]
+
+
+def queueing_s(replicas: Replicas) -> float:
+    return float(np.mean([request.queue_s for request in replicas.done]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_queueing_falls_with_migration_when_load_is_uneven(seed) -> None:
+    stay = Replicas(config(migration=SimMigration(settings=replace(EAGER, migration="off"))), burst(seed))
+    move = Replicas(config(migration=SimMigration(settings=EAGER)), burst(seed))
+    assert stay.policy is None
+    assert not stay.num_moves
+    assert move.policy is not None
+    assert move.num_moves.total() > 0
+    assert queueing_s(move) < 0.7 * queueing_s(stay)
+    assert everything(move) == everything(stay)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "kind", "other"), [(1e9, "kv", "tokens"), (10.0, "tokens", "kv")])
+def test_running_requests_move_by_what_takes_less_time(bytes_per_s, kind, other) -> None:
+    """All start at once; when the short answers of one replica have ended, only running ones can move."""
+    settings = replace(EAGER, migration_free_share=0.99, migration_bytes_per_s=bytes_per_s)
+    wide = replace(INSTANCE, max_num_seqs=8, time=replace(TIME, delta_row_s=0.01))
+    both = [*requests("aaaa", num_tokens=80), *requests("aaaabbbb", num_tokens=5)[4:]]
+    stay = Replicas(config(instance=wide), both)
+    move = Replicas(config(instance=wide, migration=SimMigration(settings=settings)), both)
+    assert move.num_moves[kind] > 0
+    assert not move.num_moves[other]
+    assert everything(move) == everything(stay)
+    assert move.done[-1].finish_s < stay.done[-1].finish_s
+
+
+def golden_run() -> list[list[float]]:
+    found = Replicas(config(migration=SimMigration(settings=EAGER), preloaded=[["a"], ["b"]]), burst())
+    assert found.num_moves["waiting"] > 0
+    return [
+        [
+            request.planned.index,
+            *(round(s, 9) for s in (request.queue_s, request.first_token_s, request.finish_s)),
+        ]
+        for request in found.done
+    ]
+
+
+def test_a_fixed_workload_with_moves_gives_the_recorded_stamps() -> None:
+    assert golden_run() == json.loads(GOLDEN.read_text())
