@@ -41,14 +41,14 @@ class SimMigration:
     """Moves as the running system's.  settings: those of its front end; planner: `plan_fast` if None.
 
     check_s: between two looks at the thresholds.  plan_s: how long the planner takes: nothing moves before.
-    prior_answer_tokens: as answers are expected to be long before any has ended.
+    mean_answer_tokens: as long are answers expected to be before any has ended.
     """
 
     settings: MigrationConfig = field(default_factory=lambda: MigrationConfig(migration="dlora"))
     planner: Planner | None = None
     check_s: float = 0.1
     plan_s: float = 0.02
-    prior_answer_tokens: float = 200.0
+    mean_answer_tokens: float = 200.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +108,15 @@ class Replicas:
         migration = config.migration
         if migration is not None and migration.settings.migration != "off":
             self.policy = DLoraMigration(migration.settings, migration.planner)
-            self._lengths = AnswerLengths(migration.prior_answer_tokens)
+            self._lengths = AnswerLengths(migration.mean_answer_tokens)
             self._steps = config.instance.time.step_model(1.0, 0.0)
             self.events.at(migration.check_s, partial(self._look, migration, self.policy))
         self.events.run()
+
+    @property
+    def num_plans(self) -> int:
+        """Problems solved."""
+        return 0 if self.policy is None else self.policy.num_plans
 
     @property
     def num_steps(self) -> int:
