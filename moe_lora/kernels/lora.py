@@ -77,16 +77,25 @@ def lora_shrink(
     return reference.lora_delta(operands)
 
 
-def lora_expand(shrunk: Shrunk, y: torch.Tensor) -> None:
-    """y[row] = round(y[row] + delta).  y: [T, N] or [T*K, N] in the dtype of the shrink's x."""
+def lora_expand(shrunk: Shrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
+    """y[row] = round(y[row] + delta), or y[row] - delta.
+
+    y: [T, N] or [T*K, N] in the dtype of the shrink's x; or in fp32, for corrections that are summed before
+    they are rounded.  There the CPU kernels add the delta as it is, all others rounded to the dtype of x.
+    """
     if isinstance(shrunk, cpu.CpuShrunk):
-        cpu.lora_expand(shrunk, y)
+        cpu.lora_expand(shrunk, y, subtract=subtract)
     elif isinstance(shrunk, torch.Tensor):
-        y.add_(shrunk)
+        y.add_(shrunk, alpha=-1 if subtract else 1)
     else:
         from .triton import triton_lora
 
-        triton_lora.lora_expand(shrunk, y)
+        if subtract or y.dtype != shrunk.problem.x.dtype:
+            delta = torch.zeros_like(y, dtype=shrunk.problem.x.dtype)
+            triton_lora.lora_expand(shrunk, delta)
+            y.add_(delta, alpha=-1 if subtract else 1)
+        else:
+            triton_lora.lora_expand(shrunk, y)
 
 
 def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:

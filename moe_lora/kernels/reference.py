@@ -62,18 +62,19 @@ def arena_rows(
     return arena[offset_bytes : offset_bytes + num_bytes].view(dtype).view(lora_rank, width)
 
 
-def lora_delta(operands: LoraOperands) -> torch.Tensor:
+def lora_delta(operands: LoraOperands, dtype: torch.dtype | None = None) -> torch.Tensor:
     """delta[i, columns of module m] = round(scale * (x_i @ A.T) @ B), A and B those of row i's adapter.
 
     A delta is a value of the model's dtype: computed in fp32, then rounded to x's dtype. Adding it to a
     site's output rounds once more, `y = round(y + delta)`, so that one computed elsewhere gives the same y.
+    dtype: rounded to this instead.
 
-    Returns [T, sum(out_features)] or [T*K, sum(out_features)] in x's dtype; zero where a row has no adapter.
+    Returns [T, sum(out_features)] or [T*K, sum(out_features)]; zero where a row has no adapter.
     Source: Punica (arXiv 2310.18547), SGMV; a segment is all rows of one (slot, expert).
     """
     x, ids, site, layer, token_slots, slots, arena = operands
     num_rows = x.shape[0] if ids is None else ids.numel()
-    delta = torch.zeros(num_rows, sum(site.out_features), dtype=x.dtype, device=x.device)
+    delta = torch.zeros(num_rows, sum(site.out_features), dtype=dtype or x.dtype, device=x.device)
     if ids is None:
         source = torch.arange(num_rows, device=x.device)
         slot, expert = token_slots.long(), torch.zeros_like(source)
@@ -94,7 +95,7 @@ def lora_delta(operands: LoraOperands) -> torch.Tensor:
             a = arena_rows(arena, int(slots.a_offset[index]), lora_rank, site.in_features, x.dtype).float()
             b = arena_rows(arena, int(slots.b_offset[index]), lora_rank, width, x.dtype).float()
             sums = slots.scale[index] * ((segment @ a.T) @ b)
-            delta[rows, column : column + width] = sums.to(x.dtype)
+            delta[rows, column : column + width] = sums.to(delta.dtype)
     return delta
 
 

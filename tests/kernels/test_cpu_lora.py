@@ -44,6 +44,18 @@ def test_delta_agrees_with_reference(isa, dtype, generator, site, kind):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("site", [QKV, GATE_UP], ids=lambda site: site.name)
+def test_delta_is_taken_off_a_sum_in_fp32_unrounded(isa, dtype, generator, site):
+    slots, arena = packed_adapters(generator, site, LORA_RANKS, dtype)
+    x, ids, token_slots = lora_batch(generator, site, 17, "uniform", dtype, len(LORA_RANKS))
+    operands = LoraOperands(x, ids, site, LAYER, token_slots, slots, arena)
+    delta = reference.lora_delta(operands, torch.float32)
+    for subtract, sign in ((False, 1), (True, -1)):
+        y = torch.ones_like(delta)
+        cpu.lora_expand(cpu.lora_shrink(operands), y, subtract=subtract)
+        torch.testing.assert_close(y, 1 + sign * delta, rtol=2e-5, atol=2e-5)
+
+
 def test_row_without_adapter_gets_no_delta(dtype, generator):
     slots, arena = packed_adapters(generator, QKV, LORA_RANKS, dtype)
     x, y = random(generator, 4, 96, dtype=dtype), random(generator, 4, 146, dtype=dtype)

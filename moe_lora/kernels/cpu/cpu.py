@@ -125,15 +125,16 @@ def lora_shrink(operands: LoraOperands, *, kernel: str = "sgmv") -> CpuShrunk:
     return CpuShrunk(address, site, rows, x.dtype, arena)
 
 
-def lora_expand(shrunk: CpuShrunk, y: torch.Tensor) -> None:
+def lora_expand(shrunk: CpuShrunk, y: torch.Tensor, *, subtract: bool = False) -> None:
     """y[row, columns of module] += delta, delta = round(scale * h @ B), for each row that has an adapter.
 
     The delta is a value of y's dtype, then added and rounded again, so that a delta computed elsewhere (into
     zeros, see `lora_delta`) and added later gives the same bits.  y: [T, N] or [T*K, N] in the dtype of the
-    shrink's x, rows may be strided. Raises ValueError for a y that doesn't fit or a CpuShrunk that was
-    redeemed.
+    shrink's x, or in fp32, to which the delta is added as it is; rows may be strided.  subtract: y -= delta.
+    Raises ValueError for a y that doesn't fit or a CpuShrunk that was redeemed.
     """
-    _expand(_threads(), *_redeemed(shrunk, y, "y"))
+    dtype = torch.float32 if y.dtype == torch.float32 else shrunk.dtype
+    _redeem(shrunk, y, "y", dtype, -1.0 if subtract else 1.0)
 
 
 def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv") -> None:
@@ -142,24 +143,28 @@ def lora_delta(operands: LoraOperands, out: torch.Tensor, *, kernel: str = "sgmv
     out: [T, N] or [T*K, N] in x's dtype, overwritten, rows may be strided. The rest is as in `lora_shrink`.
     Nothing is written if ValueError is raised.
     """
-    target = _redeemed(lora_shrink(operands, kernel=kernel), out, "out")
-    out.zero_()
-    _expand(_threads(), *target)
+    shrunk = lora_shrink(operands, kernel=kernel)
+    _redeem(shrunk, out, "out", shrunk.dtype, 1.0, overwrite=True)
 
 
-def _redeemed(shrunk: CpuShrunk, y: torch.Tensor, name: str) -> tuple[int, int, int]:
-    """What the library's expand takes: the CpuShrunk, y's address and row stride."""
+def _redeem(
+    shrunk: CpuShrunk, y: torch.Tensor, name: str, dtype: torch.dtype, sign: float, *, overwrite: bool = False
+) -> None:
+    """y += sign * delta, having checked that y is of this dtype and fits; overwrite: y is zeroed first."""
     site = shrunk.site
     if (
         y.dim() != 2
         or y.shape[0] != shrunk.num_rows
         or y.shape[1] < site.columns[-1] + site.out_features[-1]
-        or y.dtype != shrunk.dtype
+        or y.dtype != dtype
         or not y.is_cpu
     ):
-        raise ValueError(library.target_error(y, name, site, shrunk.num_rows, shrunk.dtype))
+        raise ValueError(library.target_error(y, name, site, shrunk.num_rows, dtype))
     stride = row_stride(y)
-    return shrunk.redeem(), y.data_ptr(), stride
+    address = shrunk.redeem()
+    if overwrite:
+        y.zero_()
+    _expand(_threads(), address, dtype_code(y), sign, y.data_ptr(), stride)
 
 
 isa = library.isa

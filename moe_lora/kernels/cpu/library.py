@@ -62,7 +62,7 @@ def _load() -> ctypes.CDLL:
     library.moe_lora_unpacked_linear.argtypes = [i, i, i, p, n, n, p, p, n, p, p, n, n, n, p, n, n]
     library.moe_lora_shrink.argtypes = [i, i, i, p, n, n, p, n, n, site, n, p, slots, p, n]
     library.moe_lora_shrink.restype = n
-    library.moe_lora_expand.argtypes = [i, p, p, n]
+    library.moe_lora_expand.argtypes = [i, p, i, c_float, p, n]
     library.moe_lora_expand.restype = None
     library.moe_lora_release.argtypes = [p]
     library.moe_lora_release.restype = None

@@ -63,8 +63,10 @@ MOE_LORA_API int64_t moe_lora_shrink(int32_t kernel, int32_t dtype, int32_t thre
                                      const LoraSite* site, int64_t layer, const int32_t* token_slots,
                                      const LoraSlots* slots, const void* arena, int64_t arena_bytes);
 
-// y += round(scale * h B) for the same rows; the arena must still be what it was.
-MOE_LORA_API void moe_lora_expand(int32_t threads, LoraShrunk* shrunk, void* y, int64_t y_stride);
+// y += sign * round(scale * h B) for the same rows; the arena must still be what it was. y_dtype: that of x, or
+// fp32, which rounds nothing.
+MOE_LORA_API void moe_lora_expand(int32_t threads, LoraShrunk* shrunk, int32_t y_dtype, float sign, void* y,
+                                  int64_t y_stride);
 MOE_LORA_API void moe_lora_release(LoraShrunk* shrunk);
 
 // out: [rows, num_heads, head_dim] contiguous. sinks: fp32 or null.

@@ -149,13 +149,13 @@ int64_t moe_lora_shrink(int32_t kernel, int32_t dtype, int32_t threads, const vo
     return reinterpret_cast<int64_t>(shrunk);
 }
 
-void moe_lora_expand(int32_t threads, LoraShrunk* shrunk, void* y, int64_t y_stride) {
+void moe_lora_expand(int32_t threads, LoraShrunk* shrunk, int32_t y_dtype, float sign, void* y, int64_t y_stride) {
     const LoraPlan& plan = shrunk->plan;
-    const int64_t size = item_size(shrunk->dtype);
+    const int64_t size = item_size(shrunk->dtype), y_size = item_size(y_dtype);
     cut(*shrunk, threads, 64, [](const LoraMatrix& m) { return m.out_features; },
         [&](const LoraMatrix& m) { return m.lora_rank * size; });
     const std::vector<Task>& tasks = shrunk->tasks;
-    const auto sum = shrunk->dtype == kF32 ? isa().sum_f32 : isa().sum_bf16;
+    const auto sum = shrunk->dtype == kF32 ? isa().sum_f32 : y_dtype == kF32 ? isa().sum_bf16_to_f32 : isa().sum_bf16;
     const auto b_of = [&](const Task& t) { return t.matrix->b + t.at * size; };
     run_tasks(int64_t(tasks.size()), threads, [&](int64_t i, int64_t following) {
         const Task& t = tasks[i];
@@ -164,10 +164,10 @@ void moe_lora_expand(int32_t threads, LoraShrunk* shrunk, void* y, int64_t y_str
         const LoraSegment& s = *t.segment;
         void* y_list[kRowsPerTask];
         for (int64_t r = 0; r < t.rows; r++)
-            y_list[r] = static_cast<char*>(y) + (plan.rows->rows[t.row + r] * y_stride + matrix.column + t.at) * size;
+            y_list[r] = static_cast<char*>(y) + (plan.rows->rows[t.row + r] * y_stride + matrix.column + t.at) * y_size;
         const float* h = shrunk->h + s.workspace + (t.row - s.begin) * s.stride + matrix.h;
         sum({h, b_of(t), matrix.surplus ? scratch_rows(t.num) : y_list, t.rows, matrix.lora_rank, t.num, s.stride,
-             matrix.out_features, matrix.scale, following < 0 ? nullptr : b_of(after), after.matrix->out_features});
+             matrix.out_features, sign * matrix.scale, following < 0 ? nullptr : b_of(after), after.matrix->out_features});
     });
     pool().put(shrunk);
 }
