@@ -11,10 +11,11 @@ import torch
 
 from moe_lora.kernels.operands import StepTables
 
-from .row_routing import RowRouting, Source
+from .row_routing import RowRouting
 
 AddTo: TypeAlias = Callable[[torch.Tensor], None]
-"""Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features]; called once."""
+"""Adds the deltas of one site to its output y: [T or T*K, sum of the site's out_features], in the model's
+dtype or in fp32; called once."""
 
 
 class LoraBackend(Protocol):
@@ -43,22 +44,23 @@ class RoutedBackend:
     """LoraBackend that leaves each row, at each site, to the backend of its source.
 
     backends: where several have rows of a site, they are begun in this order, so those that compute elsewhere
-    come first.  present: [slots, layers] bool, true where a slot's layer is on this device; a row of source
-    HOST is LOCAL in the layers that are there when they begin (see `RowRouting.here`).  None: no source is
-    HOST.
+    come first.  Under a negated source: what subtracts that source's terms.  At sites where some term is
+    subtracted, a row's terms are summed in fp32, and the sum is rounded once, as it is added.
+    present: [slots, layers] bool, true where a slot's layer is on this device; a row of source HOST is LOCAL
+    in the layers that are there when they begin (see `RowRouting.here`).  None: no source is HOST.
     num_taken_over counts such rows, once a layer.
     """
 
-    def __init__(self, backends: Mapping[Source, LoraBackend], present: np.ndarray | None = None) -> None:
+    def __init__(self, backends: Mapping[int, LoraBackend], present: np.ndarray | None = None) -> None:
         self.backends = dict(backends)
         self.num_taken_over = 0
         self._present = present
         self._groups: Sequence[Sequence[int]] = ()
         self._chosen: list[list[LoraBackend]] = []
+        self._subtracts: list[bool] = []
         self._loading: _LoadingRows | None = None
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
-        assert routing.terms.shape[2] == 1, "no backend takes a second term yet"
         self._loading = None
         if self._present is not None and routing.loading.any():
             self._loading = _LoadingRows(step, routing)
@@ -70,17 +72,21 @@ class RoutedBackend:
             [backend for source, backend in self.backends.items() if source in sources]
             for sources in routing.sources
         ]
+        self._subtracts = [min(sources, default=0) < 0 for sources in routing.sources]
         for source in set().union(*routing.sources):
-            self.backends[Source(source)].begin_step(step, routing)
+            self.backends[source].begin_step(step, routing)
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         if self._loading is not None and layer != self._loading.layer:
             self._choose_sources(layer, self._loading)
-        chosen = self._chosen[self._groups[layer][site]]
-        if len(chosen) == 1:
+        group = self._groups[layer][site]
+        chosen = self._chosen[group]
+        if len(chosen) == 1 and not self._subtracts[group]:
             return chosen[0].begin(layer, site, x, ids)
         begun = [backend.begin(layer, site, x, ids) for backend in chosen]
-        return partial(_add_all, begun) if begun else None
+        if not begun:
+            return None
+        return partial(_add_sum if self._subtracts[group] else _add_all, begun)
 
     def _choose_sources(self, layer: int, loading: _LoadingRows) -> None:
         """For all sites of a layer: what has come by now is computed here."""
@@ -113,3 +119,10 @@ def _add_all(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
     for add_to in begun:
         if add_to is not None:
             add_to(y)
+
+
+def _add_sum(begun: Sequence[AddTo | None], y: torch.Tensor) -> None:
+    """All at once, so that what is subtracted is not rounded before the rest is added."""
+    total = torch.zeros_like(y, dtype=torch.float32)
+    _add_all(begun, total)
+    y.add_(total)

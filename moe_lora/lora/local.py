@@ -20,16 +20,23 @@ from .row_routing import RowRouting, Source
 class LocalBackend:
     """LoraBackend over adapters that lie in this device's arena (see `LoraBackend` for the contract).
 
-    kernel: "sgmv", or a baseline (see `kernels.lora`).
+    kernel: "sgmv", or a baseline (see `kernels.lora`).  source: whose terms it computes; negated: subtracts.
     """
 
     def __init__(
-        self, shape: ModelShape, arena: torch.Tensor, slots: SlotTable, *, kernel: str = "sgmv"
+        self,
+        shape: ModelShape,
+        arena: torch.Tensor,
+        slots: SlotTable,
+        *,
+        kernel: str = "sgmv",
+        source: int = Source.LOCAL,
     ) -> None:
         self._sites = shape.sites
         self._arena = arena
         self._slots = slots
         self._kernel = kernel
+        self._source = source
         self._decode = False
         self._shared = SharedSegments()
         self._routing: RowRouting | None = None
@@ -58,11 +65,11 @@ class LocalBackend:
             shared=self._shared,
             batch_rank=site_ranks[site],
         )
-        return partial(lora_expand, shrunk)
+        return partial(lora_expand, shrunk, subtract=self._source < 0)
 
     def _rows_at(self, routing: RowRouting, group: int) -> tuple[torch.Tensor, list[int]]:
         """At these sites, the slot of each row, and the largest rank of the batch at each site."""
-        slot = np.ascontiguousarray(routing.terms_from(Source.LOCAL, group)["slot"])
+        slot = np.ascontiguousarray(routing.terms_from(self._source, group)["slot"])
         ranks = [self._ranks_by_site(live) for live in set(slot.tolist()) - {-1}]
         site_ranks = [max(site) for site in zip(*ranks, strict=True)] or [0] * len(self._sites)
         return torch.from_numpy(slot).to(self._arena.device, non_blocking=True), site_ranks

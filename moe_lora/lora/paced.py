@@ -64,7 +64,8 @@ class PacedBackend:
         lengths = step.query_start[1:] - step.query_start[:-1]
         decode = (lengths == 1) & (step.seq_lens > 0)
         self._num_rows = int(decode.sum())
-        self._num_lora_rows = self._num_rows if routing.has_deltas else 0
+        num_terms = routing.terms.shape[2] if routing.has_deltas else 0
+        self._num_lora_rows = num_terms * self._num_rows
         self._num_prompt_rows = int(lengths[step.seq_lens > 0].sum()) - self._num_rows
         self._host = bool(routing.loading.any())
         self._due_s = time.monotonic()

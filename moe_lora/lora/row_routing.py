@@ -25,6 +25,8 @@ class Source(IntEnum):
     LOCAL = 1
     LEASED = 2
     HOST = 3
+    HELD = 4
+    """This device, from memory beside the arena: the merged adapter at sites of the LoRA Server."""
 
 
 TERM = np.dtype(
@@ -68,9 +70,9 @@ def content_prefix(number: int) -> str:
     return f"{number:0{_NUMBER_DIGITS}x}"
 
 
-def no_terms(num_routes: int, num_groups: int) -> np.ndarray:
-    """[num_routes + 1, num_groups, 1] TERM without any term; the last route stays so."""
-    terms = np.zeros((num_routes + 1, num_groups, 1), TERM)
+def no_terms(num_routes: int, num_groups: int, num_terms: int = 1) -> np.ndarray:
+    """[num_routes + 1, num_groups, num_terms] TERM without any term; the last route stays so."""
+    terms = np.zeros((num_routes + 1, num_groups, num_terms), TERM)
     terms["slot"] = terms["adapter"] = -1
     return terms
 
@@ -80,10 +82,11 @@ class RowRouting:
     """Of each row and group of sites up to M signed terms; their sum is added to the sites' output.
 
     groups: [L][sites] group of each site of each layer.  row_route: [T] int32 route of each row, -1 = base
-    model.  terms: [N + 1, G, M] TERM; the last route has none.  M is 1 as long as nothing is merged: a row
-    then has a second, subtracted term.  adapters: may be empty where all sources are LOCAL.  here: [N, L]
-    bool, layers in which a route's HOST terms are computed on the device all the same, so that all ranks of
-    an instance choose alike; None: where they are there when they begin.
+    model.  terms: [N + 1, G, M] TERM; the last route has none.  M is 1 as long as nothing is merged.  Where
+    weights carry an adapter, M is 2: its own rows have no term, all others subtract it, those of the base
+    model by a route of their own.  adapters: may be empty where all sources are LOCAL.  here: [N, L] bool,
+    layers in which a route's HOST terms are computed on the device all the same, so that all ranks of an
+    instance choose alike; None: where they are there when they begin.
     """
 
     groups: Sequence[Sequence[int]]
@@ -94,13 +97,14 @@ class RowRouting:
 
     @property
     def has_deltas(self) -> bool:
-        """Some row has an adapter."""
-        return len(self.terms) > 1
+        """Some row has a term."""
+        return any(self.sources)
 
     @cached_property
     def sources(self) -> list[set[int]]:
-        """Of each group, the `Source`s of its terms in this step, signed as there."""
-        return [set(codes) - {0} for codes in self.terms["source"][:, :, 0].T.tolist()]
+        """Of each group, the `Source`s of its terms in this step, negated where they are subtracted."""
+        codes = self.terms["source"]
+        return [set(codes[:, group].ravel().tolist()) - {0} for group in range(codes.shape[1])]
 
     @property
     def loading(self) -> np.ndarray:
@@ -121,12 +125,42 @@ class RowRouting:
         source[routes] = np.where(source[routes] == Source.HOST, Source.LOCAL, source[routes])
         return replace(self, terms=terms)
 
-    def terms_from(self, source: Source, group: int) -> np.ndarray:
-        """[T] TERM: of each row the term that this source computes; slot -1, adapter -1 where it has none."""
-        terms = self.terms[:, group, 0]
+    def terms_from(self, source: int, group: int) -> np.ndarray:
+        """[T] TERM: of each row the term that this source computes; slot -1, adapter -1 where it has none.
+
+        source: negated for terms that are subtracted, which are second ones.
+        """
+        terms = self.terms[:, group, 0 if source > 0 else 1]
         if self.sources[group] != {source}:
             terms = np.where(terms["source"] == source, terms, _NO_TERM)
         return terms[self.row_route]
+
+
+def on_merged_weights(
+    routing: RowRouting,
+    groups: Sequence[Sequence[int]],
+    route: int,
+    subtracted: np.ndarray,
+    num_live: int,
+) -> RowRouting:
+    """The same step on weights that carry an adapter at some sites: there its own rows have no term, and all
+    others subtract it.
+
+    groups: [L][sites], group g of `routing` where the site is as it was, g + G where it carries the adapter.
+    route: that of the adapter's rows, -1 if it has none in this step.  subtracted: [G] TERM, what the others
+    subtract.  num_live: rows from there on are padding.
+    """
+    (num_routes, num_groups), of_base = routing.terms.shape[:2], routing.row_route[:num_live] < 0
+    num_routes += int(of_base.any()) - 1
+    terms = no_terms(num_routes, 2 * num_groups, 2)
+    own = len(routing.terms) - 1
+    terms[:own, :num_groups, 0] = terms[:own, num_groups:, 0] = routing.terms[:-1, :, 0]
+    terms[:-1, num_groups:, 1] = subtracted
+    if route >= 0:
+        terms[route, num_groups:] = _NO_TERM
+    row_route = routing.row_route.copy()
+    row_route[:num_live][of_base] = own
+    return replace(routing, groups=groups, row_route=row_route, terms=terms)
 
 
 def local_routing(shape: ModelShape, token_slots: np.ndarray) -> RowRouting:

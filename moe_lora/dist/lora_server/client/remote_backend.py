@@ -169,7 +169,7 @@ class RemoteBackend:
             if len(part.rows) == y.shape[0]:
                 y.add_(delta.to(y.device))
             else:
-                y.index_add_(0, part.rows.to(y.device), delta.to(y.device))
+                y.index_add_(0, part.rows.to(y.device), delta.to(y))
 
     def _send_dense(
         self, rows: RemoteRows, layer: int, site: int, x: torch.Tensor, tokens: np.ndarray

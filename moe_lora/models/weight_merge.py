@@ -1,0 +1,177 @@
+"""One adapter folded into the base weights, in place, and taken out again.
+
+Legend: E experts held here, N output width of a site, H input width, R LoRA rank.
+
+While the weights carry adapter a, W_a = round(W + scale * B A) stands in W's place, at the address of W, in
+the rows of each targeted module of the fused weights.  Taking it out writes the original bytes back, which
+are kept on the host, so the weights are the same bits as before however often that is done (dLoRA subtracts
+instead, and drifts).  The router stays as it is: it is small, and a row of another adapter, whose correction
+is rounded, might be given other experts.
+
+The unit is one site of one layer, so that a step folds in or takes out a bounded number of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moe_lora.core.shape import ModelShape, Site
+from moe_lora.kernels.operands import SlotTable
+from moe_lora.kernels.reference import arena_rows
+
+from .causal_lm import CausalLM, ExpertLinear, LoraLinear
+
+NEVER_MERGED = ("router",)
+"""Sites whose deltas are computed beside the weights always."""
+
+
+@dataclass(frozen=True)
+class HeldAdapter:
+    """Where A and B of an adapter lie on this device: slot `slot` of a table that points into arena."""
+
+    arena: torch.Tensor
+    slots: SlotTable
+    slot: int
+
+    def lora_ranks(self) -> np.ndarray:
+        """[L, X] rank of each entry; waits for the device."""
+        return self.slots.lora_rank[self.slot].cpu().numpy()
+
+    def delta_operands(
+        self, layer: int, site: Site, entry: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """B [N, R] and A [R, H], both fp32, and the scale of one entry of a layer's offset table."""
+        place = (self.slot, layer, entry)
+        width = site.out_features[(entry - site.entry_base) % len(site.modules)]
+        lora_rank = int(self.slots.lora_rank[place])
+        a = arena_rows(self.arena, int(self.slots.a_offset[place]), lora_rank, site.in_features, dtype)
+        b = arena_rows(self.arena, int(self.slots.b_offset[place]), lora_rank, width, dtype)
+        return b.float().T, a.float(), float(self.slots.scale[place])
+
+
+class WeightMerge:
+    """The weights of one rank's model, and which of them carry an adapter now.
+
+    merged: [L, sites] bool.  One adapter at a time: take all of it out before another is folded in.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        self.shape: ModelShape = model.spec.shape
+        self.experts = model.experts
+        self.merged = np.zeros((self.shape.num_layers, len(self.shape.sites)), dtype=bool)
+        self._weights: dict[tuple[int, int], torch.Tensor] = {}
+        for number, layer in enumerate(model.layers):
+            for module in layer.modules():
+                if isinstance(module, LoraLinear | ExpertLinear):
+                    self._weights[number, module.site] = module.weight
+        for key in list(self._weights):
+            if self.shape.sites[key[1]].name in NEVER_MERGED:
+                del self._weights[key]
+        self._originals: dict[tuple[tuple[int, int], int], torch.Tensor] = {}
+        """By piece and entry."""
+
+    def pieces(self, held: HeldAdapter, sites: frozenset[int]) -> list[tuple[int, int]]:
+        """(layer, site) of everything that the adapter changes at these sites, in the order of a step."""
+        ranks = held.lora_ranks()
+        return [
+            (layer, number)
+            for layer, number in sorted(self._weights)
+            if number in sites and ranks[layer, _entries(self.shape.sites[number])].any()
+        ]
+
+    def num_bytes(self, piece: tuple[int, int]) -> int:
+        """Of the site's weights, all modules and experts."""
+        return self._weights[piece].nbytes
+
+    def bytes_of(self, modules: Collection[str]) -> int:
+        """Of all weights of this rank that an adapter with these target modules changes."""
+        changed = 0
+        for (_, number), weight in self._weights.items():
+            site = self.shape.sites[number]
+            widths = [w for m, w in zip(site.modules, site.out_features, strict=True) if m in modules]
+            changed += weight.nbytes * sum(widths) // site.total_out_features
+        return changed
+
+    def kept_bytes(self) -> int:
+        """Host memory that original weights take: what was ever merged, once."""
+        return sum(original.nbytes for original in self._originals.values())
+
+    @torch.inference_mode()
+    def fold_in(self, piece: tuple[int, int], held: HeldAdapter) -> None:
+        """W = round(W + scale * B A) at one site of one layer."""
+        assert not self.merged[piece]
+        for entry, _, rows in self._parts(piece, held):
+            key = piece, entry
+            if key not in self._originals:
+                self._originals[key] = rows.detach().to("cpu", copy=True)
+            b, a, scale = self._operands(piece, entry, held)
+            rows.copy_(torch.addmm(rows.float(), b, a, alpha=scale))
+        self.merged[piece] = True
+
+    @torch.inference_mode()
+    def take_out(self, piece: tuple[int, int], held: HeldAdapter) -> None:
+        """W as it was, bit for bit.  held: what was folded in."""
+        assert self.merged[piece]
+        for entry, _, rows in self._parts(piece, held):
+            rows.copy_(self._originals[piece, entry])
+        self.merged[piece] = False
+
+    @torch.inference_mode()
+    def rounding_error(self, held: HeldAdapter, sites: frozenset[int], num_rows: int = 32) -> float:
+        """The largest over modules of |W_a - W - delta| / |delta|, norms over a module's sampled weights in
+        all layers: what merging in this dtype changes of the adapter itself.
+
+        num_rows: about so many rows of each module and layer are looked at, of one expert.  0 for an adapter
+        without deltas at these sites.
+        """
+        squares: dict[tuple[int, int], np.ndarray] = {}
+        for piece in self.pieces(held, sites):
+            first_of = {
+                module: (entry, rows) for entry, module, rows in reversed([*self._parts(piece, held)])
+            }
+            for module, (entry, rows) in first_of.items():
+                chosen = slice(None, None, max(1, len(rows) // num_rows))
+                original = self._originals[piece, entry] if self.merged[piece] else rows
+                before = original[chosen].to(rows.device).float()
+                b, a, scale = self._operands(piece, entry, held)
+                delta = (scale * (b[chosen] @ a)).double()
+                after = torch.addmm(before, b[chosen], a, alpha=scale).to(rows.dtype).double()
+                lost = (after - before.double() - delta).square().sum()
+                known = squares.get((piece[1], module), 0)
+                squares[piece[1], module] = known + np.array([float(lost), float(delta.square().sum())])
+        return max((math.sqrt(lost / delta) for lost, delta in squares.values() if delta), default=0.0)
+
+    def checksum(self) -> str:
+        """Of all weights that an adapter may be folded into; reads them once."""
+        digest = hashlib.blake2b(digest_size=16)
+        for key in sorted(self._weights):
+            digest.update(self._weights[key].detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _operands(
+        self, piece: tuple[int, int], entry: int, held: HeldAdapter
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        layer, number = piece
+        return held.delta_operands(layer, self.shape.sites[number], entry, self._weights[piece].dtype)
+
+    def _parts(self, piece: tuple[int, int], held: HeldAdapter) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The entries that the adapter has here: number, module, and its rows of the weight."""
+        layer, number = piece
+        site, weight = self.shape.sites[number], self._weights[piece]
+        ranks = held.slots.lora_rank[held.slot, layer].cpu().numpy()
+        for expert in self.experts if site.num_experts else (0,):
+            matrix = weight[expert - self.experts.start] if site.num_experts else weight
+            for module, (column, width) in enumerate(zip(site.columns, site.out_features, strict=True)):
+                entry = site.entry(module, expert)
+                if ranks[entry]:
+                    yield entry, module, matrix[column : column + width]
+
+
+def _entries(site: Site) -> slice:
+    return slice(site.entry_base, site.entry_base + site.num_entries)

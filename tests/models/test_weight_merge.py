@@ -1,0 +1,141 @@
+"""Folding an adapter into the weights and taking it out: bits, tokens, and what rows of others get."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from moe_lora.lora.backend import RoutedBackend
+from moe_lora.lora.local import LocalBackend
+from moe_lora.lora.row_routing import RowRouting, Source, no_terms
+from moe_lora.models.weight_merge import HeldAdapter, WeightMerge
+from tests.families import FAMILIES
+from tests.oracle import greedy_reference
+
+from .harness import Harness
+from .test_oracle import SLOTS, make_prompts
+
+NUM_TOKENS = 8
+
+
+class MergingHarness(Harness):
+    """A model whose weights may carry the adapter of a slot, at some sites of some layers."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        shape = self.model.spec.shape
+        self.merge = WeightMerge(self.model)
+        self.slot = -1
+        self.num_mixed = 0
+        self.context.backend = RoutedBackend(
+            {
+                source: LocalBackend(shape, self.arena, self.slots, source=source)
+                for source in (Source.LOCAL, -Source.LOCAL)
+            }
+        )
+
+    def fold_in(self, slot: int, share: float = 1.0) -> list[tuple[int, int]]:
+        """Fold in the first pieces of an adapter."""
+        self.slot, held = slot, HeldAdapter(self.arena, self.slots, slot)
+        pieces = self.merge.pieces(held, frozenset(range(9)))
+        for piece in pieces[: round(share * len(pieces))]:
+            self.merge.fold_in(piece, held)
+        return pieces
+
+    def take_out(self) -> None:
+        held = HeldAdapter(self.arena, self.slots, self.slot)
+        for piece in zip(*map(np.ndarray.tolist, np.nonzero(self.merge.merged)), strict=True):
+            self.merge.take_out(piece, held)
+        self.slot = -1
+
+    def routing(self, token_slots: np.ndarray) -> RowRouting:
+        if not self.merge.merged.any():
+            return super().routing(token_slots)
+        num_slots = self.slots.num_slots
+        terms = no_terms(num_slots + 1, 2, 2)  # the last but one is the base's
+        terms["source"][:num_slots, :, 0] = Source.LOCAL
+        terms["slot"][:num_slots, :, 0] = np.arange(num_slots)[:, None]
+        terms["source"][:-1, 1, 1] = -Source.LOCAL
+        terms["slot"][:-1, 1, 1] = self.slot
+        terms[self.slot, 1] = no_terms(0, 1)[0, 0, 0]
+        self.num_mixed += bool((token_slots != self.slot).any())
+        return RowRouting(
+            groups=self.merge.merged.astype(int).tolist(),
+            row_route=np.where(token_slots < 0, num_slots, token_slots).astype(np.int32),
+            terms=terms,
+        )
+
+
+def bits(model) -> list[torch.Tensor]:
+    return [weight.detach().clone().view(torch.uint8) for weight in model.parameters()]
+
+
+def assert_same_bits(model, before: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, bits(model), before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_cycles", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_weights_are_the_same_bits_after_random_cycles(num_cycles, family, dtype, served):
+    model = served(family)
+    harness = MergingHarness(model.model_dir, model.adapters, dtype=dtype)
+    before, checksum = bits(harness.model), harness.merge.checksum()
+    places = [weight.data_ptr() for weight in harness.model.parameters()]
+    drawn = random.Random(0)
+    for _ in range(num_cycles):
+        harness.fold_in(drawn.randrange(len(model.adapters)), drawn.choice([0.3, 1.0]))
+        assert harness.merge.merged.any()
+        assert harness.merge.checksum() != checksum
+        harness.take_out()
+        assert harness.merge.checksum() == checksum
+    assert_same_bits(harness.model, before)
+    assert [weight.data_ptr() for weight in harness.model.parameters()] == places
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_steps_give_the_tokens_of_peft(family, share, served):
+    """Rows of the merged adapter, of others and of the base, with some or all sites merged."""
+    model, prompts = served(family), make_prompts()
+    harness = MergingHarness(model.model_dir, model.adapters, max_sequences=32)
+    for slot in range(len(model.adapters)):
+        harness.fold_in(slot, share)
+        found = harness.greedy(prompts, SLOTS, NUM_TOKENS)
+        for one, (prompt, tokens) in zip(SLOTS, zip(prompts, found, strict=True), strict=True):
+            expected = greedy_reference(
+                model.model_dir, None if one < 0 else model.adapters[one], [prompt], NUM_TOKENS
+            )
+            expected.check_margins()
+            assert tuple(tokens) == expected.tokens[0]
+        harness.take_out()
+    assert harness.num_mixed == NUM_TOKENS * len(model.adapters)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_weights_are_those_of_peft(family, served):
+    """Each module's rows: in fp32 what transformers' own merge gives, up to the order of a sum."""
+    model = served(family)
+    merged, alone = (MergingHarness(model.model_dir, model.adapters) for _ in range(2))
+    prompt = make_prompts()[0]
+    for slot in (0, 2, 3):
+        merged.fold_in(slot)
+        row = merged.prefill([prompt], [slot])[1][0]
+        other = alone.prefill([prompt], [slot])[1][0]
+        torch.testing.assert_close(row, other, rtol=1e-4, atol=1e-4)
+        merged.take_out()
+
+
+def test_small_adapters_lose_more_in_bf16(served):
+    model = served("mixtral")
+    harness = MergingHarness(model.model_dir, model.adapters, dtype=torch.bfloat16)
+    held, sites = HeldAdapter(harness.arena, harness.slots, 0), frozenset(range(9))
+    large = harness.merge.rounding_error(held, sites)
+    harness.slots.scale[0] /= 200
+    small = harness.merge.rounding_error(held, sites)
+    assert 0 < large < 0.02 < 0.1 < small
+    exact = MergingHarness(model.model_dir, model.adapters)
+    assert exact.merge.rounding_error(HeldAdapter(exact.arena, exact.slots, 0), sites) < 1e-5
