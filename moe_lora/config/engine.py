@@ -116,6 +116,7 @@ POOL_TRANSPORTS = ("shm", "gloo")
 """Not nixl: it keeps freed windows for as long as the process lives, and pools free them all the time."""
 LORA_KERNELS = ("sgmv", "bgmv", "mbgmv")
 QUEUES = ("fcfs", "sjf-oracle")
+BATCHINGS = ("unmerged", "merged", "dlora", "auto")
 CACHE_POLICIES = (
     "fastlibra",
     "cost-aware",
@@ -274,6 +275,17 @@ class EngineConfig(Settings):
     performance_model: str | None = setting(None, path="place", unset="the front end's")
     """Times of this machine, of `moe-lora profile-steps --host-worker`, by which a prompt begins on host
     workers or waits for its adapter."""
+    batching: str = setting(BATCHINGS[0], choices=BATCHINGS, option="--batching", group="Adapters")
+    """Whether weights carry an adapter: unmerged, never; merged, one adapter's requests at a time; dlora,
+    dLoRA's rule; auto, the cheapest of unmerged, merged and mixed steps (docs/guides/merging.md)."""
+    merge_mb_per_step: float = setting(64.0, above=0)
+    """Weights that change between two steps, in 10^6 bytes of each process, and at least one site of one
+    layer; merged and dlora change all at once."""
+    merge_error_limit: float = setting(0.05, above=0)
+    """auto merges no adapter whose deltas would change by more than this part of them, because merged weights
+    are rounded to the dtype; merged and dlora merge it and log that."""
+    verify_merge: bool = setting(False, option="--verify-merge", group="Adapters")
+    """Compare all weights with a checksum of the first ones each time an adapter was taken out of them."""
     pool: PoolConfig | None = setting(None, in_file=False)
     """The pool of the instances; None: each keeps all adapters."""
     state_dir: str | None = setting(
@@ -322,6 +334,11 @@ class EngineConfig(Settings):
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}; every running sequence needs one token row per step"
+            )
+        if self.batching != "unmerged" and self.quantize != "none":
+            raise ConfigError(
+                f"batching={self.batching!r} and quantize={self.quantize!r} do not go together: no adapter "
+                "can be folded into quantised weights; use batching='unmerged', or leave quantize out"
             )
         if self.pool is not None and self.expert_parallel > 1:
             raise ConfigError(

@@ -212,6 +212,9 @@ class EngineStats:
     pool_adapters, pool_bytes: held in host memory for the adapter pool.  pool_peer_fetches,
     pool_disk_fetches: adapters fetched that were not held.  pool_fetched_bytes: from peers.
     pool_failed_sources: peers and directories that did not give what they should.
+    steps_merged: steps on weights that carried an adapter, computed for its requests alone; steps_mixed: for
+    others too.  merges, unmerges: times all of an adapter was in the weights, and out again.  merge_s,
+    unmerge_s: seconds that this took.  merge_kept_bytes: original weights on the host.
     """
 
     num_running: int = 0
@@ -257,6 +260,18 @@ class EngineStats:
     pool_disk_fetches: int = 0
     pool_fetched_bytes: int = 0
     pool_failed_sources: int = 0
+    steps_merged: int = 0
+    steps_mixed: int = 0
+    merges: int = 0
+    unmerges: int = 0
+    merge_s: float = 0.0
+    unmerge_s: float = 0.0
+    merge_kept_bytes: int = 0
+
+    @property
+    def steps_unmerged(self) -> int:
+        """Steps on the base's weights."""
+        return self.num_steps - self.steps_merged - self.steps_mixed
 
 
 @dataclass(frozen=True, kw_only=True)

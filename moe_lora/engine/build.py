@@ -15,7 +15,7 @@ from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.config import EngineConfig
-from moe_lora.core.clock import WallClock
+from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape, check_expert_parallel
@@ -31,11 +31,15 @@ from moe_lora.engine.text.text import read_eos_token_ids
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
 from moe_lora.policies.caching_policies import FastLibra, Recency, make_caching_policy
 from moe_lora.policies.host_start import HostLoads
+from moe_lora.policies.merging import make_merging_policy
+from moe_lora.policies.merging_costs import MergingCosts, Uid
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .arena_size import ArenaSize, arena_size, max_model_len
 from .core import EngineCore, cache_figures
 from .kv_transfer import KvTransfer
+from .merging import Merging
+from .merging_times import bytes_per_rank, copy_bandwidth, expected_step_times, expected_swap_times
 from .ranks import exchange
 from .runner import ModelRunner
 from .sequence import Sequence
@@ -111,9 +115,9 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     with ExitStack() as undo:
         undo.callback(store.close)
         if alone:
-            runner = rank.runner(host=store.host)
+            runner = rank.runner(host=store.host, find=store.find)
         else:
-            runner = rank.runner(rank.join(followers.directory), followers.tell, store.host)
+            runner = rank.runner(rank.join(followers.directory), followers.tell, store.host, find=store.find)
         followers.settle()
         core = _core(config, rank, size, sizes, followers, contents, runner, store)
         undo.pop_all()
@@ -193,7 +197,8 @@ def _core(
     kv = None
     if config.expert_parallel == 1:
         kv = KvTransfer(rank.arena, rank.layout, partial(_transport, config, f"{config.instance}-kv"))
-    return EngineCore(info, rank.shape, rank.dtype, *parts, config.seed, followers, pool, kv)
+    merging = None if runner.merged is None else _merging(config, rank, runner, manager, clock)
+    return EngineCore(info, rank.shape, rank.dtype, *parts, config.seed, followers, pool, kv, merging)
 
 
 def _transport(config: EngineConfig, name: str) -> Transport:
@@ -202,6 +207,41 @@ def _transport(config: EngineConfig, name: str) -> Transport:
     if config.pool is not None and config.pool.transport == "gloo":
         options = {"host": config.pool.host or "127.0.0.1", "timeout_s": PEER_TIMEOUT_S}
     return make_transport("shm" if config.pool is None else config.pool.transport, name=name, **options)
+
+
+def _merging(
+    config: EngineConfig, rank: Rank, runner: ModelRunner, adapters: AdapterManager, clock: Clock
+) -> Merging:
+    """Policies that weigh modes begin with times by this device's bandwidth."""
+    assert runner.merged is not None
+    versions, weights = adapters.versions, runner.merged.weights
+    costs = None
+    if config.batching in ("dlora", "auto"):
+        bandwidth, itemsize = copy_bandwidth(rank.device), rank.dtype.itemsize
+        per_rank = sum(bytes_per_rank(rank.shape, itemsize))
+
+        def lora_rank(uid: Uid) -> int:
+            """As if it were on all usual sites: what counts is its bytes."""
+            return max(1, round(versions[uid].packed.nbytes / per_rank)) if uid in versions else 0
+
+        def num_bytes(uid: Uid) -> int:
+            return weights.bytes_of(versions[uid].packed.targets) if uid in versions else 0
+
+        costs = MergingCosts(
+            expected_step_times(rank.shape, itemsize, config.lora_kernel, bandwidth, config.expert_parallel),
+            lora_rank,
+            expected_swap_times(num_bytes, bandwidth),
+        )
+    return Merging(
+        make_merging_policy(config.batching, costs),
+        runner,
+        adapters,
+        clock,
+        max_num_seqs=config.max_num_seqs,
+        step_bytes=config.merge_mb_per_step * 1e6,
+        max_error=config.merge_error_limit,
+        enforced=config.batching == "auto",
+    )
 
 
 def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:

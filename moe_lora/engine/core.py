@@ -29,8 +29,10 @@ from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.scheduling.scheduler import Scheduler
+from moe_lora.scheduling.views import Scheduled
 
 from .kv_transfer import KvTransfer
+from .merging import Merging
 from .moves import RequestMoves
 from .runner import ModelRunner
 from .sampler import sample
@@ -96,7 +98,8 @@ class EngineCore:
     """Scheduler, runner and sampler of one model instance; not thread-safe (see `engine.loop`).
 
     Built by `engine.build.build_engine`.  stalled: the last step found nothing that could run.  pool: its
-    adapters, where they lie in a pool.  figures: of the cache (see `cache_figures`).
+    adapters, where they lie in a pool.  figures: of the cache (see `cache_figures`).  merging: decides what
+    the weights carry; None: never anything.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class EngineCore:
         followers: Followers,
         pool: PoolAdapters | None = None,
         kv: KvTransfer | None = None,
+        merging: Merging | None = None,
     ) -> None:
         self.info = info
         self._shape = shape
@@ -127,6 +131,7 @@ class EngineCore:
         self._clock = clock
         self._followers = followers
         self.pool = pool
+        self._merging = merging
         self._seeds = torch.Generator().manual_seed(seed)
         self._sequences: dict[str, Sequence] = {}
         self.moves = RequestMoves(self._sequences, scheduler, clock, kv)
@@ -159,11 +164,7 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Compute one batch; the tokens that requests gained."""
         self.tend()
-        plan = self._scheduler.schedule()
-        self._transfers.send()
-        while self._transfers.blocking and self._transfers.wait_for_adapters():
-            plan = self._scheduler.schedule()
-            self._transfers.send()
+        plan = self._schedule()
         problem = "adapter {!r} could not be copied to the device; the engine's log says why"
         failed = [
             self._end(lost, "error", problem.format(lost.request.adapter)) for lost in self._scheduler.failed
@@ -184,9 +185,25 @@ class EngineCore:
                     continue
                 self._counters["prefix_query_tokens"] += len(sequence.tokens)
                 self._counters["prefix_hit_tokens"] += sequence.num_cached
+        if self._merging is not None:
+            self._merging.took(plan)
         self._scheduler.advance(plan)
         gains = [self._take(*gain) for gain in zip(sampling, tokens, logprobs, strict=True)]
         return failed + gains + self.moves.announce()
+
+    def _schedule(self) -> list[Scheduled[Sequence]]:
+        """What the next step computes; first the weights follow what it is to be."""
+        scheduler, only = self._scheduler, None
+        if self._merging is not None:
+            requests = [*scheduler.running, *scheduler.loading, *scheduler.waiting]
+            held_back = any(sequence.waits.held_back_s is not None for sequence in scheduler.waiting)
+            only = self._merging.decide(requests, held_back=held_back)
+        plan = scheduler.schedule(only)
+        self._transfers.send()
+        while self._transfers.blocking and self._transfers.wait_for_adapters():
+            plan = scheduler.schedule(only)
+            self._transfers.send()
+        return plan
 
     def tend(self) -> float | None:
         """What the cache needs besides steps: copies confirmed, others begun.
@@ -196,6 +213,8 @@ class EngineCore:
         self._transfers.settle()
         self.moves.tend()
         self._adapters.bring_pinned()
+        if self._merging is not None and not self._sequences:
+            self._merging.tend()
         return self._transfers.tick(len(self._scheduler.running))
 
     def _refuse_impossible(self) -> list[TokenOutput]:
@@ -342,6 +361,7 @@ class EngineCore:
             **self._adapters.store.counters(),
             **self._figures(),
             **self._counters,
+            **({} if self._merging is None else self._merging.figures()),
         )
 
     def _seed(self, request: GenerateRequest) -> int | None:

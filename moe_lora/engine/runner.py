@@ -10,7 +10,7 @@ import itertools
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, 
 from moe_lora.models.causal_lm import CausalLM, DecoderLayer, LayerForward
 from moe_lora.scheduling.views import Scheduled
 
+from .merging import MergedWeights, MergeOrder
 from .sequence import Sequence
 
 # One step's input, as the ranks of an instance pass it on.
@@ -144,6 +145,7 @@ class ExecutionContext:
 
 logger = logging.getLogger(__name__)
 _NO_LEASE = Lease(-1, 0)
+_COUNTED = (Source.LOCAL, Source.LEASED, Source.HOST)
 
 
 class ModelRunner:
@@ -167,8 +169,10 @@ class ModelRunner:
         present: np.ndarray | None = None,
         eager: bool,
         decode_buckets: Seq[int],
-        announce: Callable[[StepBatch], None] | None = None,
+        announce: Callable[[StepBatch | MergeOrder], None] | None = None,
+        merged: MergedWeights | None = None,
     ) -> None:
+        self.merged = merged
         self._model = model
         self._context = context
         self._device = device
@@ -189,7 +193,7 @@ class ModelRunner:
     def lora_rows(self) -> dict[str, int]:
         """Fields of `EngineStats`: rows x layers by the source of their deltas, so far."""
         moved = Counter({Source.LOCAL: self._num_taken_over(), Source.HOST: -self._num_taken_over()})
-        return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in Source}
+        return {f"lora_rows_{s.name.lower()}": int(self._lora_rows[s] + moved[s]) for s in _COUNTED}
 
     def warm_up(self) -> None:
         """Compile every graph that steps will need, before the first request."""
@@ -211,6 +215,13 @@ class ModelRunner:
         if self._announce is not None:
             self._announce(replace(batch, logit_rows=batch.logit_rows[:0]))
         return self.execute(batch)
+
+    def swap(self, order: MergeOrder) -> None:
+        """Have the weights of all ranks carry more of an adapter, or less, before the next step."""
+        assert self.merged is not None
+        if self._announce is not None:
+            self._announce(order)
+        self.merged.carry_out(order)
 
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> torch.Tensor:
@@ -274,6 +285,10 @@ class ModelRunner:
         ]
         of_items += [-1] * (len(counts) - len(plan))
         row_route = np.array(of_items, dtype=np.int32).repeat(counts)
+        merged = self._merged_route(routes)
+        beside_weights = row_route >= 0
+        if self.merged is not None and self.merged.is_whole:
+            beside_weights &= row_route != merged
         terms = no_terms(len(routes), len(self._sources))
         adapters: list[RoutedAdapter] = []
         cold = [n for a, n in routes.items() if a.slot is None and a.loading_slot is not None]
@@ -290,7 +305,7 @@ class ModelRunner:
                 term["generation"] = [lease.generation for lease in leases]
                 term["adapter"] = range(len(routes))
                 adapters = [RoutedAdapter(a.packed.content_hash, a.packed.targets) for a in routes]
-            self._lora_rows[source] += np.count_nonzero(row_route >= 0) * len(self._groups)
+            self._lora_rows[source] += np.count_nonzero(beside_weights) * len(self._groups)
         routing = RowRouting(groups=self._groups, row_route=row_route, terms=terms, adapters=adapters)
         if cold:
             self._count_cold(row_route, cold)
@@ -299,7 +314,16 @@ class ModelRunner:
                 for route, slot in routing.loading_slots.items():
                     here[route] = self._present[slot]
                 routing = replace(routing, here=here)
-        return routing
+        if self.merged is None or not self.merged.any_merged:
+            return routing
+        return self.merged.corrected(routing, self._sources, merged, sum(counts[: len(plan)]))
+
+    def _merged_route(self, routes: Mapping[AdapterVersion, int]) -> int:
+        """That of the adapter which the weights carry some of; -1 if it has none."""
+        carried = None if self.merged is None else self.merged.adapter
+        if carried is None:
+            return -1
+        return next((number for adapter, number in routes.items() if adapter.uid == carried.uid), -1)
 
     def _count_cold(self, row_route: np.ndarray, cold: Seq[int]) -> None:
         """Rows of these routes are the host's, not the device's."""

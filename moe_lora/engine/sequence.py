@@ -18,6 +18,7 @@ class Sequence:
     matched: its prompt was looked up in the cache.  adapter_hit: its adapter was there when it came.
     cold_tokens: those that it may compute before its adapter is there; 0: it is.
     held: it is on its way from or to another instance, and gains no token.  awaits_kv: and its KV comes.
+    unshared: it computed on weights that carry another's adapter; what follows is not for the prefix cache.
     limit_tokens: total length at which it must end.  seed: of its noise; None: it is greedy.
     """
 
@@ -35,6 +36,7 @@ class Sequence:
     cold_tokens: int = 0
     held: bool = False
     awaits_kv: bool = False
+    unshared: bool = False
     table: BlockTable = field(init=False)
     waits: Waits = field(default_factory=Waits)
     first_token_s: float | None = None

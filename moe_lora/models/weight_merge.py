@@ -69,6 +69,7 @@ class WeightMerge:
         for number, layer in enumerate(model.layers):
             for module in layer.modules():
                 if isinstance(module, LoraLinear | ExpertLinear):
+                    assert isinstance(module.weight, torch.nn.Parameter), "quantised weights stay unmerged"
                     self._weights[number, module.site] = module.weight
         for key in list(self._weights):
             if self.shape.sites[key[1]].name in NEVER_MERGED:

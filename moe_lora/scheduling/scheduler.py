@@ -133,7 +133,8 @@ class Scheduler(Generic[Sequence]):
         for item in plan:
             sequence = item.sequence
             sequence.num_computed += item.num_tokens
-            self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
+            if not sequence.unshared:
+                self._cache.publish(sequence.table, sequence.tokens, sequence.num_computed, now_s)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for the KV that a loading sequence awaits; False (and none taken) if there are too few."""
@@ -343,7 +344,7 @@ class Scheduler(Generic[Sequence]):
             self._adapters.enqueue(sequence.adapter)
         self._give_back(sequence)
         sequence.num_computed = sequence.cold_tokens = 0
-        sequence.awaits_kv = False
+        sequence.awaits_kv = sequence.unshared = False
         self.waiting.appendleft(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:

@@ -67,6 +67,7 @@ class Schedulable(Protocol):
     when it came.  cold_tokens: of `tokens`, those that it may compute before its adapter is there; 0: it is.
     held: its last token is not to be computed now, so that it gains none.  awaits_kv: its KV comes from
     elsewhere, into pages that the caller takes; the scheduler sets it back when it takes them.
+    unshared: what it computes from now on is not for the prefix cache; set by the caller.
     """
 
     table: BlockTable
@@ -77,6 +78,7 @@ class Schedulable(Protocol):
     cold_tokens: int
     held: bool
     awaits_kv: bool
+    unshared: bool
 
     @property
     def adapter(self) -> Any:

@@ -37,6 +37,7 @@ class CachedRequest:
     num_brought: int = 0
     held: bool = False
     awaits_kv: bool = False
+    unshared: bool = False
     waits: Waits = field(default_factory=Waits)
     first_token_s: float = math.nan
     finish_s: float = math.nan

@@ -384,6 +384,7 @@ def test_adapter_without_a_part_on_the_device_is_not_taken_for_one_that_loads():
     runner = SimpleNamespace(
         _sources=[Source.LOCAL, Source.LEASED], _groups=((0, 1),) * NUM_LAYERS, _lora_rows=Counter()
     )
+    runner.merged, runner._merged_route = None, lambda routes: -1
     plan = [SimpleNamespace(sequence=SimpleNamespace(adapter=adapter))]
     routing = ModelRunner._routing(runner, plan, [1])
     assert routing.sources == [{Source.LOCAL}, {Source.LEASED}]

@@ -25,7 +25,8 @@ class AdapterVersion:
     uid: its namespace in the cache.  num_running: requests that hold it, those that wait for its bytes
     included.  num_waiting: requests that don't yet.  num_pages: what it takes on this device when it is
     there.  slot: while it is ready there.  loading_slot: from when its bytes began to
-    come.  lease: while the LoRA Server holds it for this engine.
+    come.  lease: while the LoRA Server holds it for this engine.  merged: the weights carry some of it, or
+    will.
     """
 
     uid: int
@@ -41,6 +42,7 @@ class AdapterVersion:
     slot: int | None = None
     loading_slot: int | None = None
     lease: Lease | None = None
+    merged: bool = False
 
     @property
     def name(self) -> str:
@@ -48,8 +50,8 @@ class AdapterVersion:
 
     @property
     def is_idle(self) -> bool:
-        """No request holds it or waits for it."""
-        return not (self.num_running or self.num_waiting)
+        """No request holds it or waits for it, and the weights carry nothing of it."""
+        return not (self.num_running or self.num_waiting or self.merged)
 
 
 class AdapterStore:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from moe_lora.adapters.packed import PackedAdapter
@@ -57,6 +57,8 @@ class AdapterManager:
         self._numbers: dict[str, int] = {}
         self._pinned: set[AdapterVersion] = set()
         self._to_bring: list[AdapterVersion] = []
+        self.on_drop: Callable[[Namespace], None] | None = None
+        """Called with a version's uid when nothing is left of it."""
         self._refused_pages = sys.maxsize
 
     def add(
@@ -188,6 +190,26 @@ class AdapterManager:
         self._cache.let_go(adapter.uid, adapter.last_used_s)
         self._settle(adapter)
 
+    def is_ready(self, adapter: AdapterVersion) -> bool:
+        """Whether what belongs on this device is there."""
+        return self._cache.readiness(adapter.uid) is Readiness.READY and (
+            adapter.slot is not None or not adapter.num_pages
+        )
+
+    def hold_merged(self, adapter: AdapterVersion) -> bool:
+        """Keep a ready adapter on the device, for the weights carry some of it; whether it is ready."""
+        if not self.is_ready(adapter):
+            return False
+        self._cache.hold(adapter.uid, self._clock.now_s(), again=True)
+        adapter.merged = True
+        return True
+
+    def release_merged(self, adapter: AdapterVersion) -> None:
+        """Undo `hold_merged`; an adapter that was unloaded meanwhile is freed with its last request."""
+        adapter.merged = False
+        self._cache.let_go(adapter.uid, self._clock.now_s())
+        self._settle(adapter)
+
     def pin(self, adapter: AdapterVersion) -> None:
         """Bring the adapter in and keep it; of a LoRA Server's the part on this device, since that one
         decides for itself.  Raises CapacityError if that left no room for a request.
@@ -238,6 +260,8 @@ class AdapterManager:
         self._cache.forget(adapter.uid)
         self.store.forget(adapter.packed)
         del self.versions[adapter.uid]
+        if self.on_drop is not None:
+            self.on_drop(adapter.uid)
 
     def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
         """Admit a version that takes the pin of the one before it, and with that its room."""

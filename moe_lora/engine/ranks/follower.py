@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,12 +22,14 @@ import numpy as np
 import torch.distributed as dist
 
 from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import wait_for_hang_up
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.adapters.copies import Steps
 from moe_lora.engine.adapters.transfers import LOOK_S, Mover
+from moe_lora.engine.merging import MergeOrder
 from moe_lora.engine.runner import ModelRunner, StepBatch, packed_message
 from moe_lora.lora.row_routing import RowRouting
 
@@ -71,8 +74,14 @@ def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, Ho
     size: Allocate = _receive(connection)
     rank.allocate(size.num_pages, size.num_host_pages)
     _send(connection, Done())
-    host = rank.host_workers(HostStore(setup.directory / HOST_STORE))
-    return rank, rank.runner(rank.join(setup.directory), host=host), host
+    store = HostStore(setup.directory / HOST_STORE)
+    host = rank.host_workers(store)
+    find = partial(_find, store)
+    return rank, rank.runner(rank.join(setup.directory), host=host, find=find), host
+
+
+def _find(store: HostStore, content_hash: str) -> PackedAdapter:
+    return store.get(content_hash, content_hash)
 
 
 def _obey(
@@ -80,7 +89,7 @@ def _obey(
 ) -> NoReturn:
     """The follower's loop: steps, and copies beside them, in the order they come."""
     store = HostStore(directory / HOST_STORE)
-    copier = rank.copier(lambda content_hash: store.get(content_hash, content_hash))
+    copier = rank.copier(partial(_find, store))
     copies = FollowerCopies(rank.mover(lambda: None), rank.slots.present)
     counts = host_counts(directory, rank.dist_rank)
     while True:
@@ -90,6 +99,8 @@ def _obey(
             runner.execute(message)
             if host is not None:
                 counts[0] = host.backend.num_fallback_rows
+        elif isinstance(message, MergeOrder):
+            runner.swap(message)
         elif isinstance(message, BeginOrder):
             copies.begin(message.number, copier.begin(message.order))
         elif isinstance(message, OrdersDone):

@@ -23,6 +23,7 @@ from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.pool_store import PoolAdapters
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import free_bytes
+from moe_lora.engine.merging import MergedWeights, MergeOrder
 from moe_lora.engine.runner import ExecutionContext, ModelRunner, StepBatch
 from moe_lora.kernels.cpu.library import advise_huge_pages
 from moe_lora.kernels.operands import KvLayout, SlotTable
@@ -32,6 +33,7 @@ from moe_lora.lora.paced import PacedBackend
 from moe_lora.lora.row_routing import Source
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import quantisation_of
+from moe_lora.models.weight_merge import WeightMerge
 
 from .exchange import ExpertExchange, ReduceExchange, RowExchange, open_group
 from .followers import RENDEZVOUS
@@ -187,14 +189,16 @@ class Rank:
     def runner(
         self,
         exchange: ExpertExchange | None = None,
-        announce: Callable[[StepBatch], None] | None = None,
+        announce: Callable[[StepBatch | MergeOrder], None] | None = None,
         host: HostWorkers | None = None,
+        *,
+        find: Callable[[str], PackedAdapter],
     ) -> ModelRunner:
         """What computes this rank's part of steps (see `ModelRunner` for `announce`).
 
-        host: computes for adapters that are on their way.
+        host: computes for adapters that are on their way.  find: see `copier`.
         """
-        backends: dict[Source, LoraBackend] = {}
+        backends: dict[int, LoraBackend] = {}
         if self.lora_server is not None:
             backends[Source.LEASED] = self.lora_server.backend
         if host is not None:
@@ -218,6 +222,21 @@ class Rank:
             eager=self.config.eager,
             decode_buckets=self.config.decode_buckets or (),
             announce=announce,
+            merged=None if self.config.batching == "unmerged" else self._merged_weights(routed, find),
+        )
+
+    def _merged_weights(self, backend: RoutedBackend, find: Callable[[str], PackedAdapter]) -> MergedWeights:
+        leased = [i for i, site in enumerate(self.shape.sites) if site.name not in self.local_sites]
+        return MergedWeights(
+            WeightMerge(self.model),
+            backend,
+            self.arena,
+            self.slots,
+            leased=frozenset(leased),
+            kept=entries_of_experts(self.shape, self.experts) & ~self.kept_entries(self.dist_rank),
+            find=find,
+            kernel=self.config.lora_kernel,
+            verify=self.config.verify_merge,
         )
 
 

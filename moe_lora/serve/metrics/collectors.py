@@ -27,7 +27,8 @@ COUNTERS = (
     ("vllm:num_preemptions", "Times a running request gave its KV pages back.", "num_preemptions"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_query_tokens"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
-    ("moe_lora:engine_steps", "Steps of the engine.", "num_steps"),
+    ("moe_lora:merges", "Times an adapter was merged into the weights.", "merges"),
+    ("moe_lora:unmerges", "Times an adapter was taken out of the weights.", "unmerges"),
     ("moe_lora:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
     ("moe_lora:adapter_evictions", "Adapters that had to leave the device.", "adapter_evictions"),
     ("moe_lora:adapter_load_bytes", "Bytes of adapters read from their files.", "adapter_load_bytes"),
@@ -72,6 +73,18 @@ LABELLED: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         "Rows x layers whose deltas were computed on the device, by the LoRA Server, by host workers.",
         "where",
         (("local", "lora_rows_local"), ("leased", "lora_rows_leased"), ("host", "lora_rows_host")),
+    ),
+    (
+        "moe_lora:engine_steps",
+        "Steps of the engine: on the base's weights, on an adapter's for its own requests, for others' too.",
+        "mode",
+        (("unmerged", "steps_unmerged"), ("merged", "steps_merged"), ("mixed", "steps_mixed")),
+    ),
+    (
+        "moe_lora:merge_seconds",
+        "Seconds in which an adapter was merged into the weights, and taken out.",
+        "direction",
+        (("in", "merge_s"), ("out", "unmerge_s")),
     ),
     (
         "moe_lora:pool_fetches",

@@ -1,0 +1,217 @@
+"""The running engine with an adapter in its weights: tokens in every mode, and what goes with it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from moe_lora import LLM, SamplingParams
+from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.engine import build
+from moe_lora.models.weight_merge import WeightMerge
+from moe_lora.policies.merging import Batching
+from tests.families import FAMILIES
+from tests.models.conftest import served  # noqa: F401  (the fixture)
+from tests.models.test_oracle import SLOTS, make_prompts
+from tests.oracle import greedy_reference
+
+NUM_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+class EveryMode:
+    """Draws what the weights carry, and whether all compute or only the merged adapter's requests, anew every
+    few steps.  Stands in for a policy, so that all modes and half-done swaps are met."""
+
+    def __init__(self, seed: int = 0, *, at_once: bool = False) -> None:
+        self.drawn = random.Random(seed)
+        self.at_once = at_once
+        self.batching = Batching()
+        self.modes: list[str] = []
+        self.calls = itertools.count()
+
+    def decide(self, view):
+        if next(self.calls) % 5 == 0:
+            uids = sorted({r.adapter_uid for r in view.requests} - {None})
+            mergeable = [uid for uid in uids if view.eligible(uid)]
+            uid = self.drawn.choice([None, *mergeable, *mergeable])
+            only = None if uid is None else self.drawn.choice([None, frozenset((uid,))])
+            self.batching = Batching(uid, only, at_once=self.at_once)
+        return self.batching
+
+    def took(self, batching, mode, num_rows, seconds, swap_s=0.0):
+        assert num_rows > 0 <= swap_s <= seconds
+        self.modes.append(mode)
+
+    def forget(self, uid):
+        pass
+
+
+def use(monkeypatch: pytest.MonkeyPatch, policy) -> None:
+    monkeypatch.setattr(build, "make_merging_policy", lambda *_: policy)
+
+
+def start(model, *, dtype: str = "float32", **settings) -> LLM:
+    adapters = {path.name: str(path) for path in model.adapters}
+    options = {"eager": True, "batching": "merged", "verify_merge": True, "merge_mb_per_step": 0.03}
+    return LLM(model.model_dir, adapters=adapters, dtype=dtype, **(options | settings))
+
+
+def ask(llm: LLM, model) -> list[tuple[int, ...]]:
+    names = [None if slot < 0 else model.adapters[slot].name for slot in SLOTS]
+    return [completion.token_ids for completion in llm.generate(make_prompts(), names, GREEDY)]
+
+
+def expected_of(model) -> list[tuple[int, ...]]:
+    answers = []
+    for slot, prompt in zip(SLOTS, make_prompts(), strict=True):
+        adapter = None if slot < 0 else model.adapters[slot]
+        reference = greedy_reference(model.model_dir, adapter, [prompt], NUM_TOKENS)
+        reference.check_margins()
+        answers.append(reference.tokens[0])
+    return answers
+
+
+WAYS = {
+    "bounded": {},
+    "at_once": {"at_once": True},
+    "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
+    "two_at_once": {"max_num_seqs": 2},
+    "two_resident": {"max_loras": 2},
+    "padded": {"lora_kernel": "bgmv"},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [*((family, "bounded") for family in FAMILIES), *(("mixtral", way) for way in [*WAYS][1:])],
+)
+def test_tokens_are_those_of_peft_in_every_mode(family, way, served, monkeypatch):  # noqa: F811
+    model, settings = served(family), dict(WAYS[way])
+    policy = EveryMode(at_once=settings.pop("at_once", False))
+    use(monkeypatch, policy)
+    with start(model, **settings) as llm:
+        for _ in range(3):
+            assert ask(llm, model) == expected_of(model)
+        stats = llm.stats()
+    assert stats.merges > 0 < stats.unmerges
+    assert stats.steps_mixed > 0 < stats.steps_merged
+    assert {"mixed", "merged"} <= set(policy.modes)
+    assert stats.num_steps == len(policy.modes)
+    assert stats.steps_unmerged == policy.modes.count("unmerged")
+    assert stats.merge_s > 0 < stats.unmerge_s
+    assert stats.merge_kept_bytes > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_compiled_layers_read_the_weights_anew(family, served, monkeypatch):  # noqa: F811
+    model = served(family)
+    use(monkeypatch, EveryMode())
+    with start(model, eager=False) as llm:
+        for _ in range(2):
+            assert ask(llm, model) == expected_of(model)
+        stats = llm.stats()
+    assert stats.merges > 0 < stats.steps_mixed
+    assert stats.steps_merged > 0
+
+
+@pytest.mark.parametrize("batching", ["dlora", "auto"])
+def test_policies_that_weigh_modes_run_in_the_engine(batching, served):  # noqa: F811
+    """Many requests of one adapter, few of others: dLoRA's rule merges."""
+    model = served("mixtral")
+    names = [model.adapters[0].name] * 6 + [model.adapters[2].name, None]
+    prompts = make_prompts([9] * len(names))
+    expected = [
+        greedy_reference(
+            model.model_dir, None if name is None else model.adapters[0].parent / name, [prompt], NUM_TOKENS
+        ).tokens[0]
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    with start(model, batching=batching) as llm:
+        for _ in range(3):
+            assert [one.token_ids for one in llm.generate(prompts, names, GREEDY)] == expected
+        stats = llm.stats()
+    if batching == "dlora":
+        assert stats.merges > 0 < stats.steps_merged
+
+
+def test_merged_policy_serves_one_adapter_after_the_other(served):  # noqa: F811
+    model = served("mixtral")
+    with start(model) as llm:
+        assert ask(llm, model) == expected_of(model)
+        stats = llm.stats()
+    assert stats.merges == len(model.adapters)
+    assert stats.steps_merged > 0
+
+
+class Fixed:
+    """Merges one adapter for good."""
+
+    def __init__(self, uid: int, only=None) -> None:
+        self.batching = Batching(uid, only, at_once=True)
+        self.forgotten: list[int] = []
+
+    def decide(self, view):
+        return self.batching
+
+    def took(self, *args):
+        pass
+
+    def forget(self, uid):
+        self.forgotten.append(uid)
+
+
+def test_merged_steps_have_no_deltas_and_share_their_prefix_mixed_ones_do_not(served, monkeypatch):  # noqa: F811
+    """Slot 0's adapter has nothing on the router, so its own steps have no delta at all."""
+    model = served("mixtral")
+    use(monkeypatch, Fixed(1))
+    own, other, prompt = model.adapters[0].name, model.adapters[2].name, make_prompts((40,))[0]
+    with start(model) as llm:
+        llm.generate([prompt], [own], GREEDY)  # its first step is on the way to the device
+        before = llm.stats()
+        again = llm.generate([prompt], [own], GREEDY)[0]
+        stats = llm.stats()
+        assert stats.steps_merged - before.steps_merged == NUM_TOKENS
+        assert stats.lora_rows_local == before.lora_rows_local
+        assert again.num_cached_tokens > 0
+        for name in (other, None):
+            for _ in range(2):
+                assert llm.generate([prompt], [name], GREEDY)[0].num_cached_tokens == 0
+        assert llm.stats().steps_mixed >= 4 * NUM_TOKENS
+
+
+def test_unloading_takes_the_adapter_out(served, monkeypatch):  # noqa: F811
+    model = served("mixtral")
+    policy = Fixed(1)
+    use(monkeypatch, policy)
+    first, second = model.adapters[0], model.adapters[1]
+    with start(model) as llm:
+        llm.generate([[5, 6, 7]] * 2, [first.name, None], GREEDY)
+        assert (llm.stats().merges, llm.stats().unmerges) == (1, 0)
+        llm.unload_adapter(first.name)
+        assert llm.stats().unmerges == 1, "done before the call returns"
+        assert policy.forgotten == [1]
+        found = llm.generate([make_prompts()[2]], [second.name], GREEDY)[0]
+    expected = greedy_reference(model.model_dir, second, [make_prompts()[2]], NUM_TOKENS)
+    assert found.token_ids == expected.tokens[0]
+
+
+def test_quantised_weights_are_refused(served):  # noqa: F811
+    with pytest.raises(ConfigError, match="quantize='int8'"):
+        start(served("llama"), quantize="int8")
+
+
+def test_weights_that_were_not_restored_are_noticed(served, monkeypatch):  # noqa: F811
+    model = served("llama")
+    use(monkeypatch, Fixed(1))
+    with start(model) as llm:
+        llm.generate([[5, 6, 7]], [model.adapters[0].name], GREEDY)
+
+        def forget_one(merge, piece, held):
+            merge.merged[piece] = False
+
+        monkeypatch.setattr(WeightMerge, "take_out", forget_one)
+        with pytest.raises(EngineDeadError, match="not what they were"):
+            llm.unload_adapter(model.adapters[0].name)
