@@ -313,8 +313,10 @@ class CachedInstance:
         return self.weights.decide(requests, some_wait=bool(scheduler.waiting or scheduler.loading))
 
     def _step_s(self, plan: Plan) -> float:
+        time = self._config.time
         context = attended = 0.0
         rows: Counter[str | None] = Counter()
+        weighed: dict[str | None, float] = {}
         for item in plan:
             request = item.sequence
             num_tokens = item.num_tokens - min(
@@ -324,13 +326,16 @@ class CachedInstance:
             attended += num_tokens * (request.num_computed + num_tokens / 2)
             if num_tokens == 1:
                 context += len(request.tokens)
-        num_rows = sum(rows.values())
-        deltas = Deltas(num_rows, {request.adapter: 1.0 for request in (item.sequence for item in plan)})
+            weight = 1.0 if num_tokens == 1 else num_tokens * time.prompt_delta
+            weighed[request.adapter] = weighed.get(request.adapter, 0.0) + weight
+        deltas = Deltas(
+            sum(weighed.values()), {request.adapter: 1.0 for request in (i.sequence for i in plan)}
+        )
         if self.weights is not None:
-            deltas = self.weights.deltas(rows)
+            deltas = self.weights.deltas(weighed)
         pages = sum(self._config.adapter_pages[name] * share for name, share in deltas.adapters.items())
         adapter_bytes = pages * self._config.page_bytes
-        step_s = self._config.time.step_s(num_rows, attended, context, adapter_bytes, deltas.rows)
+        step_s = time.step_s(sum(rows.values()), attended, context, adapter_bytes, deltas.rows)
         if self.weights is not None:
             step_s += self.weights.took(rows, step_s)
         return step_s

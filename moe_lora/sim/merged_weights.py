@@ -79,8 +79,8 @@ class SimMergedWeights:
         self._step_swap_s += self._move(target, self._batching.at_once)
         return self._batching.only
 
-    def deltas(self, rows: Mapping[str | None, int]) -> Deltas:
-        """Of a step with so many rows of each adapter."""
+    def deltas(self, rows: Mapping[str | None, float]) -> Deltas:
+        """Of a step with so many rows of each adapter, each by what its deltas cost."""
         carried, share = self._carried, self._share
         others = {name: 1.0 for name in rows if name not in (carried, None)}
         num_others = sum(rows[name] for name in others)

@@ -77,6 +77,7 @@ class TransformerTime:
     FLOPs: 2 num_params per token, and 4 num_layers hidden_size per token and token that it attends to.
     Bytes: weights once, the KV that decode rows attend to, the adapters in use once each.
     flops_per_s, bytes_per_s: what is reached, not the peak; of all devices of the instance together.
+    delta_row_s: a decode row's deltas in all layers; prompt_delta: a prompt row's, in times that.
     """
 
     num_params: float
@@ -88,6 +89,7 @@ class TransformerTime:
     dtype_bytes: int = 2
     fixed_s: float = 0.0
     delta_row_s: float = 0.0
+    prompt_delta: float = 1.0
 
     def step_s(
         self,

@@ -1,0 +1,54 @@
+"""dLoRA's claims, simulated; see README.md.
+
+python -m bench.dlora.bench_dlora --part PART --out FILE.jsonl [--quick]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from bench.harness.records import Record, Recorder
+from bench.harness.tables import table
+
+from .dlora_replicas import replicas_points
+from .dlora_simulated import OTHER_TRACES, batching_points, shortened, tune, worth_points
+
+PARTS = ("tune", "batching", "worth", "replicas")
+
+
+@click.command()
+@click.option("--part", type=click.Choice(PARTS), required=True)
+@click.option("--out", default=None, metavar="FILE")
+@click.option("--quick", is_flag=True, help="Does it run?  A few short points.")
+def main(part: str, out: str | None, quick: bool) -> None:
+    """Record one part and show it."""
+    recorder = Recorder(out, "simulated")
+    if part == "tune":
+        traces = tuple(map(shortened, OTHER_TRACES[:2])) if quick else OTHER_TRACES
+        tune(recorder, num_draws=2 if quick else 20, traces=traces, descend=not quick)
+    elif part == "batching":
+        batching_points(recorder, duration_s=10.0 if quick else 180.0, num_seeds=1 if quick else 3)
+    elif part == "worth":
+        worth_points(recorder, duration_s=10.0 if quick else 120.0, num_seeds=1 if quick else 3)
+    else:
+        replicas_points(recorder, quick=quick, num_seeds=1)
+    click.echo(table([_row(record) for record in recorder.records], f"dLoRA, {part}"))
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """What the terminal shows of a record."""
+    config, result = record["config"], record["result"]
+    work = config.get("work", {})
+    shown = {key: config[key] for key in ("part", "system", "batching", "load", "setting") if key in config}
+    shown |= {key: work[key] for key in ("skewness", "rate_per_s", "scale", "num_adapters") if key in work}
+    if "machine" in config:
+        shown["machine"] = config["machine"]["name"]
+    numbers = {key: value for key, value in result.items() if isinstance(value, (int, float))}
+    others = {key: value for key, value in result.items() if key in ("settings", "scores", "num_steps")}
+    return {**shown, **{key: f"{value:.4g}" for key, value in numbers.items()}, **others}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What is simulated: the paper's machine and ours, requests by its arrival functions, and the systems.
+
+The paper's traces (Azure functions of 2019 and 2021, ShareGPT) are not to be had here.  What stands in for
+them: functions invoked by a Zipf law, mapped to adapters as the paper does (section 7.1: the most frequent
+first, round robin in blocks of `skewness`); arrivals in bursts (Gamma gaps); prompts and answers of
+log-normal lengths with ShareGPT's means as vLLM's paper gives them (161 and 338 tokens).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_lora.policies.caching import CachingPolicy
+from moe_lora.policies.caching_policies import make_caching_policy
+from moe_lora.policies.merging import DLora, MergingPolicy, make_merging_policy
+from moe_lora.policies.merging_costs import MergingCosts, Uid
+from moe_lora.policies.merging_credits import DLoraSettings
+from moe_lora.sim.cached_instance import CachedConfig
+from moe_lora.sim.merged_weights import SimMerging
+from moe_lora.sim.step_time import TransformerTime
+from moe_lora.workload.arrivals import gamma_arrivals_until
+from moe_lora.workload.conversations import TurnRequest
+from moe_lora.workload.popularity.functions import mapped_popularity
+from moe_lora.workload.popularity.popularity import Popularity, from_weights
+
+SLO_S = 0.5
+"""Of the average latency: seconds of all requests by their output tokens (dLoRA section 7.1)."""
+LORA_RANK = 8
+NUM_FUNCTIONS = 512
+FUNCTIONS_ZIPF = 1.2
+SKEWNESS = (1, 4, 16, 64)
+"""Functions per block of the mapping; 64 gives the first of 8 adapters the 64 most frequent functions."""
+
+
+# The machine.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """delta_share: what the deltas of a full batch add to a decode step without (paper, section 4.1: 0.389).
+    merge_s: to fold an adapter in or to take it out.  swap_steps: over how many steps, where not at once.
+    """
+
+    name: str
+    delta_share: float
+    merge_s: float
+    swap_steps: int
+
+
+PAPER = Machine(name="paper", delta_share=0.389, merge_s=0.05, swap_steps=1)
+"""Deltas as the paper's einsum computes them; a swap as long as a step (it gives no time)."""
+TRUE_RANK = Machine(name="true rank", delta_share=0.05, merge_s=0.09, swap_steps=16)
+"""Deltas of kernels that compute true ranks.  Folding in reads and writes q, k, v, o of a 7B model (4.3 GB);
+taking out brings the original bytes from the host at 25 GB/s: 0.17 s; their mean."""
+MACHINES = {machine.name: machine for machine in (PAPER, TRUE_RANK)}
+STEP_S = 0.05
+"""A decode step of the base model: the paper's SLO is ten of them."""
+MAX_NUM_SEQS = 64
+PAGE_TOKENS = 32
+ADAPTER_PAGES = 4
+"""56 MB (section 4.3), in pages of 16.8 MB."""
+
+
+def llama_7b(machine: Machine) -> TransformerTime:
+    """Llama-2-7B on one A800: 80 % of 2 TB/s, half of 312 TFLOP/s, and what is left of STEP_S as overhead."""
+    num_params, bytes_per_s, flops_per_s = 6.74e9, 1.6e12, 1.56e14
+    delta_row_s = machine.delta_share * STEP_S / MAX_NUM_SEQS
+    return TransformerTime(
+        num_params=num_params,
+        num_layers=32,
+        hidden_size=4096,
+        kv_token_bytes=2 * 32 * 4096 * 2,
+        flops_per_s=flops_per_s,
+        bytes_per_s=bytes_per_s,
+        fixed_s=STEP_S - num_params * 2 / bytes_per_s,
+        delta_row_s=delta_row_s,
+        prompt_delta=machine.delta_share * 2 * num_params / flops_per_s / delta_row_s,
+    )
+
+
+def names(num_adapters: int) -> list[str]:
+    return [f"a{number}" for number in range(num_adapters)]
+
+
+def costs(machine: Machine) -> MergingCosts:
+    """What the policies are told: the machine's own times, without what contexts add."""
+
+    def swap_s(before: Uid, after: Uid) -> float:
+        return machine.merge_s * sum(uid is not None for uid in (before, after))
+
+    page_bytes = PAGE_TOKENS * llama_7b(machine).kv_token_bytes
+    return MergingCosts(
+        llama_7b(machine).step_model(LORA_RANK, ADAPTER_PAGES * page_bytes), lambda uid: LORA_RANK, swap_s
+    )
+
+
+def batching(system: str, machine: Machine, settings: DLoraSettings | None = None) -> SimMerging:
+    """system: a name of `policies.merging.BATCHINGS`."""
+
+    def policy() -> MergingPolicy:
+        if system == "dlora" and settings is not None:
+            return DLora(costs(machine), settings)
+        return make_merging_policy(system, costs(machine))
+
+    return SimMerging(policy=policy, merge_s=machine.merge_s, swap_steps=machine.swap_steps)
+
+
+def instance(
+    system: str, machine: Machine, num_adapters: int, settings: DLoraSettings | None = None
+) -> CachedConfig:
+    """One A800 of 80 GB, of which 56 GB are for KV and adapters."""
+    time = llama_7b(machine)
+    page_bytes = PAGE_TOKENS * time.kv_token_bytes
+    return CachedConfig(
+        time=time,
+        adapter_pages=dict.fromkeys(names(num_adapters), ADAPTER_PAGES),
+        num_device_pages=int(56e9 / page_bytes),
+        num_host_pages=int(200e9 / page_bytes),
+        link_bytes_per_s=25e9,
+        block_size=PAGE_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        merging=batching(system, machine, settings),
+    )
+
+
+def caching(config: CachedConfig) -> Callable[[], CachingPolicy]:
+    return lambda: make_caching_policy("fastlibra", config.costs())
+
+
+# Requests.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """skewness: see above; 0: all adapters alike, inf: one adapter alone.  burstiness: shape of the gaps.
+    scale: of prompts and answers (figure 11b).  spread: deviation of the lengths' logarithm.
+    """
+
+    skewness: float
+    rate_per_s: float
+    duration_s: float
+    seed: int = 0
+    num_adapters: int = 8
+    burstiness: float = 0.25
+    scale: float = 1.0
+    mean_prompt: float = 161.0
+    mean_answer: float = 338.0
+    spread: float = 0.8
+    max_tokens: int = 2048
+
+
+def popularity(work: Work) -> Popularity:
+    """Each adapter's share of the requests."""
+    adapters = names(work.num_adapters)
+    if work.skewness == 0:
+        return from_weights(adapters, [1] * len(adapters))
+    if work.skewness == math.inf:
+        return from_weights(adapters, [1] + [0] * (len(adapters) - 1))
+    counts = {f"f{place:04}": round(1e6 * (place + 1) ** -FUNCTIONS_ZIPF) for place in range(NUM_FUNCTIONS)}
+    return mapped_popularity(counts, adapters, int(work.skewness))
+
+
+def largest_share(work: Work) -> float:
+    return float(max(popularity(work).probabilities))
+
+
+def requests(work: Work) -> list[TurnRequest]:
+    """By arrival.  Equal work gives equal requests; another rate or scale only other times or lengths."""
+    rng = np.random.default_rng(work.seed)
+    arrivals = gamma_arrivals_until(work.duration_s, work.rate_per_s, work.burstiness, rng)
+    chosen = popularity(work).sample(len(arrivals), rng)
+    ids = itertools.count(1)
+    found = []
+    for index, (arrival_s, adapter) in enumerate(zip(arrivals.tolist(), chosen, strict=True)):
+        prompt, answer = (
+            _length(mean * work.scale, work.spread, work.max_tokens // 2, rng)
+            for mean in (work.mean_prompt, work.mean_answer)
+        )
+        tokens = tuple(itertools.islice(ids, prompt))
+        found.append(TurnRequest(index, arrival_s, adapter, tokens, (0,) * answer))
+    return found
+
+
+def _length(mean: float, spread: float, most: int, rng: np.random.Generator) -> int:
+    drawn = rng.lognormal(math.log(mean) - spread**2 / 2, spread)
+    return int(min(max(1, round(drawn)), most))
+
+
+def seeds(work: Work, num_seeds: int) -> Sequence[Work]:
+    return [replace(work, seed=work.seed + number) for number in range(num_seeds)]

@@ -1,0 +1,80 @@
+"""What the dLoRA bench asks for, and that its parts run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from bench.dlora.dlora_plan import PAPER, SKEWNESS, STEP_S, TRUE_RANK, Work, largest_share, llama_7b, requests
+from bench.dlora.dlora_replicas import SYSTEMS as FLEETS
+from bench.dlora.dlora_replicas import WORK
+from bench.dlora.dlora_replicas import figures as replica_figures
+from bench.dlora.dlora_simulated import (
+    SYSTEMS,
+    batching_points,
+    of_seeds,
+    settings_of,
+    shortened,
+    tune,
+)
+
+SHORT = Work(skewness=16, rate_per_s=4.0, duration_s=4.0)
+
+
+def test_a_larger_skewness_gives_the_first_adapter_more() -> None:
+    shares = [largest_share(replace(SHORT, skewness=skewness)) for skewness in (0, *SKEWNESS, math.inf)]
+    assert all(before < after for before, after in pairwise(shares))
+    assert shares[0] == 1 / 8
+    assert shares[-1] == 1
+
+
+def test_deltas_of_a_full_batch_take_their_share_of_a_step() -> None:
+    for machine in (PAPER, TRUE_RANK):
+        time = llama_7b(machine)
+        assert time.step_s(64, 0, 0, 0) == pytest.approx(STEP_S)
+        assert time.step_s(64, 0, 0, 0, 64) == pytest.approx(STEP_S * (1 + machine.delta_share))
+
+
+def test_equal_work_gives_equal_requests() -> None:
+    assert requests(SHORT) == requests(SHORT)
+    assert requests(SHORT) != requests(replace(SHORT, seed=1))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_policy_serves_everybody(system: str) -> None:
+    found = of_seeds(system, PAPER, [SHORT])
+    assert found["num_requests"] == len(requests(SHORT))
+    assert 0.04 < found["average_s"] <= found["worst_s"]
+    assert (found["num_merges"] > 0) == (system != "unmerged")
+
+
+def test_points_say_what_they_are() -> None:
+    seen = []
+    batching_points(lambda config, result: seen.append(config), duration_s=1.0, num_seeds=1)
+    assert {config["system"] for config in seen} == set(SYSTEMS)
+    assert {config["machine"]["name"] for config in seen} == {"paper", "true rank"}
+    assert {config["load"] for config in seen} == {1.0, 0.5}
+
+
+def test_parameters_are_chosen_by_the_score() -> None:
+    seen = []
+    best = tune(
+        lambda config, result: seen.append((config, result)),
+        num_draws=2,
+        traces=[replace(shortened(SHORT), duration_s=2.0)],
+        descend=False,
+    )
+    assert settings_of(best).credit == best["credit"]
+    assert [config["part"] for config, _ in seen] == ["chosen", "beside", "beside", "default"]
+
+
+@pytest.mark.parametrize("system", FLEETS)
+def test_replicas_serve_everybody(system: str) -> None:
+    work = replace(WORK, duration_s=1.0)
+    found = replica_figures(system, work)
+    assert found["num_requests"] == len(requests(work))
+    assert len(found["busy_share"]) == 8
+    assert (found["num_plans"] > 0) <= system.endswith("migration")
