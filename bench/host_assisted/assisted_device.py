@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.kernels.operands import StepTables
+from moe_lora.lora.backend import AddTo
 from moe_lora.lora.paced import prefill_shares
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
 
@@ -127,9 +128,24 @@ def host_times(
 def _host_time(
     workers: HostWorkers, shape: ModelShape, packed: PackedAdapter, site: int, num_tokens: int
 ) -> float:
+    begin = begun_at(workers, shape, packed, num_tokens)
+    x, y, ids = operands(shape, site, num_tokens)
+    times = []
+    for number in range(_NUM_TIMES):
+        begin_s = time.perf_counter()
+        add_to = begin(number % shape.num_layers, site, x, ids)
+        assert add_to is not None
+        add_to(y)
+        times.append(time.perf_counter() - begin_s)
+    return statistics.median(times[1:])
+
+
+def begun_at(
+    workers: HostWorkers, shape: ModelShape, packed: PackedAdapter, num_tokens: int
+) -> Callable[[int, int, torch.Tensor, torch.Tensor | None], AddTo | None]:
+    """`LoraBackend.begin` of a step of so many prompt rows whose adapter is loading."""
     terms = no_terms(1, 1)
-    terms[0, 0, 0] = (Source.HOST, 0, -1, content_number(packed.content_hash))
-    terms["slot"][0] = 0
+    terms[0, 0, 0] = (Source.HOST, 0, 0, content_number(packed.content_hash))
     routing = RowRouting(
         groups=((0,) * len(shape.sites),) * shape.num_layers,
         row_route=np.zeros(num_tokens, dtype=np.int32),
@@ -138,15 +154,7 @@ def _host_time(
     )
     none = torch.zeros(1, dtype=torch.int32)
     workers.backend.begin_step(StepTables(query_start=none, seq_lens=none, block_tables=none), routing)
-    x, y, ids = operands(shape, site, num_tokens)
-    times = []
-    for number in range(_NUM_TIMES):
-        begin_s = time.perf_counter()
-        add_to = workers.backend.begin(number % shape.num_layers, site, x, ids)
-        assert add_to is not None
-        add_to(y)
-        times.append(time.perf_counter() - begin_s)
-    return statistics.median(times[1:])
+    return workers.backend.begin
 
 
 def operands(

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.host_assisted.assisted_plan import ON_DEMAND, OURS, SYSTEMS, asks, settings, sweep
 from bench.host_assisted.assisted_report import goals, lines
 from bench.host_assisted.assisted_runs import Run
+from bench.host_assisted.bench_host_parts import (
+    SIZE,
+    TOKENS_EACH,
+    Served,
+    SocketWorkers,
+    by_frames,
+    in_process,
+)
+from moe_lora.dist.host_workers.workers import HostWorkers
 
 
 def test_settings_keep_the_papers_ratios() -> None:
@@ -62,3 +73,29 @@ def test_quick_run_writes_a_record_and_a_figure(tmp_path: Path) -> None:
         assert record["result"]["lora_rows"]["fallback"] == 0
         assert all(share <= 1 for share in record["result"]["engine_share_of_prompts"].values())
     assert plot.stat().st_size > 0
+
+
+def test_parts_are_timed_against_their_alternatives(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "bench.host_assisted.bench_host_parts", "--quick", f"--out={out}"]
+    subprocess.run(command, check=True, timeout=300)
+    found = {one["config"]["part"]: one["result"]["found"] for one in map(json.loads, out.open())}
+    assert [one["num_workers"] for one in found["ipc"]] == [1, 2]
+    assert {tuple(one["seconds"]) for one in found["ipc"]} == {("shared memory", "UNIX socket")}
+    assert {"workers", "torch's threads", "CPU library, in process"} == set(found["threads"][0]["seconds"])
+
+
+def test_both_ways_to_a_worker_bring_the_adapters_deltas(tmp_path: Path) -> None:
+    served = Served(tmp_path, lora_rank=8)
+    x = torch.randn(2 * TOKENS_EACH, SIZE.hidden_size).bfloat16()
+    expected, *others = (torch.zeros(len(x), 3 * SIZE.hidden_size, dtype=x.dtype) for _ in range(3))
+    in_process(served, x)(expected)
+    core = [max(os.sched_getaffinity(0))] * 2
+    workers = HostWorkers(served.layout(TOKENS_EACH), served.store, 2, TOKENS_EACH, cores=core)
+    sockets = SocketWorkers(served, 2, TOKENS_EACH, core)
+    by_frames(workers, served, x, others[0])
+    sockets.step(x, others[1])
+    workers.close()
+    sockets.close()
+    assert expected.any()
+    assert all(torch.equal(other, expected) for other in others)
