@@ -82,10 +82,15 @@ _MACHINE = ("device", "dtype", "num_threads", "eager")
     is_flag=True,
     help="Count the time on a processor, not what passes: for one CPU thread beside other programs.",
 )
+@click.option(
+    "--host-worker",
+    is_flag=True,
+    help="Time one host worker, prompts and loads too: from where on waiting for an adapter is quicker.",
+)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--force", is_flag=True, help=f"Write models with R2 below {LEAST_R2:g} too.")
 @user_errors
-def profile_steps(model_dir: str, out: str, force: bool, **options: Any) -> None:
+def profile_steps(model_dir: str, out: str, force: bool, host_worker: bool, **options: Any) -> None:
     """Time decode and prefill steps of the model in MODEL_DIR with adapters of several ranks.
 
     Adapters are random, on attention and MLP, all resident.  The file holds every batch's times, and
@@ -99,9 +104,16 @@ def profile_steps(model_dir: str, out: str, force: bool, **options: Any) -> None
     content = measured_models(model_dir, options)
     for line in summary_lines(content):
         click.echo(line)
+    if host_worker:
+        content["host"] = measured_host(model_dir, options)
     if not force:
         content["models"] = good_models(content["models"])
     write_json(out, content)
+    if host_worker:
+        errors = content["host"]["mean_errors"].items()
+        click.echo("host times off on average: " + ", ".join(f"{what} {100 * x:.1f} %" for what, x in errors))
+        for line in host_lines(out, options["ranks"]):
+            click.echo(line)
     click.echo(f"performance models: {out}")
 
 
@@ -157,6 +169,31 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     name = Path(model_dir).resolve().name
     return file_content(fitted, steps, model=name, settings=settings, env=environment())
+
+
+def measured_host(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Times of a host worker, of prompts and of loads: the file's `host` section."""
+    from moe_lora.profiling.host_times import measure_host
+
+    click.echo("host worker: building an engine and warming it up", err=True)
+    with progress() as show:
+        return measure_host(
+            _engine_config(model_dir, options["kernels"][0], options),
+            options["ranks"],
+            max_tokens=options["max_tokens"],
+            num_rounds=options["rounds"],
+            quantile=options["quantile"],
+            on_progress=lambda done, total: show(f"{done} of {total} rounds of a rank timed", done, total),
+        )
+
+
+def host_lines(path: str, ranks: tuple[int, ...]) -> list[str]:
+    """Break-even of the file's times, with one worker and with all cores but one."""
+    from moe_lora.core.processes import usable_cores
+    from moe_lora.dist.host_workers.profile import read_host_times
+    from moe_lora.profiling.host_times import break_even_lines
+
+    return break_even_lines(read_host_times(path), ranks, sorted({1, max(1, usable_cores() - 1)}))
 
 
 def good_models(models: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -143,6 +143,11 @@ class EngineCore:
         )
 
     @property
+    def shape_and_dtype(self) -> tuple[ModelShape, torch.dtype]:
+        """Of the model."""
+        return self._shape, self._dtype
+
+    @property
     def has_work(self) -> bool:
         return bool(self._sequences)
 

@@ -65,8 +65,11 @@ class HostTimes:
             raise ConfigError(f"load_fixed_s={self.load_fixed_s!r} must be 0 or more")
 
     def adapter(self, lora_rank: int) -> ColdAdapter:
-        """An adapter of this rank on all sites."""
-        return ColdAdapter(lora_rank=lora_rank, num_bytes=lora_rank * self.bytes_per_rank)
+        """An adapter of this rank on all sites but the choice of experts."""
+        targets = [module for modules in self.worker for module in modules.split("+") if module != "router"]
+        return ColdAdapter(
+            lora_rank=lora_rank, num_bytes=lora_rank * self.bytes_per_rank, targets=tuple(targets)
+        )
 
     def load_s(self, adapter: ColdAdapter) -> float:
         """Time to bring the adapter to the device while nothing else is brought."""

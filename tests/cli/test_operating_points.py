@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from moe_lora import LLM, SamplingParams
 from moe_lora.cli.main import main
 from moe_lora.cli.profile_steps import good_models
 from moe_lora.config import FrontEndConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.host_workers.profile import read_host_times
 from moe_lora.provision.performance.operating_points import read_operating_points
 from moe_lora.provision.performance.performance_models import read_step_model
 from tests.dist.cluster.fleet_parts import cluster_config
@@ -29,13 +31,15 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         main,
         [
             *("profile-steps", MODEL, "--out", str(folder / "steps.json"), *SMALL, *words),
-            *("--lora-kernel", "bgmv"),
+            *("--lora-kernel", "bgmv", "--host-worker"),
             "--force",  # few batches on a busy machine make a bad model
         ],
     )
     assert result.exit_code == 0, result.output
     assert "batches held out" in result.output
     assert "batches timed" in result.stderr
+    assert "a worker computes c = " in result.output
+    assert "waiting is quicker" in result.output
     return folder
 
 
@@ -46,6 +50,22 @@ def test_profile_holds_models_and_what_they_were_fitted_to(profiled: Path) -> No
     assert content["settings"]["ranks"] == [4, 16]
     assert content["env"]["cpu_cores"]
     assert {step["phase"] for step in content["steps"]} == {"prefill", "decode"}
+
+
+def test_engine_takes_the_times_of_host_workers(profiled: Path) -> None:
+    """They were measured on this machine with this model: nothing is refused, and c is theirs."""
+    path = str(profiled / "steps.json")
+    times = read_host_times(path)
+    assert set(times.worker) == {"q+k+v", "o", "router", "gate+up", "down"}
+    assert times.device.seconds(64, 16) > 0
+    assert times.load_s(times.adapter(16)) > 0
+    assert all(times.worker_s(64, times.adapter(rank)) > 0 for rank in (4, 16))
+    measured = {
+        (one["what"], one["lora_rank"]) for one in json.loads(Path(path).read_text())["host"]["samples"]
+    }
+    assert {("device", 4), ("down", 16), ("load", 4)} <= measured
+    with LLM(MODEL, eager=True, host_workers=1, performance_model=path, num_threads=1) as llm:
+        assert llm.generate([[1, 2, 3]], sampling_params=SamplingParams(max_tokens=2))
 
 
 @pytest.mark.parametrize("form", ["full", "toppings"])
