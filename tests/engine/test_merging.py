@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import ExitStack
 
 import pytest
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.config import EngineConfig, PoolConfig
+from moe_lora.config.engine import EmulationConfig
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.engine import build
+from moe_lora.engine.llm import InProcessClient
 from moe_lora.models.weight_merge import WeightMerge
 from moe_lora.policies.merging import Batching
+from tests.engine.test_host_assisted import ask_client, lora_server
 from tests.families import FAMILIES
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
@@ -103,6 +108,74 @@ def test_tokens_are_those_of_peft_in_every_mode(family, way, served, monkeypatch
     assert stats.steps_unmerged == policy.modes.count("unmerged")
     assert stats.merge_s > 0 < stats.unmerge_s
     assert stats.merge_kept_bytes > 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_ranks_fold_in_their_experts_in_the_same_step(family, served, monkeypatch):  # noqa: F811
+    model = served(family)
+    use(monkeypatch, EveryMode())
+    with start(model, expert_parallel=2) as llm:
+        for _ in range(2):
+            assert ask(llm, model) == expected_of(model)
+        stats = llm.stats()
+    assert stats.merges > 0 < stats.unmerges
+    assert stats.steps_mixed > 0 < stats.steps_merged
+
+
+def test_prompts_that_hosts_compute_are_corrected_too(served, monkeypatch):  # noqa: F811
+    """Rows of an adapter that still loads, on weights that carry another."""
+    model = served("mixtral")
+    use(monkeypatch, EveryMode())
+    emulation = EmulationConfig(load_gb_per_s=1e-3)
+    with start(model, host_workers=1, host_tokens_per_worker=8, emulation=emulation, max_loras=2) as llm:
+        for _ in range(3):
+            assert ask(llm, model) == expected_of(model)
+        stats = llm.stats()
+    assert stats.steps_mixed > 0 < stats.merges
+    assert stats.lora_rows_host > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "sites", "num_ranks"),
+    [("mixtral", "experts", 1), ("mixtral", "experts", 2), ("llama", "all", 1)],
+)
+def test_server_adds_what_it_holds_and_the_merged_adapter_is_subtracted_here(
+    family,
+    sites,
+    num_ranks,
+    served,  # noqa: F811
+    monkeypatch,
+):
+    """Beside a LoRA Server A and B of the merged adapter lie beside the arena."""
+    model = served(family)
+    use(monkeypatch, EveryMode())
+    with ExitStack() as ends:
+        server, _ = ends.enter_context(lora_server(model, sites=sites, num_ranks=num_ranks))
+        options = {"lora_server": server, "expert_parallel": num_ranks, "num_threads": 1}
+        llm = ends.enter_context(start(model, **options))
+        for _ in range(3):
+            assert ask(llm, model) == expected_of(model)
+        stats = llm.stats()
+    assert stats.merges > 0 < stats.unmerges
+    assert stats.steps_mixed > 0 < stats.steps_merged
+    assert stats.lora_server_requests > 0
+    assert stats.lora_server_fallback_rows == 0
+
+
+def test_adapters_of_a_pool_are_merged(served, monkeypatch):  # noqa: F811
+    model = served("mixtral")
+    use(monkeypatch, EveryMode())
+    options = {"dtype": "float32", "eager": True, "pool": PoolConfig(), "batching": "merged"}
+    client = InProcessClient(build.build_engine(EngineConfig(model_dir=str(model.model_dir), **options)))
+    try:
+        for path in model.adapters:
+            client.call("pool_load", path.name, str(path), False, 1).result(60)
+        for _ in range(2):
+            assert ask_client(client, model) == expected_of(model)
+        stats = client.call("stats").result(60)
+    finally:
+        client.shut_down()
+    assert stats.merges > 0 < stats.steps_mixed
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

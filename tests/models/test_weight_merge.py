@@ -11,6 +11,7 @@ import torch
 from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source, no_terms
+from moe_lora.models.causal_lm import MoeMlp
 from moe_lora.models.weight_merge import HeldAdapter, WeightMerge
 from tests.families import FAMILIES
 from tests.oracle import greedy_reference
@@ -139,3 +140,54 @@ def test_small_adapters_lose_more_in_bf16(served):
     assert 0 < large < 0.02 < 0.1 < small
     exact = MergingHarness(model.model_dir, model.adapters)
     assert exact.merge.rounding_error(HeldAdapter(exact.arena, exact.slots, 0), sites) < 1e-5
+
+
+class FixedChoices:
+    """Has every expert choice of a model written down, or taken from what was."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.known: list[torch.Tensor] = []
+        self.at: int | None = None
+        choose = MoeMlp.choose
+
+        def chosen(mlp, logits):
+            weights, ids = choose(mlp, logits)
+            if self.at is None:
+                self.known.append(ids)
+                return weights, ids
+            ids = self.known[self.at]
+            self.at += 1
+            scores = logits.float()
+            if mlp.gate_kind == "softmax_topk":
+                scores = torch.softmax(scores, dim=-1)
+            weights = scores.gather(-1, ids.long())
+            if mlp.gate_kind == "topk_softmax":
+                return torch.softmax(weights, dim=-1), ids
+            if mlp.gate_norm is not None:
+                weights = weights / weights.norm(p=mlp.gate_norm, dim=-1, keepdim=True)
+            return weights, ids
+
+        monkeypatch.setattr(MoeMlp, "choose", chosen)
+
+
+BF16_FACTOR = 1.5
+"""Logits on merged weights differ from fp32 ones by at most so many times what unmerged ones do (rms)."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_in_bf16_are_within_the_bound(family, served, monkeypatch):
+    """Merged and mixed rows, with the experts that fp32 chose."""
+    model, prompts, choices = served(family), make_prompts(), FixedChoices(monkeypatch)
+
+    def logits(dtype: torch.dtype, merged: int) -> torch.Tensor:
+        harness = MergingHarness(model.model_dir, model.adapters, dtype=dtype)
+        if merged >= 0:
+            harness.fold_in(merged)
+        return torch.cat(harness.prefill(prompts, SLOTS)[1])
+
+    exact = logits(torch.float32, -1)
+    found = {}
+    for merged in (-1, 0, 2, 3):
+        choices.at = 0
+        found[merged] = float((logits(torch.bfloat16, merged) - exact).square().mean().sqrt())
+    assert all(0 < error <= BF16_FACTOR * found[-1] for error in found.values())
