@@ -12,7 +12,8 @@ from .merging_costs import Rows, Uid
 
 @dataclass(frozen=True, kw_only=True)
 class DLoraSettings(Settings):
-    """dLoRA's parameters, to none of which the paper gives a value.
+    """dLoRA's parameters, to none of which the paper gives a value; these are chosen on simulated traces
+    (docs/guides/merging.md).
 
     alpha_switch, beta_switch: of the ratio of the largest adapter's requests to those that FCFS order would
     serve; above the first the weights are merged, below the second unmerged.  They begin there and adapt
@@ -25,15 +26,15 @@ class DLoraSettings(Settings):
     """
 
     alpha_switch: float = setting(0.8, above=0)
-    beta_switch: float = setting(0.5, above=0)
+    beta_switch: float = setting(0.3, above=0)
     gamma_dec: float = setting(0.05, least=0)
-    gamma_mul: float = setting(1.1, least=1)
-    period: int = setting(32, least=1)
+    gamma_mul: float = setting(1.5, least=1)
+    period: int = setting(8, least=1)
     least_threshold: float = setting(0.1, above=0)
     most_threshold: float = setting(1.5, above=0)
-    credit: float = setting(4.0, above=0)
-    t_starve: float = setting(8.0, above=0)
-    t_normal: float = setting(2.0, least=1)
+    credit: float = setting(32.0, above=0)
+    t_starve: float = setting(48.0, above=0)
+    t_normal: float = setting(16.0, least=1)
 
 
 class Credits:

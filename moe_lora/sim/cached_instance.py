@@ -306,11 +306,11 @@ class CachedInstance:
 
     def _may_compute(self) -> frozenset[Hashable] | None:
         """Adapters whose requests may; None: all."""
-        scheduler = self.scheduler
-        if self.weights is None or not (scheduler.running or scheduler.waiting):
+        requests = self.unfinished
+        if self.weights is None or not requests:
             return None
-        requests = [*scheduler.running, *scheduler.waiting]
-        return self.weights.decide(requests, some_wait=bool(scheduler.waiting or scheduler.loading))
+        held_back = any(request.waits.held_back_s is not None for request in self.scheduler.waiting)
+        return self.weights.decide(requests, held_back=held_back)
 
     def _step_s(self, plan: Plan) -> float:
         time = self._config.time

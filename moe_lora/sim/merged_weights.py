@@ -58,10 +58,11 @@ class SimMergedWeights:
         self._batching = Batching()
         self._step_swap_s = 0.0
 
-    def decide(self, requests: Sequence[CachedRequest], *, some_wait: bool) -> frozenset[Uid] | None:
+    def decide(self, requests: Sequence[CachedRequest], *, held_back: bool) -> frozenset[Uid] | None:
         """Ask the policy and change the weights; whose requests compute in this step, None: everybody's.
 
-        some_wait: for room, maybe: an adapter without a request then leaves the weights, and its pages.
+        held_back: some wait for an adapter's place.  One without a request then leaves the weights, and its
+        own.
         """
         view = MergingView(
             requests=requests,
@@ -73,7 +74,7 @@ class SimMergedWeights:
         )
         self._batching = self.policy.decide(view)
         target = self._batching.merge
-        if some_wait and all(request.adapter != target for request in requests):
+        if held_back and all(request.adapter != target for request in requests):
             target = None
         assert target is None or isinstance(target, str)
         self._step_swap_s += self._move(target, self._batching.at_once)
