@@ -133,7 +133,7 @@ class MigrationConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontEndConfig(RoutingConfig):
+class FrontEndConfig(MigrationConfig, RoutingConfig):
     """Where the front end listens, for HTTP and for instances that dial in, and how it routes."""
 
     host: str = setting("127.0.0.1", option="--host", group="Where")

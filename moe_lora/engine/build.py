@@ -194,11 +194,10 @@ def _core(
     info = model_info(config, rank.shape, rank.dtype)
     figures = partial(cache_figures, cache, page_bytes, size.max_kv_pages)
     parts = (scheduler, runner, manager, transfers, figures, contents, clock)
-    kv = None
-    if config.expert_parallel == 1:
-        kv = KvTransfer(rank.arena, rank.layout, partial(_transport, config, f"{config.instance}-kv"))
+    transport = partial(_transport, config, f"{config.instance}-kv")
+    kv = KvTransfer(rank.arena, rank.layout, transport if config.expert_parallel == 1 else None)
     merging = None if runner.merged is None else _merging(config, rank, runner, manager, clock)
-    return EngineCore(info, rank.shape, rank.dtype, *parts, config.seed, followers, pool, kv, merging)
+    return EngineCore(info, rank.shape, rank.dtype, *parts, config.seed, followers, kv, pool, merging)
 
 
 def _transport(config: EngineConfig, name: str) -> Transport:

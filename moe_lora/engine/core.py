@@ -116,8 +116,8 @@ class EngineCore:
         clock: Clock,
         seed: int,
         followers: Followers,
+        kv: KvTransfer,
         pool: PoolAdapters | None = None,
-        kv: KvTransfer | None = None,
         merging: Merging | None = None,
     ) -> None:
         self.info = info

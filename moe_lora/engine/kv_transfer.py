@@ -48,12 +48,13 @@ class Outgoing:
 class KvTransfer:
     """Both ends, for one engine.
 
-    arena: uint8, of this rank.  open_transport: called at the first use.  All but `send` belongs to the
-    engine's thread; what `send` read meanwhile is compared with the pages at the end (`finish`).
+    arena: uint8, of this rank.  open_transport: called at the first use; None: KV is neither sent nor taken.
+    All but `send` belongs to the engine's thread; what `send` read meanwhile is compared with the pages at
+    the end (`finish`).
     """
 
     def __init__(
-        self, arena: torch.Tensor, layout: KvLayout, open_transport: Callable[[], Transport]
+        self, arena: torch.Tensor, layout: KvLayout, open_transport: Callable[[], Transport] | None
     ) -> None:
         self._arena = arena.view(-1, layout.page_bytes)
         self._layout = layout
@@ -62,11 +63,16 @@ class KvTransfer:
         self._labels = itertools.count()
         self._incoming: dict[str, Incoming] = {}
         self._outgoing: dict[str, Outgoing] = {}
-        self.block_size = layout.block_size
+        self.block_size, self.page_bytes = layout.block_size, layout.page_bytes
+
+    @property
+    def enabled(self) -> bool:
+        return self._open_transport is not None
 
     @property
     def _transport(self) -> Transport:
         if self._made is None:
+            assert self._open_transport is not None
             self._made = self._open_transport()
         return self._made
 
@@ -125,6 +131,8 @@ class KvTransfer:
 
         Raises MoveError if the target's pages are of another kind, PeerGoneError, PeerUnreachableError.
         """
+        if not self.enabled:
+            raise MoveError("an instance of several ranks sends no KV; move the request by its tokens")
         if layout != repr(self._layout):
             raise MoveError(f"KV lies as {self._layout} here and as {layout} there; move it by tokens")
         table, num_full = sequence.table, sequence.num_computed // self.block_size

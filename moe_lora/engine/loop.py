@@ -153,6 +153,7 @@ class EngineLoop(threading.Thread):
             "model_info": lambda: core.info,
             "hold_request": core.moves.hold,
             "resume_request": core.moves.resume,
+            "request_loads": core.moves.loads,
             "kv_window": core.moves.kv_window,
         }
         self._slow: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

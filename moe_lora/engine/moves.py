@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import MoveError
 from moe_lora.core.request import TokenOutput
-from moe_lora.engine.client.messages import HeldRequest, KvWindow
+from moe_lora.engine.client.messages import HeldRequest, KvWindow, RequestLoad
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .kv_transfer import KvTransfer, Outgoing
@@ -21,8 +20,8 @@ class RequestMoves:
     One that leaves is held between two steps until it is resumed or aborted.  One that comes has computed all
     that it knows but the last token when it is announced; the tokens that it is resumed with are computed in
     one step.  One that awaits KV is announced when it has pages for it, and computes nothing but what it is
-    resumed with.  sequences: those of the engine, by request id.  kv: None: KV is not sent nor taken.  Called
-    by the engine's own thread, but for `kv_send`.
+    resumed with.  sequences: those of the engine, by request id.  Called by the
+    engine's own thread, but for `kv_send`.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class RequestMoves:
         sequences: Mapping[str, Sequence],
         scheduler: Scheduler[Sequence],
         clock: Clock,
-        kv: KvTransfer | None,
+        kv: KvTransfer,
     ) -> None:
         self._sequences = sequences
         self._scheduler = scheduler
@@ -46,14 +45,13 @@ class RequestMoves:
         """A request was queued; one that is held is announced when it is ready."""
         if sequence.held:
             self._coming.append(sequence)
-        if self._kv is None:
+        if not self._kv.enabled:
             sequence.awaits_kv = False
 
     def tend(self) -> None:
         """Copy KV that has come; let windows go whose request has ended."""
-        if self._kv is not None:
-            self._kv.take_in()
-            self._kv.drop_all_but(self._sequences)
+        self._kv.take_in()
+        self._kv.drop_all_but(self._sequences)
 
     def announce(self) -> list[TokenOutput]:
         """An output without tokens for each request that has become ready."""
@@ -67,7 +65,7 @@ class RequestMoves:
     def _is_ready(self, sequence: Sequence) -> bool:
         if not sequence.awaits_kv:
             return sequence.num_uncomputed == 1 and sequence in self._scheduler.running
-        if self._kv is None or sequence not in self._scheduler.loading or sequence.waits.adapter_s is None:
+        if sequence not in self._scheduler.loading or sequence.waits.adapter_s is None:
             return False
         if not self._scheduler.reserve(sequence, len(sequence.tokens)):
             return False
@@ -76,16 +74,13 @@ class RequestMoves:
 
     def kv_window(self, request_id: str) -> KvWindow | None:
         """Where the KV of a request that was announced is to be put; None: it computes its own."""
-        return None if self._kv is None else self._kv.window(request_id)
+        return self._kv.window(request_id)
 
     def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Outgoing:
         """Put the full blocks of a request into its target's window, while it goes on; for another thread."""
-        if self._kv is None:
-            raise MoveError("an instance of several ranks sends no KV; move the request by its tokens")
         return self._kv.send(self._find(request_id), descriptor, layout)
 
     def kv_sent(self, outgoing: Outgoing, request_id: str, descriptor: bytes, layout: str) -> None:
-        assert self._kv is not None
         self._kv.sent(request_id, outgoing)
 
     def hold(self, request_id: str, since: int) -> HeldRequest:
@@ -97,7 +92,7 @@ class RequestMoves:
         sequence.held = True
         version = None if sequence.adapter is None else sequence.adapter.version
         first = len(sequence.request.prompt_token_ids) + since
-        kv_tokens, first_page = (0, 0) if self._kv is None else self._kv.finish(sequence)
+        kv_tokens, first_page = self._kv.finish(sequence)
         return HeldRequest(
             tokens=tuple(sequence.tokens[first:]),
             adapter_version=version,
@@ -113,7 +108,7 @@ class RequestMoves:
         """
         sequence = self._find(request_id)
         sequence.tokens += tokens
-        if sequence.awaits_kv and self._kv is not None:
+        if sequence.awaits_kv:
             has_room = self._scheduler.reserve(sequence, kv_tokens)
             taken = has_room and self._kv.finish_taking(request_id, kv_tokens, first_page)
             sequence.table.num_matched = kv_tokens if taken else 0
@@ -121,8 +116,24 @@ class RequestMoves:
         sequence.held = False
 
     def close(self) -> None:
-        if self._kv is not None:
-            self._kv.close()
+        self._kv.close()
+
+    def loads(self) -> list[RequestLoad]:
+        """What each request takes now, and for how long those without a step have waited."""
+        now_s = self._clock.now_s()
+        return [self._load(sequence, now_s) for sequence in self._sequences.values() if not sequence.held]
+
+    def _load(self, sequence: Sequence, now_s: float) -> RequestLoad:
+        waits = sequence.waits.admitted_s is None
+        return RequestLoad(
+            name=sequence.request.request_id,
+            adapter=sequence.request.adapter,
+            num_tokens=len(sequence.tokens),
+            num_generated=sequence.num_generated,
+            num_left=sequence.num_left,
+            num_bytes=-(-len(sequence.tokens) // self._kv.block_size) * self._kv.page_bytes,
+            waited_s=now_s - sequence.arrival_s if waits else None,
+        )
 
     def _find(self, request_id: str) -> Sequence:
         sequence = self._sequences.get(request_id)

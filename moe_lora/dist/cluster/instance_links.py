@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -30,6 +30,8 @@ from moe_lora.engine.client.messages import (
     Generate,
     Hello,
     Inbox,
+    Move,
+    MoveOrder,
     Outputs,
     Rejected,
     Reply,
@@ -91,6 +93,9 @@ class ConnectionMux:
         """Hand on what a peer asks."""
         if isinstance(message, Asked):
             args = message.args
+            if message.method == "pass_on":
+                message.answer(self._pass_on(args[0]))
+                return
             if message.method in REQUEST_METHODS:
                 name = self._names.get((peer, args[0]))
                 if name is None:
@@ -111,6 +116,13 @@ class ConnectionMux:
             name = self._names.get((peer, message.request_id))
             if name is not None:
                 self._inbox.put(Abort(name))
+
+    def _pass_on(self, orders: Sequence[MoveOrder]) -> int:
+        """Tell the front ends that have these requests; how many there still are."""
+        found = [(asked, order) for order in orders if (asked := self._requests.get(order.name)) is not None]
+        for asked, order in found:
+            self._send(asked.peer, Move(asked.request_id, order.target, order.kind))
+        return len(found)
 
     def _named(self, peer: Peer, request: GenerateRequest) -> GenerateRequest:
         """The request by a name that no other under way has: its own, if it can be."""

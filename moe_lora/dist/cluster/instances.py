@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +12,7 @@ from moe_lora.core.request import AdapterInfo, EngineStats
 from moe_lora.dist.cluster.pool.directory import PoolDirectory
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.engine.client.heartbeat import Heartbeat
-from moe_lora.engine.client.messages import Beat
+from moe_lora.engine.client.messages import Beat, Move
 from moe_lora.policies.routing import InstanceLoad
 
 from .reports import add_counters
@@ -169,6 +169,8 @@ class InstanceRegistry:
         self.directed = False
         """Whether a controller elsewhere has said what is served; until then it is what instances have."""
         self.advice = advice
+        self.on_move: Callable[[Move], None] = lambda move: None
+        """Called with what an instance was told to have moved; who sends requests from here sets it."""
         self._at_rest = asyncio.Event()
         self._at_rest.set()
 

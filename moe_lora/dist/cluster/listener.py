@@ -28,6 +28,7 @@ from moe_lora.engine.client.messages import (
     Beat,
     Dead,
     Hello,
+    Move,
     Outputs,
     Rejected,
     Request,
@@ -211,6 +212,7 @@ class DialledClient(CallableEngine):
     """`EngineClient` of an engine that dialled in.  Closing it ends the connection, not the engine.
 
     Belongs to the event loop of its connection.  hearing: what its beats tell.  on_beat: called with each.
+    on_move: called with orders to move a request that came over this connection.
     """
 
     ended: asyncio.Event
@@ -220,6 +222,7 @@ class DialledClient(CallableEngine):
         self.ended: asyncio.Event = peer.ended
         self.hearing = Hearing()
         self.on_beat: Callable[[Beat], None] = lambda beat: None
+        self.on_move: Callable[[Move], None] = lambda move: None
         self._peer = peer
         self._streams: dict[str, _Stream] = {}
         self._dead: EngineDeadError | None = None
@@ -237,6 +240,8 @@ class DialledClient(CallableEngine):
             elif isinstance(message, Beat):
                 self.hearing.hear(message)
                 self.on_beat(message)
+            elif isinstance(message, Move):
+                self.on_move(message)
             elif isinstance(message, Rejected):
                 stream = self._streams.pop(message.request_id, None)
                 if stream is not None:
@@ -361,6 +366,7 @@ class InstanceListener:
     async def _host(self, peer: Peer, hello: Hello, host: str) -> None:
         """Have the engine take part until its connection ends."""
         client = DialledClient(peer, hello.name)
+        client.on_move = self._instance_registry.on_move
         reading = asyncio.create_task(client.read())
 
         async def come() -> None:

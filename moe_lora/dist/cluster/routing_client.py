@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from moe_lora.core.request import (
     ModelInfo,
     TokenOutput,
 )
+from moe_lora.engine.client.messages import Move
 from moe_lora.policies.routing import Router, TokenMeter
 
 from .failover import MAX_RESENDS, Attempt, ResumableRequest
@@ -25,6 +27,8 @@ from .fan_out import ask_live
 from .instances import Instance, InstanceRegistry, ServedVersion
 from .migration import MOVES_AT_ONCE, MoveKind, RequestMover
 from .reports import merge_adapters, merge_stats
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterCalls(Protocol):
@@ -65,6 +69,9 @@ class FleetClient:
         self._adapters = adapters
         self._running: dict[str, ResumableRequest] = {}
         self.mover = RequestMover(instance_registry, clock)
+        self._moving: set[asyncio.Task[None]] = set()
+        self._places = asyncio.Semaphore(MOVES_AT_ONCE)
+        instance_registry.on_move = self._take_order
         self._info: ModelInfo | None = None
 
     @property
@@ -146,19 +153,33 @@ class FleetClient:
         """Move up to so many requests of this front end from one instance to another, those without a token
         first; how many were moved, and why others were not.
         """
-        places = asyncio.Semaphore(MOVES_AT_ONCE)
+        found = self.requests_at(source)[:num_requests]
+        problems = await asyncio.gather(*(self._try_move(one, target, kind) for one in found))
+        return problems.count(None), [problem for problem in problems if problem is not None]
 
-        async def move(request_id: str) -> str | None:
-            async with places:
-                try:
-                    await self.move(request_id, target, kind)
-                except MoveError as error:
-                    return str(error)
+    async def _try_move(self, request_id: str, target: str, kind: MoveKind) -> str | None:
+        """Why it was not moved; None: it was."""
+        async with self._places:
+            try:
+                await self.move(request_id, target, kind)
+            except MoveError as error:
+                return str(error)
             return None
 
-        found = self.requests_at(source)[:num_requests]
-        problems = await asyncio.gather(*map(move, found))
-        return problems.count(None), [problem for problem in problems if problem is not None]
+    def _take_order(self, order: Move) -> None:
+        """A controller had an instance say that a request of this front end is to be moved."""
+        for name, resumable in self._running.items():
+            attempt = resumable.attempt
+            if attempt is not None and attempt.request.request_id == order.request_id:
+                task = asyncio.create_task(self._follow(name, order))
+                self._moving.add(task)
+                task.add_done_callback(self._moving.discard)
+
+    async def _follow(self, name: str, order: Move) -> None:
+        kind: MoveKind = "kv" if order.kind == "kv" else "tokens"
+        problem = await self._try_move(name, order.target, kind)
+        if problem is not None:
+            logger.info(problem)
 
     def requests_at(self, instance: str) -> list[str]:
         """Ids of the requests that this instance computes, those without a token first."""

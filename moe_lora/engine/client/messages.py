@@ -64,6 +64,40 @@ class KvWindow:
     layout: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestLoad:
+    """A request that an engine has.
+
+    name: the engine's for it.  num_left: tokens that its answer may still gain.  num_bytes: of the KV of its
+    num_tokens.  waited_s: since it came, of one that has computed nothing; None: it has.
+    """
+
+    name: str
+    adapter: str | None
+    num_tokens: int
+    num_generated: int
+    num_left: int
+    num_bytes: int
+    waited_s: float | None
+
+
+@dataclass(frozen=True)
+class MoveOrder:
+    """That a request is to be moved.  name: the engine's for it; target: an instance's name."""
+
+    name: str
+    target: str
+    kind: str
+
+
+class Move(Message, frozen=True):
+    """An engine passes an order on to the front end that has the request, by the id it has there."""
+
+    request_id: str
+    target: str
+    kind: str
+
+
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
 """Methods whose first argument is the id of a request of who calls."""
 
@@ -197,6 +231,10 @@ class EngineMethods(typing.Protocol):
         self, request_id: str, tokens: Sequence[int], kv_tokens: int, first_page: int
     ) -> None: ...
 
+    def request_loads(self) -> list[RequestLoad]: ...
+
+    def pass_on(self, orders: Sequence[MoveOrder]) -> int: ...
+
     def kv_window(self, request_id: str) -> KvWindow | None: ...
 
     def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> None: ...
@@ -226,7 +264,7 @@ class EngineMethods(typing.Protocol):
 
 ENGINE_METHODS = Interface(EngineMethods)
 ENGINE_SIDE = Protocol.of(Welcome, Request, Abort, answers=ENGINE_METHODS)
-FRONT_END_SIDE = Protocol.of(Hello, Outputs, Rejected, Dead, Beat, asks=ENGINE_METHODS)
+FRONT_END_SIDE = Protocol.of(Hello, Outputs, Rejected, Dead, Beat, Move, asks=ENGINE_METHODS)
 
 
 # What an engine loop is told, and when: a command may lie here for as long as a step takes.

@@ -18,6 +18,8 @@ from moe_lora.engine.client.messages import (
     Dead,
     Generate,
     Inbox,
+    Move,
+    MoveOrder,
     Outputs,
     Rejected,
     Reply,
@@ -157,6 +159,34 @@ def test_calls_are_answered_to_the_line_that_asked(two):
     assert two.heard["one"] == []
     [answer] = two.heard["two"]
     assert (answer.number, bytes(answer.value)) == (7, encode("second"))
+
+
+def test_calls_about_a_request_reach_the_one_of_the_line_that_asked(two):
+    two.ask("one", "r")
+    two.ask("two", "r")
+    first, second = two.told()
+    for connection, name in (("two", second), ("one", first)):
+        two.mux.put(
+            two.connection[connection], Asked(two.connection[connection], 7, "hold_request", ("r", 2))
+        )
+        [call] = two.told()
+        assert (call.method, call.args) == ("hold_request", (name, 2))
+    stranger = Asked(two.connection["one"], 8, "hold_request", ("s", 0))
+    two.mux.put(two.connection["one"], stranger)
+    assert two.told() == []
+    assert "not running here" in str(two.heard["one"][-1].error)
+
+
+def test_orders_to_move_go_to_the_lines_that_have_the_requests(two):
+    two.ask("one", "r")
+    two.ask("two", "r")
+    first, second = two.told()
+    orders = [MoveOrder(second, "b", "kv"), MoveOrder(first, "c", "tokens"), MoveOrder("gone", "b", "kv")]
+    two.mux.put(two.connection["one"], Asked(two.connection["one"], 7, "pass_on", (orders,)))
+    assert two.told() == []
+    assert two.heard["two"] == [Move("r", "b", "kv")]
+    assert two.heard["one"][0] == Move("r", "c", "tokens")
+    assert encode(2) == bytes(two.heard["one"][1].value)
 
 
 def test_request_that_can_not_be_read_is_refused_and_those_beside_it_are_not(two):

@@ -24,6 +24,7 @@ from moe_lora.provision.online import DemandWindow
 
 from .capacity_controller import CapacityController, make_capacity_controller
 from .cluster_state import ControllerMethods, Figures
+from .migration_controller import MigrationController, make_migration_controller
 from .placement_controller import PlacementController, Routes
 from .served_registry import ServedRegistry
 
@@ -34,7 +35,8 @@ class ClusterController(ControllerMethods):
     """Decides, and carries out what is asked of it; there is one in every system.
 
     An only front end has it in its process and calls it; for several it is in a process of its own, behind a
-    `FrontEndListener`.  placement: None: adapters are not divided over instances.
+    `FrontEndListener`.  placement: None: adapters are not divided over instances.  migration: None: requests
+    are not moved between them.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class ClusterController(ControllerMethods):
         provision: CapacityController | None = None,
         registry: ServedRegistry | None = None,
         placement: PlacementController | None = None,
+        migration: MigrationController | None = None,
     ) -> None:
         super().__init__(adapters, provision, registry)
-        self.placement = placement
+        self.placement, self.migration = placement, migration
         self.window: DemandWindow | None = None if provision is None else provision.window
 
     @property
@@ -66,8 +69,8 @@ class ClusterController(ControllerMethods):
         pass
 
     async def run(self) -> None:
-        """Place adapters, watch the load and keep the pool, until cancelled."""
-        parts = (self.placement, self.provision, self.adapters.pool)
+        """Place adapters, move requests, watch the load and keep the pool, until cancelled."""
+        parts = (self.placement, self.migration, self.provision, self.adapters.pool)
         await asyncio.gather(*(part.run() for part in parts if part is not None))
 
 
@@ -137,6 +140,7 @@ async def controlled_fleet(
         make_capacity_controller(cluster, fleet),
         registry,
         routes.placement(fleet, adapters.pool),
+        make_migration_controller(cluster, routes, instance_registry),
     )
     catch_up = CatchUp(instance_registry, recovery_s)
     listener = InstanceListener(instance_registry, catch_up, on_give_up)

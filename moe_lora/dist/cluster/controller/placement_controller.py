@@ -21,6 +21,7 @@ from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
 from moe_lora.policies.routing import Router, TokenMeter
+from moe_lora.policies.step_model import StepModel
 from moe_lora.provision.performance.operating_points import read_operating_points
 from moe_lora.provision.performance.performance_models import read_step_model
 from moe_lora.provision.placement.placement import PLACEMENTS
@@ -205,12 +206,16 @@ class PlacementController:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
-    """A router, and what the clients of instances have to tell: tokens and ranks of adapters."""
+    """A router, and what the clients of instances have to tell: tokens and ranks of adapters.
+
+    steps: of the performance model; None: there is none.
+    """
 
     config: RoutingConfig
     router: Router
     meter: TokenMeter = field(default_factory=TokenMeter)
     ranks: dict[str, int] = field(default_factory=dict)
+    steps: StepModel | None = None
 
     @property
     def table_version(self) -> int:
@@ -230,10 +235,10 @@ def make_routes(cluster: ClusterConfig) -> Routes:
     config, engine = cluster.front_end, cluster.engine
     name = config.routing or ("least_outstanding" if config.placement is None else "phi")
     ranks: dict[str, int] = {}
-    context = RoutingContext(
-        max_num_seqs=engine.max_num_seqs, model=_cost_model(config, engine.lora_kernel), ranks=ranks
-    )
-    return Routes(config=config, router=make_router(name, context), ranks=ranks)
+    model = _cost_model(config, engine.lora_kernel)
+    context = RoutingContext(max_num_seqs=engine.max_num_seqs, model=model, ranks=ranks)
+    steps = None if model is None else model.steps
+    return Routes(config=config, router=make_router(name, context), ranks=ranks, steps=steps)
 
 
 def _cost_model(config: RoutingConfig, lora_kernel: str) -> CostModel | None:

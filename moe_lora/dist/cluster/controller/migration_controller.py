@@ -1,0 +1,231 @@
+"""Has requests moved between instances: asks what they have, asks the policy, passes its orders on.
+
+The front end that has a request's stream carries a move out (`dist.cluster.migration`).  The controller tells
+the instance that computes it, which knows whose it is: so it works alike with one front end and with several.
+Source: dLoRA, section 5.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import cast
+
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.config.front_end import MigrationConfig
+from moe_lora.core.clock import Clock, WallClock
+from moe_lora.core.errors import EngineDeadError, LastProblem
+from moe_lora.core.request import AdapterInfo, EngineStats
+from moe_lora.dist.cluster.fan_out import ask
+from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
+from moe_lora.engine.client.client import CallableEngine, EngineClient
+from moe_lora.engine.client.messages import MoveOrder, RequestLoad
+from moe_lora.policies.migration import AdapterSize, MigrationPlan, MigrationProblem, ReplicaView, RequestView
+from moe_lora.policies.migration_triggers import (
+    AnswerLengths,
+    DLoraMigration,
+    ReplicaPressure,
+    cheaper_move,
+    move_factor,
+)
+from moe_lora.policies.step_model import Row, StepModel
+
+from .placement_controller import Routes
+
+logger = logging.getLogger(__name__)
+
+FIRST_TOKEN_S = 0.02
+"""Seconds of an instance for each token, until it has been seen."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an instance says of itself."""
+
+    instance: Instance
+    stats: EngineStats
+    requests: list[RequestLoad]
+
+    @property
+    def pressure(self) -> ReplicaPressure:
+        waited_s = [one.waited_s for one in self.requests if one.waited_s is not None]
+        return ReplicaPressure(self.instance.name, 1 - self.stats.kv_usage, max(waited_s, default=0.0))
+
+
+class MigrationController:
+    """Looks at the instances once in each migration_interval_s, until cancelled.
+
+    steps: of the routers' performance model; None: not known.  same_layout: whether KV can go from one
+    instance to another.  num_orders: moves asked for so far.
+    """
+
+    def __init__(
+        self,
+        config: MigrationConfig,
+        instance_registry: InstanceRegistry,
+        *,
+        ranks: dict[str, int],
+        steps: StepModel | None = None,
+        same_layout: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
+        self.num_orders = 0
+        self.policy = DLoraMigration(config)
+        self._config = config
+        self._instance_registry = instance_registry
+        self._ranks = ranks
+        self._steps = steps
+        self._same_layout = same_layout
+        self._clock = clock or WallClock()
+        self._lengths = AnswerLengths()
+        self._seen: dict[str, RequestLoad] = {}
+        self._tokens: dict[str, tuple[float, int]] = {}
+        self._token_s = FIRST_TOKEN_S
+        self._problem = LastProblem()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.migration_interval_s)
+            try:
+                await self.step()
+                self._problem.over()
+            except EngineDeadError:
+                continue  # nobody is there
+            except Exception as error:  # whatever it is, requests go on where they are
+                if self._problem.is_new(repr(error)):
+                    logger.warning("requests can't be moved: %r", error, exc_info=True)
+
+    async def step(self) -> int:
+        """Look once; the number of moves asked for."""
+        live = self._instance_registry.live
+        if len(live) < 2:
+            return 0
+        answers, _ = await ask(self._instance_registry, live, _report)
+        reports = [Report(instance, *found) for instance, found in answers]
+        self._learn(reports)
+        pressures = [report.pressure for report in reports]
+        if not any(map(self.policy.is_pressed, pressures)):
+            self.policy.decide(pressures, lambda: self._problem_of(reports, [], {}), self._clock.now_s())
+            return 0
+        infos = await reports[0].instance.client.list_adapters()
+        kinds: dict[tuple[str, str], str] = {}
+        plan = await asyncio.to_thread(
+            self.policy.decide,
+            pressures,
+            lambda: self._problem_of(reports, infos, kinds),
+            self._clock.now_s(),
+        )
+        return 0 if plan is None else await self._pass_on(plan, kinds)
+
+    def _learn(self, reports: list[Report]) -> None:
+        """How long answers are, by those that are gone, and how long a token takes, at the busiest."""
+        now_s = self._clock.now_s()
+        seen = {one.name.partition("~")[0]: one for report in reports for one in report.requests}
+        for name, load in self._seen.items():
+            if name not in seen:
+                self._lengths.note(load.adapter, load.num_generated)
+        self._seen = seen
+        token_s = []
+        for report in reports:
+            name, num_tokens = report.instance.name, report.stats.generation_tokens
+            before_s, before = self._tokens.get(name, (now_s, num_tokens))
+            if num_tokens > before:
+                token_s.append((now_s - before_s) / (num_tokens - before))
+            self._tokens[name] = now_s, num_tokens
+        self._token_s = min(token_s, default=self._token_s)
+
+    def _problem_of(
+        self, reports: list[Report], infos: list[AdapterInfo], kinds: dict[tuple[str, str], str]
+    ) -> MigrationProblem:
+        """As things are; notes in `kinds` how each request would move."""
+        config, requests = self._config, []
+        sizes = {info.name: info.nbytes for info in infos}
+        for report in reports:
+            for load in report.requests:
+                if load.adapter is not None and load.adapter not in sizes:
+                    continue  # it was unloaded meanwhile
+                name = report.instance.name, load.name
+                requests.append(self._view(report.instance.name, load))
+                waits = load.waited_s is not None
+                kinds[name] = "tokens" if waits else self._move_of(load)[0]
+        load_rate = config.migration_bytes_per_s
+        return MigrationProblem(
+            [
+                ReplicaView(
+                    report.instance.name,
+                    float(report.stats.device_bytes),
+                    adapters=frozenset(report.stats.resident_adapters),
+                )
+                for report in reports
+            ],
+            requests,
+            [AdapterSize(name, float(size), size / load_rate) for name, size in sizes.items()],
+            affinity_s=config.migration_affinity_s,
+        )
+
+    def _waits(self, request: Hashable) -> bool:
+        _, name = cast("tuple[str, str]", request)
+        return self._seen[name.partition("~")[0]].waited_s is not None
+
+    def _view(self, replica: str, load: RequestLoad) -> RequestView:
+        so_far = load.num_generated
+        exec_s = self._token_s * self._lengths.left(load.adapter, so_far, so_far + load.num_left)
+        move_s = 0.0 if load.waited_s is not None else self._move_of(load)[1]
+        return RequestView(
+            (replica, load.name),
+            load.adapter,
+            replica,
+            float(load.num_bytes),
+            exec_s,
+            move_factor(exec_s, move_s),
+        )
+
+    def _move_of(self, load: RequestLoad) -> tuple[str, float]:
+        lora_rank = 0 if load.adapter is None else self._ranks.get(load.adapter, 0)
+        row = Row(load.adapter, lora_rank, load.num_tokens)
+        rate = self._config.migration_bytes_per_s
+        cost = cheaper_move(row, load.num_bytes, self._steps, rate, same_layout=self._same_layout)
+        return cost.kind, cost.seconds
+
+    async def _pass_on(self, plan: MigrationPlan, kinds: dict[tuple[str, str], str]) -> int:
+        """Tell each source what is to go where: first those that wait, else in the plan's order."""
+        orders: defaultdict[str, list[MoveOrder]] = defaultdict(list)
+        for request, source, target in sorted(plan.moves, key=lambda move: not self._waits(move[0])):
+            key = cast("tuple[str, str]", request)
+            orders[str(source)].append(MoveOrder(key[1], str(target), kinds[key]))
+        logger.info(
+            "moving %d requests: the slowest instance would take %.3g s instead of %.3g s",
+            len(plan.moves),
+            plan.objective,
+            plan.objective_before,
+        )
+        sources = [one for one in self._instance_registry.live if one.name in orders]
+        calls = [cast("CallableEngine", one.client).ask("pass_on", orders[one.name]) for one in sources]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        num_orders = sum(answer for answer in answers if isinstance(answer, int))
+        self.num_orders += num_orders
+        return num_orders
+
+
+async def _report(client: EngineClient) -> tuple[EngineStats, list[RequestLoad]]:
+    engine = cast("CallableEngine", client)
+    stats, loads = await asyncio.gather(client.stats(), engine.ask("request_loads"))
+    return stats, loads
+
+
+def make_migration_controller(
+    cluster: ClusterConfig, routes: Routes, instance_registry: InstanceRegistry
+) -> MigrationController | None:
+    """None where requests stay where they were sent."""
+    if cluster.front_end.migration == "off":
+        return None
+    return MigrationController(
+        cluster.front_end,
+        instance_registry,
+        ranks=routes.ranks,
+        steps=routes.steps,
+        same_layout=cluster.engine.expert_parallel == 1,
+    )
