@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -30,20 +31,29 @@ from .migration import (
 
 LACK_S = 1e12
 """What memory that lacks counts as, so that it goes first."""
-NUM_SAMPLED = 32
-"""Requests of a replica that pairs are made of."""
+NUM_SWAPPED, NUM_PAIRED = 32, 12
+"""Requests of a replica of which one, and of which up to two, are exchanged."""
 NUM_TRIED = 8
 """Of the moves that look best by fractions of swapped requests, so many are looked at in whole ones."""
 
 
 def plan_fast(
-    problem: MigrationProblem, *, num_selected: int = 4, max_rounds: int = 4, relaxed: bool = True
+    problem: MigrationProblem, *, num_selected: int = 4, max_rounds: int = 4, relaxed: bool | None = None
 ) -> MigrationPlan:
     """A plan that is never worse than to leave things as they are, and fills no memory beyond its limit.
 
-    num_selected: K.  max_rounds: selections of K; fewer where one gains nothing or is of all.  relaxed: begin
-    with the linear program; without it only requests, groups and pairs move.
+    num_selected: K.  max_rounds: selections of K; fewer where one gains nothing or is of all.  relaxed: True:
+    begin with the linear program; False: only requests, groups and pairs move; None: with it, and where K
+    selects all replicas without it too, which may end better.
     """
+    ways = [relaxed is not False]
+    if relaxed is None and len(problem.replicas) <= 2 * num_selected:
+        ways.append(False)
+    plans = [_plan(problem, num_selected, max_rounds, relaxed=way) for way in ways]
+    return min(plans, key=lambda plan: plan.objective)
+
+
+def _plan(problem: MigrationProblem, num_selected: int, max_rounds: int, *, relaxed: bool) -> MigrationPlan:
     placement = Placement(problem)
     before = placement.objective()
     for _ in range(max_rounds):
@@ -54,8 +64,7 @@ def plan_fast(
             moved = True
         if not moved or len(search.every) == len(problem.replicas):
             break
-    objective = placement.objective()
-    undo_needless(placement, objective * (1 + TOLERANCE))
+    undo_needless(placement, placement.objective() * (1 + TOLERANCE))
     return placement.plan(placement.objective(), before)
 
 
@@ -117,7 +126,7 @@ class _Search:
         if len(self.chosen) < 2 or not self.placement.members[self.chosen[slowest]]:
             return False
         limit = float(totals[slowest]) * (1 - TOLERANCE)
-        return self._move(slowest, limit) or self._swap(slowest, limit)
+        return self._move(slowest, limit) or self._swap(slowest, limit) or self._exchange(slowest, limit)
 
     def _move(self, m: int, limit: float) -> bool:
         """One request goes elsewhere, or several of one adapter, those first whose move costs least."""
@@ -158,9 +167,9 @@ class _Search:
 
     def _swap(self, m: int, limit: float) -> bool:
         """One request goes elsewhere, another comes for it."""
-        mine, found = self._sample(m), []
+        mine, found = self._sample(m, NUM_SWAPPED), []
         for target in self.every[self.every != m].tolist():
-            theirs = self._sample(target)
+            theirs = self._sample(target, NUM_SWAPPED)
             if len(theirs):
                 value = np.maximum(
                     self._after(m, mine[:, None], theirs), self._after(target, theirs, mine[:, None])
@@ -174,13 +183,44 @@ class _Search:
                 return True
         return False
 
-    def _sample(self, m: int) -> IntArray:
-        """The replica's requests; of very many, some of each length."""
+    def _exchange(self, m: int, limit: float) -> bool:
+        """Up to two requests go elsewhere, up to two others come; adapters count only when it is tried."""
+        found: list[tuple[float, int, list[int], list[int]]] = []
+        mine, goes = self._pairs(m)
+        num_bytes = self.placement.num_bytes
+        for target in self.every[self.every != m].tolist():
+            theirs, comes = self._pairs(target)
+            more = comes @ num_bytes[theirs] - (goes @ num_bytes[mine])[:, None]
+            more_s = comes @ self.request_s(theirs, m) - (goes @ self.request_s(mine, m))[:, None]
+            there_s = (goes @ self.request_s(mine, target))[:, None] - comes @ self.request_s(theirs, target)
+            value = np.maximum(
+                self.total(self.seconds[m] + more_s, self.used[m] + more, m),
+                self.total(self.seconds[target] + there_s, self.used[target] - more, target),
+            )
+            for at in np.argpartition(value, min(NUM_TRIED, value.size - 1), axis=None)[:NUM_TRIED].tolist():
+                i, j = divmod(at, len(comes))
+                here, there = mine[goes[i] > 0].tolist(), theirs[comes[j] > 0].tolist()
+                found.append((float(value[i, j]), target, here, there))
+        for value_s, target, here, there in sorted(found)[: 2 * NUM_TRIED]:
+            if not value_s < limit:
+                return False
+            if self._try(m, target, here, there):
+                return True
+        return False
+
+    def _pairs(self, m: int) -> tuple[IntArray, FloatArray]:
+        """A few of the replica's requests; 1.0 where one is in a set: [sets of 0 to 2, requests]."""
+        some = self._sample(m, NUM_PAIRED)
+        one = np.eye(len(some))
+        return some, np.array([0.0 * some, *one, *(a + b for a, b in combinations(one, 2))])
+
+    def _sample(self, m: int, most: int) -> IntArray:
+        """The replica's requests; of more than that, some of each length."""
         members = self.members(m)
-        if len(members) <= NUM_SAMPLED:
+        if len(members) <= most:
             return members
         by_time = members[np.argsort(self.placement.exec_s[members], kind="stable")]
-        return by_time[np.linspace(0, len(members) - 1, NUM_SAMPLED).astype(np.int64)]
+        return by_time[np.linspace(0, len(members) - 1, most).astype(np.int64)]
 
     def _after(self, m: int, goes: IntArray, comes: IntArray) -> FloatArray:
         """The total of a replica when one request has gone and another come."""

@@ -174,6 +174,13 @@ class Placement:
             self._adapter_s[j] = seconds
         return self._adapter_s[j]
 
+    def _adapter_at(self, j: int, k: int) -> float:
+        """`adapter_s` of one adapter."""
+        if k == len(self.problem.adapters):
+            return 0.0
+        is_held = self.problem.adapters[k].name in self.problem.replicas[j].adapters
+        return self.problem.affinity_s + (0.0 if is_held else float(self._load_s[k]))
+
     def cost(self, j: int) -> tuple[float, float]:
         """(bytes too many, seconds) of the replica.
 
@@ -191,7 +198,7 @@ class Placement:
         homes, adapters = np.divmod(pairs, len(self.adapter_bytes))
         used = np.bincount(self.home, self.num_bytes, num)
         used += np.bincount(homes, self.adapter_bytes[adapters], num)
-        costs_s = [float(self.adapter_s(int(j))[k]) for j, k in zip(homes, adapters, strict=True)]
+        costs_s = list(map(self._adapter_at, homes.tolist(), adapters.tolist()))
         seconds = np.bincount(self.home, self.exec_s, num) + np.bincount(homes, costs_s, num)
         room = [one.device_bytes for one in self.problem.replicas]
         return {int(j): (0.0, float(seconds[j])) for j in np.flatnonzero(used <= room)}

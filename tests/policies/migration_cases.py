@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 from hypothesis import strategies as st
 
 from moe_lora.policies.migration import (
@@ -81,45 +80,3 @@ def problems(draw: st.DrawFn, max_replicas: int = 5, max_requests: int = 24) -> 
     return MigrationProblem(
         replicas, requests, sizes, swap_bytes_per_s=4.0, affinity_s=draw(st.sampled_from([0.0, 0.2, 1.0]))
     )
-
-
-def drawn_problem(
-    num_replicas: int,
-    seed: int,
-    *,
-    requests_per_replica: float = 8.0,
-    num_adapters: int = 16,
-    skew: float = 1.0,
-    device_bytes: float = 400.0,
-    affinity_s: float = 0.05,
-) -> MigrationProblem:
-    """An imbalanced cluster: requests of Zipf adapters, each on the few replicas of its adapter."""
-    rng = np.random.default_rng(seed)
-    names = [f"lora-{k}" for k in range(num_adapters)]
-    weight = np.arange(1, num_adapters + 1.0) ** -skew
-    weight /= weight.sum()
-    homes = [
-        rng.choice(num_replicas, min(num_replicas, 1 + k % 2), replace=False) for k in range(num_adapters)
-    ]
-    length_s = rng.gamma(2.0, 1.0, num_adapters)
-    requests = []
-    for i in range(round(requests_per_replica * num_replicas)):
-        k = int(rng.choice(num_adapters, p=weight))
-        waits = rng.random() < 0.5
-        requests.append(
-            RequestView(
-                i,
-                names[k],
-                int(rng.choice(homes[k])),
-                float(rng.integers(4, 40)),
-                float(length_s[k]),
-                1.0 if waits else 1.0 + float(rng.uniform(0.02, 0.2)),
-            )
-        )
-    held: list[set[str]] = [set() for _ in range(num_replicas)]
-    for k, name in enumerate(names):
-        for j in homes[k]:
-            held[j].add(name)
-    replicas = [ReplicaView(j, device_bytes, math.inf, frozenset(held[j])) for j in range(num_replicas)]
-    sizes = [AdapterSize(name, float(rng.integers(5, 20))) for name in names]
-    return MigrationProblem(replicas, requests, sizes, swap_bytes_per_s=200.0, affinity_s=affinity_s)

@@ -1,0 +1,71 @@
+"""Migration problems whose replicas are unevenly loaded, of any size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from moe_lora.policies.migration import (
+    AdapterSize,
+    MigrationPlan,
+    MigrationProblem,
+    ReplicaName,
+    ReplicaView,
+    RequestView,
+)
+
+SWAP_BYTES_PER_S = 200.0
+
+
+def uneven_problem(
+    num_replicas: int,
+    seed: int,
+    *,
+    requests_per_replica: int = 8,
+    num_adapters: int | None = None,
+    skew: float = 1.0,
+    device_bytes: float = 400.0,
+    affinity_s: float = 0.05,
+) -> MigrationProblem:
+    """Adapters by Zipf; an adapter's requests are on the replicas that hold it, more of them the more popular
+    it is, so that replicas differ by what popularity leaves over and by how long each adapter's answers are.
+
+    num_adapters: 4 a replica unless given.  Half of the requests wait, at no cost of moving; moving another
+    adds 2 to 20 %.  A request has 4 to 40 bytes, an adapter 5 to 20; host memory suffices.
+    """
+    rng = np.random.default_rng(seed)
+    num = num_adapters or 4 * num_replicas
+    names = [f"lora-{k}" for k in range(num)]
+    shares = np.arange(1, num + 1.0) ** -skew
+    shares /= shares.sum()
+    num_homes = [min(num_replicas, math.ceil(share * num_replicas)) for share in shares]
+    homes = [rng.choice(num_replicas, count, replace=False) for count in num_homes]
+    lengths_s = rng.gamma(2.0, 1.0, num)
+    requests = []
+    for i, k in enumerate(rng.choice(num, requests_per_replica * num_replicas, p=shares).tolist()):
+        factor = 1.0 if rng.random() < 0.5 else 1.0 + float(rng.uniform(0.02, 0.2))
+        home, num_bytes = int(rng.choice(homes[k])), float(rng.integers(4, 41))
+        requests.append(RequestView(i, names[k], home, num_bytes, float(lengths_s[k]), factor))
+    held: list[set[str]] = [set() for _ in range(num_replicas)]
+    for name, places in zip(names, homes, strict=True):
+        for j in places.tolist():
+            held[j].add(name)
+    replicas = [ReplicaView(j, device_bytes, adapters=frozenset(held[j])) for j in range(num_replicas)]
+    sizes = [AdapterSize(name, float(rng.integers(5, 21))) for name in names]
+    return MigrationProblem(replicas, requests, sizes, SWAP_BYTES_PER_S, affinity_s)
+
+
+def moved(problem: MigrationProblem, plan: MigrationPlan) -> MigrationProblem:
+    """As things are when the plan is carried out."""
+    targets = {request: target for request, _, target in plan.moves}
+    requests = [replace(one, replica=targets.get(one.request_id, one.replica)) for one in problem.requests]
+    loads: dict[ReplicaName, set[str]] = {}
+    for name, replica in plan.loads:
+        loads.setdefault(replica, set()).add(name)
+    replicas = [
+        replace(one, adapters=frozenset(one.adapters) | loads.get(one.name, set()))
+        for one in problem.replicas
+    ]
+    return replace(problem, requests=requests, replicas=replicas)
