@@ -65,7 +65,7 @@ def test_engine_takes_the_times_of_host_workers(profiled: Path) -> None:
     }
     assert {("device", 4), ("down", 16), ("load", 4)} <= measured
     with LLM(MODEL, eager=True, host_workers=1, performance_model=path, num_threads=1) as llm:
-        assert llm.generate([[1, 2, 3]], sampling_params=SamplingParams(max_tokens=2))
+        assert llm.generate([[1, 2, 3]], None, SamplingParams(max_tokens=2))
 
 
 @pytest.mark.parametrize("form", ["full", "toppings"])
