@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 from torchao.quantization import Int8Tensor, IntxUnpackedToInt8Tensor
 from torchao.quantization.granularity import PerRow
+from torchao.quantization.quantize_.workflows.int8.int8_tensor import QuantizeTensorToInt8Kwargs
 
 from moe_lora.core.hf_config import read_config
 from moe_lora.models.loader import SINGLE_NAME
 from moe_lora.models.quantised_weight import Quantisation
 from moe_lora.models.spec import model_spec
 from moe_lora.models.weights import weight_map
+
+from .families import load_model
 
 QUANTISED = ("qkv.weight", "o.weight", "gate_up.weight", "down.weight")
 
@@ -42,3 +50,55 @@ def dequantised(weight: torch.Tensor, quantisation: Quantisation) -> torch.Tenso
         return Int8Tensor.from_hp(weight, PerRow()).dequantize()
     group = (*[1] * (weight.dim() - 1), form.group_size)
     return IntxUnpackedToInt8Tensor.from_hp(weight, group, torch.int4).dequantize()
+
+
+LINEAR = re.compile(
+    r"(?:[qkvo]_proj|Wqkv|out_proj|gate_proj|up_proj|down_proj|gate_up_proj|[wv][123])(?:\.weight)?$"
+)
+PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+class TorchaoLinears(TorchFunctionMode):
+    """Has torchao compute products of inputs with linear layers and experts, in a dynamic format."""
+
+    def __init__(self, model: torch.nn.Module, quantisation: Quantisation) -> None:
+        super().__init__()
+        self.form = quantisation.form
+        self.num_products = 0
+        self._known = {
+            weight.untyped_storage().data_ptr()
+            for name, weight in model.named_parameters()
+            if LINEAR.search(name.replace(".base_layer", ""))
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        linear = func is torch.nn.functional.linear
+        if (linear or func in PRODUCTS) and args[1].untyped_storage().data_ptr() in self._known:
+            self.num_products += 1
+            weight = self._quantised((args[1] if linear else args[1].mT).contiguous())
+            return torch.nn.functional.linear(args[0].contiguous(), weight, *args[2:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.form.bits == 8:
+            rows = QuantizeTensorToInt8Kwargs(PerRow())
+            return Int8Tensor.from_hp(weight.detach(), PerRow(), act_quant_kwargs=rows)
+        return IntxUnpackedToInt8Tensor.from_hp(
+            weight.detach(),
+            (1, self.form.group_size),
+            torch.int4,
+            activation_quantization="int8_asym_per_token",
+        )
+
+
+def torchao_logits(
+    model_dir: Path, adapter: Path | None, quantisation: Quantisation, prompt: Sequence[int]
+) -> torch.Tensor:
+    """Logits of transformers and peft in fp32, their base's products computed by torchao."""
+    model = load_model(model_dir)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with torch.inference_mode(), TorchaoLinears(model, quantisation) as mode:
+        logits = model(torch.tensor([list(prompt)])).logits[0].float()
+    assert mode.num_products >= 8, "torchao computed attention and MLP or experts of both layers"
+    return logits

@@ -110,7 +110,7 @@ class StepProfile:
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-QUANTIZE = ("none", "int8", "int4")
+QUANTIZE = ("none", "int8", "int4", "int8-dynamic", "int4-dynamic")
 GROUP_SIZES = (32, 64, 128)
 POOL_TRANSPORTS = ("shm", "gloo")
 """Not nixl: it keeps freed windows for as long as the process lives, and pools free them all the time."""
@@ -178,8 +178,8 @@ class EngineConfig(Settings):
     """Of weights, activations and KV; auto: the checkpoint's."""
     quantize: str = setting(QUANTIZE[0], choices=QUANTIZE, option="--quantize")
     """How weights of attention, MLP and experts are held, quantised as they are loaded: int8 with a scale per
-    output, int4 with one per group of inputs.  Router, norms and embeddings stay as they are, and so do
-    adapters (docs/guides/quantised.md)."""
+    output, int4 with one per group of inputs; with -dynamic inputs are quantised too, to int8.  Router, norms
+    and embeddings stay as they are, and so do adapters (docs/guides/quantised.md)."""
     quantize_group_size: int | None = setting(
         None, option="--quantize-group-size", metavar="32|64|128", unset="64"
     )

@@ -76,8 +76,8 @@ def _quantised_linear(
     num_out: int,
 ) -> torch.Tensor:
     weight = QuantisedOperand(format_of(form, group_size), data, scale)
-    if ids is None and x.shape[0] > cpu.LINEAR_MAX_ROWS[x.dtype]:
-        return reference.quantised_linear(x, weight, bias, ids)
+    if ids is None and not weight.form.dynamic and x.shape[0] > cpu.LINEAR_MAX_ROWS[x.dtype]:
+        return reference.quantised_linear(x, weight, bias, ids, num_out)
     return cpu.quantised_linear(x, weight, bias, ids, num_out)
 
 

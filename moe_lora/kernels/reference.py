@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from . import quantised
 from .operands import AttentionOperands, KvLayout, LoraOperands
-from .quantised import QuantisedOperand, dequantise
+from .quantised import QuantisedOperand
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -42,10 +43,23 @@ def quantised_linear(
     weight: QuantisedOperand,
     bias: torch.Tensor | None,
     ids: torch.Tensor | None,
+    num_out: int,
 ) -> torch.Tensor:
-    """`linear` (ids None) or `expert_linear` over the dequantised weights."""
-    plain = dequantise(*weight, x.shape[1], x.dtype)
-    return linear(x, plain, bias) if ids is None else expert_linear(x, plain, bias, ids)
+    """`linear` (ids None) or `expert_linear` over the dequantised weights.
+
+    A dynamic format's inputs are the dequantised ones too, and all is computed in fp64, then rounded: the
+    exact value of what the CPU library rounds once or twice.
+    """
+    if not weight.form.dynamic:
+        plain = quantised.dequantise(*weight, num_out, x.shape[1], x.dtype)
+        return linear(x, plain, bias) if ids is None else expert_linear(x, plain, bias, ids)
+    q, scale, zero = quantised.quantise_rows(x, weight.form)
+    values, scales = quantised.unpack(*weight, num_out, x.shape[1])
+    exact = scale.double() * (q.double() - zero)
+    plain = (values.unflatten(-1, (scales.shape[-1], -1)).double() * scales[..., None]).flatten(-2)
+    wide = None if bias is None else bias.double()
+    found = linear(exact, plain, wide) if ids is None else expert_linear(exact, plain, wide, ids)
+    return found.to(x.dtype)
 
 
 def input_rows(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -93,4 +93,6 @@ class QuantisedWeight(nn.Module):
 
     def dequantised(self) -> torch.Tensor:
         """The weights that the values and scales stand for: [N, K] or [E, N, K] of the model's dtype."""
-        return quantised.dequantise(self.form, self.data, self.scale, self.shape[-1], self.dtype)
+        return quantised.dequantise(
+            self.form, self.data, self.scale, self.num_out, self.shape[-1], self.dtype
+        )

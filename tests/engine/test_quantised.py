@@ -58,6 +58,28 @@ def test_mixed_batch_continues_as_peft_does(family, quantize, way, base, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("quantize", "ways"),
+    [("int8-dynamic", ("expert_parallel", "host_workers")), ("int4-dynamic", ("expert_parallel",))],
+)
+def test_dynamic_answers_are_the_same_alone_and_however_the_work_is_divided(quantize, ways, base):  # noqa: F811
+    model_dir, adapters = base("mixtral")
+    prompts, names = make_prompts(), [None if slot < 0 else adapters[slot].name for slot in SLOTS]
+    given = {path.name: str(path) for path in adapters}
+    settings = {"quantize": quantize, "quantize_group_size": 32 if quantize == "int4-dynamic" else None}
+
+    def start(**more):
+        return LLM(model_dir, adapters=given, dtype="float32", num_threads=1, **settings, **more)
+
+    with start(eager=True, prefix_caching=False) as llm:
+        alone = [llm.generate([p], [n], GREEDY)[0].token_ids for p, n in zip(prompts, names, strict=True)]
+        assert [one.token_ids for one in llm.generate(prompts, names, GREEDY)] == alone
+    for way in ways:
+        with start(**WAYS[way]) as llm:
+            assert [one.token_ids for one in llm.generate(prompts, names, GREEDY)] == alone, way
+            assert (llm.stats().lora_rows_host > 0) == (way == "host_workers")
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"quantize": "fp8"}, "quantize='fp8' is not known; choose one of none, int8"),

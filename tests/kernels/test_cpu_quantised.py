@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchao.quantization import Int8Tensor, IntxUnpackedToInt8Tensor
 from torchao.quantization.granularity import PerRow
+from torchao.quantization.quantize_.workflows.int8.int8_tensor import QuantizeTensorToInt8Kwargs
 
 from moe_lora.kernels import ops, quantised, reference
 from moe_lora.kernels.cpu import cpu
@@ -20,6 +21,11 @@ FORMS = [format_of("int8", 0), *(format_of("int4", group) for group in (32, 64, 
 WIDTHS = {0: [(64, 32), (77, 13), (33, 1), (256, 70), (7, 5)], 32: [(32, 5), (96, 70)]}
 WIDTHS |= {64: [(64, 13), (192, 1)], 128: [(128, 7), (384, 33)]}
 CASES = [(form, *size) for form in FORMS for size in WIDTHS[form.group_size]]
+DYNAMIC = [format_of("int8-dynamic", 0), *(format_of("int4-dynamic", group) for group in (32, 64, 128))]
+DYNAMIC_CASES = [(form, *size) for form in DYNAMIC for size in WIDTHS[form.group_size]]
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-7}
+"""Of a result: the reference is rounded once, torchao's int8 product before
+the weights' scale and once after."""
 
 
 def ident(case: object) -> str:
@@ -40,7 +46,7 @@ def held(form: Format, weight: torch.Tensor) -> QuantisedOperand:
     return QuantisedOperand(form, data, scale)
 
 
-@pytest.mark.parametrize(("form", "width", "num_out"), CASES, ids=ident)
+@pytest.mark.parametrize(("form", "width", "num_out"), CASES + DYNAMIC_CASES, ids=ident)
 def test_what_is_held_is_what_torchao_holds(dtype, generator, form, width, num_out):
     weight = random(generator, num_out, width, dtype=dtype)
     operand = held(form, weight)
@@ -48,17 +54,17 @@ def test_what_is_held_is_what_torchao_holds(dtype, generator, form, width, num_o
         expected = Int8Tensor.from_hp(weight, PerRow())
     else:
         expected = IntxUnpackedToInt8Tensor.from_hp(weight, (1, form.group_size), torch.int4)
-    q, scale = quantised.unpack(*operand, width)
+    q, scale = quantised.unpack(*operand, num_out, width)
     assert torch.equal(q, expected.qdata)
     assert torch.equal(scale, expected.scale)
-    assert torch.equal(quantised.dequantise(*operand, width, dtype), expected.dequantize())
+    assert torch.equal(quantised.dequantise(*operand, num_out, width, dtype), expected.dequantize())
 
 
 @pytest.mark.parametrize(("form", "width", "num_out"), CASES, ids=ident)
 def test_linear_has_the_bits_of_the_dequantised_weights(isa, dtype, generator, form, width, num_out):
     weight = random(generator, num_out, width, dtype=dtype)
     operand = held(form, weight)
-    plain = quantised.dequantise(*operand, width, dtype)
+    plain = quantised.dequantise(*operand, num_out, width, dtype)
     for rows, bias in itertools.product(ROWS, [None, random(generator, num_out, dtype=dtype)]):
         x = strided(random(generator, rows, width, dtype=dtype))
         found = cpu.quantised_linear(x, operand, bias, None, num_out)
@@ -73,7 +79,7 @@ def test_experts_have_the_bits_of_the_dequantised_weights(isa, dtype, generator,
     experts, width, num_out = 6, 96, 37
     weight = random(generator, experts, num_out, width, dtype=dtype)
     operand = held(form, weight)
-    plain = quantised.dequantise(*operand, width, dtype)
+    plain = quantised.dequantise(*operand, num_out, width, dtype)
     for rows, bias in itertools.product(ROWS, [None, random(generator, experts, num_out, dtype=dtype)]):
         ids = popularity(generator, kind, rows * 2, experts).view(rows, 2)
         x = strided(random(generator, rows * (2 if row_per_output else 1), width, dtype=dtype))
@@ -82,7 +88,7 @@ def test_experts_have_the_bits_of_the_dequantised_weights(isa, dtype, generator,
         assert (found[ids.flatten() == -1] == 0).all()
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]], ids=ident)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2], DYNAMIC[0], DYNAMIC[2]], ids=ident)
 def test_wide_layers_are_bit_identical_in_any_batch_on_any_number_of_threads(isa, dtype, generator, form):
     """Wide enough that weights are unpacked in blocks and shared out to threads."""
     x, weight = random(generator, 64, 1024, dtype=dtype), random(generator, 515, 1024, dtype=dtype)
@@ -99,7 +105,7 @@ def test_more_rows_than_the_library_takes_are_computed_over_dequantised_weights(
     x = random(generator, cpu.LINEAR_MAX_ROWS[torch.float32] + 1, 64)
     operand = held(form, weight)
     found = ops.quantised_linear(x, *operand[1:], None, None, form.name, form.group_size, 40)
-    assert torch.equal(found, reference.quantised_linear(x, operand, None, None))
+    assert torch.equal(found, reference.quantised_linear(x, operand, None, None, 40))
 
 
 def test_operands_that_do_not_fit_are_refused(generator):
@@ -121,3 +127,74 @@ def test_operands_that_do_not_fit_are_refused(generator):
     for call in refused:
         with pytest.raises(ValueError):
             call()
+
+
+def awkward_rows(generator: torch.Generator, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of several sizes, one of zeros, one of one sign only."""
+    x = random(generator, rows, width) * torch.logspace(-3, 3, rows)[:, None]
+    x[rows // 2] = 0
+    x[-1].abs_()
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize(("width", "num_out"), WIDTHS[0])
+def test_int8_dynamic_has_the_bits_of_torchao(isa, dtype, generator, width, num_out):
+    weight = random(generator, num_out, width, dtype=dtype)
+    operand = held(DYNAMIC[0], weight)
+    theirs = Int8Tensor.from_hp(weight, PerRow(), act_quant_kwargs=QuantizeTensorToInt8Kwargs(PerRow()))
+    for rows, bias in itertools.product(ROWS, [None, random(generator, num_out, dtype=dtype)]):
+        x = awkward_rows(generator, rows, width, dtype)
+        found = cpu.quantised_linear(strided(x), operand, bias, None, num_out)
+        assert torch.equal(found, torch.nn.functional.linear(x, theirs, bias)), rows
+
+
+@pytest.mark.parametrize(("form", "width", "num_out"), DYNAMIC_CASES, ids=ident)
+def test_dynamic_agrees_with_exact_sums(isa, dtype, generator, form, width, num_out):
+    weight = random(generator, num_out, width, dtype=dtype) / width**0.5
+    operand = held(form, weight)
+    for rows, bias in itertools.product(ROWS, [None, random(generator, num_out, dtype=dtype)]):
+        x = awkward_rows(generator, rows, width, dtype)
+        expected = reference.quantised_linear(x, operand, bias, None, num_out)
+        found = cpu.quantised_linear(strided(x), operand, bias, None, num_out)
+        assert found.dtype == dtype
+        size = x.double().abs().amax(1, keepdim=True).clamp(min=1)
+        rounded = expected.double().abs() + (0 if bias is None else bias.double().abs())
+        error = (found.double() - expected.double()).abs()
+        assert (error <= ROUNDING[dtype] * rounded + 1e-5 * size).all(), rows
+
+
+@pytest.mark.parametrize("row_per_output", [False, True])
+@pytest.mark.parametrize("kind", ["distinct", "uniform", "zipf", "identical"])
+@pytest.mark.parametrize("form", DYNAMIC[:2], ids=ident)
+def test_dynamic_experts_have_the_bits_of_dense_layers(isa, dtype, generator, form, kind, row_per_output):
+    experts, width, num_out = 6, 96, 37
+    weight = random(generator, experts, num_out, width, dtype=dtype)
+    operand = held(form, weight)
+    for rows, bias in itertools.product(ROWS, [None, random(generator, experts, num_out, dtype=dtype)]):
+        ids = popularity(generator, kind, rows * 2, experts).view(rows, 2)
+        x = strided(random(generator, rows * (2 if row_per_output else 1), width, dtype=dtype))
+        found = cpu.quantised_linear(x, operand, bias, ids, num_out)
+        source = reference.input_rows(x, ids)
+        for row, expert in enumerate(ids.flatten().tolist()):
+            if expert < 0:
+                assert (found[row] == 0).all()
+                continue
+            matrix = QuantisedOperand(form, operand.data[expert], operand.scale[expert])
+            one_bias = None if bias is None else bias[expert]
+            alone = cpu.quantised_linear(x[source[row]][None], matrix, one_bias, None, num_out)
+            assert torch.equal(found[row], alone[0]), (rows, row)
+
+
+@pytest.mark.parametrize("form", DYNAMIC[:2], ids=ident)
+def test_nan_and_infinity_of_inputs_stay_visible(isa, dtype, generator, form):
+    operand = held(form, random(generator, 20, 96, dtype=dtype))
+    x = torch.ones(3, 96, dtype=dtype)
+    x[0, 3], x[1, 95] = float("nan"), float("inf")
+    found = cpu.quantised_linear(x, operand, None, None, 20)
+    assert found[:2].isnan().all()
+    assert found[2].isfinite().all()
+
+
+def test_inputs_whose_sums_do_not_fit_are_refused():
+    assert "don't fit 32 bits" in DYNAMIC[0].refusal(65_540)
+    assert DYNAMIC[0].refusal(65_536) is None

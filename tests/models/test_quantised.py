@@ -14,7 +14,7 @@ from moe_lora.models.loader import SINGLE_NAME, load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import FAMILIES, make_adapter, make_checkpoint
 from tests.oracle import greedy_reference, reference_logits
-from tests.quantised import dequantised, dequantised_checkpoint
+from tests.quantised import dequantised, dequantised_checkpoint, torchao_logits
 
 from .harness import Harness
 from .test_oracle import MAX_LOGIT_DIFFERENCE, make_prompts
@@ -185,3 +185,28 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight in .* can't be quantised: .* not finite"
     ):
         load_model(model_dir, torch.float32, CPU, quantisation=INT8)
+
+
+DYNAMIC = [quantisation_of("int8-dynamic", None, False), quantisation_of("int4-dynamic", 32, False)]
+MAX_DYNAMIC_ERROR = {"int8-dynamic": 0.02, "int4-dynamic": 1e-5}
+"""Root mean square by that of logits.  torchao's symmetric rows map their largest input to 127.5: where it
+is negative its last bit decides between -127 and -128, and layers elsewhere add in another order than ours.
+"""
+
+
+@pytest.mark.parametrize("quantisation", DYNAMIC, ids=lambda q: q.form.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dynamic_logits_of_a_mixed_batch_are_those_of_torchao(family, quantisation, base, tmp_path):
+    model_dir, _ = base(family)
+    adapters = [
+        make_adapter(family, model_dir, tmp_path / str(n), n, ("qkv", "o"), seed=n, scale=0.7) for n in (4, 8)
+    ]
+    prompts = make_prompts()
+    _, found = Harness(model_dir, adapters, quantisation=quantisation).prefill(prompts, SLOTS)
+    errors, sizes = [], []
+    for slot, prompt, rows in zip(SLOTS, prompts, found, strict=True):
+        expected = torchao_logits(model_dir, None if slot < 0 else adapters[slot], quantisation, prompt)
+        errors.append((rows - expected).flatten())
+        sizes.append(expected.flatten())
+    error, size = torch.cat(errors), torch.cat(sizes).square().mean().sqrt()
+    assert error.square().mean().sqrt() < MAX_DYNAMIC_ERROR[quantisation.form.name] * size

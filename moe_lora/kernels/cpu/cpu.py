@@ -236,7 +236,8 @@ def quantised_linear(
 ) -> torch.Tensor:
     """`linear` (ids None) or `expert_linear` over weights that are held as `quantised.put` writes them.
 
-    Same bits as over the dequantised weights.  Raises ValueError as they do.
+    Same bits as over the dequantised weights; with a dynamic format those of torchao's arithmetic with exact
+    integer sums.  Raises ValueError as they do.
     """
     form, data, scale = weight
     code = dtype_code(x)
@@ -252,7 +253,7 @@ def quantised_linear(
         raise ValueError(library.quantised_error(x, weight, num_out))
     check_rows(x, tokens, top_k)
     out = torch.empty((tokens * top_k, num_out), dtype=x.dtype)
-    refusal = lib.moe_lora_unpacked_linear(
+    refusal = (lib.moe_lora_dynamic_linear if form.dynamic else lib.moe_lora_unpacked_linear)(
         *(form.bits, code, _threads(), x.data_ptr(), row_stride(x), rows),
         checked(data, "data", data.dtype, data.numel()),
         checked(scale, "scale", scale.dtype, scale.numel()),

@@ -59,7 +59,8 @@ def _load() -> ctypes.CDLL:
     library.moe_lora_set_isa.argtypes = [c_char_p]
     library.moe_lora_linear.argtypes = [i, i, p, n, p, p, p, n, n, n]
     library.moe_lora_expert_linear.argtypes = [i, i, p, n, n, p, p, p, n, n, n, p, n, n]
-    library.moe_lora_unpacked_linear.argtypes = [i, i, i, p, n, n, p, p, n, p, p, n, n, n, p, n, n]
+    for quantised in (library.moe_lora_unpacked_linear, library.moe_lora_dynamic_linear):
+        quantised.argtypes = [i, i, i, p, n, n, p, p, n, p, p, n, n, n, p, n, n]
     library.moe_lora_shrink.argtypes = [i, i, i, p, n, n, p, n, n, site, n, p, slots, p, n]
     library.moe_lora_shrink.restype = n
     library.moe_lora_expand.argtypes = [i, p, i, c_float, p, n]

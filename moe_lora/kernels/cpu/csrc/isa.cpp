@@ -22,6 +22,8 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq");
 }
+
+bool has_avx512_dots() { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
 bf16 sample(int64_t i) {
@@ -70,7 +72,7 @@ bool find_amx() {
     unsigned a, b, c, d;
     const bool in_processor =
         __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) /* amx-bf16 */ && (d >> 24 & 1) /* amx-tile */;
-    if (!in_processor || !has_avx512() || !__builtin_cpu_supports("avx512bf16")) return false;
+    if (!in_processor || !has_avx512() || !has_avx512_dots()) return false;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
     return passes_self_test(*amx_bf16_table());
@@ -87,7 +89,7 @@ const IsaTable* table_of(const char* name) {
     if (!strcmp(name, "amx_bf16")) return amx ? amx_bf16_table() : nullptr;
 #endif
     if (!strcmp(name, "avx512_bf16"))
-        return avx512 && __builtin_cpu_supports("avx512bf16") ? avx512_bf16_table() : nullptr;
+        return avx512 && has_avx512_dots() ? avx512_bf16_table() : nullptr;
     if (!strcmp(name, "avx512")) return avx512 ? avx512_table() : nullptr;
     if (!strcmp(name, "avx2"))
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2_table() : nullptr;

@@ -8,7 +8,7 @@
 
 #ifdef MOE_LORA_AMX
 #include "target.h"
-MOE_LORA_TARGET("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
+MOE_LORA_TARGET("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma")
 
 namespace {
 #include "tiles.inl"

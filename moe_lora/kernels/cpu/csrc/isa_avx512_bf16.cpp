@@ -1,10 +1,10 @@
-// AVX-512 with bf16 dot products: vdpbf16ps multiplies 32 pairs and adds them into 16 fp32 lanes.
+// AVX-512 with dot products of bf16 (vdpbf16ps: 32 pairs into 16 fp32 lanes) and of bytes (vpdpbusd: 64 into 16).
 // Nothing of the standard library may be used below: the linker could hand its copy to other sources.
 #include "tiles.h"
 
 #ifdef MOE_LORA_X86
 #include "target.h"
-MOE_LORA_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
+MOE_LORA_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma")
 
 namespace {
 #include "tiles.inl"
@@ -19,6 +19,9 @@ struct Avx512Bf16 : Avx512 {
     static inline void store_part(bf16* p, V value, int count) {
         _mm256_mask_storeu_epi16(p, mask(count), to_half(value));
     }
+
+    static inline Int dot_bytes(Int x, Int w, Int acc) { return _mm512_dpbusd_epi32(acc, x, w); }
+    static inline Int sum_bytes(Int w, Int acc) { return dot_bytes(_mm512_set1_epi8(1), w, acc); }
 
     template <class T, class Unused = void>
     struct Dot : Avx512::Dot<T> {};

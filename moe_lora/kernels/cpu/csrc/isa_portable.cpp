@@ -36,6 +36,34 @@ struct Portable {
         return load_quad(rounded);
     }
 
+    using Int = QuadInt;
+    static constexpr int kDynamicRows = 2, kDynamicBlocks = 1;
+    static inline Int int_zero() { return Int{0, 0, 0, 0}; }
+    static inline Int int_set1(int32_t value) { return Int{value, value, value, value}; }
+    static inline Int load_bytes(const void* p) {
+        Int value;
+        memcpy(&value, p, 16);
+        return value;
+    }
+    static inline Int load_nibbles(const void* p, int half) {
+        uint8_t bytes[16];
+        memcpy(bytes, p, 16);
+        for (uint8_t& byte : bytes) byte = uint8_t((byte >> (half ? 4 : 0) & 15) - 8);
+        return load_bytes(bytes);
+    }
+    static inline Int four_bytes(const uint8_t* p) {
+        int32_t value;
+        memcpy(&value, p, 4);
+        return int_set1(value);
+    }
+    // Four unsigned bytes of x by four signed bytes of w, added to the lane's sum.
+    static inline Int dot_bytes(Int x, Int w, Int acc) {
+        for (int j = 0; j < 4; j++) acc += (x >> 8 * j & 255) * ((w << (24 - 8 * j)) >> 24);
+        return acc;
+    }
+    static inline Int sum_bytes(Int w, Int acc) { return dot_bytes(int_set1(0x01010101), w, acc); }
+    static inline Int int_sub_product(Int a, Int b, Int c) { return a - b * c; }
+    static inline V to_float(Int value) { return __builtin_convertvector(value, Quad); }
     static inline V load_int8(const int8_t* p) { return Quad{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
     template <class T>
     static inline void look_up(const uint8_t* bytes, int shift, const T* table, T* out) {

@@ -54,6 +54,13 @@ MOE_LORA_API int32_t moe_lora_unpacked_linear(int32_t bits, int32_t dtype, int32
                                               int64_t top_k, int64_t num_experts, void* out, int64_t num_out,
                                               int64_t width);
 
+// The same with x in bytes, quantised row by row, and integer sums; layouts: dynamic.inl. int8: group is unused.
+MOE_LORA_API int32_t moe_lora_dynamic_linear(int32_t bits, int32_t dtype, int32_t threads, const void* x,
+                                             int64_t x_stride, int64_t x_rows, const void* data, const void* scale,
+                                             int64_t group, const void* bias, const int32_t* ids, int64_t tokens,
+                                             int64_t top_k, int64_t num_experts, void* out, int64_t num_out,
+                                             int64_t width);
+
 struct LoraShrunk;
 
 // h = x A^T of every row that has an adapter. Returns the address of a LoraShrunk, which holds h and the plan,

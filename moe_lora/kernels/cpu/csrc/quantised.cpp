@@ -1,5 +1,7 @@
-// Linear layers over quantised weights: a block of weight rows is unpacked where the cache holds it, and the dots of
-// linear.cpp run over it, so that a result has the bits of the same layer over the dequantised weights.
+// Linear layers over quantised weights.
+//
+// Weights only: a block of weight rows is unpacked where the cache holds it, and the dots of linear.cpp run over it,
+// so that a result has the bits of the same layer over the dequantised weights. Dynamic: x is quantised too.
 #include <cstdlib>
 #include <memory>
 
@@ -61,6 +63,44 @@ int32_t moe_lora_unpacked_linear(int32_t bits, int32_t dtype, int32_t threads, c
             const char* block_bias = bias ? static_cast<const char*>(bias) + first * size : nullptr;
             dot({&x_list[t.row], unpacked, block_bias, &grouped.out[t.row], t.rows, num, width, n, nullptr});
         }
+    });
+    return 0;
+}
+
+int32_t moe_lora_dynamic_linear(int32_t bits, int32_t dtype, int32_t threads, const void* x, int64_t x_stride,
+                                int64_t x_rows, const void* data, const void* scale, int64_t group, const void* bias,
+                                const int32_t* ids, int64_t tokens, int64_t top_k, int64_t num_experts, void* out,
+                                int64_t num_out, int64_t width) {
+    constexpr int64_t kBlockOut = 16, kXRowsPerTask = 4;
+    const int64_t size = item_size(dtype), padded = round_up(width, 64), held_out = round_up(num_out, kBlockOut);
+    const int64_t row_bytes = bits == 8 ? round_up(width, 4) : width / 2;
+    const int64_t scale_bytes = bits == 8 ? int64_t(sizeof(float)) : width / group * size;
+    GroupedRows grouped;
+    const int32_t refusal = group_rows(ids, tokens, top_k, x_rows, num_experts, out, num_out * size, grouped);
+    if (refusal) return refusal;
+    threads = useful_threads(threads, int64_t(grouped.segments.size()) * num_out * row_bytes);
+    const bool f32 = dtype == kF32;
+    std::unique_ptr<uint8_t[]> u(new uint8_t[x_rows * padded]);  // what lies behind a row meets weights of zero
+    std::vector<float> x_scale(x_rows);
+    std::vector<int32_t> zero(x_rows);
+    const auto quantise = f32 ? isa().quantise_f32 : isa().quantise_bf16;
+    run_tasks((x_rows + kXRowsPerTask - 1) / kXRowsPerTask, threads, [&](int64_t i, int64_t) {
+        for (int64_t r = i * kXRowsPerTask; r < std::min(x_rows, (i + 1) * kXRowsPerTask); r++)
+            quantise(static_cast<const char*>(x) + r * x_stride * size, width, bits == 4, &u[r * padded], &x_scale[r],
+                     &zero[r]);
+    });
+    const std::vector<LinearTask> tasks = cut_segments(grouped.segments, num_out, row_bytes, threads, 2 * kBlockOut);
+    const auto dynamic = bits == 8 ? (f32 ? isa().dynamic_int8_f32 : isa().dynamic_int8_bf16)
+                                   : (f32 ? isa().dynamic_int4_f32 : isa().dynamic_int4_bf16);
+    run_tasks(int64_t(tasks.size()), threads, [&](int64_t i, int64_t) {
+        const LinearTask& t = tasks[i];
+        const int64_t first = t.segment->expert * held_out + t.n;
+        const char* task_bias =
+            bias ? static_cast<const char*>(bias) + (t.segment->expert * num_out + t.n) * size : nullptr;
+        dynamic({&grouped.x[t.row], u.get(), x_scale.data(), zero.data(),
+                 static_cast<const char*>(data) + first * row_bytes,
+                 static_cast<const char*>(scale) + first * scale_bytes, task_bias, &grouped.out[t.row], t.rows, t.num,
+                 width, padded, group, t.n});
     });
     return 0;
 }

@@ -42,6 +42,19 @@ struct UnpackRows {
     int64_t ahead;  // bytes of data from here to what is unpacked next (prefetched)
 };
 
+// Rows of x in bytes against weight blocks [0, num_w / 16); see dynamic.inl.
+struct DynamicTile {
+    const int64_t* x;      // number of the quantised row at each place
+    const uint8_t* u;      // [numbers][padded]
+    const float* x_scale;  // by number
+    const int32_t* zero;   // by number
+    const void* data;
+    const void* scale;
+    const void* bias;  // num_w elements of the output type, or null
+    void* const* out;  // row pointers
+    int64_t rows, num_w, width, padded, group, column;
+};
+
 // One row of logits in an online softmax; see softmax_row in tiles.inl.
 struct SoftmaxState {
     float max, sum, rescale;
@@ -63,6 +76,12 @@ struct IsaTable {
     void (*unpack_int8_bf16)(const UnpackRows&);
     void (*unpack_int4_f32)(const UnpackRows&);
     void (*unpack_int4_bf16)(const UnpackRows&);
+    void (*quantise_f32)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
+    void (*quantise_bf16)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
+    void (*dynamic_int8_f32)(const DynamicTile&);
+    void (*dynamic_int8_bf16)(const DynamicTile&);
+    void (*dynamic_int4_f32)(const DynamicTile&);
+    void (*dynamic_int4_bf16)(const DynamicTile&);
 };
 
 #if defined(__x86_64__) || defined(_M_X64)

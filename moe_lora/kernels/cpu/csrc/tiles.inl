@@ -181,6 +181,7 @@ static void dot_tile(const DotTile& t) {
 #include "sums.inl"
 #include "softmax.inl"
 #include "unpack.inl"
+#include "dynamic.inl"
 
 template <class I>
 static IsaTable make_table(const char* name) {
@@ -198,5 +199,11 @@ static IsaTable make_table(const char* name) {
                     unpack_int8<I, float>,
                     unpack_int8<I, bf16>,
                     unpack_int4<I, float>,
-                    unpack_int4<I, bf16>};
+                    unpack_int4<I, bf16>,
+                    quantise_row<I, float>,
+                    quantise_row<I, bf16>,
+                    dynamic_tile<I, float, false>,
+                    dynamic_tile<I, bf16, false>,
+                    dynamic_tile<I, float, true>,
+                    dynamic_tile<I, bf16, true>};
 }

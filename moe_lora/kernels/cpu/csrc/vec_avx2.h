@@ -45,6 +45,30 @@ struct Avx2 {
         store(padded, value);
         memcpy(p, padded, count * sizeof(T));
     }
+    using Int = __m256i;
+    static constexpr int kDynamicRows = 4, kDynamicBlocks = 1;
+    static inline Int int_zero() { return _mm256_setzero_si256(); }
+    static inline Int int_set1(int32_t value) { return _mm256_set1_epi32(value); }
+    static inline Int load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+    static inline Int load_nibbles(const void* p, int half) {
+        const Int bytes = _mm256_srli_epi16(load_bytes(p), half ? 4 : 0);
+        return _mm256_sub_epi8(_mm256_and_si256(bytes, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+    }
+    static inline Int four_bytes(const uint8_t* p) {
+        int32_t value;
+        memcpy(&value, p, 4);
+        return _mm256_set1_epi32(value);
+    }
+    // Four unsigned bytes of x by four signed bytes of w, in 16 bits: the sums of `maddubs` would saturate.
+    static inline Int dot_bytes(Int x, Int w, Int acc) {
+        const Int even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(255)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8));
+        const Int odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(w, 8));
+        return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+    }
+    static inline Int sum_bytes(Int w, Int acc) { return dot_bytes(_mm256_set1_epi8(1), w, acc); }
+    static inline Int int_sub_product(Int a, Int b, Int c) { return _mm256_sub_epi32(a, _mm256_mullo_epi32(b, c)); }
+    static inline V to_float(Int value) { return _mm256_cvtepi32_ps(value); }
     static inline V load_int8(const int8_t* p) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
     }

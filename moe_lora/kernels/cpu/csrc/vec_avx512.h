@@ -32,6 +32,30 @@ struct Avx512 {
             _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
     }
     static inline V round_bf16(V value) { return from_half(to_half(value)); }
+    using Int = __m512i;
+    static constexpr int kDynamicRows = 12, kDynamicBlocks = 2;
+    static inline Int int_zero() { return _mm512_setzero_si512(); }
+    static inline Int int_set1(int32_t value) { return _mm512_set1_epi32(value); }
+    static inline Int load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+    static inline Int load_nibbles(const void* p, int half) {
+        const Int bytes = _mm512_srli_epi16(load_bytes(p), half ? 4 : 0);
+        return _mm512_sub_epi8(_mm512_and_si512(bytes, _mm512_set1_epi8(15)), _mm512_set1_epi8(8));
+    }
+    static inline Int four_bytes(const uint8_t* p) {
+        int32_t value;
+        memcpy(&value, p, 4);
+        return _mm512_set1_epi32(value);
+    }
+    // Four unsigned bytes of x by four signed bytes of w, in 16 bits: the sums of `maddubs` would saturate.
+    static inline Int dot_bytes(Int x, Int w, Int acc) {
+        const Int even = _mm512_madd_epi16(_mm512_and_si512(x, _mm512_set1_epi16(255)),
+                                           _mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8));
+        const Int odd = _mm512_madd_epi16(_mm512_srli_epi16(x, 8), _mm512_srai_epi16(w, 8));
+        return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+    }
+    static inline Int sum_bytes(Int w, Int acc) { return dot_bytes(_mm512_set1_epi8(1), w, acc); }
+    static inline Int int_sub_product(Int a, Int b, Int c) { return _mm512_sub_epi32(a, _mm512_mullo_epi32(b, c)); }
+    static inline V to_float(Int value) { return _mm512_cvtepi32_ps(value); }
     static inline V load_int8(const int8_t* p) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
     }
