@@ -197,16 +197,13 @@ class _Search:
                 self.total(self.seconds[m] + more_s, self.used[m] + more, m),
                 self.total(self.seconds[target] + there_s, self.used[target] - more, target),
             )
-            for at in np.argpartition(value, min(NUM_TRIED, value.size - 1), axis=None)[:NUM_TRIED].tolist():
+            below = np.flatnonzero(value < limit)
+            for at in below[np.argsort(value.flat[below], kind="stable")[:NUM_TRIED]].tolist():
                 i, j = divmod(at, len(comes))
                 here, there = mine[goes[i] > 0].tolist(), theirs[comes[j] > 0].tolist()
                 found.append((float(value[i, j]), target, here, there))
-        for value_s, target, here, there in sorted(found)[: 2 * NUM_TRIED]:
-            if not value_s < limit:
-                return False
-            if self._try(m, target, here, there):
-                return True
-        return False
+        best = sorted(found)[: 2 * NUM_TRIED]
+        return any(self._try(m, target, here, there) for _, target, here, there in best)
 
     def _pairs(self, m: int) -> tuple[IntArray, FloatArray]:
         """A few of the replica's requests; 1.0 where one is in a set: [sets of 0 to 2, requests]."""
