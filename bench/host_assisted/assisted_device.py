@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.host_workers.profile import host_section, machine_of, model_of
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.paced import prefill_shares
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
+from moe_lora.policies.host_start import HostTimes, PartTime
 
 from .assisted_plan import DECODE_SHARE, LONGEST, Cell
 
@@ -70,12 +73,14 @@ class Files:
 
 @dataclass(frozen=True)
 class Device:
-    """profile: of a layer's stages.  host_s: {prompt tokens: a worker's seconds for the sites of a layer}."""
+    """profile: of a layer's stages.  host_s: {prompt tokens: a worker's seconds for the sites of a layer}.
+    performance_model: a file of these times, by which engines choose between the host and waiting."""
 
     profile: StepProfile
     num_layers: int
     adapter_bytes: int
     host_s: dict[int, float]
+    performance_model: Path
 
     def prefill_s(self, num_tokens: int) -> float:
         """A whole prompt's."""
@@ -101,7 +106,37 @@ def scaled_device(cell: Cell, model_dir: Path, adapter: Path, core: int, slack: 
         attention=StageTime(fixed_s=DECODE_SHARE * prefill.seconds(cell.mean_prompt)), prefill=prefill
     )
     host_s = {n: sum(of_site[i] for of_site in times.values()) for i, n in enumerate(lengths)}
-    return Device(profile, shape.num_layers, packed.nbytes, host_s)
+    path = model_dir / f"times-{cell.lora_rank}-{cell.mean_prompt}.json"
+    write_times(path, shape, packed, {site: of_site[:2] for site, of_site in times.items()}, lengths)
+    return Device(profile, shape.num_layers, packed.nbytes, host_s, path)
+
+
+def write_times(
+    path: Path,
+    shape: ModelShape,
+    packed: PackedAdapter,
+    times: Mapping[int, Sequence[float]],
+    lengths: Sequence[int],
+) -> None:
+    """What `moe-lora profile-steps --host-worker` would say of the worker; the device's and the loads' times,
+    which are emulated, replace those in the file."""
+    worker = {}
+    for site, (short_s, mean_s) in times.items():
+        rise = max(0.0, (mean_s - short_s) / (lengths[1] - lengths[0]))
+        start = PartTime(fixed_s=max(0.0, mean_s - rise * lengths[1]), per_token_s=rise)
+        worker["+".join(shape.sites[site].modules)] = start
+    found = HostTimes(
+        worker=worker,
+        device=PartTime(),
+        num_layers=shape.num_layers,
+        load_fixed_s=0.0,
+        load_bytes_per_s=1e12,
+        bytes_per_rank=packed.nbytes / packed.max_lora_rank,
+        max_tokens=lengths[-1],
+        max_rank=packed.max_lora_rank,
+    )
+    machine, model = machine_of(torch.device("cpu")), model_of(shape, torch.bfloat16)
+    path.write_text(json.dumps({"host": host_section(found, machine, model, {}, [])}))
 
 
 def host_times(

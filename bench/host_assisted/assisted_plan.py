@@ -134,6 +134,21 @@ def sweep() -> list[Cell]:
     return full + few
 
 
+def pipelining() -> list[Cell]:
+    """Lone cold prompts, with few cores and with those that c asks for."""
+    return [
+        replace(
+            S3,
+            name=f"pipelining, rank {rank}, {cores:g} of the cores",
+            lora_rank=rank,
+            load=rank / 64,
+            cores=cores,
+        )
+        for rank in (64, 128)
+        for cores in (FEW, 1.0)
+    ]
+
+
 def asks(cell: Cell, prefill_s: float, number: int) -> list[Ask]:
     """Poisson arrivals of a round; prompts of 0.25 to 4 times the mean, as skewed as LMSYS's."""
     rng = random.Random(number)

@@ -32,7 +32,7 @@ def lines(record: Record) -> list[dict[str, str]]:
         for key, value in median.items():
             unit = " ms" if key.endswith("_s") or key.endswith("request") else " %"
             row[key.removesuffix("_s") + unit] = f"{(1e3 if unit == ' ms' else 1e2) * value:.1f}"
-        for key in COMPARED:
+        for key in [key for key in COMPARED if key in median]:
             one = over(record, key, name, first)
             row[f"{key[:-2]} / {first}"] = f"{one['median']:.3f} ({one['p25']:.3f}-{one['p75']:.3f})"
         found.append(row)

@@ -68,10 +68,18 @@ class Run:
 
 
 class System:
-    """One engine.  warm: bring all its adapters to the device, and keep them there."""
+    """One engine.  whole_loads: none of an adapter's layers serves before all are there (no pipelining)."""
 
     def __init__(
-        self, name: str, cell: Cell, device: Device, model_dir: Path, adapters: Sequence[Path], core: int
+        self,
+        name: str,
+        cell: Cell,
+        device: Device,
+        model_dir: Path,
+        adapters: Sequence[Path],
+        core: int,
+        *,
+        whole_loads: bool = False,
     ) -> None:
         workers: dict[str, Any] = {}
         if name == OURS:
@@ -80,6 +88,7 @@ class System:
                 "host_cores": (core,),
                 "host_tokens_per_worker": cell.mean_prompt,
                 "host_tokens_per_step": LONGEST * cell.mean_prompt,
+                "performance_model": str(device.performance_model),
             }
         rate = device.adapter_bytes / (cell.load * device.prefill_s(cell.mean_prompt)) / 1e9
         emulation = EmulationConfig(
@@ -98,6 +107,8 @@ class System:
         )
         self._workers = set(psutil.Process().children()) - before
         self.vocab_size = cell.size.vocab_size
+        if whole_loads:
+            self.llm.client.core._transfers._first_group = None
         if name == CACHED:
             for number in range(len(adapters)):
                 self.llm.pin_adapter(f"a{number}")
@@ -225,6 +236,40 @@ async def compare(
         }
     )
     return {"rounds": rounds, "lora_rows": rows, "engine_share_of_prompts": fit}
+
+
+BY_LAYER, WHOLE = "layer by layer", "whole adapters"
+
+
+async def lone(
+    cell: Cell, device: Device, model_dir: Path, adapters: Sequence[Path], core: int, num_rounds: int
+) -> dict[str, Any]:
+    """One cold prompt after the other, of mean length, where layers serve one by one and where none does
+    before all are there; figures of each round."""
+    systems: dict[str, System] = {}
+    rounds: dict[str, list[dict[str, float]]] = {BY_LAYER: [], WHOLE: []}
+    try:
+        for name in rounds:
+            systems[name] = System(OURS, cell, device, model_dir, adapters, core, whole_loads=name == WHOLE)
+        for number in range(-1, num_rounds):
+            order = list(systems) if number % 2 == 0 else list(systems)[::-1]
+            for name in order:
+                ttft_s = []
+                for turn in range(cell.num_requests):
+                    adapter = ((number + 1) * cell.num_requests + turn) % len(adapters)
+                    wanted = [Ask(0.0, adapter, cell.mean_prompt, 1)]
+                    one = await run(systems[name].llm, wanted, systems[name].vocab_size, num_warm=0)
+                    ttft_s += one.ttft_s
+                if number >= 0:
+                    rounds[name].append({"ttft_s": statistics.mean(ttft_s)})
+        stats = {name: system.llm.stats() for name, system in systems.items()}
+    finally:
+        for system in systems.values():
+            system.llm.close()
+    rows = {"host": stats[BY_LAYER].lora_rows_host, "local": stats[BY_LAYER].lora_rows_local}
+    fallback = sum(one.host_fallback_rows for one in stats.values())
+    whole = {"host_whole": stats[WHOLE].lora_rows_host, "local_whole": stats[WHOLE].lora_rows_local}
+    return {"rounds": rounds, "lora_rows": rows | {"fallback": fallback} | whole}
 
 
 async def _round(systems: Mapping[str, System], wanted: Sequence[Ask], number: int) -> dict[str, Run]:

@@ -7,8 +7,8 @@ The settings are Toppings' (`assisted_plan`), all systems get the same requests 
 The device is emulated: engine and its sleeps on the first core, one real worker on the last.  A layer's time
 is that of the worker for the same prompt times `--slack`, so one worker is what c of section 4.2 asks for;
 c is a mean prompt, and longer ones are divided.  A setting in which the engine needs more than 70 % of its
-core for real is refused.  Beside it, not paced: an engine on all cores against one with a core less and a
-worker.
+core for real is refused.  Beside it: lone cold prompts with layers that serve one by one and without
+(section 7.3), and, not paced, an engine on all cores against one with a core less and a worker.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,23 +28,30 @@ from bench.harness.records import Record, Recorder
 from bench.harness.tables import table
 
 from .assisted_device import Device, Files, scaled_device
-from .assisted_plan import Cell, settings, sweep
+from .assisted_plan import Cell, pipelining, settings, sweep
 from .assisted_report import goals, lines
-from .assisted_runs import DoesNotFitError, compare, pin
+from .assisted_runs import DoesNotFitError, compare, lone, pin
 from .assisted_unpaced import unpaced
 
 NUM_ROUNDS = 7
-PARTS = ("settings", "sweep", "unpaced")
+PARTS = ("settings", "sweep", "pipelining", "unpaced")
 
 
-def measure(cell: Cell, files: Files, core: int, slack: float, num_rounds: int) -> dict[str, Any]:
+def measure(
+    cell: Cell,
+    files: Files,
+    core: int,
+    slack: float,
+    num_rounds: int,
+    run: Callable[..., Coroutine[Any, Any, dict[str, Any]]] = compare,
+) -> dict[str, Any]:
     """The record's result.  Raises DoesNotFitError."""
     cores = sorted(os.sched_getaffinity(0))
     adapters = files.adapters(cell)
     pin(cores[:1])
     try:
         device = scaled_device(cell, files.model(cell), adapters[0], core, slack)
-        result = asyncio.run(compare(cell, device, files.model(cell), adapters, core, num_rounds))
+        result = asyncio.run(run(cell, device, files.model(cell), adapters, core, num_rounds))
     finally:
         pin(cores)
     return result | described(device, cell)
@@ -86,6 +94,11 @@ def main(out: str | None, plot: Path | None, quick: bool, parts: tuple[str, ...]
                 refused.append(str(error))
                 click.echo(f"refused: {error}")
                 continue
+            config = {"bench": "host_assisted", **vars(cell), "size": cell.size.describe(), "slack": slack}
+            records.append(recorder(config, result))
+            click.echo(table(lines(records[-1]), f"\n{cell.name}: {rows_text(result)}"))
+        for cell in (pipelining()[:1] if quick else pipelining()) if "pipelining" in parts else ():
+            result = measure(cell, files, core, slack, 1 if quick else NUM_ROUNDS, lone)
             config = {"bench": "host_assisted", **vars(cell), "size": cell.size.describe(), "slack": slack}
             records.append(recorder(config, result))
             click.echo(table(lines(records[-1]), f"\n{cell.name}: {rows_text(result)}"))

@@ -64,13 +64,16 @@ def test_what_decoding_lasts_longer_is_the_interruption() -> None:
 def test_quick_run_writes_a_record_and_a_figure(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "figure.png"
     command = [sys.executable, "-m", "bench.host_assisted.bench_host_assisted", "--quick", "--part=sweep"]
-    command += ["--slack=6", f"--out={out}", f"--plot={plot}"]
+    command += ["--part=pipelining", "--slack=4", f"--out={out}", f"--plot={plot}"]
     subprocess.run(command, check=True, timeout=600)
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["kind"] for record in records} == {"emulated"}
     for record in records:
         assert record["result"]["lora_rows"]["host"] > 0
         assert record["result"]["lora_rows"]["fallback"] == 0
+    rows = records[-1]["result"]["lora_rows"]
+    assert rows["host_whole"] > rows["host"], "layers that serve one by one leave the host less"
+    for record in records[:-1]:
         assert all(share <= 1 for share in record["result"]["engine_share_of_prompts"].values())
     assert plot.stat().st_size > 0
 
