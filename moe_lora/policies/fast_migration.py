@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import coo_matrix, vstack
 
 from .migration import (
     TOLERANCE,
@@ -28,6 +26,9 @@ from .migration import (
     Placement,
     undo_needless,
 )
+
+if TYPE_CHECKING:
+    from scipy.sparse import coo_matrix
 
 LACK_S = 1e12
 """What memory that lacks counts as, so that it goes first."""
@@ -324,6 +325,9 @@ class _Relaxed:
 
     def solve(self) -> FloatArray:
         """[groups, replicas] requests of each group there."""
+        from scipy.optimize import linprog  # a third of a second, which a front end without moves saves
+        from scipy.sparse import vstack
+
         search, placement = self._search, self._search.placement
         num, problem = len(search.every), placement.problem
         x = 1 + np.arange(len(self.groups) * num).reshape(-1, num)
@@ -386,6 +390,8 @@ class _Rows:
         self._parts.append(tuple(map(np.ravel, np.broadcast_arrays(rows, columns, values))))
 
     def matrix(self, num_rows: int, num_columns: int) -> coo_matrix:
+        from scipy.sparse import coo_matrix
+
         if not self._parts:
             return coo_matrix((num_rows, num_columns))
         rows, columns, values = (np.concatenate(part) for part in zip(*self._parts, strict=True))

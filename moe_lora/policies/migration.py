@@ -20,12 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
+
+if TYPE_CHECKING:
+    from scipy.optimize import Bounds, LinearConstraint
 
 ReplicaName: TypeAlias = Hashable
 RequestId: TypeAlias = Hashable
@@ -276,6 +277,8 @@ def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> Migr
     before = placement.objective()
     if not problem.requests:
         return placement.plan(before, before, before)
+    from scipy.optimize import milp  # a third of a second, for this alone
+
     program = _Program(problem)
     found = milp(
         program.cost,
@@ -323,6 +326,8 @@ class _Program:
 
     def bounds(self) -> Bounds:
         """Nothing goes to the host of a replica whose device has room for all."""
+        from scipy.optimize import Bounds
+
         upper = np.ones(len(self.cost))
         upper[0] = np.inf
         every = float(self._bytes.sum() + self._adapter_bytes.sum())
@@ -332,6 +337,9 @@ class _Program:
         return Bounds(np.zeros(len(upper)), upper)
 
     def constraints(self) -> LinearConstraint:
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import csr_matrix
+
         for j in range(self._num):
             self._of_replica(j)
         row_of = {one.name: k for k, one in enumerate(self._adapters)}
