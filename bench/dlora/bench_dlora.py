@@ -1,10 +1,11 @@
-"""dLoRA's claims, simulated; see README.md.
+"""dLoRA's claims, simulated and on the real engine; see README.md.
 
 python -m bench.dlora.bench_dlora --part PART --out FILE.jsonl [--quick]
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -12,10 +13,11 @@ import click
 from bench.harness.records import Record, Recorder
 from bench.harness.tables import table
 
+from .dlora_engine import QUICK_PLAN, Plan, engine_points
 from .dlora_replicas import replicas_points
 from .dlora_simulated import OTHER_TRACES, batching_points, shortened, tune, worth_points
 
-PARTS = ("tune", "batching", "worth", "replicas")
+PARTS = ("tune", "batching", "worth", "replicas", "engine", "engine-experts")
 
 
 @click.command()
@@ -24,7 +26,7 @@ PARTS = ("tune", "batching", "worth", "replicas")
 @click.option("--quick", is_flag=True, help="Does it run?  A few short points.")
 def main(part: str, out: str | None, quick: bool) -> None:
     """Record one part and show it."""
-    recorder = Recorder(out, "simulated")
+    recorder = Recorder(out, "measured" if part.startswith("engine") else "simulated")
     if part == "tune":
         traces = tuple(map(shortened, OTHER_TRACES[:2])) if quick else OTHER_TRACES
         tune(recorder, num_draws=2 if quick else 20, traces=traces, descend=not quick)
@@ -32,8 +34,11 @@ def main(part: str, out: str | None, quick: bool) -> None:
         batching_points(recorder, duration_s=10.0 if quick else 180.0, num_seeds=1 if quick else 3)
     elif part == "worth":
         worth_points(recorder, duration_s=10.0 if quick else 120.0, num_seeds=1 if quick else 3)
-    else:
+    elif part == "replicas":
         replicas_points(recorder, quick=quick, num_seeds=1)
+    else:
+        plan = replace(QUICK_PLAN if quick else Plan(), paper=part == "engine")
+        engine_points(recorder, plan)
     click.echo(table([_row(record) for record in recorder.records], f"dLoRA, {part}"))
 
 

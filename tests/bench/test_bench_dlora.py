@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from bench.dlora.dlora_engine import QUICK_PLAN, engine_points
 from bench.dlora.dlora_plan import PAPER, SKEWNESS, STEP_S, TRUE_RANK, Work, largest_share, llama_7b, requests
 from bench.dlora.dlora_replicas import SYSTEMS as FLEETS
 from bench.dlora.dlora_replicas import WORK
@@ -20,6 +21,7 @@ from bench.dlora.dlora_simulated import (
     shortened,
     tune,
 )
+from bench.harness.random_model import TINY
 
 SHORT = Work(skewness=16, rate_per_s=4.0, duration_s=4.0)
 
@@ -78,3 +80,18 @@ def test_replicas_serve_everybody(system: str) -> None:
     assert found["num_requests"] == len(requests(work))
     assert len(found["busy_share"]) == 8
     assert (found["num_plans"] > 0) <= system.endswith("migration")
+
+
+def test_the_real_engine_serves_every_policy() -> None:
+    """A tiny model; every request ends, and policies that merge have merged."""
+    seen = []
+    plan = replace(QUICK_PLAN, size=TINY, skewness=(math.inf,), duration_s=0.5, num_steps=1)
+    engine_points(lambda config, result: seen.append((config, result)), plan)
+    (share, steps), *skew = seen
+    assert share["part"] == "share"
+    assert set(steps["step_ms"]) == {"base", "unmerged", "unmerged, one", "merged, one"}
+    found = {config["system"]: result for config, result in skew}
+    assert set(found) == set(SYSTEMS)
+    assert len({result["num_requests"] for result in found.values()}) == 1
+    assert found["unmerged"]["num_merges"] == found["unmerged"]["steps_merged"] == 0
+    assert found["merged"]["steps_merged"] > 0
