@@ -272,6 +272,13 @@ class HostLoads:
         load = self._loads.get(uid)
         return 1 if load is None else load.first_group
 
+    def extra_s(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> float:
+        """How much longer a step takes that computes so many tokens of a prompt of this adapter."""
+        load = self._loads.get(uid)
+        if self._rule is None or load is None:
+            return 0.0
+        return self._rule.extra_s(num_tokens, load.adapter, load.end_s - now_s, load.first_group, on_host)
+
     def pays(self, uid: Hashable, num_tokens: int, on_host: int, now_s: float) -> bool:
         """Whether so many tokens of a prompt of this adapter are to begin now."""
         load = self._loads.get(uid)

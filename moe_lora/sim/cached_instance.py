@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching import CacheCosts, CachingPolicy
-from moe_lora.policies.host_start import ColdAdapter, HostLoads
+from moe_lora.policies.host_start import ColdAdapter, HostLoads, HostStart
 from moe_lora.policies.routing import InstanceLoad
 from moe_lora.scheduling.scheduler import Scheduler
 from moe_lora.scheduling.views import Scheduled
@@ -121,7 +121,8 @@ class CachedConfig:
     adapter_pages: of each adapter, one extent.  block_size: tokens of a page.  link_bytes_per_s: between host
     and device, each way.  merging: None: all steps are
     unmerged.  tick_s: time between two decisions of the cache ahead of need.  upper, lower: its thresholds
-    (`UnifiedCache`).
+    (`UnifiedCache`).  host: host workers compute prompts of loading adapters where that pays, and a step
+    takes as much longer as it says; None: there are none.  lora_ranks: of adapters; 1 of others.
     """
 
     time: TransformerTime
@@ -137,6 +138,8 @@ class CachedConfig:
     tick_s: float = 0.1
     upper: float = 0.95
     lower: float = 0.70
+    host: HostStart | None = None
+    lora_ranks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def page_bytes(self) -> int:
@@ -205,7 +208,12 @@ class CachedInstance:
         self.links = CopyLinks(
             self.events, config.link_bytes_per_s, config.page_bytes, self._load_pages, self._copied
         )
-        adapters = CachedAdapters(self.cache, config.adapter_pages, self.events)
+        host = config.host
+        self._host_loads = None if host is None else HostLoads(host, config.max_num_batched_tokens)
+        self.num_host_tokens = 0
+        adapters = CachedAdapters(
+            self.cache, config.adapter_pages, self.events, self._host_loads, self._cold_adapter
+        )
         self.scheduler: Scheduler[CachedRequest] = Scheduler(
             self.cache,
             adapters,
@@ -213,6 +221,7 @@ class CachedInstance:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             starvation_s=config.starvation_s,
+            max_host_tokens=0 if host is None else host.num_workers * host.tokens_per_worker,
         )
         self.weights = (
             SimMergedWeights(config.merging, adapters, config.max_num_seqs, self.events)
@@ -248,6 +257,10 @@ class CachedInstance:
         self.load.end(request.adapter, request.load_tokens, started=request.has_started)
         request.start_over()
         on_taken(request)
+
+    def _cold_adapter(self, name: str) -> ColdAdapter:
+        num_bytes = self._config.adapter_pages[name] * self._config.page_bytes
+        return ColdAdapter(lora_rank=self._config.lora_ranks.get(name, 1), num_bytes=num_bytes)
 
     def _load_pages(self, namespace: Namespace) -> int:
         assert isinstance(namespace, str)
@@ -338,7 +351,21 @@ class CachedInstance:
         step_s = time.step_s(sum(rows.values()), attended, context, adapter_bytes, deltas.rows)
         if self.weights is not None:
             step_s += self.weights.took(rows, step_s)
-        return step_s
+        return step_s + self._host_extra_s(plan)
+
+    def _host_extra_s(self, plan: Plan) -> float:
+        """What the prompts of loading adapters add to a step: the longest that one of them takes beside the
+        others.
+        """
+        cold = [item for item in plan if item.sequence.cold_tokens]
+        if self._host_loads is None or not cold:
+            return 0.0
+        total, now_s = sum(item.num_tokens for item in cold), self.events.now_s()
+        self.num_host_tokens += total
+        return max(
+            self._host_loads.extra_s(item.sequence.adapter, item.num_tokens, total - item.num_tokens, now_s)
+            for item in cold
+        )
 
     def _end(self, plan: Plan) -> None:
         now_s = self.events.now_s()

@@ -25,6 +25,7 @@ from moe_lora.engine.build import caching_policy
 from moe_lora.engine.ranks.followers import Followers
 from moe_lora.engine.sequence import Sequence
 from moe_lora.kernels.operands import SlotTable
+from moe_lora.policies.host_start import HostLoads
 from moe_lora.scheduling.scheduler import Scheduler
 
 PAGE_BYTES = 64
@@ -91,7 +92,8 @@ class Parts:
     """Everything below an `EngineCore`, wired as `build_engine` does.
 
     room_pages: what adapters may take beside one request; None: all but a page.  prompt: adapters are there
-    as soon as they are asked for; else copies are done when `mover.work` is called.
+    as soon as they are asked for; else copies are done when `mover.work` is called.  host_loads: host workers
+    compute prompts when it says so, at most host_tokens in a step beside others.
     """
 
     def __init__(
@@ -110,6 +112,8 @@ class Parts:
         prompt: bool = True,
         clock: VirtualClock | None = None,
         leases: LeasedAdapters | None = None,
+        host_loads: HostLoads | None = None,
+        host_tokens: int = 0,
     ) -> None:
         self.clock = clock or VirtualClock()
         room_pages = num_pages - 1 if room_pages is None else room_pages
@@ -132,7 +136,7 @@ class Parts:
         self.arena = torch.zeros(num_pages * PAGE_BYTES, dtype=torch.uint8)
         self.host_arena = torch.zeros(num_host_pages * PAGE_BYTES, dtype=torch.uint8)
         self.slots = SlotTable(max_loras, 1, 1, torch.device("cpu"))
-        self.kept = AdapterStore() if leases is None else leases
+        self.kept = AdapterStore(host=SimpleNamespace() if host_loads else None) if leases is None else leases
         whole = np.ones(1, dtype=bool)
         shape = SimpleNamespace()
         arenas = (self.arena, self.host_arena, PAGE_BYTES)
@@ -144,6 +148,7 @@ class Parts:
             num_slots=max_loras,
             num_pages=room_pages,
             leases=leases,
+            host_loads=host_loads,
         )
         self.transfers = Transfers(
             self.cache,
@@ -154,6 +159,7 @@ class Parts:
             make_mover=self._make_mover,
             interval_s=0.1,
             followers=Followers(),
+            first_group=None if host_loads is None else host_loads.first_group,
         )
         self.manager.bring_now = self.move
         self.scheduler = Scheduler(
@@ -164,6 +170,7 @@ class Parts:
             max_num_batched_tokens=max_num_batched_tokens,
             starvation_s=starvation_s,
             shortest_first=shortest_first,
+            max_host_tokens=host_tokens,
         )
 
     def _make_mover(self, on_done: Callable[[], None]) -> HeldMover:
@@ -200,7 +207,7 @@ class Parts:
     def _check_adapter(self, sequence: Sequence) -> None:
         """The slot of a sequence that computes leads to its adapter's bytes, if it has any here."""
         adapter = sequence.adapter
-        if adapter is None or not adapter.packed.nbytes:
+        if adapter is None or not adapter.packed.nbytes or sequence.cold_tokens:
             return
         assert adapter.slot is not None
         assert self.slots.lora_rank[adapter.slot, 0, 0] == 1

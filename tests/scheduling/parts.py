@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 
 from moe_lora.cache.orders import Order
 from moe_lora.cache.unified import UnifiedCache
@@ -21,9 +22,9 @@ TOKEN = 7
 """Every token of every answer."""
 
 
-def cold(name: str) -> ColdAdapter:
-    """Of rank 1, a byte for each letter of its name."""
-    return ColdAdapter(lora_rank=1, num_bytes=len(name))
+def cold_of(num_pages: dict[str, int], page_bytes: int) -> Callable[[str], ColdAdapter]:
+    """Adapters of rank 1 and these sizes."""
+    return lambda name: ColdAdapter(lora_rank=1, num_bytes=num_pages[name] * page_bytes)
 
 
 class Parts:
@@ -48,6 +49,7 @@ class Parts:
         prompt: bool = True,
         host_tokens: int | None = None,
         host_loads: HostLoads | None = None,
+        page_bytes: int = 1,
     ) -> None:
         adapters = adapters or {}
         if host_tokens is not None and host_loads is None:
@@ -65,7 +67,7 @@ class Parts:
             self.cache.add_adapter(name, (pages,), 0.0)
         self.scheduler: Scheduler[CachedRequest] = Scheduler(
             self.cache,
-            CachedAdapters(self.cache, adapters, self.clock, host_loads, cold),
+            CachedAdapters(self.cache, adapters, self.clock, host_loads, cold_of(adapters, page_bytes)),
             self.clock,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -9,6 +9,7 @@ import pytest
 
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching_policies import CACHING_POLICIES, make_caching_policy
+from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
 from moe_lora.sim.cached_instance import CachedConfig, simulate_cached
 from moe_lora.sim.cached_requests import PARTS
 from moe_lora.sim.step_time import TransformerTime
@@ -165,3 +166,37 @@ def test_a_step_is_bound_by_compute_or_by_what_it_reads():
     assert time.step_s(1, 0.0, 1e6, 5e8) == pytest.approx((2e9 + 1e9 + 5e8) / 1e12)
     assert time.step_s(1000, 1e6, 0.0, 0.0) == pytest.approx((2e12 + 4e3 * 1e6) / 1e12)
     assert time.prefill_tokens_per_s == pytest.approx(500)
+
+
+def host_rule(num_workers: int, worker_s: float) -> HostStart:
+    """A worker takes so long for a token of the only layer; what is loaded is 1000 bytes a second."""
+    times = HostTimes(
+        worker={"o": PartTime(per_token_s=worker_s)},
+        device=PartTime(fixed_s=STEP_S),
+        num_layers=1,
+        load_fixed_s=0.0,
+        load_bytes_per_s=1000.0,
+        bytes_per_rank=400.0,
+        max_tokens=100,
+        max_rank=1,
+    )
+    return HostStart(times=times, num_workers=num_workers, tokens_per_worker=10)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "first_token_s"),
+    [(1, 1.3), (2, 1.2), (4, 1.1)],
+)
+def test_prompts_begin_on_host_workers_where_that_is_quicker(num_workers, first_token_s):
+    """30 tokens in three pieces of 0.1 s; a load takes 0.4 s, a step 0.1 s.  Decode waits for the load."""
+    requests = asked((1.0, "a0", range(30), 3))
+    (request,), result = simulated(requests, host=host_rule(num_workers, 0.01))
+    assert result.num_host_tokens == 30
+    assert request.first_token_s == pytest.approx(first_token_s)
+    assert request.finish_s == pytest.approx(1.6 + COPY_S)
+
+
+def test_prompts_wait_where_that_is_quicker():
+    (request,), result = simulated(asked((1.0, "a0", range(30), 3)), host=host_rule(4, 0.1))
+    assert result.num_host_tokens == 0, "pieces of 1 s"
+    assert request.first_token_s == pytest.approx(1.5 + COPY_S)
