@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 from moe_lora.config.cluster import ClusterConfig
@@ -67,7 +66,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
 
     Of the cluster's addresses only that of HTTP counts.  Raises ConfigError for what can be known at start.
     """
-    from moe_lora.core.host import run_folder
+    from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
     from moe_lora.dist.launch.host_roles import cluster_file, on_sockets, roles_of, run_roles, thread_share
     from moe_lora.serve.server import bind
@@ -86,10 +85,10 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int) -> int:
 
     with (
         bind(cluster.front_end.host, cluster.front_end.port) as sock,
-        TemporaryDirectory(prefix="moe_lora-") as folder,
+        OwnFolder() as folder,
         run_folder(cluster.engine.state_dir) as kept,
     ):
-        return asyncio.run(run(folder, str(kept / "contents")))
+        return asyncio.run(run(str(folder), str(kept / "contents")))
 
 
 def serve_front_end(cluster: ClusterConfig, name: str | None = None, listen_fd: int | None = None) -> None:
@@ -137,7 +136,7 @@ async def local_instances(
     name.  Raises what keeps one from starting.
     """
     from moe_lora.core.address import parse_address
-    from moe_lora.core.host import run_folder
+    from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
     from moe_lora.dist.cluster.controller.cluster_controller import controlled_fleet
     from moe_lora.dist.cluster.controller.placement_controller import make_routes
@@ -156,11 +155,11 @@ async def local_instances(
     if router is not None:
         routes = replace(routes, router=router)
     with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
+        folder = stack.enter_context(OwnFolder())
         if cluster.lora_server is None:
             kept = stack.enter_context(run_folder(config.state_dir))
             config = replace(config, contents_dir=str(kept / "contents"))
-        cluster = on_sockets(replace(cluster, engine=config), 1, folder)
+        cluster = on_sockets(replace(cluster, engine=config), 1, str(folder))
         parts = instance_roles(config.num_instances, stack.enter_context(cluster_file(cluster)))
         async with controlled_fleet(
             cluster,
@@ -246,14 +245,14 @@ async def local_lora_server(cluster: ClusterConfig) -> AsyncIterator[ClusterConf
         return
 
     from moe_lora.core.hf_config import read_config
-    from moe_lora.core.host import run_folder
+    from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.shape import ModelShape
     from moe_lora.dist.launch.host_roles import HostRoles, cluster_file, server_roles
     from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 
     config = cluster.engine
     with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="moe_lora-"))
+        folder = stack.enter_context(OwnFolder())
         kept = stack.enter_context(run_folder(config.state_dir))
         server = replace(
             cluster.lora_server, address=f"{folder}/lora-server", store_dir=str(kept / "adapters")

@@ -49,18 +49,44 @@ def run_folder(given: str | None) -> Iterator[Path]:
     Those of runs that were killed are deleted before.  Raises ConfigError.
     """
     parent = state_folder(given)
-    _sweep(parent)
     try:
-        folder = Path(tempfile.mkdtemp(dir=parent, prefix=_RUN))
+        folder = OwnFolder(parent, _RUN)
     except OSError as error:
         raise ConfigError(
             f"state_dir={str(parent)!r} can't be written ({error.strerror}); let it name another folder"
         ) from error
-    with folder_locked(folder):
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    with folder:
+        yield folder.path
+
+
+class OwnFolder:
+    """A new folder that only this user can enter, deleted with the context or by `remove`.
+
+    Those of processes that were killed are deleted before.  parent: None: for temporary files.  Raises
+    OSError.
+    """
+
+    def __init__(self, parent: Path | None = None, prefix: str = "moe_lora-run-") -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        _sweep(parent, prefix)
+        # It is locked before it has a name by which others look for what was left behind.
+        new = Path(tempfile.mkdtemp(dir=parent, prefix=f"new-{prefix}"))
+        self._handle = os.open(new, os.O_RDONLY)
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        self.path = new.rename(parent / new.name.removeprefix("new-"))
+
+    def remove(self) -> None:
+        """May be called again."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(handle)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def _make(folder: Path) -> None:
@@ -69,8 +95,8 @@ def _make(folder: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
 
-def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{_RUN}*"):
+def _sweep(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError), folder_locked(folder, wait=False):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -19,6 +19,7 @@ from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.request import ModelInfo
 from moe_lora.core.shape import ModelShape, check_expert_parallel
+from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.transport.contract import Transport, make_transport
 from moe_lora.engine.adapters.adapter_store import AdapterStore, ShardSizes
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
@@ -111,8 +112,8 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     rank.allocate(size.num_pages, size.num_host_pages)
     followers.settle()
     alone = config.expert_parallel == 1
-    store = _store(config, rank, size, followers, contents)
     with ExitStack() as undo:
+        store = _store(config, rank, size, followers, contents, undo)
         undo.callback(store.close)
         if alone:
             runner = rank.runner(host=store.host, find=store.find)
@@ -121,11 +122,13 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
         followers.settle()
         core = _core(config, rank, size, sizes, followers, contents, runner, store)
         undo.pop_all()
-    for packed, path in adapters:
-        core.add_adapter(packed, path)
-    runner.warm_up()
-    followers.tell(RankReport())
-    followers.settle()
+        undo.callback(core.close)
+        for packed, path in adapters:
+            core.add_adapter(packed, path)
+        runner.warm_up()
+        followers.tell(RankReport())
+        followers.settle()
+        undo.pop_all()
     logger.info(
         "engine ready: %s, %d adapters, arenas of %.1f MB on %s and %.1f MB on the host, %d processes",
         *(core.info.name, len(adapters), size.num_pages * page_bytes / 1e6, rank.device),
@@ -252,13 +255,28 @@ def _contents(config: EngineConfig, rank: Rank) -> AdapterContents:
 
 
 def _store(
-    config: EngineConfig, rank: Rank, size: ArenaSize, followers: Followers, contents: AdapterContents
+    config: EngineConfig,
+    rank: Rank,
+    size: ArenaSize,
+    followers: Followers,
+    contents: AdapterContents,
+    undo: ExitStack,
 ) -> AdapterStore:
-    """Adapters in files where other processes read them, or where the host arena is what memory is for."""
+    """Adapters in files where other processes read them, or where the host arena is what memory is for.
+
+    undo: ends what was begun for it.
+    """
+
+    def host_workers(where: HostStore | None) -> HostWorkers | None:
+        host = rank.host_workers(where)
+        if host is not None:
+            undo.callback(host.close)
+        return host
+
     options: dict[str, Any] = {}
     if config.pool is not None:
+        host = host_workers(None)
         transport = _transport(config, config.instance)
-        host = rank.host_workers(None)
         return PoolAdapters(transport, lambda path, name, content: contents.read(name, path, content), host)
     if config.expert_parallel > 1:
 
@@ -268,9 +286,9 @@ def _store(
 
         store = HostStore(followers.directory / HOST_STORE)
         options = {"store": store, "before_removal": all_read}
-        if (host := rank.host_workers(store)) is not None:
+        if (host := host_workers(store)) is not None:
             options |= {"host": host, "others_fallback_rows": followers.host_fallback_rows}
-    elif (host := rank.host_workers(contents.store)) is not None:
+    elif (host := host_workers(contents.store)) is not None:
         stays = None if contents.store is not None else lambda: None
         options = {"store": host.store, "before_removal": stays, "host": host}
     elif rank.lora_server is None and size.num_host_pages:

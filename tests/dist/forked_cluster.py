@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.core.host import OwnFolder
 from moe_lora.core.request import GenerateRequest
 from moe_lora.dist.launch.host_roles import Started, say_started
 from moe_lora.dist.launch.roles import JobPlace, serve_rank
@@ -30,7 +31,7 @@ from moe_lora.dist.net.codec import decoder_of
 from moe_lora.engine import build
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.follower import follow
-from moe_lora.engine.ranks.followers import Followers, instance_directory
+from moe_lora.engine.ranks.followers import Followers
 
 from .compared_backend import ComparedBackend, Tally, read_tally
 from .covering import Row
@@ -186,7 +187,7 @@ def instance(config: EngineConfig) -> Iterator[EngineCore]:
         connections = [
             stack.enter_context(forked(follow_comparing)) for _ in range(1, config.expert_parallel)
         ]
-        followers = Followers(connections, instance_directory()) if connections else None
+        followers = Followers(connections, OwnFolder()) if connections else None
         engine = build.build_engine(config, followers)
         try:
             yield engine

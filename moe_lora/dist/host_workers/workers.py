@@ -6,19 +6,17 @@ import contextlib
 import itertools
 import logging
 import os
-import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import ConfigError, EngineDeadError, PeerUnreachableError
+from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, start_child, usable_cores
 from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
 from moe_lora.dist.lora_server.protocol.session import ClientSession, DeltaRequest, FrameLayout
@@ -172,8 +170,8 @@ class HostWorkers:
     ) -> None:
         shape = layout.shape
         self._groups = ((0,) * len(shape.sites),) * shape.num_layers
-        self._folder = None if store is not None else Path(tempfile.mkdtemp(prefix="moe_lora-"))
-        self.store = store = store or HostStore(self._folder or "")
+        self._folder = None if store is not None else OwnFolder()
+        self.store = store = store or HostStore(self._folder.path if self._folder else "")
         self.num_tokens = num_workers * tokens_per_worker
         self._transport = make_transport("shm", name=f"host-workers-{os.getpid()}")
         options = (answer_timeout_s, self._folder is not None, slowdown)
@@ -220,14 +218,14 @@ class HostWorkers:
         return [link.pid for link in self.links.values()]
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; may be called again."""
         for link in self.links.values():
             link.close()
         for link in self.links.values():
             link.join(STOP_TIMEOUT_S)
         self._transport.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
 
 class RowShares:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, shard_layer
 from moe_lora.core.errors import AdapterError, StorageError
+from moe_lora.core.host import OwnFolder
 from moe_lora.core.request import AdapterResidency
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.host_workers.workers import HostWorkers
@@ -155,7 +155,7 @@ class AdapterStore:
 
 def _nameless(packed: PackedAdapter) -> PackedAdapter:
     """As a mapped file without a name: whatever ends this process, nothing is left behind."""
-    with TemporaryDirectory(prefix="moe_lora-") as directory:
+    with OwnFolder() as directory:
         return _stored(packed, HostStore(directory))
 
 

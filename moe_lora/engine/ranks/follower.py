@@ -25,6 +25,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import wait_for_hang_up
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.adapters.copies import Steps
@@ -43,7 +44,6 @@ from .followers import (
     RankReport,
     SetUp,
     host_counts,
-    instance_directory,
 )
 from .rank import Rank
 
@@ -198,14 +198,14 @@ def gather_followers(config: EngineConfig) -> Followers:
             f"torchrun started {size} processes for expert_parallel={config.expert_parallel}; "
             f"use --nproc-per-node {config.expert_parallel}"
         )
-    directory = instance_directory()
+    folder = OwnFolder()
     connections: dict[int, Connection] = {}
-    with Listener(str(directory / _SOCKET), "AF_UNIX") as listener:
-        store.set(_DIRECTORY_KEY, str(directory))
+    with Listener(str(folder.path / _SOCKET), "AF_UNIX") as listener:
+        store.set(_DIRECTORY_KEY, str(folder.path))
         while len(connections) < size - 1:
             connection = listener.accept()
             connections[connection.recv()] = connection
-    return Followers([connections[dist_rank] for dist_rank in sorted(connections)], directory)
+    return Followers([connections[dist_rank] for dist_rank in sorted(connections)], folder)
 
 
 def follow_rank_0() -> None:

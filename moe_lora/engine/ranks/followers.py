@@ -8,10 +8,8 @@ gone.
 from __future__ import annotations
 
 import pickle
-import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ import numpy as np
 
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, start_child
 from moe_lora.engine.runner import packed_message
 
@@ -78,27 +77,28 @@ class Done:
 class Followers:
     """Ranks 1 .. P-1.
 
-    connections: one each, in rank order; none where rank 0 is alone.  directory: see `SetUp`; None where
-    rank 0 is alone.  processes: the followers, if this process started them.
+    connections: one each, in rank order; none where rank 0 is alone.  folder: see `SetUp.directory`; it
+    stands in for passwords between the ranks; None where rank 0 is alone.  processes: the followers, if this
+    process started them.
     """
 
     def __init__(
         self,
         connections: Sequence[Connection] = (),
-        directory: Path | None = None,
+        folder: OwnFolder | None = None,
         processes: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
         self._connections = connections
         self._processes = processes
         self._ending = threading.Event()
-        self._directory = directory
+        self._folder = folder
         self._host_counts: list[np.ndarray] = []
 
     @property
     def directory(self) -> Path:
         """Of this instance, where there are followers."""
-        assert self._directory is not None
-        return self._directory
+        assert self._folder is not None
+        return self._folder.path
 
     def set_up(self, config: EngineConfig) -> None:
         """Have all load their part of the model; `settle` waits for it."""
@@ -184,8 +184,8 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
 
 
 def start_followers(config: EngineConfig) -> Followers:
@@ -198,15 +198,10 @@ def start_followers(config: EngineConfig) -> Followers:
         )
         processes.append(process)
         connections.append(connection)
-    return Followers(connections, instance_directory(), processes)
+    return Followers(connections, OwnFolder(), processes)
 
 
 def host_counts(directory: Path, dist_rank: int) -> np.ndarray:
     """[1] int64 that other ranks see: rows that this rank computed since its host workers did not."""
     path = directory / f"host-counts-{dist_rank}"
     return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(1,))
-
-
-def instance_directory() -> Path:
-    """A new directory that only this user can enter: it stands in for passwords between the ranks."""
-    return Path(tempfile.mkdtemp(prefix="moe_lora-"))
