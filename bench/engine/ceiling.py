@@ -17,6 +17,8 @@ from moe_lora.kernels.operands import SlotTable, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source
+from moe_lora.models.causal_lm import CausalLM, ExpertLinear, LoraLinear
+from moe_lora.models.quantised_weight import QuantisedWeight
 
 from .engine_runs import EngineRun
 
@@ -89,7 +91,7 @@ def step_bytes(run: EngineRun, shape: ModelShape, itemsize: int) -> StepBytes:
     assert recorder.step is not None
     kv_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
     return StepBytes(
-        weights=_weight_elements(shape, recorder) * itemsize,
+        weights=_weight_bytes(run.core._runner._model, recorder),
         kv=int(recorder.step.seq_lens.sum()) * kv_token,
         adapters=sum(_adapter_matrices(shape, recorder, _slots(run.core)).values()) * itemsize,
     )
@@ -103,17 +105,25 @@ def _slots(core: EngineCore) -> SlotTable:
     return backend._slots
 
 
-def _weight_elements(shape: ModelShape, recorder: _Recorder) -> int:
+def _weight_bytes(model: CausalLM, recorder: _Recorder) -> int:
+    """Of the weights as they are held, each matrix that a row chose once."""
     assert recorder.token_slots is not None
     rows = recorder.token_slots.numel()
-    total = shape.hidden_size * (rows + shape.vocab_size + 1)  # embedding rows, head, last norm
-    for layer in range(shape.num_layers):
-        total += 2 * shape.hidden_size
-        for number, site in enumerate(shape.sites):
-            ids = recorder.expert_ids.get((layer, number))
-            matrices = 1 if ids is None else ids.unique().numel()
-            total += matrices * site.in_features * site.total_out_features
+    total = _held_bytes(model.head) + model.embedding[0].nbytes * rows + model.norm.weight.nbytes
+    for number, layer in enumerate(model.layers):
+        total += 2 * model.norm.weight.nbytes
+        for module in layer.modules():
+            if isinstance(module, LoraLinear | ExpertLinear):
+                ids = recorder.expert_ids.get((number, module.site))
+                held = _held_bytes(module.weight)
+                total += held if ids is None else held * ids.unique().numel() // model.spec.shape.num_experts
     return total
+
+
+def _held_bytes(weight: torch.Tensor | QuantisedWeight) -> int:
+    if isinstance(weight, QuantisedWeight):
+        return weight.data.nbytes + weight.scale.nbytes
+    return weight.nbytes
 
 
 def _adapter_matrices(shape: ModelShape, recorder: _Recorder, slots: SlotTable) -> dict[tuple[str, int], int]:

@@ -26,6 +26,7 @@ def start_engine(
     max_model_len: int,
     num_threads: int,
     eager: bool,
+    quantize: str = "none",
 ) -> EngineCore:
     """An engine with every adapter on the device."""
     files = (Path(path) / "adapter_model.safetensors" for _, path in adapters)
@@ -38,6 +39,7 @@ def start_engine(
             model_dir=str(model_dir),
             adapters=adapters,
             dtype=dtype,
+            quantize=quantize,
             device="cpu",
             max_loras=max(1, len(adapters)),
             max_num_seqs=max_num_seqs,

@@ -1,0 +1,1 @@
+"""A quantised base beside a bf16 one."""
