@@ -17,7 +17,7 @@ from moe_lora.engine.llm import InProcessClient
 from moe_lora.models.weight_merge import WeightMerge
 from moe_lora.policies.merging import Batching
 from tests.engine.test_host_assisted import ask_client, lora_server
-from tests.families import FAMILIES
+from tests.families import FAMILIES, make_adapter
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
@@ -210,6 +210,52 @@ def test_policies_that_weigh_modes_run_in_the_engine(batching, served):  # noqa:
         assert stats.merges > 0 < stats.steps_merged
 
 
+def small_adapter(model, folder) -> str:
+    """Deltas of 1/200 of the weights: bf16 rounds a third of them away."""
+    made = make_adapter(model.family, model.model_dir, folder / "small", 4, scale=0.005, seed=4)
+    return str(made)
+
+
+@pytest.mark.parametrize("batching", ["auto", "merged"])
+def test_only_auto_refuses_adapters_that_merging_changes(batching, served, monkeypatch, tmp_path, caplog):  # noqa: F811
+    """With changes of the weights for nothing, so that auto merges whatever it may."""
+    model = served("mixtral")
+    monkeypatch.setattr(build, "expected_swap_times", lambda *_: lambda before, after: 0.0)
+    adapters = {"small": small_adapter(model, tmp_path), "large": str(model.adapters[0])}
+    with LLM(
+        model.model_dir, adapters=adapters, dtype="bfloat16", eager=True, batching=batching, verify_merge=True
+    ) as llm:
+        llm.generate(make_prompts((9,) * 4), ["small"] * 4, GREEDY)
+        assert (llm.stats().merges > 0) == (batching == "merged")
+        llm.generate(make_prompts((9,) * 4), ["large"] * 4, GREEDY)
+        assert llm.stats().merges > (batching == "merged")
+    [warning] = [record for record in caplog.records if "merging changes" in record.getMessage()]
+    assert "adapter small" in warning.getMessage()
+    assert ("it stays unmerged" in warning.getMessage()) == (batching == "auto")
+
+
+@pytest.mark.parametrize("num_cycles", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_tokens_after_each_cycle_are_those_of_before(num_cycles, served, monkeypatch):  # noqa: F811
+    model = served("mixtral")
+    drawn, policy = random.Random(0), Fixed(None)
+    use(monkeypatch, policy)
+    names = [None if slot < 0 else model.adapters[slot].name for slot in SLOTS]
+    short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with start(model, prefix_caching=False) as llm:
+
+        def answers():
+            return [(one.token_ids, one.adapter) for one in llm.generate(make_prompts(), names, short)]
+
+        before = answers()
+        for cycle in range(num_cycles):
+            policy.batching = Batching(drawn.randint(1, len(names) - 3), None, at_once=True)
+            assert answers() == before, "mixed"
+            policy.batching = Batching(None, at_once=True)
+            assert answers() == before, "unmerged again"
+            assert llm.stats().unmerges == cycle + 1
+        assert llm.stats().merges == num_cycles
+
+
 def test_merged_policy_serves_one_adapter_after_the_other(served):  # noqa: F811
     model = served("mixtral")
     with start(model) as llm:
@@ -222,7 +268,7 @@ def test_merged_policy_serves_one_adapter_after_the_other(served):  # noqa: F811
 class Fixed:
     """Merges one adapter for good."""
 
-    def __init__(self, uid: int, only=None) -> None:
+    def __init__(self, uid: int | None, only=None) -> None:
         self.batching = Batching(uid, only, at_once=True)
         self.forgotten: list[int] = []
 
