@@ -100,6 +100,7 @@ def as_result(report: ChaosReport) -> dict[str, Any]:
         "publications_refused": report.num_refused,
         "tables": report.num_tables,
         "moves": report.num_moves,
+        "migrations": report.num_migrations,
         "fetches": report.fetches,
         "complaints": report.complaints,
     }

@@ -46,9 +46,10 @@ class ChaosPlan:
 class ChaosReport:
     """began_s: on the monotonic clock.  num_asked: requests; counts: of them, see `Outcomes`; num_resent: of
     them, those that went on at another instance.  num_published, num_refused: publications of versions of one
-    adapter that were confirmed, and that were not.  num_tables, num_moves: of the placement.  fetches: of the
-    pool, by source.  complaints: what must not be; none if all is well.  log_end: the last that the processes
-    wrote, if there are complaints.
+    adapter that were confirmed, and that were not.  num_tables, num_moves: of the placement.
+    num_migrations: requests that the front ends of the end moved.  fetches: of the pool, by source.
+    complaints: what must not be; none if all is well.  log_end: the last that the processes wrote, if there
+    are complaints.
     """
 
     strikes: list[Strike] = field(default_factory=list)
@@ -60,6 +61,7 @@ class ChaosReport:
     num_refused: int = 0
     num_tables: int = 0
     num_moves: int = 0
+    num_migrations: int = 0
     fetches: dict[str, int] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
     log_end: str = ""
@@ -117,6 +119,9 @@ def _fill_in(report: ChaosReport, cluster: ChaosCluster, replay: Replay, striker
     report.strikes, report.num_asked, report.counts = striker.strikes, replay.num_asked, outcomes.counts
     report.num_resent = striker.resent.total()
     report.num_tables, report.num_moves = cluster.table_version(), cluster.num_moves()
+    report.num_migrations = sum(
+        int(one.get(("migrations_total", kind), 0.0)) for one in figures.values() for kind in ("tokens", "kv")
+    )
     report.fetches = {
         source: int(
             max((one.get(("pool_fetches_total", source), 0.0) for one in figures.values()), default=0)

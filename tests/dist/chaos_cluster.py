@@ -21,10 +21,18 @@ from .cluster_jobs import ROOT, alive, descendants, until
 HEARTBEAT_TIMEOUT_S, HEARTBEAT_DEAD_S = 2.0, 8.0
 MAX_LORAS = 4
 """Fewer than are popular at a time, so that adapters come and go on every device."""
+MIGRATION = {
+    "migration": "dlora",
+    "migration_interval_s": 0.2,
+    "migration_queue_s": 0.0,
+    "migration_free_share": 1.0,
+    "migration_min_gain": 0.0,
+}
+"""Every instance is always pressed, and every gain is enough, so that requests move all the time."""
 _SCRAPES = 60
 
 Figures = Mapping[str, Mapping[tuple[str, str], float]]
-"""By front end: values of its metrics by (name, label), label the instance or the source, or "" for none."""
+"""By front end: values of its metrics by (name, label): the instance, the source or the kind, "" for none."""
 
 
 class ChaosCluster:
@@ -43,7 +51,8 @@ class ChaosCluster:
         self.log, self.temporary = folder / "log", folder / "tmp"
         self.temporary.mkdir(parents=True)
         beats = {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "heartbeat_dead_s": HEARTBEAT_DEAD_S}
-        file = {"model_dir": str(model.model_dir), "served_model_name": "base", "front_end": beats}
+        front_end = {**MIGRATION, **beats}
+        file = {"model_dir": str(model.model_dir), "served_model_name": "base", "front_end": front_end}
         (folder / "cluster.yaml").write_text(yaml.safe_dump(file))
         command = ["-m", "moe_lora.cli.main", "serve", "--config", str(folder / "cluster.yaml")]
         command += ["--lora-dir", str(model.adapter_dir), "--port", "0", "--eager", "--dtype", "float32"]
@@ -100,7 +109,7 @@ class ChaosCluster:
             found[name] = {
                 (
                     s.name.removeprefix("moe_lora:"),
-                    s.labels.get("instance", s.labels.get("source", "")),
+                    s.labels.get("instance", s.labels.get("source", s.labels.get("kind", ""))),
                 ): s.value
                 for s in samples
             }

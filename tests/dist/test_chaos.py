@@ -26,6 +26,7 @@ def check(asked: Asked, folder: Path, plan: ChaosPlan) -> ChaosReport:
     assert report.counts["answered"] > report.num_asked / 2
     assert report.num_tables >= len(plan.faults)
     assert report.num_moves >= 1
+    assert report.num_migrations >= 1
     return report
 
 
