@@ -121,7 +121,7 @@ class RequestMoves:
     def loads(self) -> list[RequestLoad]:
         """What each request takes now, and for how long those without a step have waited."""
         now_s = self._clock.now_s()
-        return [self._load(sequence, now_s) for sequence in self._sequences.values() if not sequence.held]
+        return [self._load(sequence, now_s) for sequence in self._sequences.values()]
 
     def _load(self, sequence: Sequence, now_s: float) -> RequestLoad:
         waits = sequence.waits.admitted_s is None
@@ -133,6 +133,7 @@ class RequestMoves:
             num_left=sequence.num_left,
             num_bytes=-(-len(sequence.tokens) // self._kv.block_size) * self._kv.page_bytes,
             waited_s=now_s - sequence.arrival_s if waits else None,
+            held=sequence.held,
         )
 
     def _find(self, request_id: str) -> Sequence:

@@ -69,7 +69,8 @@ class RequestLoad:
     """A request that an engine has.
 
     name: the engine's for it.  num_left: tokens that its answer may still gain.  num_bytes: of the KV of its
-    num_tokens.  waited_s: since it came, of one that has computed nothing; None: it has.
+    num_tokens.  waited_s: since it came, of one that has computed nothing; None: it has.  held: it is being
+    moved, to here or away.
     """
 
     name: str
@@ -79,6 +80,7 @@ class RequestLoad:
     num_left: int
     num_bytes: int
     waited_s: float | None
+    held: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Move(Message, frozen=True):
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
 """Methods whose first argument is the id of a request of who calls."""
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Hello(Message, frozen=True):

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_TOKEN_S = 0.02
 """Seconds of an instance for each token, until it has been seen."""
+ORDER_S = 2.0
+"""Orders of which nothing was seen for so long count as given up, as those that a front end refuses."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,15 @@ class Report:
 
     @property
     def pressure(self) -> ReplicaPressure:
-        waited_s = [one.waited_s for one in self.requests if one.waited_s is not None]
+        waited_s = [one.waited_s for one in self.requests if one.waited_s is not None and not one.held]
         return ReplicaPressure(self.instance.name, 1 - self.stats.kv_usage, max(waited_s, default=0.0))
 
 
 class MigrationController:
     """Looks at the instances once in each migration_interval_s, until cancelled.
+
+    It plans only when the moves of its last plan are over, so that no request has two targets and no load
+    counts at its source and at its target.
 
     steps: of the routers' performance model; None: not known.  same_layout: whether KV can go from one
     instance to another.  num_orders: moves asked for so far.
@@ -84,6 +89,8 @@ class MigrationController:
         self._seen: dict[str, RequestLoad] = {}
         self._tokens: dict[str, tuple[float, int]] = {}
         self._token_s = FIRST_TOKEN_S
+        self._ordered: set[tuple[str, str]] = set()
+        self._changed_s = 0.0
         self._problem = LastProblem()
 
     async def run(self) -> None:
@@ -106,9 +113,12 @@ class MigrationController:
         answers, _ = await ask(self._instance_registry, live, _report)
         reports = [Report(instance, *found) for instance, found in answers]
         self._learn(reports)
+        under_way = self._moves_under_way(reports)
         pressures = [report.pressure for report in reports]
         if not any(map(self.policy.is_pressed, pressures)):
             self.policy.decide(pressures, lambda: self._problem_of(reports, [], {}), self._clock.now_s())
+            return 0
+        if under_way:
             return 0
         infos = await reports[0].instance.client.list_adapters()
         kinds: dict[tuple[str, str], str] = {}
@@ -120,10 +130,29 @@ class MigrationController:
         )
         return 0 if plan is None else await self._pass_on(plan, kinds)
 
+    def _moves_under_way(self, reports: list[Report]) -> bool:
+        """Whether a request is held for a move, or one that was to leave an instance is still there and its
+        turn may come: the front end makes a few moves at a time."""
+        now_s, ordered = self._clock.now_s(), self._ordered
+        is_held = any(load.held for report in reports for load in report.requests)
+        self._ordered = ordered & {
+            (report.instance.name, _request_id(load))
+            for report in reports
+            for load in report.requests
+            if not load.held
+        }
+        if is_held or self._ordered != ordered:
+            self._changed_s = now_s
+        elif now_s - self._changed_s > ORDER_S:
+            self._ordered = set()
+        return is_held or bool(self._ordered)
+
     def _learn(self, reports: list[Report]) -> None:
         """How long answers are, by those that are gone, and how long a token takes, at the busiest."""
         now_s = self._clock.now_s()
-        seen = {one.name.partition("~")[0]: one for report in reports for one in report.requests}
+        loads = [load for report in reports for load in report.requests]
+        loads.sort(key=lambda load: not load.held)  # of one that is held somewhere the other counts
+        seen = {_request_id(load): load for load in loads}
         for name, load in self._seen.items():
             if name not in seen:
                 self._lengths.note(load.adapter, load.num_generated)
@@ -145,7 +174,7 @@ class MigrationController:
         sizes = {info.name: info.nbytes for info in infos}
         for report in reports:
             for load in report.requests:
-                if load.adapter is not None and load.adapter not in sizes:
+                if load.held or (load.adapter is not None and load.adapter not in sizes):
                     continue  # it was unloaded meanwhile
                 name = report.instance.name, load.name
                 requests.append(self._view(report.instance.name, load))
@@ -205,9 +234,18 @@ class MigrationController:
         sources = [one for one in self._instance_registry.live if one.name in orders]
         calls = [cast("CallableEngine", one.client).ask("pass_on", orders[one.name]) for one in sources]
         answers = await asyncio.gather(*calls, return_exceptions=True)
+        self._ordered = {
+            (one.name, order.name.partition("~")[0]) for one in sources for order in orders[one.name]
+        }
+        self._changed_s = self._clock.now_s()
         num_orders = sum(answer for answer in answers if isinstance(answer, int))
         self.num_orders += num_orders
         return num_orders
+
+
+def _request_id(load: RequestLoad) -> str:
+    """The same at all instances that it was sent to."""
+    return load.name.partition("~")[0]
 
 
 async def _report(client: EngineClient) -> tuple[EngineStats, list[RequestLoad]]:

@@ -96,7 +96,7 @@ class ReportingEngine(CountingEngine):
         return len(args[0])
 
 
-def load(name: str, waited_s: float | None, adapter: str | None = "a") -> RequestLoad:
+def load(name: str, waited_s: float | None, adapter: str | None = "a", held: bool = False) -> RequestLoad:
     return RequestLoad(
         name=name,
         adapter=adapter,
@@ -105,6 +105,7 @@ def load(name: str, waited_s: float | None, adapter: str | None = "a") -> Reques
         num_left=96,
         num_bytes=4096,
         waited_s=waited_s,
+        held=held,
     )
 
 
@@ -136,5 +137,40 @@ def test_nothing_moves_while_nobody_waits_and_there_is_room():
         assert await controller.step() == 0
         assert not busy.orders
         assert controller.policy.num_plans == 0
+
+    asyncio.run(run())
+
+
+def test_no_plan_is_made_while_moves_of_the_last_one_are_under_way():
+    async def run() -> None:
+        clock = VirtualClock()
+        busy = ReportingEngine([load(f"run{i}", None) for i in range(8)] + [load("wait", 1.0)])
+        idle = ReportingEngine([])
+        config = FrontEndConfig(migration="dlora", migration_queue_s=0.5, migration_interval_s=0.1)
+        registry = InstanceRegistry([busy, idle], [("a", "p")])
+        controller = MigrationController(config, registry, ranks={}, clock=clock)
+
+        async def look() -> int:
+            clock.advance(1.0)
+            return await controller.step()
+
+        assert await look() >= 2
+        first, later = busy.orders[0].name, [order.name for order in busy.orders[1:]]
+        assert await look() == 0  # the front end has not begun
+        idle.loads = [load(f"{first}~1", None, held=True)]
+        for _ in range(4):  # it computes its prompt at the target, and others wait for their turn
+            assert await look() == 0
+        busy.loads = [one for one in busy.loads if one.name != first] + [load("late", 1.0)]
+        idle.loads = [load(f"{first}~1", None)]
+        assert await look() == 0
+        assert controller.policy.num_plans == 1
+        busy.loads = [one for one in busy.loads if one.name not in later]
+        assert await look() > 0  # the last one has left
+        assert controller.policy.num_plans == 2
+        for _ in range(3):
+            clock.advance(1.0)
+            assert controller.policy.num_plans == 2
+            await controller.step()
+        assert controller.policy.num_plans == 3  # nothing came of the orders
 
     asyncio.run(run())
