@@ -20,9 +20,10 @@ from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.config.engine import StageTime, StepProfile
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.host_workers.profile import host_section, machine_of, model_of
+from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
+from moe_lora.engine.ranks.host_settings import machine_of, model_of
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.paced import prefill_shares

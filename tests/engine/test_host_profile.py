@@ -15,9 +15,9 @@ from moe_lora.config.engine import EmulationConfig, StageTime, StepProfile
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.host_workers.profile import host_section, machine_of, model_of, read_host_times
+from moe_lora.dist.host_workers.profile import emulated, host_section, read_host_times
 from moe_lora.engine.adapters import copies
-from moe_lora.engine.ranks.host_settings import emulated, host_settings
+from moe_lora.engine.ranks.host_settings import host_settings, machine_of, model_of
 from moe_lora.policies.host_start import HostTimes, PartTime
 from tests.families import NUM_LAYERS
 from tests.models.conftest import served  # noqa: F401  (the fixture)
@@ -105,7 +105,7 @@ def test_auto_asks_for_as_many_as_a_step_needs(served, tmp_path, monkeypatch):  
     times = host_times(2e-4, device=PartTime(fixed_s=0.002))
     path = write_profile(tmp_path / "steps.json", model.model_dir, times)
     monkeypatch.setattr("moe_lora.engine.ranks.host_settings.machine_of", lambda device: machine_of(CPU))
-    for place in ("engine.ranks.host_settings", "dist.host_workers.workers"):
+    for place in ("dist.host_workers.profile", "dist.host_workers.workers"):
         monkeypatch.setattr(f"moe_lora.{place}.usable_cores", lambda: 16)
     rank = facts(model.model_dir)
 

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from moe_lora.config.engine import AUTO, EmulationConfig, EngineConfig
 from moe_lora.config.json_file import FileContent, checked, read_object
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import cpu_model
-from moe_lora.core.shape import ModelShape
-from moe_lora.policies.host_start import HostTimes, PartTime
+from moe_lora.core.processes import usable_cores
+from moe_lora.policies.host_start import HostStart, HostTimes, PartTime, enough_workers
 
 VERSION = 1
 WRITER = "moe-lora profile-steps MODEL_DIR --host-worker --out FILE"
-_SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_token")
-
-
-def machine_of(device: torch.device) -> dict[str, str]:
-    """What a profile's times depend on: the names of processor and device."""
-    named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"cpu": cpu_model() or "unknown", "device": named}
-
-
-def model_of(shape: ModelShape, dtype: torch.dtype) -> dict[str, int | str]:
-    """The sizes of a model that times depend on."""
-    return {name: getattr(shape, name) for name in _SHAPE} | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def host_section(
@@ -77,13 +63,9 @@ def read_host_times(
     machine, model: those that it must have been measured with (`machine_of`, `model_of`); None: any.  Raises
     ConfigError naming the file and what is wrong with it.
     """
-    content = read_object(path, WRITER)
-    if content.get("host") is None:
+    section = _read(path)
+    if section is None:
         raise ConfigError(f"{path} has no times of host workers; write it with `{WRITER}`")
-    version = content["host"].get("version") if isinstance(content["host"], dict) else None
-    if version != VERSION:
-        raise ConfigError(f"{path}: host.version={version!r} is not {VERSION}; measure again with `{WRITER}`")
-    section: _Section = checked(path, _Section, content["host"])
     for name, wanted, found in (("machine", machine, section.machine), ("model", model, section.model)):
         for key, value in (wanted or {}).items():
             if found.get(key) != value:
@@ -95,3 +77,49 @@ def read_host_times(
         return HostTimes(**vars(section.times))
     except ConfigError as error:
         raise ConfigError(f"{path}: host.times: {error}") from error
+
+
+def _read(path: str | Path) -> _Section | None:
+    found = read_object(path, WRITER).get("host")
+    if found is None:
+        return None
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != VERSION:
+        raise ConfigError(f"{path}: host.version={version!r} is not {VERSION}; measure again with `{WRITER}`")
+    section: _Section = checked(path, _Section, found)
+    return section
+
+
+def emulated(times: HostTimes, emulation: EmulationConfig) -> HostTimes:
+    """The times with those of the device, the links and the workers that are emulated."""
+    if emulation.step_profile is not None:
+        prefill = emulation.step_profile.prefill
+        times = replace(times, device=PartTime(fixed_s=prefill.fixed_s, per_token_s=prefill.per_row_s))
+    if emulation.load_gb_per_s is not None:
+        times = replace(times, load_bytes_per_s=min(times.load_bytes_per_s, 1e9 * emulation.load_gb_per_s))
+    slow = {
+        modules: PartTime(**{name: emulation.host_slowdown * value for name, value in vars(time).items()})
+        for modules, time in times.worker.items()
+    }
+    return replace(times, worker=slow)
+
+
+def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
+    """When prompts begin on the workers that the settings ask for, "auto" and c chosen by the times; None:
+    there are no workers.  c is that of the largest LoRA rank measured.
+
+    "auto" counts the cores of the host that asks: each rank of an engine keeps one.
+    """
+    c = config.host_tokens_per_worker or times.tokens_per_worker(times.max_rank)
+    if config.host_workers == AUTO:
+        parts = config.num_instances * config.expert_parallel
+        number = enough_workers(
+            times,
+            c,
+            times.adapter(times.max_rank),
+            max_tokens=config.max_num_batched_tokens,
+            num_cores=len(config.host_cores) // parts or usable_cores() // parts - 1,
+        )
+    else:
+        number = int(config.host_workers)
+    return HostStart(times=times, num_workers=number, tokens_per_worker=c) if number else None

@@ -9,15 +9,27 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_lora.config import EngineConfig
-from moe_lora.config.engine import AUTO, EmulationConfig
+from moe_lora.config.engine import AUTO
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.processes import usable_cores
+from moe_lora.core.host import cpu_model
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.host_workers.profile import WRITER, machine_of, model_of, read_host_times
+from moe_lora.dist.host_workers.profile import WRITER, emulated, host_start, read_host_times
 from moe_lora.dist.host_workers.workers import check_cores
-from moe_lora.policies.host_start import TOKENS_PER_WORKER, HostStart, HostTimes, PartTime, enough_workers
+from moe_lora.policies.host_start import TOKENS_PER_WORKER, HostStart
 
 logger = logging.getLogger(__name__)
+_SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_token")
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    """What a profile's times depend on: the names of processor and device."""
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"cpu": cpu_model() or "unknown", "device": named}
+
+
+def model_of(shape: ModelShape, dtype: torch.dtype) -> dict[str, int | str]:
+    """The sizes of a model that times depend on."""
+    return {name: getattr(shape, name) for name in _SHAPE} | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 @dataclass(frozen=True)
@@ -65,44 +77,13 @@ def host_settings(
     times = emulated(measured, config.emulation)
     local = {"+".join(site.modules) for site in shape.sites if site.name in local_sites}
     times = replace(times, worker={name: time for name, time in times.worker.items() if name in local})
-    c = config.host_tokens_per_worker or times.tokens_per_worker(times.max_rank)
-    number = _chosen(config, times, c) if config.host_workers == AUTO else int(config.host_workers)
-    if not number:
+    rule = host_start(config, times)
+    number = 0 if rule is None else rule.num_workers
+    if config.host_workers == AUTO:
+        logger.info("host_workers=auto: %d", number)
+    if rule is None:
         return HostSettings()
-    rule = HostStart(times=times, num_workers=number, tokens_per_worker=c)
-    return HostSettings(number, c, _own_cores(config, number, dist_rank), rule)
-
-
-def emulated(times: HostTimes, emulation: EmulationConfig) -> HostTimes:
-    """The times with those of the device, the links and the workers that are emulated."""
-    if emulation.step_profile is not None:
-        prefill = emulation.step_profile.prefill
-        times = replace(times, device=PartTime(fixed_s=prefill.fixed_s, per_token_s=prefill.per_row_s))
-    if emulation.load_gb_per_s is not None:
-        times = replace(times, load_bytes_per_s=min(times.load_bytes_per_s, 1e9 * emulation.load_gb_per_s))
-    slow = {
-        modules: PartTime(**{name: emulation.host_slowdown * value for name, value in vars(time).items()})
-        for modules, time in times.worker.items()
-    }
-    return replace(times, worker=slow)
-
-
-def _chosen(config: EngineConfig, times: HostTimes, tokens_per_worker: int) -> int:
-    """The number of workers that "auto" stands for: each rank of an engine keeps a core."""
-    parts = config.num_instances * config.expert_parallel
-    spare = len(config.host_cores) // parts or usable_cores() // parts - 1
-    number = enough_workers(
-        times,
-        tokens_per_worker,
-        times.adapter(times.max_rank),
-        max_tokens=config.max_num_batched_tokens,
-        num_cores=spare,
-    )
-    logger.info(
-        "host_workers=auto: %d, each for %d tokens in time; %d cores are spare",
-        *(number, tokens_per_worker, spare),
-    )
-    return number
+    return HostSettings(number, rule.tokens_per_worker, _own_cores(config, number, dist_rank), rule)
 
 
 def _own_cores(config: EngineConfig, num_workers: int, dist_rank: int) -> tuple[int, ...]:
