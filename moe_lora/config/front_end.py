@@ -72,7 +72,8 @@ class RoutingConfig(Settings):
     mean_output_tokens: float = setting(128.0, above=0)
     """Of an answer, as rank_aware expects it."""
     adapter_load_s_per_rank: float = setting(0.0, least=0)
-    """Seconds to load an adapter by its rank, as shortest_pending_time counts it."""
+    """Seconds to load an adapter by its rank, as shortest_pending_time counts it; with host workers 0 is the
+    performance model's, and both routers count what is less, this or the start on the host."""
     placement: str | None = setting(None, choices=PLACEMENTS, option="--placement", unset="not at all")
     """Divide adapters over instances, and route by that (docs/guides/placement.md)."""
     placement_interval_s: float = setting(30.0, above=0, option="--placement-interval-s")

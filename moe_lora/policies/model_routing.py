@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .host_start import HostStart
 from .routing import Instance, InstanceLoad, InstanceView, RoutedView
 from .step_model import Row, StepModel, StepWork
 
@@ -14,13 +15,28 @@ from .step_model import Row, StepModel, StepWork
 class CostModel:
     """What a decision costs by.  steps: times of batches.  slo_tpot_s: time of a decode step that must not be
     passed.  mean_output_tokens: Toppings' avg_resp_len.  adapter_load_s_per_rank: time to bring in an adapter
-    by its rank (dLoRA section 5.1).  Checked as `RoutingConfig`.
+    by its rank (dLoRA section 5.1); 0 with host: the profile's.  host: how instances begin the prompts of
+    adapters that are not there; None: they wait for the load.  max_num_batched_tokens: of a step; a longer
+    prompt begins with as many.  Checked as `RoutingConfig`.
     """
 
     steps: StepModel
     slo_tpot_s: float = math.inf
     mean_output_tokens: float = 128.0
     adapter_load_s_per_rank: float = 0.0
+    host: HostStart | None = None
+    max_num_batched_tokens: int | None = None
+
+    def start_s(self, prompt: Row) -> float:
+        """What it costs a prompt that its adapter is not where it begins: the load, or, where that is less,
+        the extra time of host workers.  Source: Toppings section 4.1."""
+        load_s = self.adapter_load_s_per_rank * prompt.lora_rank
+        if self.host is None:
+            return load_s
+        adapter = self.host.times.adapter(prompt.lora_rank)
+        num_tokens = min(prompt.num_tokens, self.max_num_batched_tokens or prompt.num_tokens)
+        start_s = self.host.start_s(num_tokens, adapter)
+        return min(load_s, start_s) if load_s else start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +79,21 @@ class _Known:
         return _Work(load, load.num_changes, queue, everything, *times)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as costs are told by.  start_s: added where its adapter is not."""
+
+    prompt: Row
+    token: Row
+    start_s: float
+
+
 class RankAware:
     """The instance whose requests, and this one, lose least time: requests · (Δprefill / mean_output_tokens +
     Δdecode), infinite where the decode step would pass slo_tpot_s.
 
-    Δ: what the request adds to a step, prefill over the prompts that wait, decode over all requests.
+    Δ: what the request adds to a step, prefill over the prompts that wait, decode over all requests.  With
+    host workers Δprefill has `CostModel.start_s` too where the adapter is not on the instance.
     `requests` counts those that are there, so an idle instance costs nothing, as in the paper.  Of equal
     costs (all infinite, or several idle) the least token work left decides, then the index; the paper takes
     the first.  ranks: of the adapters; a live mapping may be given.  Source: Toppings, Algorithm 1.
@@ -78,26 +104,29 @@ class RankAware:
         self._known = _Known(model.steps, ranks)
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        prompt = self._known.row(request.adapter, request.prompt_tokens)
-        token = Row(prompt.adapter, prompt.lora_rank)
-        return min(
-            instances,
-            key=lambda one: (self._cost_s(prompt, token, one), one.outstanding_tokens, one.index),
-        )
+        asked = self._ask(request)
+        return min(instances, key=lambda one: (self._cost_s(asked, one), one.outstanding_tokens, one.index))
 
     def cost_s(self, request: RoutedView, instance: InstanceView) -> float:
         """The cost of a request there, in seconds per token of all requests."""
-        prompt = self._known.row(request.adapter, request.prompt_tokens)
-        return self._cost_s(prompt, Row(prompt.adapter, prompt.lora_rank), instance)
+        return self._cost_s(self._ask(request), instance)
 
-    def _cost_s(self, prompt: Row, token: Row, instance: InstanceView) -> float:
+    def _ask(self, request: RoutedView) -> _Asked:
+        prompt = self._known.row(request.adapter, request.prompt_tokens)
+        cold = self._model.host is not None and request.adapter is not None
+        start_s = self._model.start_s(prompt) if cold else 0.0
+        return _Asked(prompt, Row(prompt.adapter, prompt.lora_rank), start_s)
+
+    def _cost_s(self, asked: _Asked, instance: InstanceView) -> float:
         model, there = self._model, self._known.of(instance)
-        decode_s = model.steps.seconds("decode", there.all, token)
+        decode_s = model.steps.seconds("decode", there.all, asked.token)
         if decode_s > model.slo_tpot_s:
             return math.inf
         if not there.all.num_tokens:
             return 0.0
-        prefill_s = model.steps.seconds("prefill", there.queue, prompt) - there.queue_s
+        prefill_s = model.steps.seconds("prefill", there.queue, asked.prompt) - there.queue_s
+        if not instance.load.has(asked.prompt.adapter):
+            prefill_s += asked.start_s
         return (prefill_s / model.mean_output_tokens + decode_s - there.all_s) * there.all.num_tokens
 
 
@@ -107,7 +136,8 @@ class ShortestPendingTime:
     Queueing: one prefill step over the prompts that wait, and the tokens left at the time of a decode step
     over all its requests, each of which yields a token for each of them, or for max_num_seqs if these are
     more: a batch with room left is as short a queue as its work is little.
-    Loading: adapter_load_s_per_rank · rank.  Source: dLoRA, section 5.1, proactive dispatching.
+    Loading: adapter_load_s_per_rank · rank, with host workers `CostModel.start_s`.  Source: dLoRA, section
+    5.1, proactive dispatching.
     """
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_num_seqs: int) -> None:
@@ -116,15 +146,23 @@ class ShortestPendingTime:
         self._known = _Known(model.steps, ranks)
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        return min(instances, key=lambda one: (self.pending_s(request.adapter, one), one.index))
+        start_s = self._start_s(request)
+        return min(instances, key=lambda one: (self._pending_s(request.adapter, start_s, one), one.index))
 
-    def pending_s(self, adapter: str | None, instance: InstanceView) -> float:
-        """Estimated time until the instance begins with a request for the adapter."""
+    def pending_s(self, request: RoutedView, instance: InstanceView) -> float:
+        """Estimated time until the instance begins with the request; what its prompt takes longer on host
+        workers counts too."""
+        return self._pending_s(request.adapter, self._start_s(request), instance)
+
+    def _start_s(self, request: RoutedView) -> float:
+        if request.adapter is None:
+            return 0.0
+        return self._model.start_s(self._known.row(request.adapter, request.prompt_tokens))
+
+    def _pending_s(self, adapter: str | None, start_s: float, instance: InstanceView) -> float:
         there = self._known.of(instance)
         queue_s = there.queue_s
         if there.all.num_tokens:
             left = max(0, instance.outstanding_tokens - instance.load.waiting_tokens)
             queue_s += left / max(there.all.num_tokens, self._max_num_seqs) * there.all_s
-        if adapter is None or instance.load.has(adapter):
-            return queue_s
-        return queue_s + self._model.adapter_load_s_per_rank * self._known.row(adapter, 1).lora_rank
+        return queue_s if instance.load.has(adapter) else queue_s + start_s

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moe_lora.config import ROUTINGS, RoutingConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
 from moe_lora.policies.model_routing import CostModel, RankAware, ShortestPendingTime
 from moe_lora.policies.routers import (
     ROUTERS,
@@ -142,6 +143,40 @@ def test_a_router_that_keeps_sums_costs_as_one_that_counts_anew(events, adapter)
         assert keeping.cost_s(request, one) == fresh.cost_s(request, one)
 
 
+def one_worker() -> HostStart:
+    """Two layers of 0.1 s on the device; a worker takes 0.1 s a token for each; 0.01 s a rank to load.
+
+    An adapter of rank 128 takes 1.28 s to load.  3 tokens take 0.3 s a layer on the host, both before the
+    load ends: 2 · 0.3 - 2 · 0.1 = 0.4 s more.  30 tokens take 3 s in the first layer: the load is shorter.
+    """
+    times = HostTimes(
+        worker={"q+k+v": PartTime(per_token_s=0.1)},
+        device=PartTime(fixed_s=0.1),
+        num_layers=2,
+        load_fixed_s=0.0,
+        load_bytes_per_s=100.0,
+        bytes_per_rank=1.0,
+        max_tokens=512,
+        max_rank=128,
+    )
+    return HostStart(times=times, num_workers=1, tokens_per_worker=512)
+
+
+def test_a_prefill_on_the_host_costs_its_extra_time_or_the_load():
+    one, there = Instance(0).run("small"), Instance(1).run("small")
+    there.load.recent["large"] = None
+    warm, cold = RankAware(model(), RANKS), RankAware(model(host=one_worker()), RANKS)
+    for num_tokens, start_s in ((3, 0.4), (30, 1.28)):
+        request = Request("large", prompt_tokens=num_tokens)
+        assert cold.cost_s(request, one) == pytest.approx(warm.cost_s(request, one) + start_s / 10)
+        assert cold.cost_s(request, there) == warm.cost_s(request, there)
+    chunks = RankAware(model(host=one_worker(), max_num_batched_tokens=3), RANKS)
+    assert chunks.cost_s(request, one) == pytest.approx(warm.cost_s(request, one) + 0.4 / 10)
+    assert cold.cost_s(BASE, one) == warm.cost_s(BASE, one)
+    assert warm.choose(request, [one, there]).index == 0
+    assert cold.choose(request, [one, there]).index == 1
+
+
 def test_high_ranks_gather_where_padding_costs_nothing_more():
     router = RankAware(model(), RANKS)
     instances = [Instance(0).run("small", "small"), Instance(1).run("large", "large")]
@@ -160,25 +195,41 @@ def test_pending_time_is_queue_and_load():
     router = ShortestPendingTime(model(adapter_load_s_per_rank=0.001), RANKS, 2)
     there, idle = Instance(0, 10).run("large", "small"), Instance(1, 0)
     # 10 tokens of two requests are 5 steps of 2 · 128 ms.
-    assert router.pending_s("large", there) == pytest.approx(5 * 2 * 128 * 0.001)
-    assert router.pending_s("large", idle) == pytest.approx(0.128)
+    assert router.pending_s(Request("large"), there) == pytest.approx(5 * 2 * 128 * 0.001)
+    assert router.pending_s(Request("large"), idle) == pytest.approx(0.128)
     assert router.choose(Request("large"), [there, idle]).index == 1
     there.outstanding_tokens = 0
     assert router.choose(Request("large"), [there, idle]).index == 0
     assert router.choose(BASE, [there, idle]).index == 0
 
 
+@pytest.mark.parametrize(
+    ("load_s_per_rank", "short_s", "long_s"), [(0.0, 0.4, 1.28), (0.009, 0.4, 1.152), (0.001, 0.128, 0.128)]
+)
+def test_a_start_on_the_host_is_pending_instead_of_a_longer_load(load_s_per_rank, short_s, long_s):
+    """The load is the profile's (1.28 s) where the settings do not give one."""
+    settings = model(adapter_load_s_per_rank=load_s_per_rank, host=one_worker())
+    router = ShortestPendingTime(settings, RANKS, 2)
+    there, idle = Instance(0, 6).run("large", "small"), Instance(1)
+    short, long = Request("large", prompt_tokens=3), Request("large", prompt_tokens=30)
+    assert router.pending_s(short, idle) == pytest.approx(short_s)
+    assert router.pending_s(long, idle) == pytest.approx(long_s)
+    assert router.pending_s(long, there) == pytest.approx(3 * 2 * 128 * 0.001)
+    assert router.choose(short, [there, idle]).index == 1
+    assert router.choose(long, [there, idle]).index == (0 if long_s > 0.768 else 1)
+
+
 def test_a_batch_with_room_is_a_shorter_queue_the_less_work_it_has():
     router = ShortestPendingTime(model(), RANKS, 16)
     one, several = Instance(0, 20).run("small"), Instance(1, 80).run(*["small"] * 4)
-    assert router.pending_s(None, one) == pytest.approx(20 * 8 * 0.001 / 16)
-    assert router.pending_s(None, several) == pytest.approx(80 * 4 * 8 * 0.001 / 16)
+    assert router.pending_s(BASE, one) == pytest.approx(20 * 8 * 0.001 / 16)
+    assert router.pending_s(BASE, several) == pytest.approx(80 * 4 * 8 * 0.001 / 16)
 
 
 def test_prompts_that_wait_are_pending_for_their_prefill():
     one = Instance(0, 7).give("small", prompt_tokens=7)
     expected = 0.5 + 7 * 0.1 + 7 * 8 * 0.010
-    assert ShortestPendingTime(model(), RANKS, 2).pending_s(None, one) == pytest.approx(expected)
+    assert ShortestPendingTime(model(), RANKS, 2).pending_s(BASE, one) == pytest.approx(expected)
 
 
 @given(

@@ -16,7 +16,9 @@ from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.caching_policies import make_caching_policy
 from moe_lora.policies.fast_migration import plan_fast
+from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
 from moe_lora.policies.migration import MigrationPlan, MigrationProblem, plan_exact
+from moe_lora.policies.model_routing import CostModel, ShortestPendingTime
 from moe_lora.policies.routers import PhiRouting
 from moe_lora.policies.routing import RoundRobin
 from moe_lora.sim.cached_instance import CachedConfig
@@ -74,6 +76,32 @@ def test_requests_go_where_the_router_says() -> None:
     alone = Replicas(config(), requests("aaaa"))
     assert [instance.num_steps > 0 for instance in alone.instances] == [True, False]
     assert found.events.now_s() <= alone.events.now_s()
+
+
+def test_a_start_on_the_host_lets_a_request_leave_where_its_adapter_is() -> None:
+    """A load takes 1 s, the first request 0.4 s; the worker is quicker than the device's 10 ms."""
+    times = HostTimes(
+        worker={"o": PartTime(per_token_s=1e-4)},
+        device=PartTime(fixed_s=0.01),
+        num_layers=1,
+        load_fixed_s=0.0,
+        load_bytes_per_s=16.0,
+        bytes_per_rank=16.0,
+        max_tokens=100,
+        max_rank=1,
+    )
+    host = HostStart(times=times, num_workers=1, tokens_per_worker=100)
+    instance = replace(INSTANCE, link_bytes_per_s=16.0, host=host)
+    asked = [replace(one, arrival_s=5.0 + one.arrival_s) for one in requests("aa", gap_s=0.1)]
+    rows, firsts = {}, {}
+    for name, known in (("load", None), ("host", host)):
+        cost = CostModel(steps=TIME.step_model(1.0, 0.0), adapter_load_s_per_rank=1.0, host=known)
+        router = partial(ShortestPendingTime, cost, {"a": 1}, INSTANCE.max_num_seqs)
+        found = Replicas(config(instance=instance, router=router, preloaded=[["a"], []]), asked)
+        rows[name] = [one.num_host_tokens for one in found.instances]
+        firsts[name] = {one.planned.index: one.first_token_s for one in found.done}
+    assert rows == {"load": [0, 0], "host": [0, 4]}
+    assert firsts["host"][1] == pytest.approx(5.1 + 0.01, abs=0.005)
 
 
 def test_a_preloaded_adapter_costs_nobody_its_load() -> None:

@@ -123,3 +123,18 @@ def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
     else:
         number = int(config.host_workers)
     return HostStart(times=times, num_workers=number, tokens_per_worker=c) if number else None
+
+
+def routed_host_start(config: EngineConfig, path: str | Path) -> HostStart | None:
+    """`host_start` for who routes to instances with these settings and sees neither their device nor their
+    model: the file is taken to be theirs; where it is not they refuse it.
+
+    None also for "auto" where the file is of a CPU device or has no times.  Raises ConfigError.
+    """
+    if not config.host_workers:
+        return None
+    if config.host_workers == AUTO:
+        section = None if config.device == "cpu" else _read(path)
+        if section is None or section.machine.get("device") == "cpu":
+            return None
+    return host_start(config, emulated(read_host_times(path), config.emulation))

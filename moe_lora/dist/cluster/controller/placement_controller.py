@@ -17,6 +17,7 @@ from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import FleetStats
 from moe_lora.dist.cluster.pool.pool import FleetPool
+from moe_lora.dist.host_workers.profile import routed_host_start
 from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
@@ -235,18 +236,25 @@ def make_routes(cluster: ClusterConfig) -> Routes:
     config, engine = cluster.front_end, cluster.engine
     name = config.routing or ("least_outstanding" if config.placement is None else "phi")
     ranks: dict[str, int] = {}
-    model = _cost_model(config, engine.lora_kernel)
+    model = _cost_model(cluster)
     context = RoutingContext(max_num_seqs=engine.max_num_seqs, model=model, ranks=ranks)
     steps = None if model is None else model.steps
     return Routes(config=config, router=make_router(name, context), ranks=ranks, steps=steps)
 
 
-def _cost_model(config: RoutingConfig, lora_kernel: str) -> CostModel | None:
-    if config.performance_model is None:
+def _cost_model(cluster: ClusterConfig) -> CostModel | None:
+    config, engine = cluster.front_end, cluster.engine
+    path = config.performance_model
+    if path is None:
         return None
+    host = None
+    if cluster.lora_server is None:  # its workers, and sites that it leaves to instances, are not known here
+        host = routed_host_start(engine, engine.performance_model or path)
     return CostModel(
-        steps=read_step_model(config.performance_model, kernel=lora_kernel, form=config.performance_form),
+        steps=read_step_model(path, kernel=engine.lora_kernel, form=config.performance_form),
         slo_tpot_s=math.inf if config.slo_tpot_s is None else config.slo_tpot_s,
         mean_output_tokens=config.mean_output_tokens,
         adapter_load_s_per_rank=config.adapter_load_s_per_rank,
+        host=host,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
     )

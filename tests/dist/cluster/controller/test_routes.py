@@ -1,0 +1,98 @@
+"""What routers know of host workers, from the settings and the performance model's file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from moe_lora.config import FrontEndConfig
+from moe_lora.config.engine import EmulationConfig, LoraServerConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.dist.cluster.controller.placement_controller import make_routes
+from moe_lora.dist.host_workers.profile import host_section
+from moe_lora.policies.host_start import HostTimes, PartTime
+from moe_lora.policies.model_routing import RankAware, ShortestPendingTime
+from moe_lora.policies.step_model import StepModel
+from tests.dist.cluster.fleet_parts import cluster_config
+from tests.policies.routing_parts import Instance, Request
+
+TIMES = HostTimes(
+    worker={"q+k+v": PartTime(per_token_s=0.1)},
+    device=PartTime(fixed_s=0.1),
+    num_layers=2,
+    load_fixed_s=0.0,
+    load_bytes_per_s=100.0,
+    bytes_per_rank=1.0,
+    max_tokens=512,
+    max_rank=128,
+)
+"""c = 1: a token takes a worker as long as a layer takes the device.  1.28 s to load rank 128."""
+STEPS = StepModel(kernel="sgmv", form="full", expert_share=1.0, decode_s={"step": 0.01}, prefill_s={})
+FOUR = Request("large", prompt_tokens=4)
+
+
+def profile(folder: Path, device: str | None = "a GPU", name: str = "steps.json") -> str:
+    """device: None: without times of host workers."""
+    content: dict[str, Any] = {"format": "moe-lora performance models", "models": [asdict(STEPS)]}
+    if device is not None:
+        content["host"] = host_section(TIMES, {"cpu": "one", "device": device}, {}, {}, [])
+    (folder / name).write_text(json.dumps(content))
+    return str(folder / name)
+
+
+def start_s(path: str, *, lora_server: LoraServerConfig | None = None, **engine: Any) -> float:
+    """What a prompt of 4 tokens waits for on an idle instance without its adapter."""
+    front_end = FrontEndConfig(routing="shortest_pending_time", performance_model=path)
+    routes = make_routes(replace(cluster_config(front_end, **engine), lora_server=lora_server))
+    routes.ranks["large"] = 128
+    there = Instance(0)
+    there.load.recent["large"] = None
+    router = cast(ShortestPendingTime, routes.router)
+    assert router.pending_s(FOUR, there) == 0
+    return router.pending_s(FOUR, Instance(1))
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({}, 0.0),
+        ({"host_workers": 1}, 2 * 0.4 - 2 * 0.1),
+        ({"host_workers": 3}, 2 * 0.2 - 2 * 0.1),
+        ({"host_workers": 4}, 0.0),
+        ({"host_workers": 1, "max_num_batched_tokens": 2, "max_num_seqs": 1}, 2 * 0.2 - 2 * 0.1),
+        ({"host_workers": 1, "emulation": EmulationConfig(host_slowdown=10.0)}, 1.28),
+        ({"host_workers": "auto", "host_cores": (0, 1, 2)}, 2 * 0.2 - 2 * 0.1),
+        ({"host_workers": "auto", "host_cores": (0, 1, 2), "device": "cpu"}, 0.0),
+        ({"host_workers": 1, "lora_server": LoraServerConfig()}, 0.0),
+    ],
+)
+def test_workers_of_the_settings_compute_as_the_profile_says(engine, expected, tmp_path):
+    """4 tokens are as many pieces, which workers take in turn; with 4 of them the host costs nothing."""
+    assert start_s(profile(tmp_path), **engine) == pytest.approx(expected)
+
+
+def test_auto_is_none_where_the_file_is_of_a_cpu_device_or_has_no_times(tmp_path):
+    auto = {"host_workers": "auto", "host_cores": (0, 1, 2)}
+    assert start_s(profile(tmp_path, "cpu"), **auto) == 0
+    assert start_s(profile(tmp_path, None), **auto) == 0
+
+
+def test_times_are_those_of_the_file_that_engines_take(tmp_path):
+    path, own = profile(tmp_path, None), profile(tmp_path, name="own.json")
+    assert start_s(path, host_workers=1, performance_model=own) == pytest.approx(0.6)
+    with pytest.raises(ConfigError, match="has no times of host workers; write it with"):
+        start_s(path, host_workers=1)
+
+
+def test_rank_aware_routing_counts_the_start_too(tmp_path):
+    front_end = FrontEndConfig(routing="rank_aware", performance_model=profile(tmp_path))
+    costs = []
+    for number in (0, 1):
+        routes = make_routes(cluster_config(front_end, host_workers=number))
+        routes.ranks["large"] = 128
+        costs.append(cast(RankAware, routes.router).cost_s(FOUR, Instance(0).run(None)))
+    assert costs[1] - costs[0] == pytest.approx(0.6 / front_end.mean_output_tokens)
