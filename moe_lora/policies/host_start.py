@@ -59,10 +59,10 @@ class HostTimes:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "load_bytes_per_s", "bytes_per_rank", "max_tokens", "max_rank"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be more than 0")
-        if not self.load_fixed_s >= 0:
-            raise ConfigError(f"load_fixed_s={self.load_fixed_s!r} must be 0 or more")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be more than 0, and finite")
+        if not 0 <= self.load_fixed_s < math.inf:
+            raise ConfigError(f"load_fixed_s={self.load_fixed_s!r} must be 0 or more, and finite")
 
     def adapter(self, lora_rank: int) -> ColdAdapter:
         """An adapter of this rank on all sites but the choice of experts."""

@@ -180,7 +180,15 @@ def test_enough_workers_are_those_of_a_step_on_the_cores_there_are():
     assert enough_workers(slow, 10, ADAPTER, max_tokens=75, num_cores=3) == 0, "waiting is quicker"
 
 
-@pytest.mark.parametrize("bad", [{"num_layers": 0}, {"load_bytes_per_s": 0.0}, {"load_fixed_s": math.nan}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"num_layers": 0},
+        *({"load_bytes_per_s": value} for value in (0.0, math.inf)),
+        {"bytes_per_rank": math.inf},
+        *({"load_fixed_s": value} for value in (math.nan, math.inf)),
+    ],
+)
 def test_times_that_can_not_be_are_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         replace(times(worker=PartTime(), device=PartTime()), **bad)
