@@ -115,6 +115,7 @@ def _build(config: EngineConfig, followers: Followers) -> EngineCore:
     with ExitStack() as undo:
         store = _store(config, rank, size, followers, contents, undo)
         undo.callback(store.close)
+        followers.settle()
         if alone:
             runner = rank.runner(host=store.host, find=store.find)
         else:

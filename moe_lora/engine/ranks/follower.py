@@ -76,6 +76,7 @@ def _set_up(connection: Connection, setup: SetUp) -> tuple[Rank, ModelRunner, Ho
     _send(connection, Done())
     store = HostStore(setup.directory / HOST_STORE)
     host = rank.host_workers(store)
+    _send(connection, Done())
     find = partial(_find, store)
     return rank, rank.runner(rank.join(setup.directory), host=host, find=find), host
 

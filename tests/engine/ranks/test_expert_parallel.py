@@ -7,9 +7,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,11 @@ from moe_lora import LLM, SamplingParams
 from moe_lora.assemble import engine_processes
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError
+from moe_lora.core.host import OwnFolder
+from moe_lora.engine.build import build_engine
 from moe_lora.engine.ranks import exchange
-from moe_lora.engine.ranks.followers import HOST_STORE
+from moe_lora.engine.ranks.followers import HOST_STORE, Done, Followers
+from moe_lora.engine.runner import packed_message
 from tests.dist.cluster_jobs import children
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.families import MOE_FAMILIES
@@ -187,6 +192,22 @@ def test_failure_while_starting_leaves_no_follower(tmp_path):
     with pytest.raises(ConfigError, match="kv_cache_gb"), two_ranks(kv_cache_gb=1e-9):
         pass
     assert comes_true(lambda: not followers_of(os.getpid()))
+
+
+def test_follower_that_can_not_be_set_up_is_not_waited_for_where_ranks_meet():
+    ours, theirs = Pipe()
+    problem = EngineDeadError("host-worker-0 did not start within 60 s; see the log")
+
+    def follow() -> None:
+        for _ in ("set up", "allocate"):
+            theirs.recv_bytes()
+            theirs.send_bytes(packed_message(Done()))
+        theirs.send_bytes(packed_message(Done(problem)))
+
+    threading.Thread(target=follow, daemon=True).start()
+    config = EngineConfig(model_dir=str(MODEL), device="cpu", expert_parallel=2, arena_mb=64, eager=True)
+    with pytest.raises(EngineDeadError, match="did not start"):
+        build_engine(config, Followers([ours], OwnFolder()))
 
 
 @pytest.mark.parametrize(
