@@ -137,15 +137,16 @@ class FollowerCopies:
     def wait_for_layers(self, routing: RowRouting) -> None:
         """Return when all layers are here that rank 0 has the step compute on the device.
 
-        Raises what kept this rank from copying them.
+        Raises what kept this rank from copying them, once no copy is under way: what failed before may be
+        another adapter's, and have failed at rank 0 too.
         """
         if routing.here is None:
             return
         for route, slot in routing.loading_slots.items():
             while not self._present[slot][routing.here[route]].all():
-                self._settle()
-                for error in self._failed.values():
+                for error in () if self._under_way else self._failed.values():
                     raise error
+                self._settle()
 
     def _settle(self) -> None:
         finished = self._mover.finished()

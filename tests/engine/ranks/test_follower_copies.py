@@ -99,3 +99,13 @@ def test_copy_that_fails_here_alone_ends_the_rank():
     slots.copies.begin(3, slots.bring(0, (1,), fails=True))
     with pytest.raises(OSError, match="the disk is gone"):
         slots.copies.wait_for_layers(routing(0, (1,)))
+
+
+def test_copy_of_another_adapter_that_fails_does_not_end_a_step_that_waits():
+    slots = Slots()
+    slots.copies.begin(1, slots.bring(0, (1,), fails=True))
+    slots.copies.begin(2, slots.bring(1, (1, 2, 0)))
+    slots.copies.wait_for_layers(routing(1, (1, 2)))
+    assert slots.there(1) == [1, 2]
+    slots.copies.wait_for(OrdersDone((1, 2), failed=(1,)))
+    assert slots.there(1) == [0, 1, 2]
