@@ -364,16 +364,16 @@ def test_load_that_fails_ends_the_requests_that_wait_for_it(served, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "said"),
     [
-        {"host_workers": 1000},
-        {"host_cores": (0,)},
-        {"host_cores": (0, 999)},
-        {"expert_parallel": 2, "host_workers": 1, "host_cores": (0,)},
+        ({"host_workers": 1000}, "host_workers=1000 for each of 1 ranks is more than .*; choose at most"),
+        ({"host_cores": (0,)}, "a core of its own"),
+        ({"host_cores": (0, 999)}, "no core 999; choose from 0 to"),
+        ({"expert_parallel": 2, "host_workers": 1, "host_cores": (0,)}, "a core of its own"),
     ],
 )
-def test_settings_that_host_workers_do_not_go_with_are_refused(settings, served):  # noqa: F811
-    with pytest.raises(ConfigError, match="host_"):
+def test_settings_that_host_workers_do_not_go_with_are_refused(settings, said, served):  # noqa: F811
+    with pytest.raises(ConfigError, match=said):
         start(served("mixtral"), **settings)
 
 

@@ -133,17 +133,23 @@ class WorkerLink(threading.Thread):
                 process.wait()
 
 
-def check_cores(num_workers: int, num_ranks: int, cores: Sequence[int]) -> None:
+def check_cores(
+    num_workers: int, num_ranks: int, cores: Sequence[int], *, setting: str = "host_workers"
+) -> None:
     """Raises ConfigError for more workers than cores, and for cores that this host has not.
 
-    num_ranks: of all instances of this host.
+    num_ranks: of all instances of this host, or of its LoRA Server.  setting: what the number is called.
     """
-    unknown = [core for core in cores if not 0 <= core < (os.cpu_count() or 1)]
-    if unknown or (num_workers * num_ranks > usable_cores() and not cores):
+    last, usable = (os.cpu_count() or 1) - 1, usable_cores()
+    unknown = [core for core in cores if not 0 <= core <= last]
+    if unknown:
         raise ConfigError(
-            f"host_workers={num_workers} for each of {num_ranks} ranks on host_cores={cores or 'any'} can't "
-            f"be had: this host has cores 0 to {(os.cpu_count() or 1) - 1}, and this process may use "
-            f"{usable_cores()}; choose fewer"
+            f"host_cores={tuple(cores)}: this host has no core {unknown[0]}; choose from 0 to {last}"
+        )
+    if num_workers * num_ranks > usable and not cores:
+        raise ConfigError(
+            f"{setting}={num_workers} for each of {num_ranks} ranks is more than the {usable} cores that "
+            f"this process may use; choose at most {usable // num_ranks}"
         )
 
 

@@ -118,7 +118,7 @@ def _host_workers_of_server(config: EngineConfig, shape: ModelShape) -> HostWork
     if not server.host_workers:
         return None
     layout = Layout.parse(server.layout)
-    check_cores(server.host_workers, layout.num_ranks, ())
+    check_cores(server.host_workers, layout.num_ranks, (), setting="lora_server.host_workers")
     partition = Partition(shape, layout, config.expert_parallel, sites=server.sites)
     has_attention = any(partition.serves(i) for i, site in enumerate(shape.sites) if not site.num_experts)
     if has_attention and config.expert_parallel > 1 and config.device != "cpu":
