@@ -28,8 +28,9 @@ class Scheduler(Generic[Sequence]):
     be brought, which hold nothing any more; the caller ends them.
     shortest_first: newcomers by `policies.admission.shortest_first` instead of by arrival.
 
-    max_host_tokens: prompt tokens of loading adapters in a step beside others; host workers compute them
-    (Readiness.HOST_COMPUTABLE), and those that have begun divide them by `policies.host_start.fair_shares`.
+    max_host_tokens: prompt tokens of loading adapters in a step beside others that decode or began before;
+    host workers compute them (Readiness.HOST_COMPUTABLE), and those that have begun divide them by
+    `policies.host_start.fair_shares`.  Newcomers take what is left of the step, whatever is on the host.
     Such a request computes its prompt, then waits alone until its adapter is there, so that no decode step
     waits for the host.  Source: Toppings section 4.1.
 
@@ -189,6 +190,8 @@ class Scheduler(Generic[Sequence]):
 
     def _divide_host(self) -> dict[Sequence, int]:
         """What each prompt of a loading adapter may take of a step beside others."""
+        if not self._max_host_tokens:
+            return {}
         cold = {one: one.num_uncomputed for one in self.running if one.cold_tokens > one.num_computed}
         for one in self.loading:
             readiness = None if one.adapter is None else self._adapters.readiness(one.adapter)
