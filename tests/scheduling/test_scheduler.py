@@ -292,3 +292,16 @@ def _check_cold_step(step: dict[str, int], left: dict[str, int], host_tokens: in
     for name, num in cold.items():
         if name in left:
             left[name] -= num
+
+
+def test_without_host_workers_no_shares_of_them_are_made():
+    """A schedule asks about a loading adapter twice: whether it is lost, whether its request begins."""
+    parts, asked = Parts({"a": 1}, prompt=False), []
+    adapters = parts.scheduler._adapters
+    readiness = adapters.readiness
+    parts.add("warm", range(3))
+    parts.add("cold", range(50, 55), "a")
+    parts.step()
+    adapters.readiness = lambda name: asked.append(name) or readiness(name)
+    assert parts.step() == {"warm": 1}
+    assert asked == ["a"] * 2
