@@ -19,7 +19,6 @@ from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
-from moe_lora.engine.client.client import EngineClient
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
 from moe_lora.policies.routing import Instance, RoutedView, Router, TokenMeter
@@ -143,7 +142,7 @@ async def _connected(
 async def _placed(
     fleet: Fleet,
     placement: str,
-    client: EngineClient,
+    client: FleetClient,
     router: PhiRouting,
     meter: TokenMeter,
     demand: Mapping[str, float],

@@ -163,7 +163,8 @@ class AdapterInfo:
     residency: where its bytes are now: in the device's arena, in host memory, in that of another instance of
     the pool, on the LoRA Server, or in a file; unavailable: no instance has the content that is served under
     this name.  content_hash: of its packed bytes, "" if it is not known.  num_pages: of the device's arena.
-    pinned: it does not leave the device.  idle_s: since a request last began or ended; None: none did.
+    device_bytes: what it takes there, or would, in whole pages.  pinned: it does not leave the device.
+    idle_s: since a request last began or ended; None: none did.
     """
 
     name: str
@@ -179,6 +180,7 @@ class AdapterInfo:
     pinned: bool = False
     idle_s: float | None = None
     content_hash: str = ""
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +284,7 @@ class InstanceStats:
     it does not get on.  outstanding_tokens: tokens that its requests may still need (see
     `policies.routing.InstanceView`).
     num_resent: requests that it left unfinished when it ended and that another instance took over.
+    device_bytes: of its device's arena, for adapters and KV together.
     """
 
     index: int
@@ -296,6 +299,7 @@ class InstanceStats:
     silent: bool = False
     pool_adapters: int = 0
     pool_bytes: int = 0
+    device_bytes: int = 0
 
 
 PAUSE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

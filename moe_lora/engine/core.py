@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -343,12 +343,13 @@ class EngineCore:
         Raises AdapterNotFoundError, or CapacityError if that left no room for one request.
         """
         adapter = self._adapters.current(name)
-        if pinned:
-            self._adapters.pin(adapter)
-        else:
-            self._adapters.unpin(adapter)
+        (self._adapters.pin if pinned else self._adapters.unpin)(adapter)
         self._transfers.send()
         return self._adapters.info(adapter)
+
+    def preload_adapters(self, names: Iterable[str]) -> int:
+        """As `AdapterManager.preload`."""
+        return self._adapters.preload(names)
 
     def stats(self) -> EngineStats:
         def names(sequences: list[Sequence]) -> tuple[str, ...]:

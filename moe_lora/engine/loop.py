@@ -148,6 +148,7 @@ class EngineLoop(threading.Thread):
         self._quick: dict[str, Callable[..., Any]] = {
             "publish_adapter": partial(core.add_adapter, replace=True),
             "pin_adapter": core.pin_adapter,
+            "preload_adapters": core.preload_adapters,
             "list_adapters": core.list_adapters,
             "stats": core.stats,
             "model_info": lambda: core.info,

@@ -316,4 +316,5 @@ def _instance_stats(instance: Instance) -> InstanceStats:
         num_resent=instance.num_resent,
         pool_adapters=instance.latest.pool_adapters,
         pool_bytes=instance.latest.pool_bytes,
+        device_bytes=instance.latest.device_bytes,
     )

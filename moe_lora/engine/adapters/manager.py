@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
 from moe_lora.adapters.packed import PackedAdapter
@@ -130,6 +130,7 @@ class AdapterManager:
             pinned=adapter.pinned,
             idle_s=None if last_used_s is None else self._clock.now_s() - last_used_s,
             content_hash=adapter.packed.content_hash,
+            device_bytes=adapter.num_pages * self._sizes.page_bytes,
         )
 
     def enqueue(self, adapter: AdapterVersion) -> None:
@@ -239,6 +240,28 @@ class AdapterManager:
             if adapter in self._to_bring:
                 self._to_bring.remove(adapter)
             self._cache.unpin(adapter.uid)
+
+    def preload(self, names: Iterable[str]) -> int:
+        """Bring in adapters before anybody asks for them, the first ones where there is no room for all, and
+        let them be; how many are on the device now, or on their way.
+
+        Room is made as for a request's adapter: what requests use stays, and none of these gives way to
+        another one.  Unknown names are passed over, as are adapters of which nothing belongs on this device.
+        Source: dLoRA, section 5.1.
+        """
+        found = [self._current[name] for name in names if name in self._current]
+        found = [adapter for adapter in found if adapter.num_pages]
+        for adapter in found:
+            self._cache.pin(adapter.uid)
+        self.begin_round()
+        for adapter in found:
+            if self._cache.readiness(adapter.uid) is not Readiness.NO_ROOM:
+                continue
+            if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
+                self._cache.let_go(adapter.uid, self._clock.now_s())
+        for adapter in found:
+            self._cache.unpin(adapter.uid)
+        return sum(self._cache.readiness(adapter.uid) is not Readiness.NO_ROOM for adapter in found)
 
     def _admit(self, adapter: AdapterVersion) -> None:
         """Take on an adapter; `adapter.packed` becomes what to keep of it.  Raises CapacityError."""

@@ -6,7 +6,7 @@ Source: dLoRA, section 5.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +18,13 @@ from .placement_problem import Placed, Server, Table
 class DeviceMemory:
     """free_bytes: of each server's device, for adapters and requests together.  adapter_bytes: of each.
     request_bytes: of a request's KV; one number for all adapters changes tolerances, not the placement.
+    max_adapters: on a server's device at once; None: as many as fit.
     """
 
     free_bytes: Mapping[Server, float]
     adapter_bytes: Mapping[str, float]
     request_bytes: float = 1.0
+    max_adapters: int | None = None
 
 
 def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[Server]]:
@@ -44,11 +46,12 @@ def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[
     size = np.array([memory.adapter_bytes[name] for name in names])
     weight = np.array([loads[name] for name in names]) * memory.request_bytes
     free = np.array([memory.free_bytes[server] for server in servers], dtype=float)
+    slots = len(names) if memory.max_adapters is None else memory.max_adapters
     there = np.zeros((len(names), len(servers)), dtype=bool)
     tolerance = np.zeros(len(names))
     while True:
         adapter = int(tolerance.argmin())
-        fits = ~there[adapter] & (free >= size[adapter])
+        fits = ~there[adapter] & (free >= size[adapter]) & (there.sum(axis=0) < slots)
         if not fits.any():
             break
         server = int(np.where(fits, free, -1.0).argmax())
@@ -90,10 +93,9 @@ def place_by_burst_tolerance(
     *,
     memory: DeviceMemory | None = None,
 ) -> Table:
-    """`preload` as a placement: an adapter's requests in equal shares over the servers that have it.
+    """The table of `place_and_preload`.
 
-    Without any demand all adapters count alike.  What is not preloaded goes to the server with the fewest
-    adapters.  memory: None: bytes are ranks, and every server has room for twice all adapters.
+    memory: None: bytes are ranks, and every server has room for twice all adapters.
     """
     if not servers:
         raise ValueError("there are no servers; give at least one")
@@ -103,17 +105,32 @@ def place_by_burst_tolerance(
             free_bytes=dict.fromkeys(servers, room),
             adapter_bytes={name: float(rank) for name, rank in adapters.items()},
         )
+    return place_and_preload(adapters, demand, memory)[0]
+
+
+def place_and_preload(
+    adapters: Iterable[str], demand: Mapping[str, float], memory: DeviceMemory
+) -> tuple[Table, dict[Server, list[str]]]:
+    """`preload` as a placement: an adapter's requests in equal shares over the servers that have it.  With it
+    what each server is to preload, the heaviest load first.
+
+    Without any demand all adapters count alike.  What is not preloaded goes to the server with the fewest
+    adapters.
+    """
+    servers = list(memory.free_bytes)
     loads = {name: float(demand.get(name, 0.0)) for name in adapters}
     if not any(loads.values()):
         loads = dict.fromkeys(adapters, 1.0)
     found = preload(loads, memory)
-    num_held = dict.fromkeys(servers, 0)
-    for row in found.values():
-        for server in row:
-            num_held[server] += 1
+    preloaded: dict[Server, list[str]] = {server: [] for server in servers}
+    for name in sorted(found, key=lambda name: (-loads[name], name)):
+        for server in found[name]:
+            preloaded[server].append(name)
+    num_held = {server: len(names) for server, names in preloaded.items()}
     for name in sorted(adapters):
         if not found[name]:
             server = min(servers, key=num_held.__getitem__)
             found[name] = [server]
             num_held[server] += 1
-    return {name: [(server, 1.0 / len(found[name])) for server in found[name]] for name in adapters}
+    table = {name: [(server, 1.0 / len(row)) for server in row] for name, row in found.items()}
+    return table, preloaded

@@ -138,6 +138,12 @@ class CountingEngine:
             raise CapacityError(f"adapter {name!r} can't be pinned")
         return self._info(name)
 
+    async def ask(self, method: str, *args: Any) -> int:
+        assert method == "preload_adapters"
+        self.check()
+        self.calls.append(("preload", *args[0]))
+        return len(args[0])
+
     async def list_adapters(self) -> list[AdapterInfo]:
         self.check()
         return [self._info(name) for name in self.adapters]

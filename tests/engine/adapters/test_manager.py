@@ -346,3 +346,36 @@ def test_pinned_adapter_stays_pinned_when_its_new_version_is_refused():
     assert parts.manager.current("a") is old
     assert old.pinned
     assert len(parts.kept) == 1
+
+
+def test_preloaded_adapters_come_before_a_request_and_count_as_no_visit():
+    parts = Parts(max_loras=3)
+    a, b = (parts.manager.add(packed(name, num_pages=2), None) for name in "ab")
+    assert parts.manager.info(a).device_bytes == 2 * PAGE_BYTES
+    assert parts.manager.preload(["a", "gone", "b"]) == 2
+    parts.move()
+    assert a.slot is not None
+    assert b.slot is not None
+    assert not a.pinned
+    assert visits(parts, a) == 0
+    assert (parts.cache.counters.adapter_hits, parts.cache.counters.adapter_misses) == (0, 0)
+    assert parts.acquire(a)
+    assert (parts.cache.counters.adapter_hits, parts.cache.counters.adapter_misses) == (1, 0)
+    parts.manager.release(a)
+    parts.manager.remove("b")
+    assert "b" not in [one.name for one in parts.manager.versions.values()]  # nothing holds it
+
+
+def test_preloading_takes_no_room_of_requests_nor_of_what_is_preloaded_too():
+    parts = Parts(max_loras=3)
+    running, idle, a, b, c = (parts.manager.add(packed(name), None) for name in ("running", "idle", *"abc"))
+    for adapter in (running, idle):
+        assert parts.acquire(adapter)
+    parts.manager.release(idle)
+    assert parts.manager.preload(["a", "b", "c"]) == 2
+    parts.move()
+    assert [one.slot is not None for one in (running, idle, a, b, c)] == [True, False, True, True, False]
+    assert parts.manager.preload(["c", "a", "b"]) == 2  # what is there stays
+    assert c.slot is None
+    parts.manager.release(running)
+    assert parts.manager.preload(["c", "a", "b"]) == 3

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from moe_lora.provision.placement.burst_tolerance import (
     DeviceMemory,
     burst_tolerance,
+    place_and_preload,
     place_by_burst_tolerance,
     preload,
 )
@@ -78,3 +79,11 @@ def test_memory_suffices_and_no_single_copy_would_raise_the_lowest(loads, free, 
         server = max(candidates, key=most_free.__getitem__)
         more = held | {name: [*held[name], server]}
         assert min(burst_tolerance(loads, more, room).values()) <= lowest + 1e-6
+
+
+def test_no_server_is_to_hold_more_adapters_than_it_has_slots() -> None:
+    room = DeviceMemory(free_bytes={0: 10, 1: 10}, adapter_bytes=dict.fromkeys("abc", 1), max_adapters=1)
+    assert preload({"a": 3.0, "b": 2.0, "c": 1.0}, room) == {"a": [0], "b": [1], "c": []}
+    table, preloaded = place_and_preload("abc", {"a": 1.0, "b": 2.0, "c": 3.0}, room)
+    assert preloaded == {0: ["a"], 1: ["b"]}
+    assert set(table) == {"a", "b", "c"}

@@ -15,16 +15,18 @@ from moe_lora.config import RoutingConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, LastProblem
-from moe_lora.core.request import FleetStats
+from moe_lora.core.request import AdapterInfo, FleetStats
 from moe_lora.dist.cluster.pool.pool import FleetPool
+from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.host_workers.profile import routed_host_start
-from moe_lora.engine.client.client import EngineClient
+from moe_lora.engine.client.client import CallableEngine, EngineClient
 from moe_lora.policies.model_routing import CostModel
 from moe_lora.policies.routers import PhiRouting, RoutingContext, make_router
 from moe_lora.policies.routing import Router, TokenMeter
 from moe_lora.policies.step_model import StepModel
 from moe_lora.provision.performance.operating_points import read_operating_points
 from moe_lora.provision.performance.performance_models import read_step_model
+from moe_lora.provision.placement.burst_tolerance import DeviceMemory, place_and_preload
 from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.placement.placement_problem import PlacementQuality, placement_quality
 
@@ -91,8 +93,9 @@ class PlacementController:
     """Every placement_interval_s: tokens of the time step -> forecast -> placement -> the router's new table.
 
     Instances that are live are placed on; all of them know all adapters, so a request is right wherever it
-    goes, and the table decides what each brings to its device.  Belongs to one event loop; placements are
-    found in another thread.
+    goes, and the table decides what each brings to its device: with the first request, or with
+    burst_tolerance before it, and at once where an instance comes (again) between two steps.  Belongs to one
+    event loop; placements are found in another thread.
     latest: quality of the last placement under the demand that it was made for; None before the first one.
     num_copies: adapters times instances that were moved to, since the start.  num_problems: placements that
     could not be made; the table of before stays.  demand: tokens/s that was forecast last.
@@ -101,7 +104,7 @@ class PlacementController:
     def __init__(
         self,
         config: RoutingConfig,
-        client: EngineClient,
+        client: FleetClient,
         router: PhiRouting,
         meter: TokenMeter,
         clock: Clock | None = None,
@@ -125,6 +128,8 @@ class PlacementController:
         self._history = DemandHistory()
         self._step_s = self._clock.now_s()
         self._problem = LastProblem()
+        self._preloaded: dict[int, list[str]] = {}
+        self._told: dict[int, EngineClient] = {}
 
     @property
     def version(self) -> int:
@@ -146,9 +151,13 @@ class PlacementController:
         while not await self._client.is_alive():
             await asyncio.sleep(_LOOK_S)
         await asyncio.sleep(self._config.placement_interval_s if self.version else SETTLE_S)
+        loop = asyncio.get_running_loop()
         while True:
             await self.step()
-            await asyncio.sleep(self._config.placement_interval_s)
+            ends_s = loop.time() + self._config.placement_interval_s
+            while (left_s := ends_s - loop.time()) > 0:
+                await asyncio.sleep(min(left_s, _LOOK_S))
+                await self._preload()
 
     async def step(self) -> None:
         """End the time step: place anew, and route by that from the next request on."""
@@ -181,11 +190,18 @@ class PlacementController:
         demand = {name: rate for name, rate in self._history.forecast().items() if name in adapters}
         self.demand = demand
         before = self._router.table
-        found = await asyncio.to_thread(self._place, adapters, live, points, demand, before)
+        if self._config.placement == "burst_tolerance":
+            memory = await self._memory(infos, stats)
+            found, preloaded = await asyncio.to_thread(place_and_preload, adapters, demand, memory)
+            self._preloaded = cast("dict[int, list[str]]", preloaded)
+            self._told.clear()
+        else:
+            found = await asyncio.to_thread(self._place, adapters, live, points, demand, before)
         table = cast("dict[str, list[tuple[int, float]]]", found)
         self.latest = placement_quality(table, adapters, live, points, demand, before, sizes)
         self.num_copies += self.latest.num_copies
         async with self._moving(table):
+            await self._preload()
             self._router.swap(table)
         if self.latest.num_copies:
             logger.info(
@@ -195,6 +211,34 @@ class PlacementController:
                 len(live),
                 self.latest.num_copies,
             )
+
+    async def _memory(self, infos: list[AdapterInfo], stats: FleetStats) -> DeviceMemory:
+        """Of the live instances; adapters that are pinned are on every device anyway."""
+        slots = (await self._client.model_info()).max_loras
+        pinned = [info for info in infos if info.pinned]
+        taken = sum(info.device_bytes for info in pinned)
+        return DeviceMemory(
+            free_bytes={
+                one.index: float(max(0, one.device_bytes - taken)) for one in stats.instances if one.live
+            },
+            adapter_bytes={info.name: 0.0 if info.pinned else float(info.device_bytes) for info in infos},
+            max_adapters=slots,
+        )
+
+    async def _preload(self) -> None:
+        """Have instances bring to their devices what is theirs, if they were not told yet."""
+        live = [one for one in self._client.instances if one.live and self._preloaded.get(one.index)]
+        untold = [one for one in live if self._told.get(one.index) is not one.client]
+        await asyncio.gather(*(self._preload_on(one.index, one.client) for one in untold))
+
+    async def _preload_on(self, index: int, client: EngineClient) -> None:
+        try:
+            await cast("CallableEngine", client).ask("preload_adapters", self._preloaded[index])
+        except EngineDeadError:
+            return  # it is told when it is back
+        except Exception as error:  # its adapters come with their first requests
+            self._failed(f"instance {index} can't preload adapters: {error!r}")
+        self._told[index] = client
 
     def _failed(self, problem: str, *, trace: bool = False) -> None:
         self.num_problems += 1
@@ -223,7 +267,7 @@ class Routes:
         """Routing tables so far, 0 where there is none."""
         return self.router.version if isinstance(self.router, PhiRouting) else 0
 
-    def placement(self, client: EngineClient, pool: FleetPool | None = None) -> PlacementController | None:
+    def placement(self, client: FleetClient, pool: FleetPool | None = None) -> PlacementController | None:
         """The controller of the router's table; None where the settings ask for no placement, so that a table
         given beforehand stays.  Raises ConfigError."""
         if not isinstance(self.router, PhiRouting) or self.config.placement is None:

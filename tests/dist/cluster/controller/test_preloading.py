@@ -1,0 +1,111 @@
+"""Adapters that are on devices before their first request: real instances, dLoRA's proactive placement."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+from moe_lora.assemble import local_instances
+from moe_lora.config import EngineConfig, FrontEndConfig
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.clock import VirtualClock
+from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
+from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
+from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.policies.routers import PhiRouting
+from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
+from tests.dist.cluster.test_migration import CONFIG, DEMO
+
+NAMES = tuple(json.loads((DEMO / "adapters" / "index.json").read_text()))[:4]
+ADAPTERS = tuple((name, str(DEMO / "adapters" / name)) for name in NAMES)
+ENGINE = EngineConfig(
+    **{"model_dir": CONFIG.model_dir, "adapters": ADAPTERS, "dtype": "float32", "eager": True},
+    num_instances=2,
+)
+
+
+def ask(name: str, adapter: str) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+    return GenerateRequest(
+        request_id=name, prompt_token_ids=tuple(range(20, 40)), sampling=sampling, adapter=adapter
+    )
+
+
+def figures(cluster: ClusterConfig) -> tuple[list[set[str]], EngineStats]:
+    """What each instance has on its device before the first request; after one of each adapter: the sums."""
+
+    async def run() -> tuple[list[set[str]], EngineStats]:
+        async with local_instances(cluster) as controlled:
+            fleet, controller = controlled.fleet, controlled.controller
+            running = asyncio.create_task(controller.run())
+            placed = cluster.front_end.placement is not None
+            for _ in range(3000):
+                stats = await fleet.stats()
+                if not placed or set(stats.resident_adapters) == set(NAMES):
+                    break
+                await asyncio.sleep(0.01)
+            resident = [set(one.latest.resident_adapters) for one in fleet.instances]
+            assert (stats.adapter_hits, stats.adapter_misses) == (0, 0)
+            for name in NAMES:
+                async for _ in fleet.generate(ask(name, name)):
+                    pass
+            running.cancel()
+            if controller.placement is not None:
+                assert controller.placement.num_problems == 0
+            return resident, await fleet.stats()
+
+    return asyncio.run(run())
+
+
+def test_an_adapter_is_on_the_device_before_its_first_request_which_is_a_hit():
+    front_end = FrontEndConfig(placement="burst_tolerance", placement_interval_s=0.3)
+    cluster = ClusterConfig(engine=ENGINE, served_model_name="demo", front_end=front_end)
+    resident, stats = figures(cluster)
+    assert resident[0] | resident[1] == set(NAMES)
+    assert stats.adapter_hits == len(NAMES)
+    assert stats.adapter_misses == 0
+    nowhere, stats = figures(replace(cluster, front_end=FrontEndConfig()))
+    assert nowhere == [set(), set()]
+    assert stats.adapter_misses > 0
+
+
+class Small(CountingEngine):
+    """One whose device has room for so many bytes; an adapter takes 100."""
+
+    def __init__(self, device_bytes: int) -> None:
+        super().__init__(adapters=dict.fromkeys("abc", "p"))
+        self.stats_now = EngineStats(device_bytes=device_bytes)
+
+    def _info(self, name: str):
+        return replace(super()._info(name), device_bytes=100)
+
+    @property
+    def preloaded(self) -> list[tuple[str, ...]]:
+        return [call[1:] for call in self.calls if call[0] == "preload"]
+
+
+def test_what_is_preloaded_follows_the_devices_memory_and_the_load():
+    async def run() -> None:
+        engines = [Small(150), Small(320)]
+        clock = VirtualClock()
+        config = FrontEndConfig(placement="burst_tolerance")
+        routes = make_routes(cluster_config(config))
+        registry = InstanceRegistry(engines, [(name, "p") for name in "abc"])
+        fleet = fleet_client(registry, routes.router, clock, routes.meter, routes.ranks)
+        assert isinstance(routes.router, PhiRouting)
+        controller = PlacementController(config, fleet, routes.router, routes.meter, clock)
+        await controller.step()
+        assert [engine.preloaded for engine in engines] == [[("c",)], [("a", "b")]]
+        clock.advance(10.0)
+        routes.meter.add("c", 100)
+        await controller.step()  # only c has load: it goes where there is most room, then everywhere
+        assert [engine.preloaded[1:] for engine in engines] == [[("c",)], [("c",)]]
+        engines[1] = again = Small(320)
+        registry.instances[1].client = again
+        await controller._preload()
+        assert again.preloaded == [("c",)]  # at once, not with the next placement
+        assert [len(engine.preloaded) for engine in engines] == [2, 1]
+        assert controller.num_problems == 0
+
+    asyncio.run(run())
