@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from anyio import move_on_after
+
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, EngineSilentError
 
@@ -73,11 +75,9 @@ class HealthMonitor:
         self._instance.silent = False
 
     async def _wait_for_end(self, timeout_s: float) -> bool:
-        try:
-            await asyncio.wait_for(self._client.ended.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            return False
-        return True
+        with move_on_after(timeout_s):
+            await self._client.ended.wait()
+        return self._client.ended.is_set()
 
     def _is_in(self) -> bool:
         return self._instance.live and self._instance.client is self._client

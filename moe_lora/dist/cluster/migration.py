@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
+from anyio import fail_after
+
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import MoeLoraError, MoveError
 from moe_lora.core.request import PAUSE_BUCKETS_S, GenerateRequest, MoveStats
@@ -107,7 +109,7 @@ class RequestMover:
             if not move.task.cancelled():
                 raise
             raise MoveError(f"request {name!r} ended while it was moved to {target}") from None
-        except (MoeLoraError, ValueError, asyncio.TimeoutError) as error:
+        except (MoeLoraError, ValueError, TimeoutError) as error:
             reason = str(error) or "it took too long"
             raise MoveError(f"request {name!r} could not be moved to {target}: {reason}") from error
 
@@ -123,11 +125,13 @@ class RequestMover:
     async def _carry_out(self, resumable: ResumableRequest, source: Attempt, target: Attempt) -> None:
         try:
             target.begun_s = self._clock.now_s()
-            ready = await asyncio.wait_for(anext(target.outputs()), READY_S)
+            with fail_after(READY_S):
+                ready = await anext(target.outputs())
             if ready.finish_reason is not None:
                 raise MoveError(ready.error or "the target ended it")
             if target.request.awaits_kv:
-                await asyncio.wait_for(self._send_kv(source, target), READY_S)
+                with fail_after(READY_S):
+                    await self._send_kv(source, target)
             await self._hand_over(resumable, source, target, ready.adapter_version)
         except BaseException:
             self.num_failed += 1
@@ -152,12 +156,14 @@ class RequestMover:
         assert move is not None
         held_s = self._clock.now_s()
         try:
-            held: HeldRequest = await asyncio.wait_for(source.ask("hold_request", target.first), ACK_S)
+            with fail_after(ACK_S):
+                held: HeldRequest = await source.ask("hold_request", target.first)
             if held.adapter_version != adapter_version:
                 raise MoveError("the target has another version of its adapter")
             move.final = True
             rest = held.tokens, held.kv_tokens, held.first_page
-            await asyncio.wait_for(target.ask("resume_request", *rest), ACK_S)
+            with fail_after(ACK_S):
+                await target.ask("resume_request", *rest)
         except BaseException:
             self._go_on(source)
             raise

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from anyio import fail_after
 from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed
 
@@ -153,8 +154,10 @@ class Peer:
     async def receive(self, timeout_s: float) -> Message | Asked:
         """As `next`, for the words with which a connection begins: a peer that says nothing is given up."""
         try:
-            return await asyncio.wait_for(self.next(), timeout_s)
-        except asyncio.TimeoutError:
+            # asyncio.wait_for forgets a cancellation that comes with the message (Python before 3.12).
+            with fail_after(timeout_s):
+                return await self.next()
+        except TimeoutError:
             self._end(f"{self.name} said nothing for {timeout_s:g} s")
             raise PeerEndedError(self.problem) from None
 

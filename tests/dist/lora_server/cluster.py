@@ -98,6 +98,7 @@ class Cluster:
         self._ranks: dict[int, tuple[ServerRank, threading.Thread]] = {}
         self._clients: list[LoraServerClient] = []
         self._leases: list[LeaseClient] = []
+        self._of_granted: dict[LoraServerClient, LeaseClient] = {}
 
     def rank(self, number: int) -> ServerRank:
         return self._ranks[number][0]
@@ -140,7 +141,8 @@ class Cluster:
 
     def granted(self, client: LoraServerClient, adapters: Sequence[PackedAdapter]) -> list[Lease]:
         """A lease of each adapter, which the store has."""
-        leases = self.leases(client)
+        leases = self._of_granted.get(client) or self.leases(client)
+        self._of_granted[client] = leases  # a second connection of one instance would end the first
         for packed in adapters:
             leases.register(packed.content_hash)
             leases.acquire(packed.content_hash)

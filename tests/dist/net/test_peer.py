@@ -63,6 +63,32 @@ def test_calls_fail_when_the_connection_ends(place):
     asyncio.run(talk())
 
 
+def test_cancellation_that_comes_with_the_first_message_is_not_lost(place):
+    """`asyncio.wait_for` before Python 3.12 loses it, and who waits for the task's end waits for ever."""
+
+    async def talk() -> None:
+        loop = asyncio.get_running_loop()
+
+        def receives(data: bytes) -> object:
+            loop.call_soon(task.cancel)
+            return CLIENT.receives(data)
+
+        async def use() -> None:
+            await peer.receive(5.0)
+            await asyncio.sleep(60)
+
+        async with serving(place):
+            peer = Peer(await dial("address", place, None), SimpleNamespace(receives=receives), "the server")
+            task = asyncio.create_task(use())
+            peer.send(Note(1))
+            await asyncio.wait([task], timeout=10)
+            assert task.cancelled()
+            peer.end()
+            await peer.closed()
+
+    asyncio.run(talk())
+
+
 def test_what_was_sent_before_the_end_arrives(place):
     async def talk() -> None:
         async with serving(place) as (server, _):

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from anyio import fail_after
 from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address
@@ -238,8 +239,9 @@ class FrontEndListener:
                 await self._changed.wait()
 
         try:
-            await asyncio.wait_for(wait(), TAKEN_S)
-        except asyncio.TimeoutError:
+            with fail_after(TAKEN_S):
+                await wait()
+        except TimeoutError:
             late = [session.name for session in self.sessions if session.taken < number]
             logger.warning("front ends %s do not take state %d; going on", ", ".join(late), number)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from anyio import fail_after
 from websockets.asyncio.connection import Connection
 
 from moe_lora.core.address import Address, parse_address
@@ -76,9 +77,10 @@ async def join(
     while True:
         try:
             rest_s = max(0.05, deadline_s - time.monotonic())
-            connection = await asyncio.wait_for(net.dial(_SETTING, place, keys, pings), rest_s)
+            with fail_after(rest_s):
+                connection = await net.dial(_SETTING, place, keys, pings)
             break
-        except (ConnectionError, asyncio.TimeoutError) as error:
+        except (ConnectionError, TimeoutError) as error:
             if _of_certificates(error):
                 raise LoraServerError(f"the LoRA Server's {error}") from error
             if time.monotonic() >= deadline_s:
