@@ -201,8 +201,7 @@ class EngineCore:
         scheduler, only = self._scheduler, None
         if self._merging is not None:
             requests = [*scheduler.running, *scheduler.loading, *scheduler.waiting]
-            held_back = any(sequence.waits.held_back_s is not None for sequence in scheduler.waiting)
-            only = self._merging.decide(requests, held_back=held_back)
+            only = self._merging.decide(requests, held_back=scheduler.held_back)
         plan = scheduler.schedule(only)
         self._transfers.send()
         while self._transfers.blocking and self._transfers.wait_for_adapters():

@@ -69,6 +69,8 @@ class Scheduler(Generic[Sequence]):
         self._starvation_s = starvation_s
         self._shortest_first = shortest_first
         self._max_host_tokens = max_host_tokens
+        self.held_back = False
+        """Somebody found no place for an adapter when the last step was planned."""
         self._only: Container[Namespace] | None = None
         self._host_shares: dict[Sequence, int] = {}
 
@@ -107,7 +109,7 @@ class Scheduler(Generic[Sequence]):
         """Tokens of each sequence that computes."""
         plan: dict[Sequence, int] = {}
         self._only = only
-        self._is_short = False
+        self._is_short = self.held_back = False
         self._drop_lost()
         self._host_shares = self._divide_host()
         budget = self._max_num_batched_tokens
@@ -227,9 +229,10 @@ class Scheduler(Generic[Sequence]):
                 budget -= plan.get(sequence, 0)
             if not self._has_room(budget):
                 return
-        for sequence in self.waiting:
+        for sequence in filter(self._may_compute, self.waiting):
+            self.held_back = True
             waits = sequence.waits
-            if waits.held_back_s is None and waits.admitted_s is None and self._may_compute(sequence):
+            if waits.held_back_s is None and waits.admitted_s is None:
                 waits.held_back_s = now_s
 
     def _match(self, sequence: Sequence, now_s: float) -> None:

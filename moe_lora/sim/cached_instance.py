@@ -322,8 +322,7 @@ class CachedInstance:
         requests = self.unfinished
         if self.weights is None or not requests:
             return None
-        held_back = any(request.waits.held_back_s is not None for request in self.scheduler.waiting)
-        return self.weights.decide(requests, held_back=held_back)
+        return self.weights.decide(requests, held_back=self.scheduler.held_back)
 
     def _step_s(self, plan: Plan) -> float:
         time = self._config.time

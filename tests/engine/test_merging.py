@@ -12,6 +12,7 @@ from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig, PoolConfig
 from moe_lora.config.engine import EmulationConfig
 from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.request import GenerateRequest
 from moe_lora.engine import build
 from moe_lora.engine.llm import InProcessClient
 from moe_lora.models.weight_merge import WeightMerge
@@ -315,6 +316,67 @@ def test_unloading_takes_the_adapter_out(served, monkeypatch):  # noqa: F811
         found = llm.generate([make_prompts()[2]], [second.name], GREEDY)[0]
     expected = greedy_reference(model.model_dir, second, [make_prompts()[2]], NUM_TOKENS)
     assert found.token_ids == expected.tokens[0]
+
+
+class AloneWhileAny:
+    """Merges one adapter for good; its requests compute alone while there are any."""
+
+    def decide(self, view):
+        alone = any(request.adapter_uid == 1 for request in view.requests)
+        return Batching(1, frozenset((1,)) if alone else None, at_once=True)
+
+    def took(self, *args):
+        pass
+
+    def forget(self, uid):
+        pass
+
+
+def test_request_that_was_put_back_gets_the_place_of_an_adapter_that_is_only_merged(served, monkeypatch):  # noqa: F811
+    """One place on the device: merged weights kept it, and the request was refused as impossible."""
+    model = served("mixtral")
+    use(monkeypatch, AloneWhileAny())
+    paths = {path.name: path for path in model.adapters[:2]}
+    adapters = tuple((name, str(path)) for name, path in paths.items())
+    core = build.build_engine(
+        EngineConfig(
+            model_dir=str(model.model_dir),
+            adapters=adapters,
+            dtype="float32",
+            eager=True,
+            batching="merged",
+            max_loras=1,
+        )
+    )
+    first, second = paths
+    answers: dict[str, list[int]] = {first: [], second: []}
+    reasons: dict[str, str | None] = {}
+
+    def step() -> None:
+        for output in core.step():
+            answers[output.request_id] += output.token_ids
+            reasons[output.request_id] = output.finish_reason
+
+    def ask_core(name: str) -> None:
+        core.add_request(
+            GenerateRequest(request_id=name, prompt_token_ids=(5, 6, 7), adapter=name, sampling=GREEDY)
+        )
+
+    try:
+        ask_core(second)
+        while len(answers[second]) < 3:
+            step()
+        ask_core(first)
+        core._scheduler._preempt(core._scheduler.running[0])
+        while core.has_work:
+            step()
+    finally:
+        core.close()
+    assert reasons == {first: "length", second: "length"}
+    for name, path in paths.items():
+        assert (
+            tuple(answers[name]) == greedy_reference(model.model_dir, path, [(5, 6, 7)], NUM_TOKENS).tokens[0]
+        )
 
 
 def test_quantised_weights_are_refused(served):  # noqa: F811
