@@ -7,6 +7,7 @@ on, and the rest when the request is held; the target copies what has come into 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
@@ -48,9 +49,9 @@ class Outgoing:
 class KvTransfer:
     """Both ends, for one engine.
 
-    arena: uint8, of this rank.  open_transport: called at the first use; None: KV is neither sent nor taken.
-    All but `send` belongs to the engine's thread; what `send` read meanwhile is compared with the pages at
-    the end (`finish`).
+    arena: uint8, of this rank.  open_transport: called at the first use, in the thread of that; None: KV is
+    neither sent nor taken.  All but `send` belongs to the engine's thread; what `send` read meanwhile is
+    compared with the pages at the end (`finish`).
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class KvTransfer:
         self._layout = layout
         self._open_transport = open_transport
         self._made: Transport | None = None
+        self._making = threading.Lock()
         self._labels = itertools.count()
         self._incoming: dict[str, Incoming] = {}
         self._outgoing: dict[str, Outgoing] = {}
@@ -71,10 +73,11 @@ class KvTransfer:
 
     @property
     def _transport(self) -> Transport:
-        if self._made is None:
-            assert self._open_transport is not None
-            self._made = self._open_transport()
-        return self._made
+        with self._making:
+            if self._made is None:
+                assert self._open_transport is not None
+                self._made = self._open_transport()
+            return self._made
 
     # -- the target's end
 
@@ -154,8 +157,7 @@ class KvTransfer:
 
         For a sequence that is held.  Raises PeerGoneError.
         """
-        request_id = sequence.request.request_id
-        outgoing = self._outgoing.get(request_id)
+        outgoing = self._outgoing.pop(sequence.request.request_id, None)
         if outgoing is None:
             return 0, 0
         size = self.block_size
@@ -165,8 +167,10 @@ class KvTransfer:
         if sequence.table is outgoing.table:
             same = (before == now for before, now in zip(outgoing.pages, pages, strict=False))
             first = sum(itertools.takewhile(bool, same))
-        self._put(outgoing, pages, first)
-        self.drop(request_id)
+        try:
+            self._put(outgoing, pages, first)
+        finally:  # a window that is gone is not to fail later moves too
+            self._transport.detach(outgoing.window)
         return num_tokens, first
 
     def drop(self, request_id: str) -> None:

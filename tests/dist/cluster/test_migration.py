@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_lora.config import EngineConfig
-from moe_lora.core.errors import EngineDeadError, MoveError
+from moe_lora.core.errors import EngineDeadError, MoveError, PeerGoneError
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
+from moe_lora.dist.transport.contract import make_transport
 from moe_lora.engine.build import build_engine
+from moe_lora.engine.kv_transfer import KvTransfer, Outgoing
 from moe_lora.engine.llm import InProcessClient
 from moe_lora.policies.routers import LeastOutstanding, RoundRobin
 from tests.dist.cluster.fleet_parts import fleet_client
@@ -328,3 +334,53 @@ def test_end_that_dies_at_the_hand_over_leaves_the_request_with_the_other(fleet,
         await until_idle(engines)
 
     asyncio.run(run())
+
+
+def test_request_whose_window_was_lost_can_be_moved_later(fleet, engines, monkeypatch):
+    """The target's window is gone when the source puts the last block; the next move is by tokens."""
+    put_really, gone = KvTransfer._put, []
+
+    def put(self: KvTransfer, outgoing: Outgoing, *args: Any) -> None:
+        if outgoing.window in gone:
+            raise PeerGoneError("the window was freed")
+        put_really(self, outgoing, *args)
+        gone.append(outgoing.window)
+
+    async def run() -> None:
+        alone = tokens(await answer(fleet, ask("alone")))
+        outputs = []
+        async for output in fleet.generate(ask()):
+            outputs.append(output)
+            if len(outputs) == 10:
+                target = str(1 - int(place(fleet)))
+                monkeypatch.setattr(KvTransfer, "_put", put)
+                with pytest.raises(MoveError, match="the window was freed"):
+                    await fleet.move("r", target, "kv")
+                await fleet.move("r", target, "tokens")
+        assert tokens(outputs) == alone
+        assert fleet.mover.num_moved == {"tokens": 1, "kv": 0}
+        await until_idle(engines)
+
+    asyncio.run(run())
+
+
+def test_both_ends_of_an_engine_share_one_transport(engines):
+    """Its own thread makes windows while the one for files puts blocks: both may be the first to need it."""
+    made, both = [], threading.Barrier(2)
+
+    def open_transport() -> Any:
+        time.sleep(0.05)
+        made.append(make_transport("shm", name="once"))
+        return made[-1]
+
+    layout = engines[0].core.moves._kv._layout
+    kv = KvTransfer(torch.zeros(layout.page_bytes, dtype=torch.uint8), layout, open_transport)
+
+    def use() -> Any:
+        both.wait()
+        return kv._transport
+
+    with ThreadPoolExecutor(2) as threads:
+        found = [one.result() for one in [threads.submit(use) for _ in range(2)]]
+    kv.close()
+    assert found == made * 2
