@@ -153,13 +153,20 @@ class FleetClient:
         """Move up to so many requests of this front end from one instance to another, those without a token
         first; how many were moved, and why others were not.
         """
-        found = self.requests_at(source)[:num_requests]
-        problems = await asyncio.gather(*(self._try_move(one, target, kind) for one in found))
+        found = [(one, self._running[one].attempt) for one in self.requests_at(source)[:num_requests]]
+        problems = await asyncio.gather(
+            *(self._try_move(one, attempt, target, kind) for one, attempt in found)
+        )
         return problems.count(None), [problem for problem in problems if problem is not None]
 
-    async def _try_move(self, request_id: str, target: str, kind: MoveKind) -> str | None:
-        """Why it was not moved; None: it was."""
+    async def _try_move(
+        self, request_id: str, attempt: Attempt | None, target: str, kind: MoveKind
+    ) -> str | None:
+        """Why it was not moved; None: it was.  attempt: to be moved; what left it while it waited stays."""
         async with self._places:
+            resumable = self._running.get(request_id)
+            if resumable is not None and resumable.attempt is not attempt:
+                return f"request {request_id!r} has left the instance from which it was to be moved"
             try:
                 await self.move(request_id, target, kind)
             except MoveError as error:
@@ -171,13 +178,13 @@ class FleetClient:
         for name, resumable in self._running.items():
             attempt = resumable.attempt
             if attempt is not None and attempt.request.request_id == order.request_id:
-                task = asyncio.create_task(self._follow(name, order))
+                task = asyncio.create_task(self._follow(name, attempt, order))
                 self._moving.add(task)
                 task.add_done_callback(self._moving.discard)
 
-    async def _follow(self, name: str, order: Move) -> None:
+    async def _follow(self, name: str, attempt: Attempt, order: Move) -> None:
         kind: MoveKind = "kv" if order.kind == "kv" else "tokens"
-        problem = await self._try_move(name, order.target, kind)
+        problem = await self._try_move(name, attempt, order.target, kind)
         if problem is not None:
             logger.info(problem)
 

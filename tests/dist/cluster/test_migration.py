@@ -20,9 +20,11 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import EngineDeadError, MoveError, PeerGoneError
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.migration import MOVES_AT_ONCE
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.transport.contract import make_transport
 from moe_lora.engine.build import build_engine
+from moe_lora.engine.client.messages import Move
 from moe_lora.engine.kv_transfer import KvTransfer, Outgoing
 from moe_lora.engine.llm import InProcessClient
 from moe_lora.policies.routers import LeastOutstanding, RoundRobin
@@ -384,3 +386,34 @@ def test_both_ends_of_an_engine_share_one_transport(engines):
         found = [one.result() for one in [threads.submit(use) for _ in range(2)]]
     kv.close()
     assert found == made * 2
+
+
+def test_order_that_waited_while_the_request_was_moved_is_dropped(fleet, engines):
+    """A plan is of requests where they were: carried out late it would send one back."""
+
+    async def run() -> None:
+        for _ in range(MOVES_AT_ONCE):
+            await fleet._places.acquire()
+        outputs, num_moves = [], 0
+        async for output in fleet.generate(ask()):
+            outputs.append(output)
+            resumable = fleet._running["r"]
+            if len(outputs) < 5 or resumable.next is not None or sum(fleet.mover.pause_counts) < num_moves:
+                continue
+            here = int(place(fleet))
+            if num_moves == 0:
+                order = Move(resumable.attempt.request.request_id, str(1 - here), "tokens")
+                fleet._take_order(order)
+                await asyncio.sleep(0)
+            if num_moves < 2:
+                await fleet.move("r", str(1 - here))
+                num_moves += 1
+            elif fleet._places.locked():
+                for _ in range(MOVES_AT_ONCE):
+                    fleet._places.release()
+        assert len(tokens(outputs)) == LENGTH
+        assert fleet.mover.num_moved == {"tokens": 2, "kv": 0}
+        assert not fleet._moving
+        await until_idle(engines)
+
+    asyncio.run(run())
