@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -41,6 +42,14 @@ FIRST_TOKEN_S = 0.02
 """Seconds of an instance for each token, until it has been seen."""
 ORDER_S = 2.0
 """Orders of which nothing was seen for so long count as given up, as those that a front end refuses."""
+
+
+_ATTEMPT = re.compile(r"~\d+( \(\d+\))?$")
+
+
+def request_of(name: str) -> str:
+    """The front end's id in an engine's name for a request, the same at all instances that it was sent to."""
+    return _ATTEMPT.sub("", name)
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,7 @@ class MigrationController:
         now_s, ordered = self._clock.now_s(), self._ordered
         is_held = any(load.held for report in reports for load in report.requests)
         self._ordered = ordered & {
-            (report.instance.name, _request_id(load))
+            (report.instance.name, request_of(load.name))
             for report in reports
             for load in report.requests
             if not load.held
@@ -152,7 +161,7 @@ class MigrationController:
         now_s = self._clock.now_s()
         loads = [load for report in reports for load in report.requests]
         loads.sort(key=lambda load: not load.held)  # of one that is held somewhere the other counts
-        seen = {_request_id(load): load for load in loads}
+        seen = {request_of(load.name): load for load in loads}
         for name, load in self._seen.items():
             if name not in seen:
                 self._lengths.note(load.adapter, load.num_generated)
@@ -197,7 +206,7 @@ class MigrationController:
 
     def _waits(self, request: Hashable) -> bool:
         _, name = cast("tuple[str, str]", request)
-        return self._seen[name.partition("~")[0]].waited_s is not None
+        return self._seen[request_of(name)].waited_s is not None
 
     def _view(self, replica: str, load: RequestLoad) -> RequestView:
         so_far = load.num_generated
@@ -234,18 +243,11 @@ class MigrationController:
         sources = [one for one in self._instance_registry.live if one.name in orders]
         calls = [cast("CallableEngine", one.client).ask("pass_on", orders[one.name]) for one in sources]
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        self._ordered = {
-            (one.name, order.name.partition("~")[0]) for one in sources for order in orders[one.name]
-        }
+        self._ordered = {(one.name, request_of(order.name)) for one in sources for order in orders[one.name]}
         self._changed_s = self._clock.now_s()
         num_orders = sum(answer for answer in answers if isinstance(answer, int))
         self.num_orders += num_orders
         return num_orders
-
-
-def _request_id(load: RequestLoad) -> str:
-    """The same at all instances that it was sent to."""
-    return load.name.partition("~")[0]
 
 
 async def _report(client: EngineClient) -> tuple[EngineStats, list[RequestLoad]]:

@@ -13,7 +13,7 @@ from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.request import GenerateRequest, SamplingParams
-from moe_lora.dist.cluster.controller.migration_controller import MigrationController
+from moe_lora.dist.cluster.controller.migration_controller import MigrationController, request_of
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.messages import MoveOrder, RequestLoad
@@ -174,3 +174,26 @@ def test_no_plan_is_made_while_moves_of_the_last_one_are_under_way():
         assert controller.policy.num_plans == 3  # nothing came of the orders
 
     asyncio.run(run())
+
+
+def test_requests_are_told_apart_by_ids_that_clients_chose():
+    """What a client sends as X-Request-Id may hold what marks attempts."""
+
+    async def run() -> None:
+        running = [load(f"cmpl-run~{i}-0~1", None) for i in range(6)]
+        busy = ReportingEngine([load("cmpl-run~9-0", 1.0), *running])
+        registry = InstanceRegistry([busy, ReportingEngine([])], [("a", "p")])
+        controller = MigrationController(FrontEndConfig(migration="dlora"), registry, ranks={})
+        assert await controller.step() > 1
+        assert busy.orders[0].name == "cmpl-run~9-0"
+        busy.loads = running[1:]
+        before = controller._lengths.left("a", 0, 1000)
+        await controller.step()
+        assert controller._lengths.left("a", 0, 1000) < before, "two have ended"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["r", "r~1", "r~12 (3)"])
+def test_attempts_of_a_request_have_one_name(name):
+    assert request_of(name) == "r"
