@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moe_lora.config.settings import Settings, setting
+from moe_lora.core.errors import ConfigError
 
 from .merging_costs import Rows, Uid
 
@@ -35,6 +36,14 @@ class DLoraSettings(Settings):
     credit: float = setting(32.0, above=0)
     t_starve: float = setting(48.0, above=0)
     t_normal: float = setting(16.0, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.least_threshold > self.most_threshold:
+            raise ConfigError(
+                f"least_threshold={self.least_threshold} is above most_threshold={self.most_threshold}; "
+                "lower the first or raise the second"
+            )
 
 
 class Credits:

@@ -325,3 +325,8 @@ def test_policies_have_names() -> None:
         make_merging_policy("mixed")
     with pytest.raises(ConfigError, match="--performance-model"):
         make_merging_policy("auto")
+
+
+def test_bounds_of_thresholds_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is above most_threshold"):
+        DLoraSettings(least_threshold=2.0, most_threshold=1.0)

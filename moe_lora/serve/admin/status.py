@@ -61,6 +61,8 @@ def status_router(frontend: Frontend) -> APIRouter:
         for field in ("source", "target"):
             if getattr(body, field) not in names:
                 raise bad_request(f"{field} is none of the instances {', '.join(names)}", field)
+        if body.source == body.target:
+            raise bad_request(f"{body.target} is the source; choose another target", "target")
         moved, problems = await client.migrate(body.source, body.target, body.num_requests, body.kind)
         return JsonResponse({"object": "migration", "moved": moved, "problems": problems})
 
