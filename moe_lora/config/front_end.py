@@ -75,7 +75,8 @@ class RoutingConfig(Settings):
     """Seconds to load an adapter by its rank, as shortest_pending_time counts it; with host workers 0 is the
     performance model's, and both routers count what is less, this or the start on the host."""
     placement: str | None = setting(None, choices=PLACEMENTS, option="--placement", unset="not at all")
-    """Divide adapters over instances, and route by that (docs/guides/placement.md)."""
+    """Divide adapters over instances, and route by that (docs/guides/placement.md); beside burst_tolerance
+    --routing may be shortest_pending_time."""
     placement_interval_s: float = setting(30.0, above=0, option="--placement-interval-s")
     """From one placement to the next."""
     operating_points: str | None = setting(
@@ -100,10 +101,13 @@ class RoutingConfig(Settings):
             raise ConfigError(
                 "operating_points and routing='phi' need a placement; give one, such as placement='loraserve'"
             )
-        if self.placement is not None and self.routing not in (None, "phi"):
+        is_proactive = self.placement == "burst_tolerance"
+        allowed = (None, "phi", *(("shortest_pending_time",) if is_proactive else ()))
+        if self.placement is not None and self.routing not in allowed:
+            advice = "leave one of them out"
             raise ConfigError(
                 f"placement={self.placement!r} routes by its own table, not by routing={self.routing!r}; "
-                "leave one of them out"
+                + (f"choose routing='shortest_pending_time', or {advice}" if is_proactive else advice)
             )
 
 

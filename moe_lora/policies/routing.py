@@ -20,9 +20,9 @@ class InstanceLoad:
     waiting: those without a token yet: queued, or their prompt is being computed (the simulator counts them
     until they leave its queue).  running: those that decode.  waiting_prompts, waiting_tokens: prompt tokens
     of the first, by adapter and in all.  num_changes: how often this changed, for who keeps sums of it.
-    recent: the adapters of the last requests, at most `max_recent`, the latest last: what the instance most
-    likely holds on its device.  num_elsewhere: requests that other front ends gave it, whose adapters are
-    not known here.
+    recent: the adapters of the last requests, and those preloaded, at most `max_recent`, the latest last:
+    what the instance most likely holds on its device.  num_elsewhere: requests that other front ends gave it,
+    whose adapters are not known here.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -50,10 +50,14 @@ class InstanceLoad:
         self.waiting_tokens += prompt_tokens
         self.num_changes += 1
         if adapter is not None:
-            self.recent.pop(adapter, None)
-            self.recent[adapter] = None
-            if len(self.recent) > self._max_recent:
-                del self.recent[next(iter(self.recent))]
+            self.note(adapter)
+
+    def note(self, adapter: str) -> None:
+        """The adapter is on the device, or on its way: it was asked for there, or preloaded."""
+        self.recent.pop(adapter, None)
+        self.recent[adapter] = None
+        if len(self.recent) > self._max_recent:
+            del self.recent[next(iter(self.recent))]
 
     def start(self, adapter: str | None, prompt_tokens: int) -> None:
         """It has its first token."""

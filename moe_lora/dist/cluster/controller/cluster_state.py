@@ -20,7 +20,6 @@ from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served
 from moe_lora.dist.lora_server.protocol.control_messages import ServerState
 from moe_lora.dist.net.codec import Interface, Message, Protocol
 from moe_lora.dist.net.connection import Pings
-from moe_lora.policies.routers import PhiRouting
 from moe_lora.provision.online import Outlook, VisitWindow
 from moe_lora.provision.placement.placement_problem import PlacementQuality
 
@@ -217,8 +216,8 @@ class ClusterStateLog:
             ranks=dict(self._routes.ranks),
             holdings=self._instance_registry.holdings,
         )
-        router = self._routes.router
-        if isinstance(router, PhiRouting) and self._placement is not None:
+        router = self._routes.table
+        if router is not None and self._placement is not None:
             table, name_of = self.state.table, self._instance_registry.name_of
             if router.version != self.state.table_version:
                 table = {
@@ -252,9 +251,8 @@ class ClusterStateLog:
 
 def take_table(state: ClusterState, routes: Routes, instance_registry: InstanceRegistry) -> None:
     """Route by a state's table, if adapters are divided over instances."""
-    if isinstance(routes.router, PhiRouting):
+    if routes.table is not None:
         number_of = instance_registry.number_of
-        routes.router.swap(
-            {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}
-        )
-        routes.router.version = state.table_version
+        table = {name: [(number_of(one), phi) for one, phi in row] for name, row in state.table.items()}
+        routes.take(table, instance_registry.instances)
+        routes.table.version = state.table_version

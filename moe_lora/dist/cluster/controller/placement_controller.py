@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
@@ -16,6 +16,7 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, LastProblem
 from moe_lora.core.request import AdapterInfo, FleetStats
+from moe_lora.dist.cluster.instances import Instance
 from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.host_workers.profile import routed_host_start
@@ -96,6 +97,7 @@ class PlacementController:
     goes, and the table decides what each brings to its device: with the first request, or with
     burst_tolerance before it, and at once where an instance comes (again) between two steps.  Belongs to one
     event loop; placements are found in another thread.
+    routes_by_table: False: another router does, and the table only says what was preloaded.
     latest: quality of the last placement under the demand that it was made for; None before the first one.
     num_copies: adapters times instances that were moved to, since the start.  num_problems: placements that
     could not be made; the table of before stays.  demand: tokens/s that was forecast last.
@@ -109,6 +111,7 @@ class PlacementController:
         meter: TokenMeter,
         clock: Clock | None = None,
         pool: FleetPool | None = None,
+        routes_by_table: bool = True,
     ) -> None:
         assert config.placement is not None
         self.latest: PlacementQuality | None = None
@@ -123,6 +126,7 @@ class PlacementController:
         self._pool = pool
         self._moving = nullcontext if pool is None else pool.moving
         self._router = router
+        self._routes_by_table = routes_by_table
         self._meter = meter
         self._clock = clock or WallClock()
         self._history = DemandHistory()
@@ -202,7 +206,11 @@ class PlacementController:
         self.num_copies += self.latest.num_copies
         async with self._moving(table):
             await self._preload()
-            self._router.swap(table)
+            if self._routes_by_table:
+                self._router.swap(table)
+            else:
+                brought = set().union(*self._preloaded.values())
+                show_preloaded({name: table[name] for name in brought}, self._router, self._client.instances)
         if self.latest.num_copies:
             logger.info(
                 "placement %d: %d adapters on %d instances, %d moves",
@@ -253,11 +261,13 @@ class PlacementController:
 class Routes:
     """A router, and what the clients of instances have to tell: tokens and ranks of adapters.
 
-    steps: of the performance model; None: there is none.
+    table: which placements swap: the router, or of what was preloaded beside another router; None: there is
+    none.  steps: of the performance model; None: there is none.
     """
 
     config: RoutingConfig
     router: Router
+    table: PhiRouting | None = None
     meter: TokenMeter = field(default_factory=TokenMeter)
     ranks: dict[str, int] = field(default_factory=dict)
     steps: StepModel | None = None
@@ -265,14 +275,38 @@ class Routes:
     @property
     def table_version(self) -> int:
         """Routing tables so far, 0 where there is none."""
-        return self.router.version if isinstance(self.router, PhiRouting) else 0
+        return 0 if self.table is None else self.table.version
 
     def placement(self, client: FleetClient, pool: FleetPool | None = None) -> PlacementController | None:
         """The controller of the router's table; None where the settings ask for no placement, so that a table
         given beforehand stays.  Raises ConfigError."""
-        if not isinstance(self.router, PhiRouting) or self.config.placement is None:
+        table = self.table
+        if table is None or self.config.placement is None:
             return None
-        return PlacementController(self.config, client, self.router, self.meter, pool=pool)
+        by_table = table is self.router
+        return PlacementController(
+            self.config, client, table, self.meter, pool=pool, routes_by_table=by_table
+        )
+
+    def take(self, table: Mapping[str, list[tuple[int, float]]], instances: Iterable[Instance]) -> None:
+        """Route by a table that was made elsewhere, if adapters are divided over instances."""
+        if self.table is None:
+            return
+        if self.table is self.router:
+            self.table.swap(table)
+        else:
+            show_preloaded(table, self.table, instances)
+
+
+def show_preloaded(
+    rows: Mapping[str, list[tuple[int, float]]], table: PhiRouting, instances: Iterable[Instance]
+) -> None:
+    """Let routers that count loads know which adapters are on the devices that a table names."""
+    table.swap(rows)
+    for instance in instances:
+        for name, row in rows.items():
+            if any(index == instance.index for index, _ in row):
+                instance.load.note(name)
 
 
 def make_routes(cluster: ClusterConfig) -> Routes:
@@ -283,7 +317,11 @@ def make_routes(cluster: ClusterConfig) -> Routes:
     model = _cost_model(cluster)
     context = RoutingContext(max_num_seqs=engine.max_num_seqs, model=model, ranks=ranks)
     steps = None if model is None else model.steps
-    return Routes(config=config, router=make_router(name, context), ranks=ranks, steps=steps)
+    router = make_router(name, context)
+    table = router if isinstance(router, PhiRouting) else None
+    if table is None and config.placement is not None:
+        table = PhiRouting()
+    return Routes(config=config, router=router, table=table, ranks=ranks, steps=steps)
 
 
 def _cost_model(cluster: ClusterConfig) -> CostModel | None:

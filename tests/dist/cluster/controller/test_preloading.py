@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from moe_lora.assemble import local_instances
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import VirtualClock
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
+from moe_lora.dist.cluster.controller.cluster_state import ClusterState, take_table
 from moe_lora.dist.cluster.controller.placement_controller import PlacementController, make_routes
 from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.policies.model_routing import ShortestPendingTime
 from moe_lora.policies.routers import PhiRouting
+from moe_lora.provision.performance.performance_models import FORMAT
 from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config, fleet_client
 from tests.dist.cluster.test_migration import CONFIG, DEMO
 
@@ -68,6 +75,58 @@ def test_an_adapter_is_on_the_device_before_its_first_request_which_is_a_hit():
     nowhere, stats = figures(replace(cluster, front_end=FrontEndConfig()))
     assert nowhere == [set(), set()]
     assert stats.adapter_misses > 0
+
+
+def steps_file(folder: Path) -> str:
+    path = folder / "steps.json"
+    model = {"kernel": "sgmv", "form": "full", "expert_share": 1.0, "prefill_s": {}}
+    path.write_text(json.dumps({"format": FORMAT, "models": [{**model, "decode_s": {"step": 1e-3}}]}))
+    return str(path)
+
+
+def test_the_shortest_pending_time_is_where_the_adapter_was_preloaded(tmp_path):
+    front_end = FrontEndConfig(
+        placement="burst_tolerance",
+        routing="shortest_pending_time",
+        performance_model=steps_file(tmp_path),
+        adapter_load_s_per_rank=0.01,
+    )
+    engine = replace(ENGINE, max_loras=2)  # so that no instance has room for all
+    cluster = ClusterConfig(engine=engine, served_model_name="demo", front_end=front_end)
+    assert isinstance(make_routes(cluster).router, ShortestPendingTime)
+    resident, stats = figures(cluster)
+    assert [len(names) for names in resident] == [2, 2]
+    assert resident[0] | resident[1] == set(NAMES)
+    assert (stats.adapter_hits, stats.adapter_misses) == (len(NAMES), 0)
+
+
+def test_front_ends_hear_what_was_preloaded(tmp_path):
+    config = FrontEndConfig(
+        placement="burst_tolerance",
+        routing="shortest_pending_time",
+        performance_model=steps_file(tmp_path),
+        adapter_load_s_per_rank=0.01,
+    )
+    routes = make_routes(cluster_config(config))
+    routes.ranks.update(a=8, b=8)
+    registry = InstanceRegistry([CountingEngine(), CountingEngine()], ())
+    table = {"a": (("1", 1.0),), "b": (("0", 0.5), ("1", 0.5))}
+    take_table(ClusterState(number=1, table=table, table_version=3), routes, registry)
+    assert routes.table_version == 3
+    assert [one.load.has("a") for one in registry.instances] == [False, True]
+    assert [one.load.has("b") for one in registry.instances] == [True, True]
+    chosen = routes.router.choose(ask("r", "a"), registry.instances)
+    assert chosen is registry.instances[1]
+
+
+def test_only_the_pair_of_the_paper_is_allowed():
+    with pytest.raises(ConfigError, match="choose routing='shortest_pending_time', or leave one of them out"):
+        FrontEndConfig(placement="burst_tolerance", routing="round_robin")
+    with pytest.raises(ConfigError, match="routes by its own table, not by routing='shortest_pending_time'"):
+        FrontEndConfig(placement="loraserve", routing="shortest_pending_time")
+    pair = cluster_config(FrontEndConfig(placement="burst_tolerance", routing="shortest_pending_time"))
+    with pytest.raises(ConfigError, match="give --performance-model FILE"):
+        make_routes(pair)
 
 
 class Small(CountingEngine):
