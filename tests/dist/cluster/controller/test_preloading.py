@@ -12,6 +12,7 @@ import pytest
 from moe_lora.assemble import local_instances
 from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.config.engine import PoolConfig
 from moe_lora.core.clock import VirtualClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams
@@ -75,6 +76,17 @@ def test_an_adapter_is_on_the_device_before_its_first_request_which_is_a_hit():
     nowhere, stats = figures(replace(cluster, front_end=FrontEndConfig()))
     assert nowhere == [set(), set()]
     assert stats.adapter_misses > 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"pool": PoolConfig(replicas=1)}, {"num_instances": 1, "expert_parallel": 2}]
+)
+def test_adapters_of_a_pool_and_of_several_ranks_are_preloaded_too(settings):
+    front_end = FrontEndConfig(placement="burst_tolerance", placement_interval_s=0.3)
+    engine = replace(ENGINE, **settings)
+    resident, stats = figures(ClusterConfig(engine=engine, served_model_name="demo", front_end=front_end))
+    assert set().union(*resident) == set(NAMES)
+    assert (stats.adapter_hits, stats.adapter_misses) == (len(NAMES), 0)
 
 
 def steps_file(folder: Path) -> str:
