@@ -275,8 +275,6 @@ class EngineCore:
             limit_tokens = min(limit_tokens, len(request.prompt_token_ids) + max_tokens)
         arrival_s = self._clock.now_s() if arrival_s is None else arrival_s
         sequence = Sequence(request, adapter, arrival_s, limit_tokens, self._seed(request))
-        # Its KV may have been computed on weights that carried another's adapter.
-        sequence.unshared = request.awaits_kv and self._merging is not None
         self._sequences[request.request_id] = sequence
         self.moves.watch(sequence)
         self._scheduler.add(sequence)

@@ -99,9 +99,12 @@ class RequestMoves:
             timing=sequence.timing(self._clock.now_s()),
             kv_tokens=kv_tokens,
             first_page=first_page,
+            unshared=sequence.unshared,
         )
 
-    def resume(self, request_id: str, tokens: Seq[int], kv_tokens: int, first_page: int) -> None:
+    def resume(
+        self, request_id: str, tokens: Seq[int], kv_tokens: int, first_page: int, unshared: bool
+    ) -> None:
         """Let a request go on, with these further tokens of its answer, and KV as `HeldRequest` says.
 
         KV for which there is no room is computed instead.  Raises ValueError likewise.
@@ -112,7 +115,7 @@ class RequestMoves:
             has_room = self._scheduler.reserve(sequence, kv_tokens)
             taken = has_room and self._kv.finish_taking(request_id, kv_tokens, first_page)
             sequence.table.num_matched = kv_tokens if taken else 0
-            sequence.awaits_kv = False
+            sequence.awaits_kv, sequence.unshared = False, taken and unshared
         sequence.held = False
 
     def close(self) -> None:

@@ -193,8 +193,7 @@ def test_compiled_layers_read_the_weights_anew(family, served, monkeypatch):  # 
 
 @pytest.mark.parametrize("batching", ["dlora", "auto"])
 def test_policies_that_weigh_modes_run_in_the_engine(batching, served):  # noqa: F811
-    """Many requests of one adapter, few of others, a larger share than dLoRA's first threshold: its rule merges
-    as soon as the adapter is there, whatever steps take."""
+    """One adapter has more than dLoRA asks for at first: it is merged once it is there."""
     model = served("mixtral")
     names = [model.adapters[0].name] * 12 + [model.adapters[2].name, None]
     prompts = make_prompts([9] * len(names))

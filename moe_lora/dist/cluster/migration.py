@@ -161,7 +161,7 @@ class RequestMover:
             if held.adapter_version != adapter_version:
                 raise MoveError("the target has another version of its adapter")
             move.final = True
-            rest = held.tokens, held.kv_tokens, held.first_page
+            rest = held.tokens, held.kv_tokens, held.first_page, held.unshared
             with fail_after(ACK_S):
                 await target.ask("resume_request", *rest)
         except BaseException:
@@ -176,7 +176,7 @@ class RequestMover:
 
         async def resume() -> None:
             with suppress(MoeLoraError, ValueError):  # it ended meanwhile, or the request did
-                await source.ask("resume_request", (), 0, 0)
+                await source.ask("resume_request", (), 0, 0, False)
 
         task = asyncio.create_task(resume())
         self._resuming.add(task)

@@ -46,7 +46,8 @@ class HeldRequest:
 
     tokens: of its answer, from the one on that was asked for.  adapter_version: which computes it.  timing:
     as if it ended now.  kv_tokens: tokens, of prompt and answer, whose KV lies in the target's window; its
-    pages from first_page on were put since the request is held.
+    pages from first_page on were put since the request is held.  unshared: that KV is not for the prefix
+    cache, since weights carried another's adapter.
     """
 
     tokens: tuple[int, ...]
@@ -54,6 +55,7 @@ class HeldRequest:
     timing: RequestTiming
     kv_tokens: int = 0
     first_page: int = 0
+    unshared: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Move(Message, frozen=True):
 REQUEST_METHODS = frozenset({"hold_request", "resume_request", "kv_window", "kv_send"})
 """Methods whose first argument is the id of a request of who calls."""
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class Hello(Message, frozen=True):
@@ -232,7 +234,7 @@ class EngineMethods(typing.Protocol):
     def hold_request(self, request_id: str, since: int) -> HeldRequest: ...
 
     def resume_request(
-        self, request_id: str, tokens: Sequence[int], kv_tokens: int, first_page: int
+        self, request_id: str, tokens: Sequence[int], kv_tokens: int, first_page: int, unshared: bool
     ) -> None: ...
 
     def request_loads(self) -> list[RequestLoad]: ...

@@ -206,6 +206,29 @@ def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines, kind)
     asyncio.run(run())
 
 
+def test_kv_that_is_not_for_the_prefix_cache_is_not_for_it_where_it_is_moved_to(fleet, engines):
+    """As what was computed on weights that carried another's adapter."""
+
+    async def run() -> None:
+        for shared in (True, False):
+            prompt = tuple(range(7 + shared, 7 + shared + 48))
+            stream = fleet.generate(replace(ask(), prompt_token_ids=prompt))
+            await anext(stream)
+            here = int(place(fleet))
+            for client in engines:
+                for sequence in client.core._sequences.values():
+                    sequence.unshared = not shared
+            await fleet.move("r", str(1 - here), "kv")
+            assert len([output async for output in stream]) > 0
+            assert fleet.mover.num_moved["kv"] == 1 + (not shared)
+            again = ask("again", max_tokens=1)
+            again = replace(again, prompt_token_ids=prompt)
+            [output] = [one async for one in engines[1 - here].generate(again)]
+            assert (output.num_cached_tokens > 0) == shared
+
+    asyncio.run(run())
+
+
 def test_abort_reaches_both_ends_of_a_move(fleet, engines):
     async def run() -> None:
         stream = fleet.generate(ask(max_tokens=200))
