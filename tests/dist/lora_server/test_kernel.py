@@ -39,7 +39,7 @@ def test_lora_kernel_reaches_the_data_loop(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "host", "problem"),
     [
-        ({}, {"host_workers": 1000}, "choose fewer"),
+        ({}, {"host_workers": 1000}, r"lora_server.host_workers=1000.* choose at most"),
         ({"expert_parallel": 2}, {"sites": "all"}, "sites='experts'"),
     ],
 )
