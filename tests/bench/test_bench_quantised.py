@@ -8,7 +8,7 @@ from bench.quantised.bench_quantised import FORMATS, LLAMA, main
 from moe_lora.report.results import read_results
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_each_format_has_a_record_with_fewer_bytes_than_bf16(model, tmp_path):
     out, threads = tmp_path / "out.jsonl", torch.get_num_threads()
     done = CliRunner().invoke(main, ["--model", model, "--quick", "--threads", "1", "--out", str(out)])

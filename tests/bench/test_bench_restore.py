@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_both_ways_restore_the_bits_and_say_what_they_keep(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_LORA_BENCH_ALLOW_DIRTY", "1")
     out = tmp_path / "out.jsonl"

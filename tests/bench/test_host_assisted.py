@@ -61,6 +61,7 @@ def test_what_decoding_lasts_longer_is_the_interruption() -> None:
     assert sum("over cached" in line and line.endswith("MISSED") for line in goals([record])) == 2
 
 
+@pytest.mark.slow
 def test_quick_run_writes_a_record_and_a_figure(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "figure.png"
     command = [sys.executable, "-m", "bench.host_assisted.bench_host_assisted", "--quick", "--part=sweep"]
