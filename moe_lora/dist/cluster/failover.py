@@ -14,7 +14,7 @@ from moe_lora.engine.client.client import CallableEngine
 from .instances import Instance
 
 if TYPE_CHECKING:
-    from .migration import Move
+    from .migration import MoveTask
 
 MAX_RESENDS = 3
 """A request under which this many instances and one more have ended may be what ends them."""
@@ -101,7 +101,7 @@ class ResumableRequest:
     aborted: bool = False
     attempt: Attempt | None = None
     next: Attempt | None = None
-    move: Move | None = None
+    move: MoveTask | None = None
     epoch: int = 0
     _num_cached: int = 0
     _waited_s: float = 0.0

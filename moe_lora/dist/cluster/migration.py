@@ -39,7 +39,7 @@ ACK_S = 5.0
 """As is one that does not take over by then, and a source that does not hold by then."""
 
 
-class Move:
+class MoveTask:
     """One under way, run by a task of its own.  final: the target was told to go on, and is asked whether it
     does."""
 
@@ -102,7 +102,7 @@ class RequestMover:
         instance = self._target(resumable, source, target)
         resumable.epoch += 1
         attempt = Attempt(instance, replace(continued(), held=True, awaits_kv=kind == "kv"), max_model_len)
-        move = resumable.move = Move(self._carry_out(resumable, source, attempt))
+        move = resumable.move = MoveTask(self._carry_out(resumable, source, attempt))
         try:
             await asyncio.shield(move.task)
         except asyncio.CancelledError:
