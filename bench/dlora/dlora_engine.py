@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.engine.engine_runs import EngineRun
+from bench.engine.engine_runs import EngineRun, with_all_resident
 from bench.harness.interleave import interleave
 from bench.harness.random_model import FULL, QUICK, ModelSize, write_adapter, write_adapters, write_model
 from moe_lora.config import EngineConfig
@@ -68,12 +68,7 @@ def start(model_dir: Path, adapters: tuple[tuple[str, str], ...], system: str, p
             prefix_caching=False,
         )
     )
-    for name, _ in adapters:
-        core.pin_adapter(name, pinned=True)
-    while len(core.stats().resident_adapters) < len(adapters):
-        core.tend()
-        time.sleep(1e-3)
-    return core
+    return with_all_resident(core, adapters)
 
 
 def share_of_deltas(cores: Mapping[str, EngineCore], plan: Plan) -> dict[str, Any]:

@@ -50,6 +50,11 @@ def start_engine(
             eager=eager,
         )
     )
+    return with_all_resident(core, adapters)
+
+
+def with_all_resident(core: EngineCore, adapters: tuple[tuple[str, str], ...]) -> EngineCore:
+    """The engine, once all its adapters are on the device, where they stay."""
     for name, _ in adapters:
         core.pin_adapter(name, pinned=True)
     while len(core.stats().resident_adapters) < len(adapters):
