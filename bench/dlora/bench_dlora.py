@@ -29,9 +29,9 @@ def main(part: str, out: str | None, quick: bool) -> None:
     recorder = Recorder(out, "measured" if part.startswith("engine") else "simulated")
     if part == "tune":
         traces = tuple(map(shortened, OTHER_TRACES[:2])) if quick else OTHER_TRACES
-        tune(recorder, num_draws=2 if quick else 20, traces=traces, descend=not quick)
+        tune(recorder, num_draws=2 if quick else 12, traces=traces, descend=not quick)
     elif part == "batching":
-        batching_points(recorder, duration_s=10.0 if quick else 180.0, num_seeds=1 if quick else 3)
+        batching_points(recorder, duration_s=10.0 if quick else 90.0, num_seeds=1 if quick else 3)
     elif part == "worth":
         worth_points(recorder, duration_s=10.0 if quick else 120.0, num_seeds=1 if quick else 3)
     elif part == "replicas":

@@ -29,7 +29,7 @@ from moe_lora.dist.cluster.routing_client import FleetClient
 DEMO = Path(__file__).parents[2] / "demo"
 ADAPTER = "upper"
 KINDS: tuple[Literal["tokens", "kv"] | None, ...] = (None, "tokens", "kv")
-LENGTH, CUT = 60, 20
+LENGTH, CUT = 40, 15
 
 
 @dataclass
@@ -97,7 +97,7 @@ async def run(recorder: Recorder, quick: bool) -> None:
         num_threads=1,
     )
     cluster = ClusterConfig(engine=engine, served_model_name="demo", front_end=FrontEndConfig())
-    num_rounds = 3 if quick else 30
+    num_rounds = 3 if quick else 100
     async with local_instances(cluster) as controlled:
         for num_prompt in (20, 180):
             for num_beside in (0, 4):

@@ -13,6 +13,7 @@ smaller and smaller beside the weights.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -124,7 +125,9 @@ def measure(model_dir: Path, adapter_dir: Path, dtype: torch.dtype, rounds: int)
         times.setdefault("copy_s", []).append(timed(lambda: target.copy_(source)))
     rounding = {}
     for shrink in SHRINKS:
-        rounding[f"1/{shrink}"] = ways["bytes"].rounding_error(held, sites)
+        held = HeldAdapter(held.arena, held.slots, held.slot)
+        found = [one for piece in pieces for one in ways["bytes"].rounding(piece, held)]
+        rounding[f"1/{shrink}"] = max(math.sqrt(lost / delta) for _, lost, delta in found)
         held.slots.scale /= 4
     return {
         "changed_bytes": num_bytes,

@@ -39,7 +39,7 @@ class Plan:
 
     size: ModelSize = FULL
     skewness: tuple[float, ...] = (0, 16, float("inf"))
-    duration_s: float = 8.0
+    duration_s: float = 5.0
     num_rounds: int = 3
     num_steps: int = 8
     eager: bool = False

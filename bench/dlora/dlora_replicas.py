@@ -1,4 +1,4 @@
-"""Eight simulated replicas: round robin, proactive, proactive and migration (figures 11, 12, 13, 15)."""
+"""Eight simulated replicas: round robin, proactive, proactive and migration, S-LoRA (figures 11 to 15)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ from moe_lora.policies.routing import Router
 from moe_lora.provision.placement.burst_tolerance import DeviceMemory, place_by_burst_tolerance
 from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
 
-from .dlora_plan import LORA_RANK, PAPER, Machine, Work, caching, instance, names, popularity, requests
+from .dlora_plan import (
+    LORA_RANK,
+    PAPER,
+    TRUE_RANK,
+    Machine,
+    Work,
+    caching,
+    instance,
+    names,
+    popularity,
+    requests,
+)
 from .dlora_simulated import SLO_S, latencies
 
 NUM_REPLICAS = 8
@@ -84,7 +95,10 @@ def replicas(
 
 
 def figures(system: str, work: Work, **more: Any) -> dict[str, Any]:
-    """Queueing: from arrival to the first step.  balance: least and largest of what the replicas computed."""
+    """Queueing: from arrival to the first step.  busy_share, memory_share: of each replica (figure 13).
+    slo_share: requests whose seconds by their output tokens are at most SLO_S.  inference_share: of computing
+    and plans together, what is neither a plan nor a swap of weights (figure 15).
+    """
     planner = Clocked()
     found = Replicas(replicas(system, work, planner, **more), requests(work))
     end_s = max(request.finish_s for request in found.done)
@@ -95,8 +109,11 @@ def figures(system: str, work: Work, **more: Any) -> dict[str, Any]:
         for one in found.instances
     ]
     swap_s = sum(one.weights.swap_s for one in found.instances if one.weights is not None)
+    busy_s, plan_s = sum(found.busy_s), sum(planner.seconds)
+    in_time = [one.finish_s - one.arrival_s <= SLO_S * len(one.planned.answer) for one in found.done]
     return latencies(found.done) | {
         "num_requests": len(found.done),
+        "slo_share": float(np.mean(in_time)),
         "mean_queue_s": float(np.mean([request.queue_s for request in found.done])),
         "p99_queue_s": float(np.percentile([request.queue_s for request in found.done], 99)),
         "busy_share": busy.tolist(),
@@ -107,8 +124,9 @@ def figures(system: str, work: Work, **more: Any) -> dict[str, Any]:
             "median": float(np.median(planner.seconds)) * 1e3 if planner.seconds else None,
             "worst": max(planner.seconds, default=0.0) * 1e3,
         },
-        "plan_share": sum(planner.seconds) / sum(found.busy_s),
-        "swap_share": swap_s / sum(found.busy_s),
+        "plan_share": plan_s / busy_s,
+        "swap_share": swap_s / busy_s,
+        "inference_share": (busy_s - swap_s) / (busy_s + plan_s),
         "preemptions": sum(one.scheduler.num_preemptions for one in found.instances),
     }
 
@@ -116,9 +134,13 @@ def figures(system: str, work: Work, **more: Any) -> dict[str, Any]:
 def replicas_points(
     record: Callable[[dict[str, Any], dict[str, Any]], Any], *, quick: bool, num_seeds: int
 ) -> None:
-    """By rate (figure 11a, and 15), by length (11b), by number of adapters (12)."""
+    """By rate (figures 11a, 13, 15), by length (11b), by number of adapters (12).
+
+    S-LoRA (14): unmerged always, by kernels that compute true ranks, requests sent in turn.
+    """
     base = replace(WORK, duration_s=6.0) if quick else WORK
     cells: list[tuple[str, Work, str, str]] = []
+    cells += [("slora", replace(base, rate_per_s=rate), SYSTEMS[0], "unmerged") for rate in RATES]
     for system in SYSTEMS:
         cells += [("rate", replace(base, rate_per_s=rate), system, "dlora") for rate in RATES]
         cells += [("scale", replace(base, rate_per_s=16.0, scale=scale), system, "dlora") for scale in SCALES]
@@ -129,6 +151,7 @@ def replicas_points(
     if quick:
         cells = cells[::6]
     for part, work, system, batching in cells:
+        machine = TRUE_RANK if part == "slora" else PAPER
         for seed in range(num_seeds):
             work = replace(work, seed=seed)
             config: dict[str, Any] = {
@@ -137,5 +160,5 @@ def replicas_points(
                 "batching": batching,
                 "work": asdict(work),
             }
-            config |= {"num_replicas": NUM_REPLICAS, "slo_s": SLO_S, "machine": asdict(PAPER)}
-            record(config, figures(system, work, batching=batching))
+            config |= {"num_replicas": NUM_REPLICAS, "slo_s": SLO_S, "machine": asdict(machine)}
+            record(config, figures(system, work, machine=machine, batching=batching))

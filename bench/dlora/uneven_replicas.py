@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
 from moe_lora.policies.migration import (
     AdapterSize,
-    MigrationPlan,
     MigrationProblem,
-    ReplicaName,
     ReplicaView,
     RequestView,
 )
@@ -55,17 +52,3 @@ def uneven_problem(
     replicas = [ReplicaView(j, device_bytes, adapters=frozenset(held[j])) for j in range(num_replicas)]
     sizes = [AdapterSize(name, float(rng.integers(5, 21))) for name in names]
     return MigrationProblem(replicas, requests, sizes, SWAP_BYTES_PER_S, affinity_s)
-
-
-def moved(problem: MigrationProblem, plan: MigrationPlan) -> MigrationProblem:
-    """As things are when the plan is carried out."""
-    targets = {request: target for request, _, target in plan.moves}
-    requests = [replace(one, replica=targets.get(one.request_id, one.replica)) for one in problem.requests]
-    loads: dict[ReplicaName, set[str]] = {}
-    for name, replica in plan.loads:
-        loads.setdefault(replica, set()).add(name)
-    replicas = [
-        replace(one, adapters=frozenset(one.adapters) | loads.get(one.name, set()))
-        for one in problem.replicas
-    ]
-    return replace(problem, requests=requests, replicas=replicas)

@@ -74,15 +74,26 @@ def described(device: Device, cell: Cell) -> dict[str, Any]:
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Figure of this run's records.")
 @click.option("--quick", is_flag=True, help="One round of two settings, to see that it runs.")
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only these; all by default.")
+@click.option("--cell", "names", multiple=True, help="Only the settings of these names; all by default.")
 @click.option("--slack", default=1.5, help="A site's time over the worker's.")
-def main(out: str | None, plot: Path | None, quick: bool, parts: tuple[str, ...], slack: float) -> None:
+def main(
+    out: str | None,
+    plot: Path | None,
+    quick: bool,
+    parts: tuple[str, ...],
+    names: tuple[str, ...],
+    slack: float,
+) -> None:
     core = max(os.sched_getaffinity(0))
     torch.set_num_threads(1)  # two on the one core that it is pinned to would wait for each other
     parts = parts or PARTS
     recorder = Recorder(out, "emulated")
     cells = [*(settings() if "settings" in parts else ()), *(sweep() if "sweep" in parts else ())]
+    if unknown := set(names) - {cell.name for cell in cells}:
+        raise click.BadParameter(f"no setting is called {', '.join(sorted(unknown))}", param_hint="--cell")
+    cells = [cell for cell in cells if not names or cell.name in names]
     if quick:
-        cells = [replace(cell, num_requests=4) for cell in cells[2:3] + cells[-1:]]
+        cells = [replace(cell, num_requests=4) for cell in (cells if names else cells[2:3] + cells[-1:])]
     records: list[Record] = []
     refused = []
     with tempfile.TemporaryDirectory() as name:

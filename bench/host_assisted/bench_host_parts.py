@@ -3,9 +3,10 @@
     python -m bench.host_assisted.bench_host_parts --out bench/results/host_parts.jsonl [--quick]
 
 ipc: an engine's rows to n workers and their deltas back, through shared memory and through UNIX sockets, with
-the same work on both sides; 16 tokens a worker (figure 12).  threads: 256 tokens by n workers, by torch's own
-threads on as many cores, and by the CPU library in this thread (figure 17).  All workers really compute q, k
-and v of rank 64; more of them than cores share those.
+the same work on both sides, and that work without a message; 16 tokens a worker (figure 12).  threads: 256
+tokens by n workers, by torch's own threads on as many cores, and by the CPU library in this thread (figure
+17).  All workers really compute q, k and v of rank 64, each on a core of its own beside the engine's; where
+there are more than cores they share those, and what shows is mostly their taking turns.
 Source: Toppings sections 4.2 and 7.3.
 """
 
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -195,21 +197,24 @@ def over_shared_memory(
 
 
 def measure_ipc(served: Served, counts: Sequence[int], num_rounds: int, num_steps: int) -> list[Any]:
-    """Seconds per step of both ways, by number of workers."""
-    core, found = max(os.sched_getaffinity(0)), []
+    """Seconds per step of both ways and of the computing alone, by number of workers."""
+    free, found = sorted(os.sched_getaffinity(0), reverse=True), []
+    free = free[:-1] or free  # one is the engine's
     for count in counts:
         with ExitStack() as held:
-            cores = [core] * count
+            cores = list(islice(cycle(free), count))
             shared = HostWorkers(served.layout(TOKENS_EACH), served.store, count, TOKENS_EACH, cores=cores)
             held.callback(shared.close)
             sockets = SocketWorkers(served, count, TOKENS_EACH, cores)
             held.callback(sockets.close)
             x = torch.randn(count * TOKENS_EACH, SIZE.hidden_size).bfloat16()
-            ways = {
+            ways: dict[str, Callable[[torch.Tensor], None]] = {
                 "shared memory": partial(by_frames, shared, served, x),
                 "UNIX socket": partial(sockets.step, x),
+                "all in process": in_turn([in_process(served, rows) for rows in x.tensor_split(count)]),
             }
-            found.append({"num_workers": count, "seconds": timed(ways, x, served, num_rounds, num_steps)})
+            seconds = timed(ways, x, served, num_rounds, num_steps)
+            found.append({"num_workers": count, "seconds": seconds, "num_cores": len(set(cores))})
     return found
 
 
@@ -268,6 +273,16 @@ def in_process(served: Served, x: torch.Tensor) -> Callable[[torch.Tensor], None
     return step
 
 
+def in_turn(steps: Sequence[Callable[[torch.Tensor], None]]) -> Callable[[torch.Tensor], None]:
+    """Each step on its equal part of the rows."""
+
+    def step(y: torch.Tensor) -> None:
+        for one, rows in zip(steps, y.tensor_split(len(steps)), strict=True):
+            one(rows)
+
+    return step
+
+
 def timed(
     ways: Mapping[str, Callable[[torch.Tensor], None]],
     x: torch.Tensor,
@@ -288,9 +303,9 @@ def lines(part: str, found: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """A row per number of workers or cores: medians, and the alternative over ours in the same round."""
     rows = []
     for one in found:
-        (key, number), (_, seconds) = one.items()
+        (key, number), (_, seconds) = list(one.items())[:2]
         ours = next(iter(seconds))
-        row = {"part": part, key: str(number)}
+        row = {"part": part, key: str(number), "num_cores": str(one["num_cores"])}
         for name, times in seconds.items():
             over = ratio(times, seconds[ours])
             row[f"{name}, ms"] = f"{1e3 * float(np.median(times)):.3f}"

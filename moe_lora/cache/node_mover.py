@@ -21,6 +21,7 @@ class NodeMover:
     """
 
     on_departure: Callable[[Namespace], None] | None = None
+    on_load_end: Callable[[Namespace], None] | None = None
 
     def __init__(self, tree: DependencyTree, device: Tier, host: Tier) -> None:
         self.tree = tree
@@ -165,6 +166,8 @@ class NodeMover:
         """An order is done."""
         node = self.moving.pop(copy_id)
         leaves, node.leaves = node.leaves, False
+        if node.is_adapter and node.moving_in:
+            self._end_load(node)
         node.moving_in = node.moving_out = False
         self.tree.refresh(node)
         if leaves and self.can_leave(node):
@@ -180,6 +183,7 @@ class NodeMover:
             self._leave_host(node)
         elif node.is_adapter:
             node.moving_in, node.failed = False, True
+            self._end_load(node)
             self._leave_device(node)
             for child in list(self.tree.children(node)):
                 if child.device_pages is not None and self.tree.keeps_dependencies:
@@ -188,6 +192,10 @@ class NodeMover:
             node.moving_in, node.lost = False, True
             self.let_die(node)
         self.sweep()
+
+    def _end_load(self, node: Node) -> None:
+        if self.on_load_end is not None:
+            self.on_load_end(node.namespace)
 
     def _enqueue(self, order: Order, node: Node) -> None:
         self._orders.append(order)

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_lora.policies.arena_shares import BEYOND, WITHIN
 from moe_lora.policies.caching import Floats
 
 from .node import BACKED, CAN_BACK_UP, CAN_ENTER, CAN_LEAVE, Node
-from .ranking import Ranking, ascending
+from .ranking import Ranking, first_to_go
 from .room import Room
 
 # Values that are asked for again and again within one decision.
@@ -29,6 +30,7 @@ class KnownValues:
         self._ranking = ranking
         self._now_s = now_s
         self._known = np.full(len(ranking.columns), np.nan)
+        self._order: NDArray[np.int64] | None = None
 
     def of(self, rows: NDArray[np.int64]) -> Floats:
         """[N]: values of these rows."""
@@ -36,6 +38,18 @@ class KnownValues:
         if unknown.size:
             self._known[unknown] = self._ranking.values(unknown, self._now_s)
         return self._known[rows]
+
+    def eviction_order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[N]: of these rows, as `Ranking.eviction_order`; of several tenants' those that could not leave
+        when it was first asked for are WITHIN.
+        """
+        if self._order is None:
+            ranking = self._ranking
+            others = WITHIN if ranking.shares.is_divided(self._now_s) else BEYOND
+            self._order = np.full(len(ranking.columns), others)
+            leaving = ranking.columns.where(CAN_LEAVE)
+            self._order[leaving] = ranking.eviction_order(leaving, self.of(leaving), self._now_s)
+        return self._order[rows]
 
 
 WORTH = 2.0
@@ -228,8 +242,8 @@ class Swapper:
                 return
 
     def _victims(self, entering: Node, value: float, known: KnownValues) -> list[Node] | None:
-        """What gives way: one of its kind where that has reached its limit.  None if that would be worth too
-        much.
+        """What gives way: one of its kind where that has reached its limit, of what is within shares only its
+        own tenant's.  None if that would be worth too much.
         """
         columns = self._columns
         kept_free = int((1 - self._upper) * self._device.num_pages)
@@ -242,9 +256,13 @@ class Swapper:
         if over > 0:
             rows, missing = rows[columns.is_adapter[rows] == entering.is_adapter], max(missing, over)
         at_most = missing + 2  # each has a page, and its parent and adapter are passed over
-        rows = ascending(rows, known.of(rows), at_most)
+        order = known.eviction_order(rows)
+        may = (order != WITHIN) | (columns.tenant[rows] == columns.tenant[entering.row])
+        rows, order = rows[may], order[may]
+        values = known.of(rows)
         victims: list[Node] = []
-        for row, lost in zip(rows.tolist(), known.of(rows).tolist(), strict=True):
+        first = first_to_go(np.arange(len(rows)), values, order, at_most)
+        for row, lost in zip(rows[first].tolist(), values[first].tolist(), strict=True):
             if missing <= 0 or lost * WORTH > value:
                 break
             victim = columns.nodes[row]

@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch
 
 from moe_lora.cache.pages import BlockTable
 from moe_lora.core.errors import MoveError
 from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
-from moe_lora.engine.client.messages import KvWindow
+from moe_lora.engine.client.messages import KvSent, KvWindow
 from moe_lora.kernels.operands import KvLayout
 
 from .sequence import Sequence
@@ -25,6 +26,8 @@ SLACK_TOKENS = 256
 """Room of a window for tokens that come while blocks are copied."""
 STEP_BYTES = 16 << 20
 """Of what a target copies between two steps."""
+NUM_THREADS = 4
+"""That put KV: a target that stands still keeps one until the transport gives it up."""
 
 
 @dataclass(eq=False)
@@ -39,19 +42,24 @@ class Incoming:
 
 @dataclass(eq=False)
 class Outgoing:
-    """KV that was put into a peer's window: that of these pages, in order, of that table."""
+    """KV that was put into a peer's window: num_tokens of them, that of these pages, in order, of that table;
+    pages from first_page on were put last."""
 
-    table: BlockTable
+    descriptor: bytes
     window: RemoteWindow
-    pages: list[int]
+    table: BlockTable | None = None
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    first_page: int = 0
 
 
 class KvTransfer:
     """Both ends, for one engine.
 
     arena: uint8, of this rank.  open_transport: called at the first use, in the thread of that; None: KV is
-    neither sent nor taken.  All but `send` belongs to the engine's thread; what `send` read meanwhile is
-    compared with the pages at the end (`finish`).
+    neither sent nor taken.  What a peer may keep waiting is done in `threads`, so that steps go on: `send`,
+    and letting a peer's window go.  All else belongs to the engine's thread; what `send` read meanwhile is
+    compared with the sequence's pages after it (`sent`).
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class KvTransfer:
         self._incoming: dict[str, Incoming] = {}
         self._outgoing: dict[str, Outgoing] = {}
         self.block_size, self.page_bytes = layout.block_size, layout.page_bytes
+        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-puts")
 
     @property
     def enabled(self) -> bool:
@@ -130,7 +139,8 @@ class KvTransfer:
     # -- the source's end
 
     def send(self, sequence: Sequence, descriptor: bytes, layout: str) -> Outgoing:
-        """Put the full blocks that are there into the window; any thread.
+        """Put what is computed into the window, but for what lies there: full blocks, and of a sequence that
+        is held the last one too.  In one of `threads`.
 
         Raises MoveError if the target's pages are of another kind, PeerGoneError, PeerUnreachableError.
         """
@@ -138,59 +148,63 @@ class KvTransfer:
             raise MoveError("an instance of several ranks sends no KV; move the request by its tokens")
         if layout != repr(self._layout):
             raise MoveError(f"KV lies as {self._layout} here and as {layout} there; move it by tokens")
-        table, num_full = sequence.table, sequence.num_computed // self.block_size
-        outgoing = Outgoing(table, self._transport.attach(descriptor), [])
+        outgoing = self._outgoing.pop(sequence.request.request_id, None)
+        if outgoing is not None and outgoing.descriptor != descriptor:  # of a move that was given up
+            self._transport.detach(outgoing.window)
+            outgoing = None
+        if outgoing is None:
+            outgoing = Outgoing(descriptor, self._transport.attach(descriptor))
         try:
-            self._put(outgoing, table.pages[:num_full], 0)
-        except BaseException:
+            self._put(outgoing, sequence)
+        except BaseException:  # a window that is gone is not to fail later moves too
             self._transport.detach(outgoing.window)
             raise
         return outgoing
 
-    def sent(self, request_id: str, outgoing: Outgoing) -> None:
-        """What `send` returned; `finish` or `drop` comes next."""
-        self.drop(request_id)
-        self._outgoing[request_id] = outgoing
-
-    def finish(self, sequence: Sequence) -> tuple[int, int]:
-        """Put what was not sent, or lies elsewhere by now; (tokens whose KV is there, first page put now).
-
-        For a sequence that is held.  Raises PeerGoneError.
-        """
-        outgoing = self._outgoing.pop(sequence.request.request_id, None)
-        if outgoing is None:
-            return 0, 0
-        size = self.block_size
-        num_tokens = min(sequence.num_computed, outgoing.window.num_bytes // self._layout.page_bytes * size)
-        pages = sequence.table.pages[: -(-num_tokens // size)]
+    def _put(self, outgoing: Outgoing, sequence: Sequence) -> None:
+        size, page_bytes = self.block_size, self._layout.page_bytes
+        table, num_tokens = sequence.table, sequence.num_computed
+        if not sequence.held:
+            num_tokens -= num_tokens % size
+        num_pages = min(-(-num_tokens // size), outgoing.window.num_bytes // page_bytes)
+        pages = table.pages[:num_pages]
         first = 0
-        if sequence.table is outgoing.table:
+        if table is outgoing.table:
             same = (before == now for before, now in zip(outgoing.pages, pages, strict=False))
             first = sum(itertools.takewhile(bool, same))
-        try:
-            self._put(outgoing, pages, first)
-        finally:  # a window that is gone is not to fail later moves too
-            self._transport.detach(outgoing.window)
-        return num_tokens, first
-
-    def drop(self, request_id: str) -> None:
-        outgoing = self._outgoing.pop(request_id, None)
-        if outgoing is not None:
-            self._transport.detach(outgoing.window)
-
-    def drop_all_but(self, request_ids: Container[str]) -> None:
-        """Let go of the windows of requests that have ended."""
-        for request_id in [one for one in self._outgoing if one not in request_ids]:
-            self.drop(request_id)
-
-    def _put(self, outgoing: Outgoing, pages: list[int], first: int) -> None:
-        page_bytes = self._layout.page_bytes
+            # A last block that was put before may have more tokens by now.
+            first = min(first, outgoing.num_tokens // size)
         for number in range(first, len(pages)):
             data = self._arena[pages[number]].cpu()
             self._transport.put_signal(outgoing.window, number * page_bytes, data, 0, number + 1)
         self._transport.quiet(outgoing.window)
-        outgoing.pages = list(pages)
+        outgoing.table, outgoing.pages, outgoing.first_page = table, pages, first
+        outgoing.num_tokens = min(num_tokens, len(pages) * size)
+
+    def sent(self, outgoing: Outgoing, sequence: Sequence) -> KvSent:
+        """What `send` put, as long as it is the sequence's KV: nothing if its pages went meanwhile."""
+        request_id, pages = sequence.request.request_id, outgoing.pages
+        self.drop(request_id)
+        self._outgoing[request_id] = outgoing
+        if sequence.table is not outgoing.table or sequence.table.pages[: len(pages)] != pages:
+            return KvSent(0, 0)
+        return KvSent(outgoing.num_tokens, outgoing.first_page)
+
+    def drop(self, request_id: str) -> None:
+        outgoing = self._outgoing.pop(request_id, None)
+        if outgoing is not None:
+            self.let_go(outgoing)
+
+    def let_go(self, outgoing: Outgoing) -> None:
+        self.threads.submit(self._transport.detach, outgoing.window)
+
+    def drop_all_but(self, request_ids: Container[str]) -> None:
+        """Let go of the windows of requests that have ended."""
+        for request_id in list(self._outgoing):  # of which `send` may take some out meanwhile
+            if request_id not in request_ids:
+                self.drop(request_id)
 
     def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
         if self._made is not None:
             self._made.close()

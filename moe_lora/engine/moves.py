@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.request import TokenOutput
-from moe_lora.engine.client.messages import HeldRequest, KvWindow, RequestLoad
+from moe_lora.engine.client.messages import HeldRequest, KvSent, KvWindow, RequestLoad
 from moe_lora.scheduling.scheduler import Scheduler
 
 from .kv_transfer import KvTransfer, Outgoing
@@ -20,8 +20,8 @@ class RequestMoves:
     One that leaves is held between two steps until it is resumed or aborted.  One that comes has computed all
     that it knows but the last token when it is announced; the tokens that it is resumed with are computed in
     one step.  One that awaits KV is announced when it has pages for it, and computes nothing but what it is
-    resumed with.  sequences: those of the engine, by request id.  Called by the
-    engine's own thread, but for `kv_send`.
+    resumed with.  sequences: those of the engine, by request id.  threads: where `kv_send` is called; all
+    else is by the engine's own thread.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class RequestMoves:
         self._scheduler = scheduler
         self._clock = clock
         self._kv = kv
+        self.threads = kv.threads
         self._coming: list[Sequence] = []
 
     @property
@@ -77,11 +78,17 @@ class RequestMoves:
         return self._kv.window(request_id)
 
     def kv_send(self, request_id: str, descriptor: bytes, layout: str) -> Outgoing:
-        """Put the full blocks of a request into its target's window, while it goes on; for another thread."""
+        """Put the KV of a request into its target's window: full blocks while it goes on, and what is left
+        once it is held (see `KvTransfer.send`)."""
         return self._kv.send(self._find(request_id), descriptor, layout)
 
-    def kv_sent(self, outgoing: Outgoing, request_id: str, descriptor: bytes, layout: str) -> None:
-        self._kv.sent(request_id, outgoing)
+    def kv_sent(self, outgoing: Outgoing, request_id: str, descriptor: bytes, layout: str) -> KvSent:
+        """What `kv_send` put."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            self._kv.let_go(outgoing)
+            raise _not_here(request_id)
+        return self._kv.sent(outgoing, sequence)
 
     def hold(self, request_id: str, since: int) -> HeldRequest:
         """Let a request gain no tokens from now on; those of its answer from number `since` on.
@@ -92,20 +99,17 @@ class RequestMoves:
         sequence.held = True
         version = None if sequence.adapter is None else sequence.adapter.version
         first = len(sequence.request.prompt_token_ids) + since
-        kv_tokens, first_page = self._kv.finish(sequence)
         return HeldRequest(
             tokens=tuple(sequence.tokens[first:]),
             adapter_version=version,
             timing=sequence.timing(self._clock.now_s()),
-            kv_tokens=kv_tokens,
-            first_page=first_page,
             unshared=sequence.unshared,
         )
 
     def resume(
         self, request_id: str, tokens: Seq[int], kv_tokens: int, first_page: int, unshared: bool
     ) -> None:
-        """Let a request go on, with these further tokens of its answer, and KV as `HeldRequest` says.
+        """Let a request go on, with these further tokens of its answer, and KV as `KvSent` says.
 
         KV for which there is no room is computed instead.  Raises ValueError likewise.
         """
@@ -142,8 +146,12 @@ class RequestMoves:
     def _find(self, request_id: str) -> Sequence:
         sequence = self._sequences.get(request_id)
         if sequence is None:
-            raise ValueError(f"request {request_id!r} is not running here; it has ended or was moved")
+            raise _not_here(request_id)
         return sequence
+
+
+def _not_here(request_id: str) -> ValueError:
+    return ValueError(f"request {request_id!r} is not running here; it has ended or was moved")
 
 
 def _sign(sequence: Sequence) -> TokenOutput:

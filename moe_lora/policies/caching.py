@@ -200,3 +200,11 @@ class CachingPolicy(Protocol):
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
         """Whether KV on the host should be copied to the device for a request, or rather be recomputed."""
         ...
+
+
+def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
+    """The `count` rows of least value, in order, of equal ones the first; all if there are fewer."""
+    if len(rows) > count:
+        kept = np.sort(np.argpartition(values, count)[:count])
+        rows, values = rows[kept], values[kept]
+    return rows[np.argsort(values, kind="stable")]

@@ -1,21 +1,22 @@
-"""A migration plan in milliseconds: the problem of `migration` on few replicas, relaxed, rounded and mended.
+"""A migration plan in milliseconds: longest requests first from the replicas above the bound, then a search.
 
-Each round takes the K replicas that need longest and the K that need least.  A linear program lets parts of
-requests go; each request goes to the replica that has most of it.  The paper ends here, without limits of
-memory.  Then (ours) what does not fit goes back, and single requests, groups of one adapter and pairs move as
-long as the slowest replica gets faster.
-Source: dLoRA, section 5.2, "Selective migration with constraints relaxation".
+No plan brings the slowest replica below `lower_bound`.  Replicas above it give requests until they are at it,
+those that move most cheaply; each, the longest first, goes where it ends first, with what its adapter and its
+bytes cost there.  So K, how many replicas give, follows from the problem.  Then single requests, groups of
+one adapter and pairs move between the slowest and the fastest, until it is near the bound or nothing helps.
+The paper's own relaxation is `relaxed_migration`.
+Source: dLoRA, section 5.2, for the problem; the algorithm is ours, after Graham's longest processing time.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from heapq import nsmallest
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .migration import (
     TOLERANCE,
@@ -24,11 +25,10 @@ from .migration import (
     MigrationPlan,
     MigrationProblem,
     Placement,
+    lower_bound,
+    undo_harmful,
     undo_needless,
 )
-
-if TYPE_CHECKING:
-    from scipy.sparse import coo_matrix
 
 LACK_S = 1e12
 """What memory that lacks counts as, so that it goes first."""
@@ -36,48 +36,152 @@ NUM_SWAPPED, NUM_PAIRED = 32, 12
 """Requests of a replica of which one, and of which up to two, are exchanged."""
 NUM_TRIED = 8
 """Of the moves that look best by fractions of swapped requests, so many are looked at in whole ones."""
+NEAR = 0.02
+"""Share above the bound that is near enough."""
+MAX_STEPS = 48
+"""Of a search."""
+DEPTHS = (1.0, 0.75)
+"""Replicas above the bound give until they are at that much of it; another is tried where one is not near."""
 
 
-def plan_fast(
-    problem: MigrationProblem, *, num_selected: int = 4, max_rounds: int = 4, relaxed: bool | None = None
-) -> MigrationPlan:
+def plan_fast(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:
     """A plan that is never worse than to leave things as they are, and fills no memory beyond its limit.
 
-    num_selected: K.  max_rounds: selections of K; fewer where one gains nothing or is of all.  relaxed: True:
-    begin with the linear program; False: only requests, groups and pairs move; None: with it, and where K
-    selects all replicas without it too, which may end better.
+    num_selected: the search is among the slowest replica and 2 K - 1 of the fastest.
     """
-    ways = [relaxed is not False]
-    if relaxed is None and len(problem.replicas) <= 2 * num_selected:
-        ways.append(False)
-    plans = [_plan(problem, num_selected, max_rounds, relaxed=way) for way in ways]
-    return min(plans, key=lambda plan: plan.objective)
-
-
-def _plan(problem: MigrationProblem, num_selected: int, max_rounds: int, *, relaxed: bool) -> MigrationPlan:
     placement = Placement(problem)
-    before = placement.objective()
-    for _ in range(max_rounds):
-        slowest, fastest = _selected(placement, num_selected)
-        search = _Search(placement, [*slowest, *fastest])
-        moved = relaxed and _relax(search, len(slowest))
-        while search.step():
-            moved = True
-        if not moved or len(search.every) == len(problem.replicas):
+    bound, before = lower_bound(placement), placement.objective()
+    best = placement.plan(before, before, min(bound, before))
+    for depth in DEPTHS if len(problem.replicas) <= 2 * num_selected else DEPTHS[:1]:
+        if best.objective <= bound * (1 + NEAR):
             break
-    undo_needless(placement, placement.objective() * (1 + TOLERANCE))
-    return placement.plan(placement.objective(), before)
+        if depth != DEPTHS[0]:
+            placement = Placement(problem)
+        start = placement.costs()
+        _spread(placement, bound, depth)
+        undo_harmful(placement, start)
+        _search(placement, bound * (1 + NEAR), 2 * num_selected)
+        objective = placement.objective()
+        undo_needless(placement, max(objective, bound * (1 + NEAR)) * (1 + TOLERANCE))
+        objective = placement.objective()
+        if objective < best.objective * (1 - TOLERANCE):
+            best = placement.plan(objective, before, min(bound, objective))
+    return best
 
 
-def _selected(placement: Placement, num_selected: int) -> tuple[list[int], list[int]]:
-    """The K replicas that need longest (first those that lack memory), the K that need least."""
-    by_cost = sorted(range(len(placement.members)), key=placement.cost)
-    num = min(num_selected, len(by_cost) // 2)
-    rest = by_cost[: len(by_cost) - num]
-    return by_cost[len(rest) :][::-1], rest if len(rest) <= num + 1 else rest[:num]
+def _search(placement: Placement, near_s: float, num_chosen: int) -> None:
+    """Make the slowest replica faster until it is near enough or no step does."""
+    costs = placement.costs()
+    for _ in range(MAX_STEPS):
+        slowest = max(range(len(costs)), key=costs.__getitem__, default=-1)
+        if slowest < 0 or costs[slowest] <= (0.0, near_s):
+            return
+        fastest = nsmallest(num_chosen - 1, range(len(costs)), key=costs.__getitem__)
+        chosen = [slowest, *(j for j in fastest if j != slowest)]
+        if not Search(placement, chosen).step():
+            return
+        for j in chosen:
+            costs[j] = placement.cost(j)
 
 
-class _Search:
+# Longest first.
+
+
+def _spread(placement: Placement, bound_s: float, depth: float) -> None:
+    """What replicas above the bound give, each where it ends first."""
+    fleet = _Fleet(placement)
+    given: list[int] = []
+    for j, cost in enumerate(placement.costs()):
+        if cost > (0.0, bound_s):
+            given += fleet.give(j, bound_s * depth)
+    for i in sorted(given, key=lambda i: -placement.exec_s[i]):
+        target = fleet.best(i)
+        if target != placement.replica_of[i]:
+            placement.move(i, target)
+
+
+class _Fleet:
+    """All replicas while requests are under way: those given count nowhere until they are placed.
+
+    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device; below 0 what is swapped.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        replicas = placement.problem.replicas
+        self._seconds = np.array(placement.seconds)
+        self._room = np.array([one.device_bytes for one in replicas]) - np.array(placement.used)
+        self._host = np.array([one.host_bytes for one in replicas])
+        self._counts = [dict(one) for one in placement.counts]
+        self._holders = placement.holders()
+        self._where: defaultdict[int, list[int]] = defaultdict(list)
+        for j, counts in enumerate(self._counts):
+            for k in counts:
+                self._where[k].append(j)
+        self._absent: dict[int, tuple[FloatArray, FloatArray]] = {}
+        self._swapped_bytes_per_s = placement.problem.swap_bytes_per_s
+
+    def give(self, j: int, most_s: float) -> list[int]:
+        """Take requests from the replica, those whose move costs least, until it takes that at most."""
+        placement, found = self._placement, []
+        lost = (placement.moved_s - placement.exec_s) / np.maximum(placement.exec_s, TOLERANCE)
+        members = sorted(placement.members[j])
+        by_loss = sorted(members, key=lambda i: (float(lost[i]), -float(placement.exec_s[i])))
+        for i in by_loss:
+            swapped = max(0.0, -self._room[j])
+            if self._seconds[j] + swapped / self._swapped_bytes_per_s <= most_s and swapped <= self._host[j]:
+                break
+            k = int(placement.adapter[i])
+            self._counts[j][k] -= 1
+            self._seconds[j] -= placement.exec_s[i]
+            self._room[j] += placement.num_bytes[i]
+            if not self._counts[j][k]:
+                del self._counts[j][k]
+                self._seconds[j] -= placement.adapter_at(j, k)
+                self._room[j] += placement.adapter_bytes[k]
+            found.append(i)
+        return found
+
+    def best(self, i: int) -> int:
+        """The replica where the request ends first, home if no other ends it sooner; it counts there."""
+        placement, home = self._placement, int(self._placement.home[i])
+        k, num_bytes = int(placement.adapter[i]), placement.num_bytes[i]
+        more_s, more_bytes = self._of_adapter(k)
+        room = self._room - more_bytes
+        room -= num_bytes
+        total = self._seconds + more_s
+        if room.min() < 0:
+            over = np.maximum(-room, 0.0)
+            total += over / self._swapped_bytes_per_s
+            total[over > self._host] = math.inf
+        target = int(total.argmin())
+        if total[home] + placement.exec_s[i] <= total[target] + placement.moved_s[i]:
+            target = home
+        self._seconds[target] += more_s[target] + (
+            placement.exec_s[i] if target == home else placement.moved_s[i]
+        )
+        self._room[target] = room[target]
+        more_s[target] = more_bytes[target] = 0.0
+        return target
+
+    def _of_adapter(self, k: int) -> tuple[FloatArray, FloatArray]:
+        """[replicas] seconds and bytes that its first request there adds."""
+        if k not in self._absent:
+            placement, num = self._placement, len(self._counts)
+            is_adapter = k < len(placement.problem.adapters)
+            seconds = np.full(num, placement.load_s[k] + placement.problem.affinity_s * is_adapter)
+            num_bytes = np.full(num, placement.adapter_bytes[k])
+            seconds[self._holders[k]] = placement.problem.affinity_s
+            there = [j for j in self._where[k] if k in self._counts[j]]
+            seconds[there] = num_bytes[there] = 0.0
+            self._absent[k] = seconds, num_bytes
+        return self._absent[k]
+
+
+# Step by step.
+
+
+class Search:
     """Requests on the chosen replicas, which move as long as the slowest of these gets faster.
 
     Legend: m position among the chosen; c a candidate: requests of one adapter that would go together.
@@ -253,146 +357,3 @@ class _Search:
         for i in comes:
             self.placement.move(i, there)
         return False
-
-
-# The linear program over the chosen replicas.
-
-
-def _relax(search: _Search, num_slowest: int) -> bool:
-    """Let parts of requests go from the slowest to any of the chosen, then whole ones; whether any moved."""
-    if len(search.every) < 2:
-        return False
-    placement, chosen = search.placement, search.chosen.tolist()
-    before = {i: j for j in chosen[:num_slowest] for i in placement.members[j]}
-    worst = max(map(placement.cost, chosen))
-    lacking = {j: placement.cost(j)[0] for j in chosen}
-    relaxed = _Relaxed(search, num_slowest)
-    if not relaxed.groups:
-        return False
-    for group, parts in zip(relaxed.groups, relaxed.solve(), strict=True):
-        for i, m in zip(group, _rounded(parts), strict=True):
-            placement.move(int(i), chosen[m])
-    moved = {i for i, j in before.items() if placement.replica_of[i] != j}
-    too_full = [j for j in chosen if placement.cost(j)[0] > lacking[j]]
-    while too_full:
-        j = too_full.pop()
-        for i in sorted(moved & placement.members[j], key=lambda i: placement.problem.requests[i].num_bytes):
-            if placement.cost(j)[0] > lacking[j]:
-                placement.move(i, before[i])
-                moved.remove(i)
-                too_full.append(before[i])
-    if max(map(placement.cost, chosen)) >= worst:
-        for i in moved:
-            placement.move(i, before[i])
-        moved.clear()
-    for m in search.every.tolist():
-        search.refresh(m)
-    return bool(moved)
-
-
-def _rounded(parts: FloatArray) -> list[int]:
-    """Where each of a group's requests goes: whole parts as they are, of the rest the largest first."""
-    num = round(float(parts.sum()))
-    whole = np.floor(parts + 1e-6).astype(np.int64)
-    rest = np.argsort(whole - parts, kind="stable")[: num - int(whole.sum())]
-    whole[rest] += 1
-    return np.repeat(np.arange(len(parts)), whole).tolist()
-
-
-class _Relaxed:
-    """The program: columns T, then requests of each group on each replica, y of each adapter there, bytes
-    swapped of each replica.
-
-    groups: requests of the slowest replicas that are alike: of one adapter, one home and place, all waiting
-    or none; they share a row of x, with their mean seconds and bytes.
-    """
-
-    def __init__(self, search: _Search, num_slowest: int) -> None:
-        self._search = search
-        self._fixed = search.every >= num_slowest  # whose own requests stay
-        placement = search.placement
-        groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        for m in range(num_slowest):
-            members = search.members(m)
-            for i in members[
-                np.argsort((placement.exec_s - placement.moved_s)[members], kind="stable")
-            ].tolist():
-                waits = placement.moved_s[i] == placement.exec_s[i]
-                groups[int(placement.adapter[i]), m, int(placement.home[i]), int(waits)].append(i)
-        self.groups = [np.array(group, dtype=np.int64) for group in groups.values()]
-        self._of_group = [k for k, *_ in groups]
-        self._adapters = sorted({k for k in self._of_group if k < len(placement.adapter_bytes) - 1})
-
-    def solve(self) -> FloatArray:
-        """[groups, replicas] requests of each group there."""
-        from scipy.optimize import linprog  # a third of a second, which a front end without moves saves
-        from scipy.sparse import vstack
-
-        search, placement = self._search, self._search.placement
-        num, problem = len(search.every), placement.problem
-        x = 1 + np.arange(len(self.groups) * num).reshape(-1, num)
-        y = 1 + x.size + np.arange(len(self._adapters) * num).reshape(-1, num)
-        swapped = 1 + x.size + y.size + search.every
-        sizes = np.array([len(group) for group in self.groups], dtype=np.float64)
-        seconds = np.array(
-            [search.request_s(one[:, None], search.every).mean(axis=0) for one in self.groups]
-        ).reshape(x.shape)
-        num_bytes = np.array([placement.num_bytes[group].mean() for group in self.groups])
-        absent = ~self._fixed | (search.counts[self._adapters] == 0)  # else the adapter is there in any case
-        unit = max(float(seconds.max(initial=0.0)), TOLERANCE)
-        page = max(float(num_bytes.max(initial=0.0)), 1.0)
-        time, memory, matching = _Rows(), _Rows(), _Rows()
-        time.add(search.every, x, seconds / unit)
-        time.add(search.every, y, absent * search.adapter_s[self._adapters] / unit)
-        time.add(search.every, swapped, page / problem.swap_bytes_per_s / unit)
-        time.add(search.every, np.zeros(num, dtype=np.int64), -1.0)
-        memory.add(search.every, x, num_bytes[:, None] / page)
-        memory.add(search.every, y, absent * placement.adapter_bytes[self._adapters][:, None] / page)
-        memory.add(search.every, swapped, -1.0)
-        row = 0
-        for g, k in enumerate(self._of_group):
-            if k in self._adapters:
-                needed = np.flatnonzero(absent[self._adapters.index(k)])
-                rows = row + np.arange(len(needed))
-                matching.add(rows, x[g, needed], 1.0 / sizes[g])
-                matching.add(rows, y[self._adapters.index(k), needed], -1.0)
-                row += len(needed)
-        above = np.concatenate(
-            [
-                -(self._fixed * search.seconds) / unit,
-                (search.device - self._fixed * search.used) / page,
-                np.zeros(row),
-            ]
-        )
-        existence = _Rows()
-        existence.add(np.arange(len(x))[:, None], x, 1.0)
-        width = 1 + x.size + y.size + num
-        found = linprog(
-            np.eye(1, width)[0],
-            vstack([time.matrix(num, width), memory.matrix(num, width), matching.matrix(row, width)]),
-            above,
-            existence.matrix(len(x), width),
-            sizes,
-            bounds=(0, None),
-            method="highs-ds",
-        )
-        assert found.status == 0, found.message  # all that stay are a solution
-        return found.x[x]
-
-
-class _Rows:
-    """Entries of some rows of a program; what is added is broadcast."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[NDArray[Any], ...]] = []
-
-    def add(self, rows: IntArray, columns: IntArray, values: FloatArray | float) -> None:
-        self._parts.append(tuple(map(np.ravel, np.broadcast_arrays(rows, columns, values))))
-
-    def matrix(self, num_rows: int, num_columns: int) -> coo_matrix:
-        from scipy.sparse import coo_matrix
-
-        if not self._parts:
-            return coo_matrix((num_rows, num_columns))
-        rows, columns, values = (np.concatenate(part) for part in zip(*self._parts, strict=True))
-        return coo_matrix((values, (rows, columns)), shape=(num_rows, num_columns))

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_lora.core.errors import ConfigError
 
 TOKENS_PER_WORKER = 32
 """c where no profile tells it."""
 _LONGEST_PROMPT = 1 << 17
+_LARGEST = 1e30
+"""Of a profile's numbers, so that nothing computed from them overflows; a divisor's least is 1 / _LARGEST."""
+_MOST = 1 << 20
+"""Of a profile's counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,8 @@ class PartTime:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise ConfigError(f"{name}={value!r} must be a number of seconds >= 0")
+            if not (isinstance(value, (int, float)) and 0 <= value <= _LARGEST):
+                raise ConfigError(f"{name}={value!r} must be a number of seconds from 0 to {_LARGEST}")
 
     def seconds(self, num_tokens: float, lora_rank: float) -> float:
         if not num_tokens:
@@ -58,11 +62,14 @@ class HostTimes:
     max_rank: int
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "load_bytes_per_s", "bytes_per_rank", "max_tokens", "max_rank"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be more than 0, and finite")
-        if not 0 <= self.load_fixed_s < math.inf:
-            raise ConfigError(f"load_fixed_s={self.load_fixed_s!r} must be 0 or more, and finite")
+        for name in ("num_layers", "max_tokens", "max_rank"):
+            if not 1 <= getattr(self, name) <= _MOST:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be from 1 to {_MOST}")
+        for name in ("load_bytes_per_s", "bytes_per_rank"):
+            if not 1 / _LARGEST <= getattr(self, name) <= _LARGEST:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be from {1 / _LARGEST} to {_LARGEST}")
+        if not 0 <= self.load_fixed_s <= _LARGEST:
+            raise ConfigError(f"load_fixed_s={self.load_fixed_s!r} must be from 0 to {_LARGEST}")
 
     def adapter(self, lora_rank: int) -> ColdAdapter:
         """An adapter of this rank on all sites but the choice of experts."""
@@ -94,7 +101,9 @@ class HostTimes:
                 return num_tokens
         per_token_s = self.worker_s(2, adapter) - self.worker_s(1, adapter)
         fixed_s = self.worker_s(1, adapter) - per_token_s
-        return max(1, min(self.max_tokens, round(fixed_s / per_token_s) if per_token_s else self.max_tokens))
+        if fixed_s >= per_token_s * self.max_tokens:
+            return self.max_tokens
+        return max(1, round(fixed_s / per_token_s))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +117,41 @@ class ColdAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class HostStart:
-    """Whether, and from which layers on, a prompt begins on host workers instead of waiting for its adapter.
+    """Whether, and from which layers on, a prompt begins on host workers instead of waiting for its adapter,
+    and how much of it in a step.
 
     tokens_per_worker: c; rows go in pieces of c at most to one worker after the other.  The host is taken to
-    work beside the device, which waits for what takes longer.
+    work beside the device, which waits for what takes longer.  tpot_budget_s: see `tokens_per_step`.
     """
 
     times: HostTimes
     num_workers: int
     tokens_per_worker: int
+    tpot_budget_s: float | None = None
+
+    def tokens_per_step(self, max_tokens: int) -> int:
+        """Prompt rows on the host, at most, in a step that computes for others too: what the workers compute
+        in time, or the most, up to max_tokens, of which no number takes longer than tpot_budget_s in all
+        layers, for an adapter of the largest rank measured.
+
+        Raises ConfigError where a single row does.
+        """
+        if self.tpot_budget_s is None:
+            return self.num_workers * self.tokens_per_worker
+        adapter = self.times.adapter(self.times.max_rank)
+        layer_s = self.tpot_budget_s / self.times.num_layers
+        for num_tokens in range(1, max_tokens + 1):
+            if self.layer_s(num_tokens, adapter) > layer_s:
+                break
+        else:
+            return max_tokens
+        if num_tokens == 1:
+            least_s = self.times.num_layers * self.layer_s(1, adapter)
+            raise ConfigError(
+                f"host_tpot_budget_ms={1e3 * self.tpot_budget_s:g}: by the performance model a step with one "
+                f"row on the host takes {1e3 * least_s:.3g}; give more than that, or host_workers=0"
+            )
+        return num_tokens - 1
 
     def layer_s(self, num_tokens: int, adapter: ColdAdapter) -> float:
         """A layer whose deltas of so many rows the host computes."""
@@ -196,9 +231,8 @@ class HostStart:
 
         def pays(number: int) -> bool:
             rate = adapter.num_bytes / (least_s * 1.01**number)
-            times = HostTimes(**{**vars(self.times), "load_fixed_s": 0.0, "load_bytes_per_s": rate})
-            start = HostStart(**{**vars(self), "times": times})
-            return start.pays_at_once(num_tokens, adapter)
+            times = replace(self.times, load_fixed_s=0.0, load_bytes_per_s=rate)
+            return replace(self, times=times).pays_at_once(num_tokens, adapter)
 
         found = _least(2000, pays)
         return math.inf if found is None else least_s * 1.01**found
@@ -263,7 +297,7 @@ class HostLoads:
         self._loads[uid] = _Load(adapter, self._busy_until_s, group)
 
     def end(self, uid: Hashable, now_s: float) -> None:
-        """The adapter came."""
+        """The load ended, whether or not anybody still asks for the adapter."""
         if self._loads.pop(uid, None) is not None and not self._loads:
             self._busy_until_s = now_s
 

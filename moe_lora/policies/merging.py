@@ -123,8 +123,8 @@ class DLora:
 
     A merged step serves the merged adapter's requests only; everybody else is passed over, and each request
     so passed over brings its adapter one credit of those that are served.  An adapter with a request among
-    the first max_num_seqs is served again after at most t_starve · max_num_seqs + 1 steps (it gains a credit
-    in each and starves then; those that starve have enough to pay with while t_normal >= 1).
+    the first max_num_seqs is served again after at most ceil(t_starve · max_num_seqs) + 1 steps (it gains a
+    credit in each and starves then; those that starve have enough to pay with while t_normal >= 1).
     Taken from the text where it is silent: the payer is the richest adapter served; adapters that starve are
     served unmerged unless the merged one is alone among them; R_merge "changed" means another adapter.
 

@@ -18,15 +18,13 @@ Source: dLoRA, section 5.2 and table 1.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from scipy.optimize import Bounds, LinearConstraint
 
 ReplicaName: TypeAlias = Hashable
 RequestId: TypeAlias = Hashable
@@ -39,13 +37,15 @@ TOLERANCE = 1e-9
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
     """device_bytes: for adapters and requests together.  host_bytes: for requests that the device has no room
-    for.  adapters: those that are on its device now, so that requests for them load nothing.
+    for.  adapters: those that are on its device now, so that requests for them load nothing.  free_seats:
+    requests that would compute at once beside all that are there; planners don't count them (`paying_moves`).
     """
 
     name: ReplicaName
     device_bytes: float
     host_bytes: float = math.inf
     adapters: Collection[str] = frozenset()
+    free_seats: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,11 @@ class MigrationPlan:
 class Placement:
     """Where each request is, in indices of the problem's sequences, and what that costs each replica.
 
-    Begins as things are.  replica_of: [requests].  members: of each replica, in no order.  Columns of the
-    problem: home, adapter (the base model is one more, of no bytes), exec_s, moved_s (elsewhere than at home)
-    and num_bytes: [requests]; adapter_bytes: [adapters + 1].
+    Begins as things are; a move takes constant time.  replica_of: [requests].  members: of each replica, in
+    no order.  counts: of each replica, requests of each adapter there.  seconds, used: of each replica,
+    without what is swapped, and bytes.  Columns of the problem: home, adapter (the base model is one more, of
+    no bytes), exec_s, moved_s (elsewhere than at home) and num_bytes: [requests]; adapter_bytes, load_s:
+    [adapters + 1].
     """
 
     def __init__(self, problem: MigrationProblem) -> None:
@@ -150,37 +152,82 @@ class Placement:
         self.moved_s = self.exec_s * np.array([one.move_factor for one in requests], dtype=np.float64)
         self.num_bytes = np.array([one.num_bytes for one in requests], dtype=np.float64)
         self.adapter_bytes = np.array([*(one.num_bytes for one in problem.adapters), 0.0])
-        self._load_s = np.array([*(one.load_s for one in problem.adapters), 0.0])
+        self.load_s = np.array([*(one.load_s for one in problem.adapters), 0.0])
         self._row_of = row_of
         self._adapter_s: dict[int, FloatArray] = {}
+        self._swapping: dict[int, tuple[float, float]] = {}
+        self._columns = list(
+            zip(
+                self.replica_of.copy(),
+                self.adapter.tolist(),
+                self.exec_s.tolist(),
+                self.moved_s.tolist(),
+                self.num_bytes.tolist(),
+                strict=True,
+            )
+        )
         self.members: list[set[int]] = [set() for _ in problem.replicas]
+        self.counts: list[Counter[int]] = [Counter() for _ in problem.replicas]
+        self.seconds = [0.0] * len(problem.replicas)
+        self.used = [0.0] * len(problem.replicas)
         for i, j in enumerate(self.replica_of):
-            self.members[j].add(i)
-        self._costs = self._costs_at_home()
+            self._enter(i, j)
 
     def move(self, i: int, target: int) -> None:
-        self._costs.pop(target, None)
-        self._costs.pop(self.replica_of[i], None)
-        self.members[self.replica_of[i]].remove(i)
-        self.members[target].add(i)
-        self.replica_of[i] = target
+        self._leave(i, self.replica_of[i])
+        self._enter(i, target)
+
+    def _enter(self, i: int, j: int) -> None:
+        home, k, exec_s, moved_s, num_bytes = self._columns[i]
+        if not self.counts[j][k]:
+            self.seconds[j] += self.adapter_at(j, k)
+            self.used[j] += float(self.adapter_bytes[k])
+        self.counts[j][k] += 1
+        self.seconds[j] += exec_s if home == j else moved_s
+        self.used[j] += num_bytes
+        self.members[j].add(i)
+        self.replica_of[i] = j
+        self._swapping.pop(j, None)
+
+    def _leave(self, i: int, j: int) -> None:
+        home, k, exec_s, moved_s, num_bytes = self._columns[i]
+        self.members[j].remove(i)
+        self.counts[j][k] -= 1
+        self.seconds[j] -= exec_s if home == j else moved_s
+        self.used[j] -= num_bytes
+        if not self.counts[j][k]:
+            del self.counts[j][k]
+            self.seconds[j] -= self.adapter_at(j, k)
+            self.used[j] -= float(self.adapter_bytes[k])
+        if not self.members[j]:
+            self.seconds[j] = self.used[j] = 0.0
+        self._swapping.pop(j, None)
 
     def adapter_s(self, j: int) -> FloatArray:
         """[adapters + 1] what each costs at the replica."""
         if j not in self._adapter_s:
-            seconds = self._load_s + self.problem.affinity_s
+            seconds = self.load_s + self.problem.affinity_s
             held = [self._row_of[name] for name in self.problem.replicas[j].adapters if name in self._row_of]
             seconds[held] = self.problem.affinity_s
             seconds[-1] = 0.0
             self._adapter_s[j] = seconds
         return self._adapter_s[j]
 
-    def _adapter_at(self, j: int, k: int) -> float:
+    def adapter_at(self, j: int, k: int) -> float:
         """`adapter_s` of one adapter."""
         if k == len(self.problem.adapters):
             return 0.0
         is_held = self.problem.adapters[k].name in self.problem.replicas[j].adapters
-        return self.problem.affinity_s + (0.0 if is_held else float(self._load_s[k]))
+        return self.problem.affinity_s + (0.0 if is_held else float(self.load_s[k]))
+
+    def holders(self) -> list[list[int]]:
+        """[adapters + 1] replicas that have each on their devices."""
+        found: list[list[int]] = [[] for _ in self.adapter_bytes]
+        for j, replica in enumerate(self.problem.replicas):
+            for name in replica.adapters:
+                if name in self._row_of:
+                    found[self._row_of[name]].append(j)
+        return found
 
     def cost(self, j: int) -> tuple[float, float]:
         """(bytes too many, seconds) of the replica.
@@ -188,39 +235,26 @@ class Placement:
         The host takes whole requests, the least bytes that a greedy choice finds: the largest that still fit
         stay on the device.
         """
-        if j not in self._costs:
-            self._costs[j] = self._cost(j)
-        return self._costs[j]
+        if self.used[j] <= self.problem.replicas[j].device_bytes:
+            return 0.0, self.seconds[j]
+        if j not in self._swapping:
+            self._swapping[j] = self._cost(j)
+        return self._swapping[j]
 
-    def _costs_at_home(self) -> dict[int, tuple[float, float]]:
-        """Of the replicas whose device has room for all that is there, all at once."""
-        num = len(self.problem.replicas)
-        pairs = np.unique(self.home * len(self.adapter_bytes) + self.adapter)
-        homes, adapters = np.divmod(pairs, len(self.adapter_bytes))
-        used = np.bincount(self.home, self.num_bytes, num)
-        used += np.bincount(homes, self.adapter_bytes[adapters], num)
-        costs_s = list(map(self._adapter_at, homes.tolist(), adapters.tolist()))
-        seconds = np.bincount(self.home, self.exec_s, num) + np.bincount(homes, costs_s, num)
-        room = [one.device_bytes for one in self.problem.replicas]
-        return {int(j): (0.0, float(seconds[j])) for j in np.flatnonzero(used <= room)}
+    def costs(self) -> list[tuple[float, float]]:
+        """`cost` of each replica."""
+        return [self.cost(j) for j in range(len(self.members))]
 
     def _cost(self, j: int) -> tuple[float, float]:
-        replica, members = self.problem.replicas[j], np.array(sorted(self.members[j]), dtype=np.int64)
-        adapters = np.unique(self.adapter[members])
-        at_home = self.home[members] == j
-        seconds = float(np.where(at_home, self.exec_s[members], self.moved_s[members]).sum())
-        seconds += float(self.adapter_s(j)[adapters].sum())
-        room = replica.device_bytes - float(self.adapter_bytes[adapters].sum())
-        num_bytes = self.num_bytes[members]
-        if room >= num_bytes.sum():
-            return 0.0, seconds
-        swapped = swapped_bytes(num_bytes.tolist(), max(0.0, room))
+        replica, members = self.problem.replicas[j], sorted(self.members[j])
+        room = replica.device_bytes - float(self.adapter_bytes[sorted(self.counts[j])].sum())
+        swapped = swapped_bytes(self.num_bytes[members].tolist(), max(0.0, room))
         lacking = max(0.0, swapped - replica.host_bytes) + max(0.0, -room)
-        return lacking, seconds + swapped / self.problem.swap_bytes_per_s
+        return lacking, self.seconds[j] + swapped / self.problem.swap_bytes_per_s
 
     def objective(self) -> float:
         """Seconds of the slowest replica; infinite where memory does not suffice."""
-        costs = [self.cost(j) for j in range(len(self.members))]
+        costs = self.costs()
         if any(lacking > 0 for lacking, _ in costs):
             return math.inf
         return max((seconds for _, seconds in costs), default=0.0)
@@ -264,125 +298,58 @@ def undo_needless(placement: Placement, limit: float) -> None:
             placement.move(i, target)
 
 
-# The exact plan.
-
-
-def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> MigrationPlan:
-    """The plan with the least objective, by HiGHS; the best found, with a bound, if the time is up.
-
-    No moves where nothing better is found, or where no placement fits memory.  For small clusters and as the
-    oracle of `fast_migration.plan_fast`: the time grows exponentially.
+def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) -> None:
+    """Send requests back from replicas where more memory lacks than before, the smallest first; all that
+    moved, unless the slowest replica then is faster than before.  before: `costs` of the replicas.
     """
-    placement = Placement(problem)
-    before = placement.objective()
+    moved = {i for i, j in enumerate(placement.replica_of) if j != placement.home[i]}
+    too_full = [j for j, (lacking, _) in enumerate(before) if placement.cost(j)[0] > lacking]
+    while too_full:
+        j = too_full.pop()
+        for i in sorted(moved & placement.members[j], key=lambda i: float(placement.num_bytes[i])):
+            if placement.cost(j)[0] > before[j][0]:
+                home = int(placement.home[i])
+                placement.move(i, home)
+                moved.remove(i)
+                too_full.append(home)
+    if max(placement.costs(), default=(0.0, 0.0)) >= max(before, default=(0.0, 0.0)):
+        for i in moved:
+            placement.move(i, int(placement.home[i]))
+
+
+def lower_bound(placement: Placement) -> float:
+    """Seconds below which no plan can bring the slowest replica; not always reached.
+
+    A replica that takes T has room for T - eta seconds of one adapter's requests, so an adapter is on as many
+    replicas as its requests need at that; all of that, and what the devices have no room for in all, is no
+    more than T each.  The least such T, and no less than any request with its adapter takes.
+    """
+    problem, num = placement.problem, len(placement.problem.replicas)
     if not problem.requests:
-        return placement.plan(before, before, before)
-    from scipy.optimize import milp  # a third of a second, for this alone
+        return 0.0
+    rows, inverse = np.unique(placement.adapter, return_inverse=True)
+    is_adapter = rows < len(problem.adapters)
+    work_s = np.bincount(inverse, placement.exec_s)
+    num_held = np.array([len(held) for held in placement.holders()])[rows]
+    eta = np.where(is_adapter, problem.affinity_s, 0.0)
+    room = sum(one.device_bytes for one in problem.replicas) - float(placement.num_bytes.sum())
 
-    program = _Program(problem)
-    found = milp(
-        program.cost,
-        constraints=program.constraints(),
-        bounds=program.bounds(),
-        integrality=program.integrality,
-        options={"time_limit": time_limit_s, "mip_rel_gap": 1e-6},
-    )
-    bound = 0.0 if found.mip_dual_bound is None else max(0.0, found.mip_dual_bound * program.unit)
-    if found.x is None or found.fun * program.unit >= before * (1 - TOLERANCE):
-        return placement.plan(before, before, min(bound, before))
-    objective = float(found.fun) * program.unit
-    for i, j in enumerate(program.targets(found.x)):
-        placement.move(i, j)
-    if placement.objective() <= objective * (1 + TOLERANCE):
-        undo_needless(placement, objective * (1 + TOLERANCE))
-        objective = placement.objective()
-    return placement.plan(objective, before, min(bound, objective))
+    def takes(seconds: float) -> bool:
+        copies = np.ceil(work_s / np.maximum(seconds - eta, TOLERANCE) * (1 - TOLERANCE))
+        copies = np.where(is_adapter, np.clip(copies, 1, num), 0)
+        total = float(work_s.sum() + (eta * copies).sum())
+        total += float((placement.load_s[rows] * np.maximum(copies - num_held, 0)).sum())
+        lacking = float((placement.adapter_bytes[rows] * copies).sum()) - room
+        return total + max(0.0, lacking) / problem.swap_bytes_per_s <= num * seconds
 
-
-class _Program:
-    """The problem in arrays.  Columns: T, then x^G, x^H (by request, then replica), y (by adapter).
-
-    Seconds in `unit`s, bytes in those of the largest request, so that numbers are near 1.
-    """
-
-    def __init__(self, problem: MigrationProblem) -> None:
-        self._problem = problem
-        self._num = num = len(problem.replicas)
-        used = {one.adapter for one in problem.requests}
-        self._adapters = [one for one in problem.adapters if one.name in used]
-        self._on_device = 1 + np.arange(len(problem.requests) * num).reshape(-1, num)
-        self._on_host = self._on_device + self._on_device.size
-        self._loaded = 1 + 2 * self._on_device.size + np.arange(len(self._adapters) * num).reshape(-1, num)
-        num_columns = 1 + 2 * self._on_device.size + self._loaded.size
-        self.cost = np.zeros(num_columns)
-        self.cost[0] = 1.0
-        self.integrality = np.ones(num_columns)
-        self.integrality[0] = 0
-        self.unit = max(one.exec_s for one in problem.requests) or 1.0
-        self._bytes = np.array([one.num_bytes for one in problem.requests])
-        self._scale = max(float(self._bytes.max()), 1.0)
-        self._adapter_bytes = np.array([one.num_bytes for one in self._adapters])
-        self._rows: list[tuple[IntArray, FloatArray, float, float]] = []
-
-    def bounds(self) -> Bounds:
-        """Nothing goes to the host of a replica whose device has room for all."""
-        from scipy.optimize import Bounds
-
-        upper = np.ones(len(self.cost))
-        upper[0] = np.inf
-        every = float(self._bytes.sum() + self._adapter_bytes.sum())
-        for j, replica in enumerate(self._problem.replicas):
-            if replica.device_bytes >= every:
-                upper[self._on_host[:, j]] = 0.0
-        return Bounds(np.zeros(len(upper)), upper)
-
-    def constraints(self) -> LinearConstraint:
-        from scipy.optimize import LinearConstraint
-        from scipy.sparse import csr_matrix
-
-        for j in range(self._num):
-            self._of_replica(j)
-        row_of = {one.name: k for k, one in enumerate(self._adapters)}
-        for i, request in enumerate(self._problem.requests):
-            places = np.concatenate([self._on_device[i], self._on_host[i]])
-            self._row(places, np.ones(len(places)), 1.0, 1.0)
-            if request.adapter is None:
-                continue
-            for j, loaded in enumerate(self._loaded[row_of[request.adapter]]):
-                matching = np.array([loaded, self._on_device[i, j], self._on_host[i, j]])
-                self._row(matching, np.array([1.0, -1.0, -1.0]), 0.0, np.inf)
-        columns, values, lower, upper = zip(*self._rows, strict=True)
-        ends = np.cumsum([0, *map(len, columns)])
-        shape = (len(ends) - 1, len(self.cost))
-        matrix = csr_matrix((np.concatenate(values), np.concatenate(columns), ends), shape=shape)
-        return LinearConstraint(matrix, lower, upper)
-
-    def targets(self, x: FloatArray) -> list[int]:
-        """Of each request, its replica."""
-        return [int(j) for j in (x[self._on_device] + x[self._on_host]).argmax(axis=1)]
-
-    def _row(self, columns: IntArray, values: FloatArray, lower: float, upper: float) -> None:
-        self._rows.append((columns, values, lower, upper))
-
-    def _of_replica(self, j: int) -> None:
-        """Its seconds are at most T, its bytes at most what it has."""
-        problem, replica = self._problem, self._problem.replicas[j]
-        seconds = np.array(
-            [
-                one.exec_s * (1.0 if one.replica == replica.name else one.move_factor)
-                for one in problem.requests
-            ]
-        )
-        loads = np.array(
-            [
-                problem.affinity_s + (0.0 if one.name in replica.adapters else one.load_s)
-                for one in self._adapters
-            ]
-        )
-        device, host, loaded = self._on_device[:, j], self._on_host[:, j], self._loaded[:, j]
-        everywhere = np.concatenate([device, host, loaded, [0]])
-        times = np.concatenate([seconds, seconds + self._bytes / problem.swap_bytes_per_s, loads]) / self.unit
-        self._row(everywhere, np.append(times, -1.0), -np.inf, 0.0)
-        needed = np.concatenate([self._bytes, self._adapter_bytes]) / self._scale
-        self._row(np.concatenate([device, loaded]), needed, -np.inf, replica.device_bytes / self._scale)
-        self._row(host, self._bytes / self._scale, -np.inf, replica.host_bytes / self._scale)
+    alone_s = eta + np.where(num_held == 0, placement.load_s[rows], 0.0)
+    low = max(float((placement.exec_s + alone_s[inverse]).max()), float(work_s.sum()) / num)
+    if takes(low):
+        return low
+    high = 2 * low
+    while not takes(high):
+        low, high = high, 2 * high
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if takes(middle) else (middle, high)
+    return low

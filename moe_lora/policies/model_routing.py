@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .host_start import HostStart
-from .routing import Instance, InstanceLoad, InstanceView, RoutedView
+from .routing import Instance, InstanceLoad, InstanceView, RoutedView, with_room
 from .step_model import Row, StepModel, StepWork
 
 
@@ -94,17 +94,21 @@ class RankAware:
 
     Δ: what the request adds to a step, prefill over the prompts that wait, decode over all requests.  With
     host workers Δprefill has `CostModel.start_s` too where the adapter is not on the instance.
+    Candidates are those with room for the adapter.
     `requests` counts those that are there, so an idle instance costs nothing, as in the paper.  Of equal
     costs (all infinite, or several idle) the least token work left decides, then the index; the paper takes
-    the first.  ranks: of the adapters; a live mapping may be given.  Source: Toppings, Algorithm 1.
+    the first.  ranks: of the adapters; a live mapping may be given.  max_loras: see `with_room`.  Source:
+    Toppings, section 5, Algorithm 1.
     """
 
-    def __init__(self, model: CostModel, ranks: Mapping[str, int]) -> None:
+    def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:
         self._model = model
+        self._max_loras = max_loras
         self._known = _Known(model.steps, ranks)
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         asked = self._ask(request)
+        instances = with_room(request.adapter, instances, self._max_loras)
         return min(instances, key=lambda one: (self._cost_s(asked, one), one.outstanding_tokens, one.index))
 
     def cost_s(self, request: RoutedView, instance: InstanceView) -> float:
@@ -136,17 +140,22 @@ class ShortestPendingTime:
     Queueing: one prefill step over the prompts that wait, and the tokens left at the time of a decode step
     over all its requests, each of which yields a token for each of them, or for max_num_seqs if these are
     more: a batch with room left is as short a queue as its work is little.
-    Loading: adapter_load_s_per_rank · rank, with host workers `CostModel.start_s`.  Source: dLoRA, section
-    5.1, proactive dispatching.
+    Loading: adapter_load_s_per_rank · rank, with host workers `CostModel.start_s`.  Where an adapter would
+    find no room it waits for a place, however short the queue, so candidates are those with room for it
+    (`with_room`).  Source: dLoRA, section 5.1, proactive dispatching.
     """
 
-    def __init__(self, model: CostModel, ranks: Mapping[str, int], max_num_seqs: int) -> None:
+    def __init__(
+        self, model: CostModel, ranks: Mapping[str, int], max_num_seqs: int, max_loras: int | None = None
+    ) -> None:
         self._model = model
+        self._max_loras = max_loras
         self._max_num_seqs = max_num_seqs
         self._known = _Known(model.steps, ranks)
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         start_s = self._start_s(request)
+        instances = with_room(request.adapter, instances, self._max_loras)
         return min(instances, key=lambda one: (self._pending_s(request.adapter, start_s, one), one.index))
 
     def pending_s(self, request: RoutedView, instance: InstanceView) -> float:

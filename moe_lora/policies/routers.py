@@ -145,11 +145,13 @@ def _checked(table: Mapping[str, Iterable[tuple[int, float]]]) -> dict[str, _Row
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """max_num_seqs: requests that an instance computes at once.  model: None if there is none.  ranks: of the
-    adapters, filled and changed while it runs.  table: for `phi`; a controller swaps it.  seed: of `random`.
+    """max_num_seqs: requests that an instance computes at once.  max_loras: adapters on its device at once;
+    None: not limited.  model: None if there is none.  ranks: of the adapters, filled and changed while it
+    runs.  table: for `phi`; a controller swaps it.  seed: of `random`.
     """
 
     max_num_seqs: int = 64
+    max_loras: int | None = None
     model: CostModel | None = None
     ranks: Mapping[str, int] = field(default_factory=dict)
     table: Mapping[str, Iterable[tuple[int, float]]] = field(default_factory=dict)
@@ -168,9 +170,11 @@ ROUTERS: dict[str, Callable[[RoutingContext], Router]] = {
     "join_shortest_queue": lambda _: JoinShortestQueue(),
     "first_fit": lambda context: FirstFit(context.max_num_seqs),
     "adapter_affinity": lambda _: AdapterAffinity(),
-    "rank_aware": lambda context: RankAware(context.need_model("rank_aware"), context.ranks),
+    "rank_aware": lambda context: RankAware(
+        context.need_model("rank_aware"), context.ranks, context.max_loras
+    ),
     "shortest_pending_time": lambda context: ShortestPendingTime(
-        context.need_model("shortest_pending_time"), context.ranks, context.max_num_seqs
+        context.need_model("shortest_pending_time"), context.ranks, context.max_num_seqs, context.max_loras
     ),
     "phi": lambda context: PhiRouting(context.table),
 }

@@ -22,7 +22,8 @@ class InstanceLoad:
     of the first, by adapter and in all.  num_changes: how often this changed, for who keeps sums of it.
     recent: the adapters of the last requests, and those preloaded, at most `max_recent`, the latest last:
     what the instance most likely holds on its device.  num_elsewhere: requests that other front ends gave it,
-    whose adapters are not known here.
+    whose adapters are not known here.  held_back: whether a request waits there because its adapter finds no
+    place, as the instance says.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -31,6 +32,7 @@ class InstanceLoad:
         self.waiting_prompts: Counter[str | None] = Counter()
         self.num_waiting = self.num_running = self.waiting_tokens = self.num_changes = 0
         self.num_elsewhere = 0
+        self.held_back = False
         self.recent: dict[str, None] = {}
         self._max_recent = max_recent
 
@@ -41,6 +43,20 @@ class InstanceLoad:
     def has(self, adapter: str | None) -> bool:
         """Whether the adapter is most likely there, or on its way; the base model always is."""
         return adapter is None or adapter in self.recent or adapter in self.waiting or adapter in self.running
+
+    def has_room(self, adapter: str | None, max_loras: int | None = None) -> bool:
+        """Whether a request would find its adapter in use there, or a place for it.
+
+        max_loras: adapters on the device at once; None: as many as the instance finds memory for.
+        Source: Toppings section 5, candidate servers.
+        """
+        if adapter is None or adapter in self.running:
+            return True
+        if self.held_back:
+            return False
+        if max_loras is None or adapter in self.waiting:
+            return True
+        return len((self.running.keys() | self.waiting.keys()) - {None}) < max_loras
 
     def add(self, adapter: str | None, prompt_tokens: int) -> None:
         """A request comes."""
@@ -172,6 +188,13 @@ def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[
         assignment[name] = index
         heapq.heapreplace(heap, (load + loads[name], num_adapters + 1, index))
     return assignment
+
+
+def with_room(
+    adapter: str | None, instances: Sequence[Instance], max_loras: int | None
+) -> Sequence[Instance]:
+    """Those that have room for the adapter (`InstanceLoad.has_room`); all where none has."""
+    return [one for one in instances if one.load.has_room(adapter, max_loras)] or instances
 
 
 # How many tokens each adapter had.

@@ -92,7 +92,7 @@ def measure_host(
         {"what": what, "size": size, "lora_rank": rank, "samples_s": samples[what, size, rank]}
         for what, size, rank in samples
     ]
-    return host_section(times, machine, model_of(shape, dtype), errors, listed)
+    return host_section(times, machine, model_of(shape, dtype, config.weights_name()), errors, listed)
 
 
 class _Worker:

@@ -55,6 +55,8 @@ class CachedAdapters:
         self._num_pages = num_pages
         self._clock = clock
         self._refused_pages = math.inf
+        if host_loads is not None:
+            cache.watch_loads(lambda uid: host_loads.end(uid, clock.now_s()))
 
     def enqueue(self, adapter: str) -> None:
         """Nobody asks how many wait."""
@@ -91,8 +93,6 @@ class CachedAdapters:
         found = self._cache.readiness(adapter)
         if self.host_loads is None:
             return found
-        if found is Readiness.READY:
-            self.host_loads.end(adapter, self._clock.now_s())
         return Readiness.HOST_COMPUTABLE if found is Readiness.LOADING else found
 
     def pays_on_host(self, adapter: str, num_tokens: int, on_host: int) -> bool:
@@ -121,8 +121,9 @@ class CachedConfig:
     adapter_pages: of each adapter, one extent.  block_size: tokens of a page.  link_bytes_per_s: between host
     and device, each way.  merging: None: all steps are
     unmerged.  tick_s: time between two decisions of the cache ahead of need.  upper, lower: its thresholds
-    (`UnifiedCache`).  host: host workers compute prompts of loading adapters where that pays, and a step
-    takes as much longer as it says; None: there are none.  lora_ranks: of adapters; 1 of others.
+    (`UnifiedCache`).  host: host workers compute prompts of loading adapters where that pays, so many in a
+    step beside others and taking as much longer as it says; None: there are none.  lora_ranks: of adapters;
+    1 of others.
     """
 
     time: TransformerTime
@@ -221,7 +222,7 @@ class CachedInstance:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             starvation_s=config.starvation_s,
-            max_host_tokens=0 if host is None else host.num_workers * host.tokens_per_worker,
+            max_host_tokens=0 if host is None else host.tokens_per_step(config.max_num_batched_tokens),
         )
         self.weights = (
             SimMergedWeights(config.merging, adapters, config.max_num_seqs, self.events)
@@ -305,6 +306,7 @@ class CachedInstance:
         if self._computing or self._over:
             return
         plan = self.scheduler.schedule(self._may_compute())
+        self.load.held_back = self.scheduler.held_back and bool(self.scheduler.waiting)
         now_s = self.events.now_s()
         for request in self.scheduler.loading:
             if request.waits.loading_s == now_s:
@@ -329,6 +331,7 @@ class CachedInstance:
         context = attended = 0.0
         rows: Counter[str | None] = Counter()
         weighed: dict[str | None, float] = {}
+        adapters: dict[str, float] = {}
         for item in plan:
             request = item.sequence
             num_tokens = item.num_tokens - min(
@@ -340,9 +343,9 @@ class CachedInstance:
                 context += len(request.tokens)
             weight = 1.0 if num_tokens == 1 else num_tokens * time.prompt_delta
             weighed[request.adapter] = weighed.get(request.adapter, 0.0) + weight
-        deltas = Deltas(
-            sum(weighed.values()), {request.adapter: 1.0 for request in (i.sequence for i in plan)}
-        )
+            if request.adapter is not None:
+                adapters[request.adapter] = 1.0
+        deltas = Deltas(sum(weighed[name] for name in adapters), adapters)
         if self.weights is not None:
             deltas = self.weights.deltas(weighed)
         pages = sum(self._config.adapter_pages[name] * share for name, share in deltas.adapters.items())
@@ -350,6 +353,7 @@ class CachedInstance:
         step_s = time.step_s(sum(rows.values()), attended, context, adapter_bytes, deltas.rows)
         if self.weights is not None:
             step_s += self.weights.took(rows, step_s)
+            self.weights.keep_apart(item.sequence for item in plan)
         return step_s + self._host_extra_s(plan)
 
     def _host_extra_s(self, plan: Plan) -> float:

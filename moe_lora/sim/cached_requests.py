@@ -38,6 +38,7 @@ class CachedRequest:
     held: bool = False
     awaits_kv: bool = False
     unshared: bool = False
+    gave_way: bool = False
     waits: Waits = field(default_factory=Waits)
     first_token_s: float = math.nan
     finish_s: float = math.nan
@@ -47,6 +48,22 @@ class CachedRequest:
         self.num_left = len(self.planned.answer)
         self.load_tokens = len(self.tokens)
         self.table = BlockTable(self.planned.adapter)
+
+    @property
+    def tenant(self) -> str:
+        return self.planned.tenant
+
+    @property
+    def share(self) -> float:
+        return self.planned.share
+
+    @property
+    def priority(self) -> int:
+        return self.planned.priority
+
+    @property
+    def cache_salt(self) -> str:
+        return ""
 
     @property
     def arrival_s(self) -> float:

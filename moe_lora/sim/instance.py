@@ -180,6 +180,7 @@ class SimInstance:
         """Take what may start out of the queue; those that start now."""
         admitted: list[SimRequest] = []
         started: list[SimRequest] = []
+        self.load.held_back = False
         if not self._waiting or not self._has_room:
             return started
         whole = True
@@ -205,6 +206,7 @@ class SimInstance:
             if not whole:
                 break
         self._waiting.scanned(admitted, turned_away, whole=whole)
+        self.load.held_back = whole and len(self._waiting) > 0
         return started
 
     @property

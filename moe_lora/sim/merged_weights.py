@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_lora.cache.orders import Readiness
@@ -101,6 +101,12 @@ class SimMergedWeights:
         self.swap_s += swap_s
         self.policy.took(self._batching, mode, sum(rows.values()), seconds + swap_s, swap_s)
         return swap_s
+
+    def keep_apart(self, requests: Iterable[CachedRequest]) -> None:
+        """What these compute on weights that carry another's adapter is not for the prefix cache."""
+        if self._carried is not None:
+            for request in requests:
+                request.unshared |= request.adapter != self._carried
 
     def _is_eligible(self, uid: Uid) -> bool:
         return isinstance(uid, str) and self._adapters.readiness(uid) is Readiness.READY

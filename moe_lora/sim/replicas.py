@@ -38,7 +38,8 @@ from .events import EventQueue
 
 @dataclass(frozen=True, kw_only=True)
 class SimMigration:
-    """Moves as the running system's.  settings: those of its front end; planner: `plan_fast` if None.
+    """Moves as the running system's.  settings: those of its front end; planner: that of their
+    migration_solver if None.
 
     check_s: between two looks at the thresholds.  plan_s: how long the planner takes: nothing moves before.
     mean_answer_tokens: as long are answers expected to be before any has ended.
@@ -176,8 +177,11 @@ class Replicas:
         for instance in self.instances:
             ready = [one for one in config.adapter_pages if instance.cache.readiness(one) is Readiness.READY]
             device_bytes = config.num_device_pages * page_bytes
-            replicas.append(ReplicaView(instance.index, device_bytes, adapters=frozenset(ready)))
             unfinished = instance.unfinished
+            free_seats = config.max_num_seqs - len(unfinished)
+            replicas.append(
+                ReplicaView(instance.index, device_bytes, adapters=frozenset(ready), free_seats=free_seats)
+            )
             rows = max(1, min(len(unfinished), config.max_num_seqs))
             token_s = config.time.step_s(rows, 0.0, 0.0, 0.0) / rows
             requests += [self._view(request, instance.index, token_s, migration) for request in unfinished]
@@ -197,7 +201,7 @@ class Replicas:
         exec_s = token_s * left + request.num_uncomputed / self._config.instance.time.prefill_tokens_per_s
         cost = self._cost(request, migration)
         num_bytes = float(num_tokens * self._config.instance.time.kv_token_bytes)
-        factor = 1.0 if cost is None else move_factor(exec_s, cost.seconds)
+        factor = move_factor(exec_s, cost, token_s)
         return RequestView(request.planned.index, request.adapter, index, num_bytes, exec_s, factor)
 
     def _cost(self, request: CachedRequest, migration: SimMigration) -> MoveCost | None:
@@ -238,6 +242,7 @@ class Replicas:
             self._moving.remove(request)
             self.num_moves[kind] += 1
             request.num_brought = num_computed
+            request.unshared &= num_computed > 0
             self.events.at(self.events.now_s(), partial(self.instances[target].add, request))
 
         if request.num_left:

@@ -76,6 +76,7 @@ class TransformerTime:
 
     FLOPs: 2 num_params per token, and 4 num_layers hidden_size per token and token that it attends to.
     Bytes: weights once, the KV that decode rows attend to, the adapters in use once each.
+    dtype_bytes: of a weight, the mean where some are quantised (`core.weight_format`).
     flops_per_s, bytes_per_s: what is reached, not the peak; of all devices of the instance together.
     delta_row_s: a decode row's deltas in all layers; prompt_delta: a prompt row's, in times that.
     """
@@ -86,7 +87,7 @@ class TransformerTime:
     kv_token_bytes: int
     flops_per_s: float
     bytes_per_s: float
-    dtype_bytes: int = 2
+    dtype_bytes: float = 2
     fixed_s: float = 0.0
     delta_row_s: float = 0.0
     prompt_delta: float = 1.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from bench.dlora import bench_instances
 from bench.dlora.dlora_engine import QUICK_PLAN, engine_points
 from bench.dlora.dlora_plan import PAPER, SKEWNESS, STEP_S, TRUE_RANK, Work, largest_share, llama_7b, requests
 from bench.dlora.dlora_replicas import SYSTEMS as FLEETS
@@ -22,6 +24,7 @@ from bench.dlora.dlora_simulated import (
     tune,
 )
 from bench.harness.random_model import TINY
+from bench.harness.records import Recorder
 
 SHORT = Work(skewness=16, rate_per_s=4.0, duration_s=4.0)
 
@@ -79,6 +82,8 @@ def test_replicas_serve_everybody(system: str) -> None:
     found = replica_figures(system, work)
     assert found["num_requests"] == len(requests(work))
     assert len(found["busy_share"]) == 8
+    assert 0 <= found["slo_share"] <= 1
+    assert 0.5 < found["inference_share"] <= 1
     assert (found["num_plans"] > 0) <= system.endswith("migration")
 
 
@@ -95,3 +100,36 @@ def test_the_real_engine_serves_every_policy() -> None:
     assert len({result["num_requests"] for result in found.values()}) == 1
     assert found["unmerged"]["num_merges"] == found["unmerged"]["steps_merged"] == 0
     assert found["merged"]["steps_merged"] > 0
+
+
+def test_what_four_instances_must_not_do_is_told() -> None:
+    right = {"wrong_answers": 0, "core_share": bench_instances.MAX_SHARE}
+    assert bench_instances._problems("proactive", 0, right) == []
+    wrong = bench_instances._problems("proactive", 1, {"wrong_answers": 2, "core_share": 0.8})
+    assert wrong == [
+        "proactive, round 1: 2 answers are not those of the first system",
+        "proactive, round 1: real work took 80% of a core, and 70% may be",
+    ]
+
+
+def test_systems_of_four_instances_differ_in_routing_and_migration(tmp_path) -> None:
+    found = [bench_instances.front_end(system, tmp_path) for system in FLEETS]
+    assert {one.placement for one in found} == {"burst_tolerance"}
+    assert [one.routing for one in found] == [None, "shortest_pending_time", "shortest_pending_time"]
+    assert [one.migration for one in found] == ["off", "off", "dlora"]
+
+
+@pytest.mark.slow
+def test_four_paced_instances_serve_everybody_and_move_some() -> None:
+    recorder = Recorder(None, "emulated")
+    work = replace(bench_instances.WORK, duration_s=6.0, rate_per_s=14.0)
+    problems = asyncio.run(bench_instances.measure(recorder, work, num_rounds=1))
+    assert not [
+        one for one in problems if "of a core" not in one
+    ]  # how busy the machine is is not asked here
+    results = {one["config"]["system"]: one["result"] for one in recorder.records}
+    assert set(results) == set(FLEETS)
+    assert {one["num_requests"] for one in results.values()} == {len(requests(work))}
+    moves = [sum(results[system]["num_moves"].values()) for system in FLEETS]
+    assert moves[:2] == [0, 0]
+    assert moves[2] > 0

@@ -243,7 +243,7 @@ def test_what_a_queued_request_needs_comes_first():
         for number in range(2):
             leave_history(cache, None, history(number), 100.0 * number)
         if queued:
-            cache.look_ahead([(None, [*history(0), 9])])
+            cache.look_ahead([(None, [*history(0), 9], "")])
         assert cache.grow(cache.match(None, [9], 200.0), 20, 200.0)
         assert cache.match(None, [*history(kept), 9], 200.0).num_matched == 20
         assert cache.match(None, [*history(1 - kept), 9], 200.0).num_matched == 0
@@ -254,7 +254,7 @@ def test_adapter_of_a_queued_request_is_fetched_ahead():
     cache.add_adapter(1, (4,), 0.0)
     cache.tick(0.0, 1)
     assert not cache.take_orders()
-    cache.look_ahead([(1, [1, 2, 3])])
+    cache.look_ahead([(1, [1, 2, 3], "")])
     cache.tick(0.1, 1)
     (order,) = cache.take_orders()
     assert order.namespace == 1
@@ -302,7 +302,7 @@ def test_thresholds_must_be_shares_in_order(lower, upper):
 def test_empty_queue_wants_nothing():
     cache = cache_of(CostAware(costs=COSTS))
     cache.add_adapter(1, (4,), 0.0)
-    cache.look_ahead([(1, [1, 2, 3])])
+    cache.look_ahead([(1, [1, 2, 3], "")])
     cache.look_ahead([])
     cache.tick(0.1, 1)
     assert not cache.take_orders()

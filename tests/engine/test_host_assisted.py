@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -19,13 +20,14 @@ import pytest
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
 from moe_lora.config.engine import EmulationConfig
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import ConfigError, StorageError
 from moe_lora.core.request import GenerateRequest, TokenOutput
 from moe_lora.dist.launch.roles import build_rank
 from moe_lora.dist.lora_server.server.server_rank import ServerRank
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.build import build_engine
+from moe_lora.engine.core import EngineCore
 from moe_lora.engine.llm import InProcessClient
 from moe_lora.engine.runner import ModelRunner
 from moe_lora.lora.row_routing import Lease, Source
@@ -36,8 +38,8 @@ from tests.oracle import greedy_reference
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-SLOW = {"emulation": EmulationConfig(load_gb_per_s=2e-4)}
-"""An adapter of a tiny model takes about a second."""
+SLOW = {"emulation": EmulationConfig(load_gb_per_s=6e-4)}
+"""An adapter of a tiny model takes about a third of a second."""
 WAYS = {
     "all_at_once": {},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
@@ -205,7 +207,8 @@ def test_ranks_of_a_lora_server_have_hosts_compute_what_they_load(family, sites,
     loads = threading.Event()
     num_ranks = settings.get("expert_parallel", 1)
     with lora_server(model, sites=sites, num_ranks=num_ranks, loads=loads) as (server, rank):
-        options = {"num_threads": 1, "lora_server": server, "host_workers": 0, **SLOW, **settings}
+        none = {} if settings else {"host_workers": 0, "host_tokens_per_worker": None}
+        options = {"num_threads": 1, "lora_server": server, **none, **SLOW, **settings}
         with start(model, **options) as llm:
             assert ask(llm, model) == expected_of(model)
             stats, num_host_rows = llm.stats(), rank.loop.num_host_rows
@@ -359,11 +362,16 @@ def test_load_that_fails_ends_the_requests_that_wait_for_it(served, monkeypatch)
         raise OSError("the disk is gone")
         yield
 
+    problems = []
+    end = EngineCore._end
     with start(model) as llm, monkeypatch.context() as patch:
         patch.setattr(RankCopier, "_bring", fail)
+        patch.setattr(EngineCore, "_end", lambda core, *how: problems.append(how[-1]) or end(core, *how))
         lost, base = llm.generate([[5, 6, 7]] * 2, [model.adapters[0].name, None], GREEDY)
         assert (lost.finish_reason, base.finish_reason) == ("error", "length")
-        assert len(lost.token_ids) <= 1, "its prompt was computed, and no decode step"
+        assert len(lost.token_ids) == 1, "its prompt was computed, and no decode step"
+        [problem] = problems
+        assert "could not be copied to the device, so the answer ends after 1 token(s); the engine" in problem
 
 
 @pytest.mark.parametrize(
@@ -371,13 +379,29 @@ def test_load_that_fails_ends_the_requests_that_wait_for_it(served, monkeypatch)
     [
         ({"host_workers": 1000}, "host_workers=1000 for each of 1 ranks is more than .*; choose at most"),
         ({"host_cores": (0,)}, "a core of its own"),
-        ({"host_cores": (0, 999)}, "no core 999; choose from 0 to"),
+        ({"host_cores": (0, 999)}, "this process may not use core 999; choose from 0"),
         ({"expert_parallel": 2, "host_workers": 1, "host_cores": (0,)}, "a core of its own"),
     ],
 )
 def test_settings_that_host_workers_do_not_go_with_are_refused(settings, said, served):  # noqa: F811
     with pytest.raises(ConfigError, match=said):
         start(served("mixtral"), **settings)
+
+
+def test_without_room_for_the_store_the_engine_does_not_start(served, monkeypatch, tmp_path):  # noqa: F811
+    """Neither where a folder can't be made, nor where an adapter finds no room in it."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_lora.adapters.host_store.save_file", full)
+        with pytest.raises(StorageError, match=r"free room there, or let .* TMPDIR"):
+            start(served("mixtral"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=r"absent.*No such file.*another place, or set host_workers=0"):
+        start(served("mixtral"))
+    assert not worker_pids()
 
 
 def test_adapter_without_a_part_on_the_device_is_not_taken_for_one_that_loads():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_lora.config import EngineConfig
 from moe_lora.config.cluster import cluster_of
@@ -17,8 +20,8 @@ from moe_lora.core.hf_config import read_config
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.host_workers.profile import emulated, host_section, read_host_times
 from moe_lora.engine.adapters import copies
-from moe_lora.engine.ranks.host_settings import host_settings, machine_of, model_of
-from moe_lora.policies.host_start import HostTimes, PartTime
+from moe_lora.engine.ranks.host_settings import HostSettings, host_settings, machine_of, model_of
+from moe_lora.policies.host_start import HostStart, HostTimes, PartTime, enough_workers
 from tests.families import NUM_LAYERS
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 
@@ -105,8 +108,8 @@ def test_auto_asks_for_as_many_as_a_step_needs(served, tmp_path, monkeypatch):  
     times = host_times(2e-4, device=PartTime(fixed_s=0.002))
     path = write_profile(tmp_path / "steps.json", model.model_dir, times)
     monkeypatch.setattr("moe_lora.engine.ranks.host_settings.machine_of", lambda device: machine_of(CPU))
-    for place in ("dist.host_workers.profile", "dist.host_workers.workers"):
-        monkeypatch.setattr(f"moe_lora.{place}.usable_cores", lambda: 16)
+    monkeypatch.setattr("moe_lora.dist.host_workers.profile.usable_cores", lambda: 16)
+    monkeypatch.setattr("moe_lora.dist.host_workers.workers.usable_cores", lambda: 16)
     rank = facts(model.model_dir)
 
     def number(**settings) -> int:
@@ -121,6 +124,39 @@ def test_auto_asks_for_as_many_as_a_step_needs(served, tmp_path, monkeypatch):  
     assert number(max_num_batched_tokens=2048) == 15, "the engine keeps a core"
     assert number(max_num_batched_tokens=2048, num_instances=4) == 3, "instances divide the cores"
     assert number(emulation=EmulationConfig(host_slowdown=1e9), host_tokens_per_worker=5) == 0
+
+
+def test_rows_beside_others_are_those_of_the_budget(served, tmp_path):  # noqa: F811
+    """A token takes a worker 0.2 ms at each of two sites, the device 1 ms a layer; there are two."""
+    model = served("mixtral")
+    path = write_profile(tmp_path / "steps.json", model.model_dir, host_times(2e-4))
+
+    def found(**settings) -> HostSettings:
+        given = {"host_workers": 1, "host_tokens_per_worker": 16, "performance_model": path}
+        return host_settings(
+            EngineConfig(model_dir=model.model_dir, **(given | settings)), **facts(model.model_dir, "cpu")
+        )
+
+    assert found().tokens_per_step == 16
+    assert found(host_tokens_per_step=5).tokens_per_step == 5
+    assert found(host_tpot_budget_ms=3.3).tokens_per_step == 4, "1.6 ms a layer"
+    with pytest.raises(ConfigError, match=r"host_tpot_budget_ms=1: .* takes 2; give more than that"):
+        found(host_tpot_budget_ms=1.0)
+    with pytest.raises(
+        ConfigError, match=r"host_tpot_budget_ms=3 needs the times .* or host_tokens_per_step"
+    ):
+        found(host_tpot_budget_ms=3.0, performance_model=None)
+    with pytest.raises(ConfigError, match="say the same thing twice"):
+        found(host_tpot_budget_ms=3.0, host_tokens_per_step=5)
+    alone = {"tpot_budget_ms": 3.0, "tokens_per_step": 5, "tokens_per_worker": 9, "cores": (0,)}
+    for name, value in alone.items():
+        with pytest.raises(ConfigError, match=f"host_{name}=.* is for host workers; set host_workers, or"):
+            EngineConfig(model_dir=model.model_dir, **{f"host_{name}": value})
+    with pytest.raises(ConfigError, match="host_tpot_budget_ms=nan must be positive and finite"):
+        found(host_tpot_budget_ms=math.nan)
+    with start(model, performance_model=path, host_tpot_budget_ms=3.3, **SLOW) as llm:
+        assert ask(llm, model) == expected_of(model)
+        assert llm.stats().lora_rows_host > 0
 
 
 def test_auto_without_a_profile_is_refused(served):  # noqa: F811
@@ -142,6 +178,58 @@ def test_profiles_of_other_machines_models_and_versions_are_refused(changed, sai
     path = write_profile(tmp_path / "steps.json", model.model_dir, host_times(1.0), **changed)
     with pytest.raises(ConfigError, match=said):
         start(model, performance_model=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("load_bytes_per_s", value) for value in (0.0, -1.0, math.nan, math.inf, 1e308, 1e-308)),
+        *(("load_fixed_s", value) for value in (-1.0, math.nan, math.inf, 1e308)),
+        ("bytes_per_rank", 1e308),
+        ("num_layers", 0),
+        ("max_tokens", 10**12),
+        ("max_rank", 10**400),
+        *(("per_token_s", value) for value in (-1.0, math.nan, math.inf, 1e308)),
+    ],
+)
+def test_profiles_with_numbers_that_can_not_be_are_refused_at_start(name, value, served, tmp_path):  # noqa: F811
+    model = served("mixtral")
+    path = write_profile(tmp_path / "steps.json", model.model_dir, host_times(1e-4))
+    content = json.loads(Path(path).read_text())
+    times = content["host"]["times"]
+    (times["worker"]["q+k+v"] if name == "per_token_s" else times)[name] = value
+    Path(path).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=rf"steps.json: .*{name}"):
+        start(model, performance_model=path)
+
+
+@given(
+    numbers=st.lists(st.sampled_from([0.0, 1e-300, 1e-30, 1e-9, 1.0, 1e9, 1e30]), min_size=7, max_size=7),
+    counts=st.tuples(*[st.sampled_from([1, 2, 1 << 20])] * 3),
+)
+def test_no_profile_that_is_accepted_overflows(numbers, counts):
+    """The extremes of what is accepted; largest counts apart, for which loops are long."""
+    fixed_s, token_s, rank_s, both_s, device_s, load_s, rate = numbers
+    num_layers, max_tokens, max_rank = (min(count, 64) for count in counts)
+    part = PartTime(fixed_s=fixed_s, per_token_s=token_s, per_rank_s=rank_s, per_token_rank_s=both_s)
+    times = HostTimes(
+        worker={"q": part},
+        device=PartTime(per_token_s=device_s),
+        num_layers=num_layers,
+        load_fixed_s=load_s,
+        load_bytes_per_s=max(rate, 1e-30),
+        bytes_per_rank=max(rate, 1e-30),
+        max_tokens=max_tokens,
+        max_rank=max_rank,
+    )
+    c = times.tokens_per_worker(max_rank)
+    assert 1 <= c <= max_tokens
+    rule = HostStart(times=times, num_workers=2, tokens_per_worker=c)
+    adapter = times.adapter(max_rank)
+    assert rule.pays_at_once(5, adapter) in (False, True)
+    assert 1 <= rule.first_group(5, adapter, 1e9) <= num_layers
+    assert enough_workers(times, c, adapter, max_tokens=64, num_cores=4) in range(5)
+    assert rule.tokens_per_step(64) == 2 * c
 
 
 def test_file_without_times_of_host_workers_is_refused(tmp_path):
@@ -169,7 +257,9 @@ def test_emulated_devices_links_and_workers_replace_what_was_measured():
 
 def test_instances_divide_the_cores_of_their_host(served, monkeypatch):  # noqa: F811
     model_dir = served("mixtral").model_dir
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    usable = [*range(8)]
+    monkeypatch.setattr("moe_lora.dist.host_workers.workers.allowed_core_numbers", lambda: usable)
+    monkeypatch.setattr("moe_lora.dist.host_workers.workers.usable_cores", lambda: len(usable))
     rank = facts(model_dir, "cpu")
 
     def cores(dist_rank: int = 0, **settings) -> tuple[int, ...]:
@@ -186,8 +276,11 @@ def test_instances_divide_the_cores_of_their_host(served, monkeypatch):  # noqa:
         cores(instance="east", **two)
     with pytest.raises(ConfigError, match="of each of num_instances=2"):
         cores(num_instances=2, host_cores=(4, 5))
-    monkeypatch.setattr("moe_lora.dist.host_workers.workers.usable_cores", lambda: 3)
+    usable[:] = [1, 4, 5]
     assert cores() == ()
+    assert cores(host_cores=(4, 1)) == (4, 1)
+    with pytest.raises(ConfigError, match="may not use core 2; choose from 1, 4, 5, or give it more cores"):
+        cores(host_cores=(4, 2))
     with pytest.raises(ConfigError, match="host_workers=2 for each of 2 ranks"):
         cores(num_instances=2)
 

@@ -125,7 +125,7 @@ def test_starting_is_chosen_only_if_the_token_comes_no_later(host_s, device_s, l
     left_s = left * load_s
     if rule.pays(9, ADAPTER, left_s, 1):
         assert rule.extra_s(9, ADAPTER, left_s, 1) <= left_s
-    assert 0 <= rule.start_s(9, ADAPTER) <= load_s
+    assert 0 <= rule.start_s(9, ADAPTER) <= load_s * (1 + 1e-12)
 
 
 def test_rows_of_others_make_starting_dearer():
@@ -148,6 +148,39 @@ def test_break_even():
         rate = ADAPTER.num_bytes / (factor * load_s)
         other = replace(rule, times=replace(found, load_bytes_per_s=rate))
         assert other.pays_at_once(30, ADAPTER) is pays
+
+
+def test_rows_of_a_step_are_those_that_the_workers_compute_in_time_or_the_budget_allows():
+    """Four layers; a worker takes 1 s for a row of one, the device 2 s for any number.  Pieces of 4 to three
+    workers: up to 4 rows one works as many seconds, of 5 to 8 and 9 to 12 rows each has 4 at most."""
+    found = times(worker=PartTime(per_token_s=1.0), device=PartTime(fixed_s=2.0))
+    rule = HostStart(times=found, num_workers=3, tokens_per_worker=4)
+    assert rule.tokens_per_step(2048) == 12
+    for budget_s, num_tokens in ((8.0, 2), (12.0, 3), (15.9, 3), (16.0, 12), (32.0, 24), (1e9, 2048)):
+        assert replace(rule, tpot_budget_s=budget_s).tokens_per_step(2048) == num_tokens
+    with pytest.raises(ConfigError, match=r"host_tpot_budget_ms=7900: .* takes 8e\+03; give more than that"):
+        replace(rule, tpot_budget_s=7.9).tokens_per_step(2048)
+
+
+@given(
+    budget_s=st.floats(0.5, 50.0),
+    row_s=st.floats(0.0, 1.0),
+    fixed_s=st.floats(0.0, 1.0),
+    c=st.integers(1, 9),
+    num_workers=st.integers(1, 4),
+)
+def test_no_step_on_the_host_takes_longer_than_its_budget(budget_s, row_s, fixed_s, c, num_workers):
+    worker, device = PartTime(fixed_s=fixed_s, per_token_s=row_s), PartTime(fixed_s=0.1)
+    found = times(worker=worker, device=device)
+    rule = HostStart(times=found, num_workers=num_workers, tokens_per_worker=c, tpot_budget_s=budget_s)
+    adapter = found.adapter(found.max_rank)
+    try:
+        most = rule.tokens_per_step(64)
+    except ConfigError:
+        assert rule.layer_s(1, adapter) * 4 > budget_s
+        return
+    assert all(4 * rule.layer_s(number, adapter) <= budget_s * (1 + 1e-9) for number in range(1, most + 1))
+    assert most == 64 or 4 * rule.layer_s(most + 1, adapter) > budget_s * (1 - 1e-9), "it is the most"
 
 
 def test_loads_wait_for_each_other():
@@ -183,17 +216,18 @@ def test_enough_workers_are_those_of_a_step_on_the_cores_there_are():
 @pytest.mark.parametrize(
     "bad",
     [
-        {"num_layers": 0},
-        *({"load_bytes_per_s": value} for value in (0.0, math.inf)),
-        {"bytes_per_rank": math.inf},
-        *({"load_fixed_s": value} for value in (math.nan, math.inf)),
+        *({"num_layers": value} for value in (0, 10**9)),
+        *({"load_bytes_per_s": value} for value in (0.0, 1e-308, 1e308, math.inf)),
+        *({"bytes_per_rank": value} for value in (1e308, math.inf)),
+        *({"load_fixed_s": value} for value in (math.nan, 1e308, math.inf)),
     ],
 )
 def test_times_that_can_not_be_are_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         replace(times(worker=PartTime(), device=PartTime()), **bad)
-    with pytest.raises(ConfigError, match="per_token_s=-1"):
-        PartTime(per_token_s=-1)
+    for value in (-1, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=f"per_token_s={value} must be a number of seconds from 0 to"):
+            PartTime(per_token_s=value)
 
 
 @pytest.mark.parametrize(

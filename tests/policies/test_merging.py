@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import ConfigError
@@ -260,12 +261,13 @@ def test_credits_are_conserved_and_never_negative(batches, size, credit, above) 
 
 
 @given(ADAPTERS, st.integers(1, 4), st.floats(0.2, 4), st.floats(1, 3))
+@example(uids=["a", "b", "c"], size=3, credit=2.0, t_starve=2.5)
 def test_nobody_waits_longer_than_the_bound(uids, size, credit, t_starve) -> None:
-    """Whoever is among the first computes again within t_starve * max_num_seqs + 1 steps."""
+    """Whoever is among the first computes again within t_starve * max_num_seqs, rounded up, + 1 steps."""
     settings = DLoraSettings(
         alpha_switch=0.1, beta_switch=0.1, gamma_dec=0.1, credit=credit, t_starve=t_starve, t_normal=1
     )
-    policy, bound = DLora(costs(base_s=1.0), settings), t_starve * size + 1
+    policy, bound = DLora(costs(base_s=1.0), settings), math.ceil(t_starve * size) + 1
     waited: Counter[str | None] = Counter()
     for first, batching in _forever(policy, [uids] * 150, size):
         for uid in set(first):

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from moe_lora.policies.exact_migration import plan_exact
 from moe_lora.policies.migration import (
     AdapterSize,
     MigrationProblem,
     Placement,
     ReplicaView,
     RequestView,
-    plan_exact,
     swapped_bytes,
 )
 

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_lora.config.front_end import MigrationConfig
-from moe_lora.policies.migration import MigrationPlan, MigrationProblem, ReplicaView, RequestView
+from moe_lora.policies.fast_migration import plan_fast
+from moe_lora.policies.migration import (
+    MigrationPlan,
+    MigrationProblem,
+    Placement,
+    ReplicaView,
+    RequestId,
+    RequestView,
+)
 from moe_lora.policies.migration_triggers import (
     AnswerLengths,
     DLoraMigration,
@@ -16,8 +28,11 @@ from moe_lora.policies.migration_triggers import (
     ReplicaPressure,
     cheaper_move,
     move_factor,
+    paying_moves,
 )
+from moe_lora.policies.relaxed_migration import plan_relaxed
 from moe_lora.policies.step_model import Row, StepModel
+from tests.policies.migration_cases import check_plan, placed, problems
 
 CONFIG = MigrationConfig(
     migration="dlora",
@@ -72,15 +87,95 @@ def test_plans_that_gain_nothing_come_ever_less_often_until_all_is_calm():
 
 
 def test_a_plan_has_to_gain_enough_and_memory_that_is_found_always_does():
-    moves = ((0, 1, 0),)
+    def moves(longest_s: float, host_bytes: float = math.inf) -> bool:
+        """Of two requests that take 10 s one can leave; without host memory there is room for one."""
+        room = 1.0 if host_bytes == 0 else 100.0
+        problem = MigrationProblem(
+            [ReplicaView(0, 100.0), ReplicaView(1, room, host_bytes)],
+            [RequestView(0, None, 1, 1.0, longest_s), RequestView(1, None, 1, 1.0, 10 - longest_s)],
+            [],
+        )
+        return DLoraMigration(CONFIG).decide([QUEUED], lambda: problem, 0.0) is not None
 
-    def answer(objective: float, before: float) -> MigrationPlan | None:
-        policy = DLoraMigration(CONFIG, lambda _: MigrationPlan(moves, (), objective, before))
-        return policy.decide([QUEUED], lambda: UNEVEN, 0.0)
+    assert not moves(9.1)
+    assert moves(9.0)
+    assert moves(9.1, host_bytes=0)
 
-    assert answer(9.1, 10.0) is None
-    assert answer(9.0, 10.0) is not None
-    assert answer(9.0, math.inf) is not None
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 5)), min_size=1, max_size=5),
+    st.floats(0, 1),
+    st.floats(0, 5),
+)
+def test_a_plan_is_made_where_memory_or_a_queue_passes_its_threshold_and_not_else(found, free_share, queue_s):
+    """dLoRA section 5.2: little free memory, or a queueing delay above a threshold, at any one replica."""
+    config = replace(CONFIG, migration_free_share=free_share, migration_queue_s=queue_s)
+    policy = DLoraMigration(config)
+    replicas = [ReplicaPressure(j, free, queued) for j, (free, queued) in enumerate(found)]
+    policy.decide(replicas, lambda: UNEVEN, 0.0)
+    is_due = min(free for free, _ in found) < free_share or max(queued for _, queued in found) > queue_s
+    assert policy.num_plans == is_due
+
+
+# Which of a plan's moves are made.
+
+
+def thrown(problem: MigrationProblem) -> MigrationPlan:
+    """A plan that sends every request to the next replica, whatever that costs."""
+    names = [one.name for one in problem.replicas]
+    after = dict(zip(names, names[1:] + names[:1], strict=True))
+    moves = [(one.request_id, one.replica, after[one.replica]) for one in problem.requests]
+    return MigrationPlan(tuple(move for move in moves if move[1] != move[2]), (), 0.0, 0.0)
+
+
+@given(problems(), st.sampled_from([plan_fast, plan_relaxed, thrown]), st.data())
+def test_moves_that_are_made_pay_and_find_seats(problem, planner, data):
+    seats = [data.draw(st.integers(0, 3)) for _ in problem.replicas]
+    replicas = [replace(one, free_seats=free) for one, free in zip(problem.replicas, seats, strict=True)]
+    problem = replace(problem, replicas=replicas)
+    staying = {one.request_id for one in problem.requests if data.draw(st.booleans())}
+    planned = planner(problem)
+    plan = paying_moves(problem, planned, staying)
+    assert set(plan.moves) <= set(planned.moves)
+    assert not staying & {move[0] for move in plan.moves}
+    check_plan(problem, plan)
+    coming = Counter(move[2] for move in plan.moves)
+    assert all(coming[one.name] <= one.free_seats for one in replicas)
+    requests = {one.request_id: one for one in problem.requests}
+    costs_s = [(requests[one].move_factor - 1) * requests[one].exec_s for one, _, _ in plan.moves]
+    assert costs_s == sorted(costs_s), "those that wait first"
+    before = Placement(problem)
+    if len(plan.moves) == 1:
+        (_, source, target), placement = plan.moves[0], placed(problem, plan)
+        where = [j for j, one in enumerate(replicas) if one.name in (source, target)]
+        was, now = (max(one.cost(j) for j in where) for one in (before, placement))
+        assert now[0] < was[0] or now[1] < was[1] - costs_s[0]
+
+
+def test_a_request_that_ends_sooner_than_it_has_moved_stays():
+    """Three steps of a second seat are three tokens: with four left it goes, with three it stays."""
+    for num_left, goes in ((4, True), (3, False)):
+        factor = move_factor(num_left * 0.1, MoveCost("kv", 0.0), 0.1)
+        mine = [RequestView(i, None, 1, 1.0, 1.0) for i in range(2)]
+        leaves = RequestView(2, None, 1, 1.0, num_left * 0.1, factor)
+        problem = MigrationProblem([ReplicaView(0, 9.0), ReplicaView(1, 9.0)], [*mine, leaves], [])
+        plan = MigrationPlan(((2, 1, 0),), (), 0.0, 0.0)
+        assert bool(paying_moves(problem, plan).moves) is goes
+
+
+def test_a_request_whose_move_failed_stays_for_sixteen_intervals():
+    policy = DLoraMigration(CONFIG)
+
+    def moved(now_s: float) -> set[RequestId]:
+        plan = policy.decide([QUEUED], lambda: UNEVEN, now_s)
+        assert plan is not None
+        return {move[0] for move in plan.moves}
+
+    first = moved(0.0)
+    failed = min(first)
+    policy.note_failed([failed], 0.0)
+    assert moved(1.0) == moved(15.9) == first - {failed}
+    assert moved(16.9) == first
 
 
 STEPS = StepModel(
@@ -102,9 +197,9 @@ def test_a_request_moves_by_what_takes_less_time():
 
 
 def test_the_move_factor_is_the_time_with_the_move_over_that_without():
-    assert move_factor(2.0, 0.5) == 1.25
-    assert move_factor(2.0, 0.0) == 1.0
-    assert move_factor(0.0, 0.5) > 1.0
+    assert move_factor(2.0, MoveCost("kv", 0.2), 0.1) == pytest.approx(1.25)
+    assert move_factor(2.0, None, 0.1) == 1.0
+    assert move_factor(0.0, MoveCost("kv", 0.5), 0.1) > 1.0
 
 
 def test_answers_are_expected_to_be_as_long_as_those_of_their_adapter_were():
@@ -117,3 +212,12 @@ def test_answers_are_expected_to_be_as_long_as_those_of_their_adapter_were():
     assert lengths.left("a", 250, 1000) == 1.0
     assert lengths.left("a", 0, 40) == 40.0
     assert lengths.left("b", 0, 1000) == 100.0
+
+
+@pytest.mark.parametrize("solver", ["fast", "relaxed", "exact"])
+def test_each_solver_can_be_chosen(solver):
+    policy = DLoraMigration(replace(CONFIG, migration_solver=solver))
+    plan = policy.decide([QUEUED], lambda: UNEVEN, 0.0)
+    assert plan is not None
+    assert (plan.objective, len(plan.moves)) == (2.0, 2)
+    assert (plan.bound > 0) is (solver != "relaxed")

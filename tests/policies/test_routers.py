@@ -219,6 +219,23 @@ def test_a_start_on_the_host_is_pending_instead_of_a_longer_load(load_s_per_rank
     assert router.choose(long, [there, idle]).index == (0 if long_s > 0.768 else 1)
 
 
+@pytest.mark.parametrize("router", [RankAware(model(), RANKS, 2), ShortestPendingTime(model(), RANKS, 8, 2)])
+def test_candidates_have_the_adapter_or_room_for_it(router):
+    """The first instance is idle or nearly so, and would be chosen by its cost alone."""
+    best, other = Instance(0).run("a", "b"), Instance(1, 900).run("small", "small", "small")
+    small = Request("small")
+    assert router.choose(Request("a"), [best, other]).index == 0, "it uses the adapter"
+    assert router.choose(small, [best, other]).index == 1, "two adapters are all it has places for"
+    assert router.choose(BASE, [best, other]).index == 0, "the base model needs none"
+    best.load.end("b", 1, started=True)
+    assert router.choose(small, [best, other]).index == 0
+    best.load.held_back = True
+    assert router.choose(small, [best, other]).index == 1, "its memory has no room"
+    assert router.choose(Request("a"), [best, other]).index == 0
+    other.load.held_back = True
+    assert router.choose(Request("c"), [best, other]).index == 0, "nobody has room: by cost"
+
+
 def test_a_batch_with_room_is_a_shorter_queue_the_less_work_it_has():
     router = ShortestPendingTime(model(), RANKS, 16)
     one, several = Instance(0, 20).run("small"), Instance(1, 80).run(*["small"] * 4)

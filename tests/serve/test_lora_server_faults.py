@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,9 +18,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, prompt_for, sample_text
+from tests.stopped_processes import stop
 
 from .demo_server import DEMO, DemoServer, demo_server
-from .test_instances import gone, until
+from .test_instances import command, gone, until
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))
 # Fewer places than adapters, so that leases are waited for and adapters come and go.
@@ -154,7 +156,7 @@ def test_stalled_rank_costs_no_request_and_is_used_again(cluster):
     before = cluster.server.engine_pids(), cluster.ranks
     rows = cluster.counter("lora_server_fallback_rows")
     try:
-        answers = replay(cluster.server, lambda: os.kill(cluster.ranks[1], signal.SIGSTOP))
+        answers = replay(cluster.server, lambda: stop(cluster.ranks[1]))
         assert answers == cluster.undisturbed
         assert cluster.counter("lora_server_fallback_rows") > rows
     finally:
@@ -172,6 +174,22 @@ def test_killed_instance_costs_no_request_and_gets_leases_again(cluster):
     cluster.until_all_is_remote()
     assert second in cluster.server.engine_pids()
     assert cluster.server.lora_server_pids() == sorted(cluster.ranks)
+
+
+@pytest.mark.slow
+def test_ranks_are_started_again_one_by_one_under_load_without_a_failed_request(cluster):
+    instances, said = cluster.server.engine_pids(), []
+    restarting = threading.Thread(
+        target=lambda: said.append(command(cluster.server, "restart", "--lora-server"))
+    )
+    assert replay(cluster.server, restarting.start) == cluster.undisturbed
+    while restarting.is_alive():
+        assert replay(cluster.server) == cluster.undisturbed
+    assert said == ["the LoRA Server's 2 ranks were started again\n"]
+    before, cluster.ranks = cluster.ranks, [cluster._new(0), cluster._new(1)]
+    assert not set(before) & set(cluster.ranks)
+    cluster.until_all_is_remote()
+    assert cluster.server.engine_pids() == instances
 
 
 def test_killed_front_end_takes_everything_with_it(cluster, directories):

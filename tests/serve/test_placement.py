@@ -104,6 +104,21 @@ def test_an_instance_that_is_gone_is_not_placed_on():
     asyncio.run(run())
 
 
+def test_a_drained_instance_is_placed_on_only_where_no_other_is_live():
+    async def run() -> None:
+        cluster = Cluster()
+        registry = cluster.instance_registry
+        registry.drain({"0"}, ())
+        await cluster.controller.step()
+        assert {index for row in cluster.router.table.values() for index, _ in row} == {1}
+        cluster.engines[1].alive = False
+        registry.lose(registry.instances[1], cluster.engines[1])
+        await cluster.step()
+        assert {index for row in cluster.router.table.values() for index, _ in row} == {0}
+
+    asyncio.run(run())
+
+
 def test_no_request_fails_while_tables_change():
     async def run() -> None:
         cluster = Cluster(num_engines=3, placement="random")

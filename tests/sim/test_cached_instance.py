@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from moe_lora.core.errors import CapacityError
 from moe_lora.policies.caching_policies import CACHING_POLICIES, make_caching_policy
 from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
-from moe_lora.sim.cached_instance import CachedConfig, simulate_cached
+from moe_lora.sim.cached_instance import CachedConfig, CachedInstance, simulate_cached
 from moe_lora.sim.cached_requests import PARTS
 from moe_lora.sim.step_time import TransformerTime
 from moe_lora.workload.conversations import DialogueShape, TurnRequest, dialogues
@@ -64,6 +65,12 @@ def test_first_request_waits_for_its_adapter_and_then_a_step_per_token():
     assert request.finish_s == pytest.approx(1.7 + COPY_S)
     assert request.tpot_s == pytest.approx(STEP_S)
     assert result.links.busy_s[0] == pytest.approx(0.4 + COPY_S)
+
+
+def test_requests_of_the_base_model_wait_for_no_adapter():
+    base, beside = simulated(asked((0.0, None, range(25), 3), (0.0, "a0", range(25), 3)))[0]
+    assert (base.adapter_cold_s, base.finish_s) == (0.0, pytest.approx(0.3, abs=1e-4))
+    assert beside.adapter_cold_s == pytest.approx(0.4 + COPY_S)
 
 
 def test_others_compute_while_one_waits_for_its_bytes():
@@ -168,6 +175,19 @@ def test_a_step_is_bound_by_compute_or_by_what_it_reads():
     assert time.prefill_tokens_per_s == pytest.approx(500)
 
 
+def test_routers_are_told_while_an_adapter_finds_no_room():
+    """8 pages: a0 and the first request's KV take 7, and a1 needs 4."""
+    config = config_of(num_device_pages=8)
+    requests = asked((0.0, "a0", range(25), 3), (0.6, "a1", range(100, 105), 2))
+    instance = CachedInstance(config, make_caching_policy("lru", config.costs()), requests)
+    told = {}
+    for now_s in (0.55, 0.65, 1.5):
+        instance.events.at(now_s, lambda now_s=now_s: told.update({now_s: instance.load.has_room("a1")}))
+    instance.events.run()
+    assert len(instance.done) == 2
+    assert told == {0.55: True, 0.65: False, 1.5: True}
+
+
 def host_rule(num_workers: int, worker_s: float) -> HostStart:
     """A worker takes so long for a token of the only layer; what is loaded is 1000 bytes a second."""
     times = HostTimes(
@@ -194,6 +214,17 @@ def test_prompts_begin_on_host_workers_where_that_is_quicker(num_workers, first_
     assert result.num_host_tokens == 30
     assert request.first_token_s == pytest.approx(first_token_s)
     assert request.finish_s == pytest.approx(1.6 + COPY_S)
+
+
+@pytest.mark.parametrize(("budget_s", "first_token_s"), [(None, 1.3), (0.15, 1.28)])
+def test_rows_on_the_host_beside_others_are_those_that_a_budget_allows(budget_s, first_token_s):
+    """28 tokens beside one that decodes, three steps of 0.1 s with at most 10 rows; within 0.15 s a worker
+    has two pieces of 7, so two steps of 0.14 s are enough."""
+    requests = asked((0.0, "a1", range(5), 30), (0.95, "a0", range(100, 128), 3))
+    rule = replace(host_rule(1, 0.01), tpot_budget_s=budget_s)
+    (_, cold), result = simulated(requests, host=rule)
+    assert result.num_host_tokens == 5 + 28
+    assert cold.first_token_s == pytest.approx(first_token_s + COPY_S)
 
 
 def test_prompts_wait_where_that_is_quicker():

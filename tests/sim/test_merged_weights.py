@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moe_lora.cache.orders import Readiness
@@ -103,6 +105,22 @@ def weights(policy: MergingPolicy, swap_steps: int = 4) -> tuple[SimMergedWeight
     adapters = Ready()
     made = SimMerging(policy=lambda: policy, merge_s=1.0, swap_steps=swap_steps)
     return SimMergedWeights(made, adapters, 4, VirtualClock()), adapters  # type: ignore[arg-type]
+
+
+def test_what_others_compute_on_merged_weights_is_not_found_again() -> None:
+    """One prompt, time and again, of the adapter in the weights and of another."""
+    prompt = tuple(range(48))
+    asked = [TurnRequest(i, 1.0 * i, adapter, prompt, (7,) * 4) for i, adapter in enumerate("abab")]
+
+    def cached_tokens(merge: str | None) -> dict[str, list[int]]:
+        policy = Fixed()
+        policy.batching = Batching(merge, at_once=True)
+        found = replace(config("merged"), merging=SimMerging(policy=lambda: policy, merge_s=MERGE_S))
+        done = simulate_cached(found, make_caching_policy("lru", found.costs()), asked).done
+        return {name: [one.num_cached for one in done if one.adapter == name] for name in "ab"}
+
+    assert cached_tokens(None) == {"a": [0, 32], "b": [0, 32]}
+    assert cached_tokens("a") == {"a": [0, 32], "b": [0, 0]}
 
 
 def test_deltas_of_a_step_by_hand() -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from moe_lora.config.front_end import MigrationConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.caching_policies import make_caching_policy
-from moe_lora.policies.fast_migration import plan_fast
+from moe_lora.policies.exact_migration import plan_exact
 from moe_lora.policies.host_start import HostStart, HostTimes, PartTime
-from moe_lora.policies.migration import MigrationPlan, MigrationProblem, plan_exact
+from moe_lora.policies.migration import MigrationPlan, MigrationProblem
 from moe_lora.policies.model_routing import CostModel, ShortestPendingTime
 from moe_lora.policies.routers import PhiRouting
 from moe_lora.policies.routing import RoundRobin
@@ -123,7 +123,7 @@ def test_migration_moves_requests_that_wait_and_ends_sooner() -> None:
     assert not stay.num_moves
     assert move.num_moves["waiting"] > 0
     assert everything(move) == everything(stay)
-    assert move.done[-1].finish_s < 0.75 * stay.done[-1].finish_s
+    assert move.done[-1].finish_s < 0.8 * stay.done[-1].finish_s
     assert move.instances[1].num_steps > 0
 
 
@@ -197,7 +197,8 @@ def test_running_requests_move_by_what_takes_less_time(bytes_per_s, kind, other)
     wide = replace(INSTANCE, max_num_seqs=8, time=replace(TIME, delta_row_s=0.01))
     both = [*requests("aaaa", num_tokens=80), *requests("aaaabbbb", num_tokens=5)[4:]]
     stay = Replicas(config(instance=wide), both)
-    move = Replicas(config(instance=wide, migration=SimMigration(settings=settings)), both)
+    migration = SimMigration(settings=settings, check_s=0.6)
+    move = Replicas(config(instance=wide, migration=migration), both)
     assert move.num_moves[kind] > 0
     assert not move.num_moves[other]
     assert everything(move) == everything(stay)
@@ -205,9 +206,7 @@ def test_running_requests_move_by_what_takes_less_time(bytes_per_s, kind, other)
 
 
 def golden_run() -> list[list[float]]:
-    planner = partial(plan_fast, relaxed=False)  # of equal vertices, another HiGHS may find another one
-    migration = SimMigration(settings=EAGER, planner=planner)
-    found = Replicas(config(migration=migration, preloaded=[["a"], ["b"]]), burst())
+    found = Replicas(config(migration=SimMigration(settings=EAGER), preloaded=[["a"], ["b"]]), burst())
     assert found.num_moves["waiting"] > 0
     return [
         [

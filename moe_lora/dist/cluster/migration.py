@@ -24,7 +24,7 @@ from anyio import fail_after
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import MoeLoraError, MoveError
 from moe_lora.core.request import PAUSE_BUCKETS_S, GenerateRequest, MoveStats
-from moe_lora.engine.client.messages import HeldRequest, KvWindow
+from moe_lora.engine.client.messages import HeldRequest, KvSent, KvWindow
 
 from .failover import Attempt, ResumableRequest
 from .instances import Instance, InstanceRegistry
@@ -36,7 +36,7 @@ MOVES_AT_ONCE = 4
 READY_S = 30.0
 """A target that is not ready by then (its adapter, pages, the computing of the prompt) is given up."""
 ACK_S = 5.0
-"""As is one that does not take over by then, and a source that does not hold by then."""
+"""As is one that does not take over by then, and a source that does not hold, or send the rest, by then."""
 
 
 class MoveTask:
@@ -129,10 +129,11 @@ class RequestMover:
                 ready = await anext(target.outputs())
             if ready.finish_reason is not None:
                 raise MoveError(ready.error or "the target ended it")
+            window = None
             if target.request.awaits_kv:
                 with fail_after(READY_S):
-                    await self._send_kv(source, target)
-            await self._hand_over(resumable, source, target, ready.adapter_version)
+                    window = await self._send_kv(source, target)
+            await self._hand_over(resumable, source, target, ready.adapter_version, window)
         except BaseException:
             self.num_failed += 1
             await target.close()
@@ -141,16 +142,22 @@ class RequestMover:
             resumable.move = None
         source.leave()
 
-    async def _send_kv(self, source: Attempt, target: Attempt) -> None:
-        """Have the source put into the target's window what is computed by now."""
+    async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
+        """Have the source put into the target's window what is computed by now; None: it takes none."""
         window: KvWindow | None = await target.ask("kv_window")
         if window is None:  # its pages went to an older request, or it has several ranks
             target.kind = "tokens"
         else:
             await source.ask("kv_send", window.descriptor, window.layout)
+        return window
 
     async def _hand_over(
-        self, resumable: ResumableRequest, source: Attempt, target: Attempt, adapter_version: int | None
+        self,
+        resumable: ResumableRequest,
+        source: Attempt,
+        target: Attempt,
+        adapter_version: int | None,
+        window: KvWindow | None,
     ) -> None:
         move = resumable.move
         assert move is not None
@@ -160,8 +167,12 @@ class RequestMover:
                 held: HeldRequest = await source.ask("hold_request", target.first)
             if held.adapter_version != adapter_version:
                 raise MoveError("the target has another version of its adapter")
+            sent = KvSent(0, 0)
+            if window is not None:
+                with fail_after(ACK_S):
+                    sent = await source.ask("kv_send", window.descriptor, window.layout)
             move.final = True
-            rest = held.tokens, held.kv_tokens, held.first_page, held.unshared
+            rest = held.tokens, sent.num_tokens, sent.first_page, held.unshared
             with fail_after(ACK_S):
                 await target.ask("resume_request", *rest)
         except BaseException:

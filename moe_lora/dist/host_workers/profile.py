@@ -68,9 +68,10 @@ def read_host_times(
         raise ConfigError(f"{path} has no times of host workers; write it with `{WRITER}`")
     for name, wanted, found in (("machine", machine, section.machine), ("model", model, section.model)):
         for key, value in (wanted or {}).items():
-            if found.get(key) != value:
+            measured = found.get(key, "none" if key == "weights" else None)
+            if measured != value:
                 raise ConfigError(
-                    f"{path} was measured on another {name}: {key} {found.get(key)!r}, and this one's is "
+                    f"{path} was measured on another {name}: {key} {measured!r}, and this one's is "
                     f"{value!r}; measure here with `{WRITER}`"
                 )
     try:
@@ -112,7 +113,7 @@ def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
     """
     c = config.host_tokens_per_worker or times.tokens_per_worker(times.max_rank)
     if config.host_workers == AUTO:
-        parts = config.num_instances * config.expert_parallel
+        parts = config.num_instances * config.num_ranks
         number = enough_workers(
             times,
             c,
@@ -122,7 +123,11 @@ def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
         )
     else:
         number = int(config.host_workers)
-    return HostStart(times=times, num_workers=number, tokens_per_worker=c) if number else None
+    if not number:
+        return None
+    budget_ms = config.host_tpot_budget_ms
+    budget_s = None if budget_ms is None else budget_ms / 1e3
+    return HostStart(times=times, num_workers=number, tokens_per_worker=c, tpot_budget_s=budget_s)
 
 
 def routed_host_start(config: EngineConfig, path: str | Path) -> HostStart | None:

@@ -1,7 +1,8 @@
 """A host worker: a process with a core of its own that computes deltas from adapters in host memory.
 
 Run as `python -m moe_lora.dist.host_workers.worker FD`.  It serves one session of frames over shared memory,
-the LoRA Server's (`dist.lora_server.protocol.session`), and ends with the engine.
+the LoRA Server's (`dist.lora_server.protocol.session`) or slots that a device's stream asks by (`slots`), and
+ends with the engine.
 Source: Toppings section 4.2.
 """
 
@@ -17,6 +18,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -25,11 +27,15 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.core.errors import AdapterError, LastProblem, PeerGoneError
 from moe_lora.core.processes import wait_for_hang_up
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.teardown import quick_teardown
 from moe_lora.dist.lora_server.protocol.deltas import HostDeltas
 from moe_lora.dist.lora_server.protocol.session import DONE, STALE, DeltaRequest, FrameLayout
 from moe_lora.dist.lora_server.server.data_loop import ServerSession
 from moe_lora.dist.transport.contract import make_transport
+from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.lora.row_routing import RoutedAdapter, content_prefix
+
+from .slots import FrameSlots
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +43,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WorkerSetUp:
     """A worker's first message.  answers: descriptor of the engine's window.  core: to run on; None: any.
-    owned: the store goes with the engine.  slowdown: see `HostWorkers`."""
+    owned: the store goes with the engine.  slowdown: see `HostWorkers`.  requests: descriptor of the engine's
+    other window where it asks by `FrameSlots`; None: the worker makes it, for a `ServerSession`."""
 
     name: str
     shape: ModelShape
@@ -50,6 +57,7 @@ class WorkerSetUp:
     owned: bool
     engine_pid: int
     slowdown: float
+    requests: bytes | None
 
 
 class StoreDeltas:
@@ -62,16 +70,20 @@ class StoreDeltas:
         self._problem = LastProblem()
 
     def compute(self, request: DeltaRequest, out: torch.Tensor) -> int:
-        """out [R, N] = the deltas of the request; the answer's state, STALE where an adapter is not there."""
-        numbers, row_adapter = np.unique(request.generation, return_inverse=True)
+        """As `fill`; the answer's state, STALE where an adapter is not there."""
         try:
-            adapters = [RoutedAdapter(self._hash_of(number), ()) for number in numbers.tolist()]
-            self._deltas.compute(request, adapters, row_adapter, out)
+            self.fill(request, out)
         except AdapterError as error:
             if self._problem.is_new(str(error)):
                 logger.warning("%s; the engine computes its rows", error)
             return STALE
         return DONE
+
+    def fill(self, request: DeltaRequest, out: torch.Tensor) -> None:
+        """out [R, N] = the deltas of the request.  Raises AdapterError where an adapter is not there."""
+        numbers, row_adapter = np.unique(request.generation, return_inverse=True)
+        adapters = [RoutedAdapter(self._hash_of(number), ()) for number in numbers.tolist()]
+        self._deltas.compute(request, adapters, row_adapter, out)
 
     def _hash_of(self, number: int) -> str:
         """Raises AdapterError."""
@@ -87,6 +99,8 @@ def serve(connection: Connection) -> None:
     if setup.core is not None:
         os.sched_setaffinity(0, {setup.core})
     torch.set_num_threads(1)
+    if setup.requests is not None:
+        _serve_slots(connection, setup, setup.requests)
     layout = FrameLayout(setup.shape, setup.dtype, setup.max_rows)
     transport = make_transport("shm", name=setup.name)
     requests = transport.alloc("requests", setup.depth * layout.request_bytes, 1)
@@ -105,6 +119,26 @@ def serve(connection: Connection) -> None:
         session.answer(request, state, started_ns)
 
 
+def _serve_slots(connection: Connection, setup: WorkerSetUp, requests: bytes) -> NoReturn:
+    """The same for an engine that asks by `FrameSlots`; it serves them itself until it says that we may."""
+    layout = FrameLayout(setup.shape, setup.dtype, setup.max_rows)
+    transport = ShmTransport(name=setup.name)
+    slots = FrameSlots(transport.attach(requests), transport.attach(setup.answers), layout, setup.depth)
+    deltas = StoreDeltas(setup.shape, HostStore(setup.store_dir))
+    connection.send(None)
+    connection.recv()
+    threading.Thread(target=_end_with_engine, args=(connection.fileno(), setup), daemon=True).start()
+
+    def compute(request: DeltaRequest, out: torch.Tensor) -> int:
+        started_ns = time.monotonic_ns()
+        state = deltas.compute(request, out)
+        slow_down(started_ns, setup.slowdown)
+        return state
+
+    while True:
+        slots.serve(slots.wait(), compute)
+
+
 def slow_down(started_ns: int, factor: float) -> None:
     """Return when so many times as long has passed since then (it keeps the core: a sleep would be late)."""
     due_ns = started_ns + factor * (time.monotonic_ns() - started_ns)
@@ -121,6 +155,7 @@ def _end_with_engine(fd: int, setup: WorkerSetUp) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its workers end
+    quick_teardown()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     try:
         serve(Connection(int(sys.argv[1])))

@@ -2,154 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import logging
 import os
-import subprocess
-import threading
-import time
+import tempfile
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import ConfigError, EngineDeadError, PeerUnreachableError
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder
-from moe_lora.core.processes import STOP_TIMEOUT_S, start_child, usable_cores
+from moe_lora.core.processes import STOP_TIMEOUT_S, allowed_core_numbers, usable_cores
 from moe_lora.dist.lora_server.client.remote_backend import RemoteBackend
-from moe_lora.dist.lora_server.protocol.session import ClientSession, DeltaRequest, FrameLayout
-from moe_lora.dist.transport.contract import Transport, make_transport
+from moe_lora.dist.lora_server.protocol.session import DeltaRequest, FrameLayout
+from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.kernels.operands import StepTables
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
 
-from .worker import WorkerSetUp
+from .stream_backend import Stream, StreamBackend
+from .stream_link import StreamWorkerLink
+from .worker_link import WorkerLink
 
-logger = logging.getLogger(__name__)
-
-START_TIMEOUT_S = 60.0
-DEPTH = 4
-"""Frames of a session: sites of a layer that are begun before the first is added, and one to spare."""
-_FIRST_PAUSE_S, _MAX_PAUSE_S, _LONG_LIFE_S = 0.5, 5.0, 30.0
 _NOTHING = torch.empty(0, dtype=torch.int32)
 _NO_STEP = StepTables(query_start=_NOTHING, seq_lens=_NOTHING, block_tables=_NOTHING)
-_LOOK_S, _GRACE_S, _END_S = 0.05, 0.5, 1.0
-
-
-class WorkerLink(threading.Thread):
-    """Keeps one worker process and a `ClientSession` with it.
-
-    session: None while there is none; deltas are then computed by the engine itself.
-    """
-
-    session: ClientSession | None = None
-
-    def __init__(
-        self,
-        number: int,
-        transport: Transport,
-        layout: FrameLayout,
-        store: HostStore,
-        core: int | None,
-        answer_timeout_s: float,
-        owned: bool,
-        slowdown: float,
-    ) -> None:
-        super().__init__(name=f"host-worker-{number}", daemon=True)
-        self._transport = transport
-        self._layout = layout
-        self._store = store
-        self._core = core
-        self._owned = owned
-        self._slowdown = slowdown
-        self._answer_timeout_s = answer_timeout_s
-        self._starts = itertools.count()
-        self._closing = threading.Event()
-        self._ready = threading.Event()
-        self.pid: int | None = None
-        self.start()
-
-    def wait_ready(self) -> None:
-        """Raises EngineDeadError if the worker does not start in time."""
-        if not self._ready.wait(START_TIMEOUT_S):
-            raise EngineDeadError(f"{self.name} did not start within {START_TIMEOUT_S:g} s; see the log")
-
-    def close(self) -> None:
-        """End the process; `join` waits for it."""
-        self._closing.set()
-        session = self.session
-        if session is not None:
-            session.break_off()
-
-    def run(self) -> None:
-        pause_s = 0.0
-        while not self._closing.wait(pause_s):
-            start_s = time.monotonic()
-            with contextlib.ExitStack() as held:
-                try:
-                    self._live(held)
-                except (OSError, EOFError, PeerUnreachableError) as error:
-                    logger.warning("%s can't be started: %s", self.name, error)
-                session, self.session = self.session, None
-                if session is not None:
-                    session.break_off()
-                if not self._closing.is_set():
-                    logger.warning("%s ended; the engine computes its rows until it is back", self.name)
-                long_life = time.monotonic() - start_s > _LONG_LIFE_S
-                pause_s = _FIRST_PAUSE_S if long_life else min(max(_FIRST_PAUSE_S, 2 * pause_s), _MAX_PAUSE_S)
-                self._closing.wait(_GRACE_S)  # the engine's thread may still wait on the buffers
-
-    def _live(self, held: contextlib.ExitStack) -> None:
-        """Start a process and stay with it until it ends; `held` lets go of its buffers."""
-        label = f"{self.name}-{next(self._starts)}"
-        answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
-        held.callback(answers.free)
-        process, connection = start_child("moe_lora.dist.host_workers.worker", num_threads=1)
-        self.pid = process.pid
-        try:
-            with connection:
-                layout = self._layout
-                facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
-                mine = (answers.descriptor(), self._core, self._owned, os.getpid(), self._slowdown)
-                connection.send(WorkerSetUp(*facts, *mine))
-                if not connection.poll(START_TIMEOUT_S):
-                    raise EOFError("it says nothing")
-                requests = self._transport.attach(connection.recv())
-                held.callback(self._transport.detach, requests)
-                self.session = ClientSession(
-                    self._transport, requests, answers, layout, DEPTH, self._answer_timeout_s
-                )
-                self._ready.set()
-                while process.poll() is None and not self.session.broken:
-                    if self._closing.wait(_LOOK_S):
-                        break
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-        finally:
-            self.pid = None
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 def check_cores(
     num_workers: int, num_ranks: int, cores: Sequence[int], *, setting: str = "host_workers"
 ) -> None:
-    """Raises ConfigError for more workers than cores, and for cores that this host has not.
+    """Raises ConfigError for more workers than cores, and for cores that it may not give them.
 
     num_ranks: of all instances of this host, or of its LoRA Server.  setting: what the number is called.
     """
-    last, usable = (os.cpu_count() or 1) - 1, usable_cores()
-    unknown = [core for core in cores if not 0 <= core <= last]
+    allowed = allowed_core_numbers()
+    unknown = [core for core in cores if core not in allowed]
     if unknown:
         raise ConfigError(
-            f"host_cores={tuple(cores)}: this host has no core {unknown[0]}; choose from 0 to {last}"
+            f"host_cores={tuple(cores)}: this process may not use core {unknown[0]}; choose from "
+            f"{', '.join(map(str, allowed))}, or give it more cores (cpuset)"
         )
+    usable = usable_cores()
     if num_workers * num_ranks > usable and not cores:
         raise ConfigError(
-            f"{setting}={num_workers} for each of {num_ranks} ranks is more than the {usable} cores that "
-            f"this process may use; choose at most {usable // num_ranks}"
+            f"{setting}={num_workers} for each of {num_ranks} ranks is more than the {usable} cores "
+            f"that this process may use; choose at most {usable // num_ranks}"
         )
 
 
@@ -160,7 +56,8 @@ class HostWorkers:
     num_tokens: what all workers compute in time.  tokens_per_worker: see `RowShares`.  cores: one for each
     worker to run on; empty: any.  answer_timeout_s: a worker that takes longer is given up, and its rows are
     computed by the engine.  slowdown: it takes so many times as long (an emulation of less than a core).
-    Raises EngineDeadError if one does not start.
+    stream: of the device whose rows they compute; None: the engine's thread asks and waits.
+    Raises EngineDeadError if one does not start, ConfigError if the device can't use their frames.
     """
 
     def __init__(
@@ -173,26 +70,35 @@ class HostWorkers:
         cores: Sequence[int] = (),
         answer_timeout_s: float = 5.0,
         slowdown: float = 1.0,
+        stream: Stream | None = None,
     ) -> None:
         shape = layout.shape
         self._groups = ((0,) * len(shape.sites),) * shape.num_layers
-        self._folder = None if store is not None else OwnFolder()
+        self._folder = None if store is not None else _own_folder()
         self.store = store = store or HostStore(self._folder.path if self._folder else "")
         self.num_tokens = num_workers * tokens_per_worker
-        self._transport = make_transport("shm", name=f"host-workers-{os.getpid()}")
+        self._stream = stream
+        self._transport = transport = ShmTransport(name=f"host-workers-{os.getpid()}")
         options = (answer_timeout_s, self._folder is not None, slowdown)
-        self.links = {
-            number: WorkerLink(
-                number, self._transport, layout, store, cores[number] if cores else None, *options
-            )
+        places = {
+            number: (number, transport, layout, store, cores[number] if cores else None, *options)
             for number in range(num_workers)
         }
         shares = RowShares(num_workers, tokens_per_worker, shape.num_experts)
-        self.backend = RemoteBackend(shape, Source.HOST, shares, self.links, layout, store)
+        self.links: dict[int, WorkerLink] = {}
+        self.backend: RemoteBackend | StreamBackend
         try:
+            if stream is None:
+                links = self.links = {number: WorkerLink(*place) for number, place in places.items()}
+                self.backend = RemoteBackend(shape, Source.HOST, shares, links, layout, store)
+            else:
+                owed = {}
+                for number, place in places.items():
+                    self.links[number] = owed[number] = StreamWorkerLink(stream, *place)
+                self.backend = StreamBackend(shape, shares, owed, stream)
             for link in self.links.values():
                 link.wait_ready()
-        except EngineDeadError:
+        except BaseException:
             self.close()
             raise
 
@@ -223,15 +129,42 @@ class HostWorkers:
         """Of the processes, None while one is being started."""
         return [link.pid for link in self.links.values()]
 
+    def check(self) -> None:
+        """Raises AdapterError if neither a worker nor the engine could compute a row that the device has
+        waited for: what it gave since is wrong.  (Without a stream who asks gets the error.)"""
+        if isinstance(self.backend, StreamBackend):
+            self.backend.check()
+
+    def settle(self) -> None:
+        """Return once no request is under way, so that files of adapters may go."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def close(self) -> None:
         """End all workers; may be called again."""
         for link in self.links.values():
             link.close()
-        for link in self.links.values():
-            link.join(STOP_TIMEOUT_S)
-        self._transport.close()
-        if self._folder is not None:
-            self._folder.remove()
+        try:
+            self.settle()
+        finally:
+            for link in self.links.values():
+                link.end()
+            for link in self.links.values():
+                link.join(STOP_TIMEOUT_S)
+            self._transport.close()
+            if self._folder is not None:
+                self._folder.remove()
+
+
+def _own_folder() -> OwnFolder:
+    """For temporary files.  Raises ConfigError."""
+    try:
+        return OwnFolder()
+    except OSError as error:
+        raise ConfigError(
+            f"host workers read adapters from a folder in TMPDIR={tempfile.gettempdir()!r}, where none can "
+            f"be made ({error.strerror}); let TMPDIR name another place, or set host_workers=0"
+        ) from error
 
 
 class RowShares:

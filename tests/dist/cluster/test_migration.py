@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,10 +30,12 @@ from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.dist.transport.contract import make_transport
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.messages import Move
+from moe_lora.engine.core import EngineCore
 from moe_lora.engine.kv_transfer import KvTransfer, Outgoing
 from moe_lora.engine.llm import InProcessClient
 from moe_lora.policies.routers import LeastOutstanding, RoundRobin
 from tests.dist.cluster.fleet_parts import fleet_client
+from tests.stopped_processes import stop
 
 DEMO = Path(__file__).parents[3] / "demo"
 ADAPTERS = (("upper", str(DEMO / "adapters" / "upper")),)
@@ -42,11 +49,14 @@ CONFIG = EngineConfig(
 )
 PROMPT = tuple(range(20, 57))
 LENGTH = 60
+AHEAD = 5
+"""Tokens that a request may gain while it is moved."""
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[InProcessClient]]:
-    clients = [InProcessClient(build_engine(replace(CONFIG, instance=str(n)))) for n in range(2)]
+    settings = [replace(CONFIG, instance=str(n), async_scheduling=one) for n, one in enumerate(("off", "on"))]
+    clients = [InProcessClient(build_engine(one)) for one in settings]
     yield clients
     for client in clients:
         client.shut_down()
@@ -68,17 +78,61 @@ def place(fleet: FleetClient, name: str = "r") -> str:
     return fleet._running[name].attempt.instance.name
 
 
+@dataclass
+class Brake:
+    """Engines take no step while one of their answers has `limit` tokens, so that a request which is to be
+    moved has not ended, however late the test reads it."""
+
+    limit: int
+
+    @contextmanager
+    def on(self, fleet: FleetClient) -> Iterator[Brake]:
+        with ExitStack() as stack:
+            for instance in fleet._instance_registry.instances:
+                core = instance.client.core
+                stack.enter_context(patch.object(core, "step", partial(self._step, core, core.step)))
+            yield self
+
+    def _step(self, core: EngineCore, step: Callable[[], list[TokenOutput]]) -> list[TokenOutput]:
+        running = [one for one in core._sequences.values() if not one.held]
+        if all(len(one.tokens) - len(PROMPT) < self.limit for one in running):
+            return step()
+        time.sleep(0.001)
+        core.tend()
+        core.stalled = False  # else the loop sleeps until a message comes, though the brake is let go before
+        return core.catch_up() + core.moves.announce()
+
+
 async def answer(fleet: FleetClient, request: GenerateRequest, cuts=(), kind="tokens") -> list[TokenOutput]:
     """The request's outputs; it is moved to the other instance each time when it has that many tokens, and
     the move before is over."""
     outputs, num_tokens, left = [], 0, sorted(cuts)
-    async for output in fleet.generate(request):
-        outputs.append(output)
-        num_tokens += len(output.token_ids)
-        if left and num_tokens >= left[0] and fleet._running[request.request_id].next is None:
-            here = place(fleet, request.request_id)
-            await fleet.move(request.request_id, str(1 - int(here)), kind)
-            del left[0]
+    brake = Brake(left[0] + AHEAD if left else LENGTH)
+    with brake.on(fleet) if cuts else nullcontext():
+        async for output in fleet.generate(request):
+            outputs.append(output)
+            num_tokens += len(output.token_ids)
+            if not left or num_tokens < left[0]:
+                continue
+            if fleet._running[request.request_id].next is not None:
+                brake.limit = num_tokens + AHEAD  # the move before goes on until more has been read
+            else:
+                here = place(fleet, request.request_id)
+                await fleet.move(request.request_id, str(1 - int(here)), kind)
+                del left[0]
+                brake.limit = left[0] + AHEAD if left else LENGTH
+    return outputs
+
+
+async def answer_while(fleet: FleetClient, at_ten: Callable[[], Awaitable[None]]) -> list[TokenOutput]:
+    """The outputs of a request; `at_ten` is awaited when there are ten tokens, and more to come."""
+    outputs = []
+    with Brake(10 + AHEAD).on(fleet) as brake:
+        async for output in fleet.generate(ask()):
+            outputs.append(output)
+            if brake.limit < LENGTH and len(tokens(outputs)) >= 10:
+                await at_ten()
+                brake.limit = LENGTH
     return outputs
 
 
@@ -196,9 +250,12 @@ def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines, kind)
         alone = [tokens(await answer(fleet, request)) for request in requests]
         names, over = [one.request_id for one in requests], asyncio.Event()
         shuffling = asyncio.create_task(shuffle(random.Random(1), names, over))
-        moved = await asyncio.gather(*(answer(fleet, request) for request in requests))
+        for _ in range(20):
+            moved = await asyncio.gather(*(answer(fleet, request) for request in requests))
+            assert [tokens(outputs) for outputs in moved] == alone
+            if fleet.mover.num_moved[kind] > 5:
+                break
         over.set()
-        assert [tokens(outputs) for outputs in moved] == alone
         assert await shuffling > 5
         assert fleet.mover.num_moved[kind] > 5
         await until_idle(engines)
@@ -213,12 +270,13 @@ def test_kv_that_is_not_for_the_prefix_cache_is_not_for_it_where_it_is_moved_to(
         for shared in (True, False):
             prompt = tuple(range(7 + shared, 7 + shared + 48))
             stream = fleet.generate(replace(ask(), prompt_token_ids=prompt))
-            await anext(stream)
-            here = int(place(fleet))
-            for client in engines:
-                for sequence in client.core._sequences.values():
-                    sequence.unshared = not shared
-            await fleet.move("r", str(1 - here), "kv")
+            with Brake(AHEAD + len(prompt) - len(PROMPT)).on(fleet):
+                await anext(stream)
+                here = int(place(fleet))
+                for client in engines:
+                    for sequence in client.core._sequences.values():
+                        sequence.unshared = not shared
+                await fleet.move("r", str(1 - here), "kv")
             assert len([output async for output in stream]) > 0
             assert fleet.mover.num_moved["kv"] == 1 + (not shared)
             again = ask("again", max_tokens=1)
@@ -286,15 +344,14 @@ def test_source_goes_on_where_the_target_does_not_take_over(fleet, engines, monk
 
             return ask_and_hear_nothing
 
-        outputs = []
-        async for output in fleet.generate(ask()):
-            outputs.append(output)
-            if len(outputs) == 10:
-                for client in engines:
-                    monkeypatch.setattr(client, "ask", silent(client))
-                with pytest.raises(MoveError, match="it took too long"):
-                    await fleet.move("r", str(1 - int(place(fleet))))
-                monkeypatch.undo()
+        async def move() -> None:
+            for client in engines:
+                monkeypatch.setattr(client, "ask", silent(client))
+            with pytest.raises(MoveError, match="it took too long"):
+                await fleet.move("r", str(1 - int(place(fleet))))
+            monkeypatch.undo()
+
+        outputs = await answer_while(fleet, move)
         assert num_failed == 1
         assert tokens(outputs) == alone
         assert fleet.mover.num_moved["tokens"] == 0
@@ -345,16 +402,16 @@ def test_end_that_dies_at_the_hand_over_leaves_the_request_with_the_other(fleet,
 
     async def run() -> None:
         alone = tokens(await answer(fleet, ask("alone")))
-        outputs = []
-        async for output in fleet.generate(ask()):
-            outputs.append(output)
-            if len(outputs) == 10:
-                here = int(place(fleet))
-                client = engines[here if dies == "source" else 1 - here]
-                monkeypatch.setattr(client, "ask", partial(die, client, client.ask))
-                with pytest.raises(MoveError, match="it has ended"):
-                    await fleet.move("r", str(1 - here))
-                monkeypatch.undo()
+
+        async def move() -> None:
+            here = int(place(fleet))
+            client = engines[here if dies == "source" else 1 - here]
+            monkeypatch.setattr(client, "ask", partial(die, client, client.ask))
+            with pytest.raises(MoveError, match="it has ended"):
+                await fleet.move("r", str(1 - here))
+            monkeypatch.undo()
+
+        outputs = await answer_while(fleet, move)
         assert tokens(outputs) == alone
         await until_idle(engines)
 
@@ -373,20 +430,100 @@ def test_request_whose_window_was_lost_can_be_moved_later(fleet, engines, monkey
 
     async def run() -> None:
         alone = tokens(await answer(fleet, ask("alone")))
-        outputs = []
-        async for output in fleet.generate(ask()):
-            outputs.append(output)
-            if len(outputs) == 10:
-                target = str(1 - int(place(fleet)))
-                monkeypatch.setattr(KvTransfer, "_put", put)
-                with pytest.raises(MoveError, match="the window was freed"):
-                    await fleet.move("r", target, "kv")
-                await fleet.move("r", target, "tokens")
+
+        async def move() -> None:
+            target = str(1 - int(place(fleet)))
+            monkeypatch.setattr(KvTransfer, "_put", put)
+            with pytest.raises(MoveError, match="the window was freed"):
+                await fleet.move("r", target, "kv")
+            await fleet.move("r", target, "tokens")
+
+        outputs = await answer_while(fleet, move)
         assert tokens(outputs) == alone
         assert fleet.mover.num_moved == {"tokens": 1, "kv": 0}
         await until_idle(engines)
 
     asyncio.run(run())
+
+
+def test_kv_goes_over_gloo_too(fleet, engines, monkeypatch):
+    """As between hosts: puts that are sent, and rows that the other end's receiver places."""
+    for number, client in enumerate(engines):
+        kv = client.core.moves._kv
+        monkeypatch.setattr(kv, "_made", make_transport("gloo", name=f"engine-{number}"))
+
+    async def run() -> None:
+        alone = await answer(fleet, ask("alone"))
+        moved = await answer(fleet, ask("moved"), {3, 20, 41}, "kv")
+        assert tokens(moved) == tokens(alone)
+        assert logprobs(moved) == logprobs(alone)
+        assert fleet.mover.num_moved == {"tokens": 0, "kv": 3}
+        await until_idle(engines)
+
+    try:
+        asyncio.run(run())
+    finally:
+        for client in engines:
+            client.core.moves._kv._made.close()
+
+
+WINDOW_OWNER = """
+import sys
+from moe_lora.dist.transport.contract import make_transport
+with make_transport("gloo", name="target") as transport:
+    windows = [transport.alloc(f"kv-{number}", int(sys.argv[1]), 1) for number in range(2)]
+    for window in windows:
+        print(window.descriptor().decode(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def window_owner(page_bytes: int) -> Iterator[tuple[list[bytes], subprocess.Popen[str]]]:
+    """A process that has two windows, of 16 pages each."""
+    command = [sys.executable, "-c", WINDOW_OWNER, str(16 * page_bytes)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield [process.stdout.readline().strip().encode() for _ in range(2)], process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.communicate()
+
+
+def test_steps_go_on_while_kv_is_put_to_a_target_that_stands_still():
+    """Over gloo, whose puts wait for the target's process: when the rest is sent, and when a window is let go
+    of whose request has ended."""
+    client = InProcessClient(build_engine(CONFIG))
+    kv = client.core.moves._kv
+    kv._open_transport = lambda: make_transport("gloo", name="source", timeout_s=120.0)
+
+    async def run(descriptors: list[bytes], target: subprocess.Popen[str]) -> None:
+        layout = repr(kv._layout)
+        moved, left = (client.generate(ask(name, max_tokens=200)) for name in ("moved", "left"))
+        for stream, name, descriptor in zip((moved, left), ("moved", "left"), descriptors, strict=True):
+            await anext(stream)
+            sent = await client.ask("kv_send", name, descriptor, layout)
+            assert sent.num_tokens >= 32
+        await client.ask("hold_request", "moved", 0)
+        stop(target.pid)
+        rest = asyncio.create_task(client.ask("kv_send", "moved", descriptors[0], layout))
+        num_steps = client.core.stats().num_steps
+        await anext(left)
+        await left.aclose()
+        beside = [output async for output in client.generate(ask("beside"))]
+        assert len(tokens(beside)) == LENGTH
+        assert "left" not in client.core._sequences
+        assert client.core.stats().num_steps >= num_steps + LENGTH
+        assert not rest.done(), "the put is outstanding"
+        target.send_signal(signal.SIGCONT)
+        assert (await rest).num_tokens > 32
+        await moved.aclose()
+
+    try:
+        with window_owner(kv.page_bytes) as (descriptors, target):
+            asyncio.run(run(descriptors, target))
+    finally:
+        client.shut_down()
 
 
 def test_both_ends_of_an_engine_share_one_transport(engines):
@@ -411,6 +548,22 @@ def test_both_ends_of_an_engine_share_one_transport(engines):
     assert found == made * 2
 
 
+def test_windows_are_let_go_beside_a_thread_that_puts(engines):
+    """It takes its request's window out while the engine's thread looks for those whose request has ended."""
+    layout = engines[0].core.moves._kv._layout
+    kv = KvTransfer(torch.zeros(layout.page_bytes, dtype=torch.uint8), layout, None)
+    kv._outgoing = {name: Outgoing(b"", None) for name in ("runs", "puts")}
+
+    class Running:
+        def __contains__(self, request_id: object) -> bool:
+            kv._outgoing.pop("puts", None)
+            return True
+
+    kv.drop_all_but(Running())
+    assert list(kv._outgoing) == ["runs"]
+    kv.close()
+
+
 def test_order_that_waited_while_the_request_was_moved_is_dropped(fleet, engines):
     """A plan is of requests where they were: carried out late it would send one back."""
 
@@ -418,22 +571,26 @@ def test_order_that_waited_while_the_request_was_moved_is_dropped(fleet, engines
         for _ in range(MOVES_AT_ONCE):
             await fleet._places.acquire()
         outputs, num_moves = [], 0
-        async for output in fleet.generate(ask()):
-            outputs.append(output)
-            resumable = fleet._running["r"]
-            if len(outputs) < 5 or resumable.next is not None or sum(fleet.mover.pause_counts) < num_moves:
-                continue
-            here = int(place(fleet))
-            if num_moves == 0:
-                order = Move(resumable.attempt.request.request_id, str(1 - here), "tokens")
-                fleet._take_order(order)
-                await asyncio.sleep(0)
-            if num_moves < 2:
-                await fleet.move("r", str(1 - here))
-                num_moves += 1
-            elif fleet._places.locked():
-                for _ in range(MOVES_AT_ONCE):
-                    fleet._places.release()
+        with Brake(10).on(fleet) as brake:
+            async for output in fleet.generate(ask()):
+                outputs.append(output)
+                resumable = fleet._running["r"]
+                paused = sum(fleet.mover.pause_counts)
+                if len(outputs) < 5 or resumable.next is not None or paused < num_moves:
+                    continue
+                here = int(place(fleet))
+                if num_moves == 0:
+                    order = Move(resumable.attempt.request.request_id, str(1 - here), "tokens")
+                    fleet._take_order(order)
+                    await asyncio.sleep(0)
+                if num_moves < 2:
+                    await fleet.move("r", str(1 - here))
+                    num_moves += 1
+                    brake.limit += 10
+                elif fleet._places.locked():
+                    for _ in range(MOVES_AT_ONCE):
+                        fleet._places.release()
+                    brake.limit = LENGTH
         assert len(tokens(outputs)) == LENGTH
         assert fleet.mover.num_moved == {"tokens": 2, "kv": 0}
         assert not fleet._moving

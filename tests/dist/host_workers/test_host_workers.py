@@ -22,6 +22,7 @@ from moe_lora.lora.backend import RoutedBackend
 from moe_lora.lora.row_routing import RoutedAdapter, RowRouting, Source, content_number, no_terms
 from tests.families import make_adapter, make_checkpoint
 from tests.models.harness import Harness
+from tests.stopped_processes import stop
 
 PROMPTS = [[5, 40, 7, 11], [9, 3], [5, 40, 7, 11], [33, 8, 60], [70, 4, 21, 90, 12]]
 NUM_TOKENS = 4
@@ -141,7 +142,7 @@ def test_worker_that_stops_is_given_up_and_started_again(served):
     expected = served.logits(STREAMS)
     nothing = np.zeros((len(served.packed), served.num_layers), dtype=bool)
     stopped = served.workers.pids[0]
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     try:
         assert same_bits(served.logits(STREAMS, nothing), expected)
         assert served.backend.num_fallback_rows > 0

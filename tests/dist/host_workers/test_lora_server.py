@@ -80,7 +80,8 @@ def test_rows_of_layers_that_are_loading_have_the_bits_of_those_that_are_there(
             leased = leased_routing(shape, rows, adapters, leases)
             expected = outputs(local, shape, local_routing(shape, rows), seed)
             assert_equal(outputs(client.backend, shape, leased, seed), expected)
-            return sum(rank.loop.num_host_rows for rank in ranks) - before
+            assert client.backend.num_host_rows == sum(rank.loop.num_host_rows for rank in ranks)
+            return client.backend.num_host_rows - before
 
         assert answers(1) > 0
         worker = next(rank._host.links[0] for rank in ranks if rank._host.backend.num_requests)

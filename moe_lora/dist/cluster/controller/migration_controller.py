@@ -28,6 +28,7 @@ from moe_lora.policies.migration import AdapterSize, MigrationPlan, MigrationPro
 from moe_lora.policies.migration_triggers import (
     AnswerLengths,
     DLoraMigration,
+    MoveCost,
     ReplicaPressure,
     cheaper_move,
     move_factor,
@@ -72,8 +73,8 @@ class MigrationController:
     It plans only when the moves of its last plan are over, so that no request has two targets and no load
     counts at its source and at its target.
 
-    steps: of the routers' performance model; None: not known.  same_layout: whether KV can go from one
-    instance to another.  num_orders: moves asked for so far.
+    max_num_seqs: an instance's seats.  steps: of the routers' performance model; None: not known.
+    same_layout: whether KV can go from one instance to another.  num_orders: moves asked for so far.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class MigrationController:
         config: MigrationConfig,
         instance_registry: InstanceRegistry,
         *,
+        max_num_seqs: int,
         ranks: dict[str, int],
         steps: StepModel | None = None,
         same_layout: bool = True,
@@ -90,6 +92,7 @@ class MigrationController:
         self.policy = DLoraMigration(config)
         self._config = config
         self._instance_registry = instance_registry
+        self._max_num_seqs = max_num_seqs
         self._ranks = ranks
         self._steps = steps
         self._same_layout = same_layout
@@ -116,7 +119,7 @@ class MigrationController:
 
     async def step(self) -> int:
         """Look once; the number of moves asked for."""
-        live = self._instance_registry.live
+        live = self._instance_registry.undrained
         if len(live) < 2:
             return 0
         answers, _ = await ask(self._instance_registry, live, _report)
@@ -153,6 +156,15 @@ class MigrationController:
         if is_held or self._ordered != ordered:
             self._changed_s = now_s
         elif now_s - self._changed_s > ORDER_S:
+            self.policy.note_failed(
+                [
+                    (report.instance.name, load.name)
+                    for report in reports
+                    for load in report.requests
+                    if (report.instance.name, request_of(load.name)) in self._ordered
+                ],
+                now_s,
+            )
             self._ordered = set()
         return is_held or bool(self._ordered)
 
@@ -188,7 +200,7 @@ class MigrationController:
                 name = report.instance.name, load.name
                 requests.append(self._view(report.instance.name, load))
                 waits = load.waited_s is not None
-                kinds[name] = "tokens" if waits else self._move_of(load)[0]
+                kinds[name] = "tokens" if waits else self._move_of(load).kind
         load_rate = config.migration_bytes_per_s
         return MigrationProblem(
             [
@@ -196,6 +208,7 @@ class MigrationController:
                     report.instance.name,
                     float(report.stats.device_bytes),
                     adapters=frozenset(report.stats.resident_adapters),
+                    free_seats=self._max_num_seqs - len(report.requests),
                 )
                 for report in reports
             ],
@@ -211,22 +224,21 @@ class MigrationController:
     def _view(self, replica: str, load: RequestLoad) -> RequestView:
         so_far = load.num_generated
         exec_s = self._token_s * self._lengths.left(load.adapter, so_far, so_far + load.num_left)
-        move_s = 0.0 if load.waited_s is not None else self._move_of(load)[1]
+        cost = None if load.waited_s is not None else self._move_of(load)
         return RequestView(
             (replica, load.name),
             load.adapter,
             replica,
             float(load.num_bytes),
             exec_s,
-            move_factor(exec_s, move_s),
+            move_factor(exec_s, cost, self._token_s),
         )
 
-    def _move_of(self, load: RequestLoad) -> tuple[str, float]:
+    def _move_of(self, load: RequestLoad) -> MoveCost:
         lora_rank = 0 if load.adapter is None else self._ranks.get(load.adapter, 0)
         row = Row(load.adapter, lora_rank, load.num_tokens)
         rate = self._config.migration_bytes_per_s
-        cost = cheaper_move(row, load.num_bytes, self._steps, rate, same_layout=self._same_layout)
-        return cost.kind, cost.seconds
+        return cheaper_move(row, load.num_bytes, self._steps, rate, same_layout=self._same_layout)
 
     async def _pass_on(self, plan: MigrationPlan, kinds: dict[tuple[str, str], str]) -> int:
         """Tell each source what is to go where: first those that wait, else in the plan's order."""
@@ -265,7 +277,8 @@ def make_migration_controller(
     return MigrationController(
         cluster.front_end,
         instance_registry,
+        max_num_seqs=cluster.engine.max_num_seqs,
         ranks=routes.ranks,
         steps=routes.steps,
-        same_layout=cluster.engine.expert_parallel == 1,
+        same_layout=cluster.engine.num_ranks == 1,
     )

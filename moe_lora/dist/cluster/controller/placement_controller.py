@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
-from moe_lora.config import RoutingConfig
+from moe_lora.config import EngineConfig, RoutingConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import EngineDeadError, LastProblem
-from moe_lora.core.request import AdapterInfo, FleetStats
+from moe_lora.core.request import AdapterInfo, FleetStats, InstanceStats
 from moe_lora.dist.cluster.instances import Instance
 from moe_lora.dist.cluster.pool.pool import FleetPool
 from moe_lora.dist.cluster.routing_client import FleetClient
@@ -93,7 +94,7 @@ logger = logging.getLogger(__name__)
 class PlacementController:
     """Every placement_interval_s: tokens of the time step -> forecast -> placement -> the router's new table.
 
-    Instances that are live are placed on; all of them know all adapters, so a request is right wherever it
+    Instances that take requests are placed on; all know all adapters, so a request is right wherever it
     goes, and the table decides what each brings to its device: with the first request, or with
     burst_tolerance before it, and at once where an instance comes (again) between two steps.  Belongs to one
     event loop; placements are found in another thread.
@@ -186,7 +187,8 @@ class PlacementController:
         adapters = {info.name: info.lora_rank for info in infos}
         sizes = {info.name: float(info.nbytes) for info in infos}
         assert isinstance(stats, FleetStats)
-        live = [one.index for one in stats.instances if one.live]
+        instances = _placed_on(stats)
+        live = [one.index for one in instances]
         if not adapters:
             self._router.swap({})
             return
@@ -195,7 +197,7 @@ class PlacementController:
         self.demand = demand
         before = self._router.table
         if self._config.placement == "burst_tolerance":
-            memory = await self._memory(infos, stats)
+            memory = await self._memory(infos, instances)
             found, preloaded = await asyncio.to_thread(place_and_preload, adapters, demand, memory)
             self._preloaded = cast("dict[int, list[str]]", preloaded)
             self._told.clear()
@@ -220,15 +222,13 @@ class PlacementController:
                 self.latest.num_copies,
             )
 
-    async def _memory(self, infos: list[AdapterInfo], stats: FleetStats) -> DeviceMemory:
-        """Of the live instances; adapters that are pinned are on every device anyway."""
+    async def _memory(self, infos: list[AdapterInfo], instances: list[InstanceStats]) -> DeviceMemory:
+        """Of these instances; adapters that are pinned are on every device anyway."""
         slots = (await self._client.model_info()).max_loras
         pinned = [info for info in infos if info.pinned]
         taken = sum(info.device_bytes for info in pinned)
         return DeviceMemory(
-            free_bytes={
-                one.index: float(max(0, one.device_bytes - taken)) for one in stats.instances if one.live
-            },
+            free_bytes={one.index: float(max(0, one.device_bytes - taken)) for one in instances},
             adapter_bytes={info.name: 0.0 if info.pinned else float(info.device_bytes) for info in infos},
             max_adapters=slots,
         )
@@ -252,6 +252,12 @@ class PlacementController:
         self.num_problems += 1
         if self._problem.is_new(problem):
             logger.warning(problem, exc_info=trace)
+
+
+def _placed_on(stats: FleetStats) -> list[InstanceStats]:
+    """Those that are live and not drained; if all of the live ones are drained, those."""
+    live = [one for one in stats.instances if one.live]
+    return [one for one in live if not one.drained] or live
 
 
 # From settings to what routes requests.
@@ -315,13 +321,20 @@ def make_routes(cluster: ClusterConfig) -> Routes:
     name = config.routing or ("least_outstanding" if config.placement is None else "phi")
     ranks: dict[str, int] = {}
     model = _cost_model(cluster)
-    context = RoutingContext(max_num_seqs=engine.max_num_seqs, model=model, ranks=ranks)
+    # Of adapters that a LoRA Server has not every one takes a place on an instance.
+    max_loras = engine.max_loras if cluster.lora_server is None else None
+    context = RoutingContext(max_num_seqs=engine.max_num_seqs, max_loras=max_loras, model=model, ranks=ranks)
     steps = None if model is None else model.steps
     router = make_router(name, context)
     table = router if isinstance(router, PhiRouting) else None
     if table is None and config.placement is not None:
         table = PhiRouting()
     return Routes(config=config, router=router, table=table, ranks=ranks, steps=steps)
+
+
+def _weights(engine: EngineConfig) -> str | None:
+    """Name of the format that instances hold weights in; None: the model isn't on this host."""
+    return engine.weights_name() if (Path(engine.model_dir) / "config.json").is_file() else None
 
 
 def _cost_model(cluster: ClusterConfig) -> CostModel | None:
@@ -333,7 +346,9 @@ def _cost_model(cluster: ClusterConfig) -> CostModel | None:
     if cluster.lora_server is None:  # its workers, and sites that it leaves to instances, are not known here
         host = routed_host_start(engine, engine.performance_model or path)
     return CostModel(
-        steps=read_step_model(path, kernel=engine.lora_kernel, form=config.performance_form),
+        steps=read_step_model(
+            path, kernel=engine.lora_kernel, form=config.performance_form, weights=_weights(engine)
+        ),
         slo_tpot_s=math.inf if config.slo_tpot_s is None else config.slo_tpot_s,
         mean_output_tokens=config.mean_output_tokens,
         adapter_load_s_per_rank=config.adapter_load_s_per_rank,

@@ -120,7 +120,8 @@ class RemoteBackend:
     """LoraBackend whose deltas come from other processes: a LoRA Server's ranks, or host workers.
 
     A request that can't be sent, or is not answered, is computed here from the host store (`HostDeltas`).
-    `num_requests` counts answers, `num_fallback_rows` rows of those that had none.
+    `num_requests` counts answers, `num_fallback_rows` rows of those that had none, `num_host_rows` rows of
+    answers that host workers of a LoRA Server computed.
     Source: InfiniLoRA sections 3 and 5.1.
     """
 
@@ -141,11 +142,14 @@ class RemoteBackend:
         self._host = HostDeltas(shape, store)
         self._routing: RowRouting | None = None
         self._rows: dict[int, RemoteRows] = {}
-        self.num_requests = self.num_fallback_rows = 0
+        self.num_requests = self.num_fallback_rows = self.num_host_rows = 0
 
     def begin_step(self, step: StepTables, routing: RowRouting) -> None:
         self._routing = routing
         self._rows = {}
+
+    def rows_here(self, layer: int, site: int) -> None:
+        """They are elsewhere."""
 
     def begin(self, layer: int, site: int, x: torch.Tensor, ids: torch.Tensor | None) -> AddTo | None:
         routing = self._routing
@@ -257,6 +261,7 @@ class RemoteBackend:
         except SessionLostError:
             return self._compute_here(sent.request, part.row_adapter)
         self.num_requests += 1
+        self.num_host_rows += sent.num_host_rows
         return delta
 
     def _compute_here(self, request: DeltaRequest, row_adapter: np.ndarray) -> torch.Tensor:

@@ -32,7 +32,7 @@ def _blocks(store: HostStore, adapter_id: str, number: int) -> Iterator[Block]:
 async def receive_blocks(peer: Peer, store: HostStore, adapter_id: str, number: int) -> None:
     """Take the blocks that follow and put the file into the store.
 
-    Raises StorageError if there is no room, or the peer is gone or stops half-way.
+    Raises StorageError if there is no room, ConnectionError if the peer is gone or stops half-way.
     """
     loop = asyncio.get_running_loop()
 

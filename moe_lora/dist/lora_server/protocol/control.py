@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.3
 _HELLO_S = 3.0
 _SETTING = "lora_server.address"
-ADMIN_VERSION = 3
+ADMIN_VERSION = 4
 Hear = Callable[[Peer, Message], Awaitable[None]]
 
 
@@ -310,7 +310,8 @@ class LoraServerAdmin:
 
     def state(self) -> ServerState:
         """Raises LoraServerError if the leader does not answer."""
-        return self._ask("state")
+        found: ServerState = self._ask("state")
+        return found
 
     def resize(self, capacity: int) -> ServerState:
         """Change the number of adapters resident at once, as `LeaseTable.resize` does, on all ranks.
@@ -318,13 +319,15 @@ class LoraServerAdmin:
         Raises CapacityError for a capacity that can't be, LoraServerError if the leader does not answer.
         """
         try:
-            return self._ask("resize", capacity)
+            found: ServerState = self._ask("resize", capacity)
+            return found
         except ConfigError as error:
             raise CapacityError(str(error)) from error
 
-    def _ask(self, method: str, *args: Any) -> ServerState:
+    def restart(self, server_rank: int) -> None:
+        """Have a rank's process end, to be started again.  Raises LoraServerError if it is not there."""
+        self._ask("restart", server_rank)
+
+    def _ask(self, method: str, *args: Any) -> Any:
         hello = ServerHello("front-end", {"admin": ADMIN_VERSION})
-        found: ServerState = network().run(
-            ask(self._address, self._keys, hello, self._timeout_s, method, *args)
-        )
-        return found
+        return network().run(ask(self._address, self._keys, hello, self._timeout_s, method, *args))

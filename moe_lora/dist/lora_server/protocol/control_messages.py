@@ -58,6 +58,10 @@ class ResizeOrder(Message, frozen=True):
     num_slots: int
 
 
+class RestartOrder(Message, frozen=True):
+    """The rank's process is to end, so that whoever keeps it running starts it again."""
+
+
 Order = LoadOrder | EvictOrder | ResizeOrder
 
 
@@ -73,11 +77,15 @@ class Memory:
 @dataclass(frozen=True, kw_only=True)
 class ServerState(LeaseStats):
     """capacity: adapters resident at once.  max_capacity: the most that the ranks' memory holds, as far as
-    the registered adapters tell; None if there is none.
+    the registered adapters tell; None if there is none.  num_instances: that are linked.  incarnation: of the
+    leader.  ranks: of each rank how often it has joined this leader; 0: it is not there.
     """
 
     capacity: int
     max_capacity: int | None
+    num_instances: int = 0
+    incarnation: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 class ServerCalls(typing.Protocol):
@@ -134,9 +142,15 @@ class ServerCalls(typing.Protocol):
         Raises ConfigError below 1, CapacityError for more than before if the ranks' memory can't hold them.
         """
 
+    def restart(self, server_rank: int) -> None:
+        """Have a rank's process end, so that whoever keeps it running starts it again.
+
+        Raises LoraServerError if the rank is not there.
+        """
+
 
 _CALLS = Interface(ServerCalls)
 SERVER_SIDE = Protocol.of(ServerHello, Block, answers=_CALLS)
 CLIENT_SIDE = Protocol.of(
-    ServerWelcome, Need, Content, Block, LoadOrder, EvictOrder, ResizeOrder, asks=_CALLS
+    ServerWelcome, Need, Content, Block, LoadOrder, EvictOrder, ResizeOrder, RestartOrder, asks=_CALLS
 )

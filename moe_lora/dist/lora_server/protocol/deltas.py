@@ -14,7 +14,7 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.shape import ModelShape
-from moe_lora.kernels.lora import lora_delta
+from moe_lora.kernels.lora import lora_delta, lora_expand, lora_shrink
 from moe_lora.kernels.operands import LoraOperands, SlotTable
 from moe_lora.lora.row_routing import RoutedAdapter
 
@@ -71,7 +71,7 @@ def _into(compute: Callable[[torch.Tensor], object], out: torch.Tensor, device: 
 
 
 class HostDeltas:
-    """Deltas straight from adapters in host memory: slower, one adapter at a time, by the CPU library.
+    """Deltas straight from adapters in host memory, by the CPU library, one adapter after another.
 
     The same bits as those of a server that computes on CPU, whichever kernel it uses; close to, but not the
     bits of, one that computes on CUDA.
@@ -90,17 +90,17 @@ class HostDeltas:
         out: torch.Tensor,
     ) -> None:
         """As `request_deltas`; row_adapter [T]: index into `adapters` of each row of x."""
-        out.zero_()
-        part = torch.empty_like(out)
-        row_of = np.arange(len(row_adapter))
-        if request.ids is not None:
-            row_of = np.nonzero(request.ids >= 0)[0]
+        ids = None if request.ids is None else torch.from_numpy(np.ascontiguousarray(request.ids))
+        some = None if ids is None or request.num_rows == ids.numel() else ids.view(-1) >= 0
+        deltas = out if some is None else out.new_empty(len(some), out.shape[1])
+        deltas.zero_()
         for index in np.unique(row_adapter).tolist():
             arena, table = self._layer(adapters[index].content_hash, request.layer)
-            slot = np.where(row_adapter == index, 0, -1).astype(np.int32)
-            request_deltas(request, self._shape, 0, slot, table, arena, part)
-            rows = torch.from_numpy(np.flatnonzero(row_adapter[row_of] == index))
-            out[rows] = part[rows]
+            slot = torch.from_numpy(np.where(row_adapter == index, 0, -1).astype(np.int32))
+            site = self._shape.sites[request.site]
+            lora_expand(lora_shrink(LoraOperands(request.x, ids, site, 0, slot, table, arena)), deltas)
+        if some is not None:
+            torch.index_select(deltas, 0, some.nonzero()[:, 0], out=out)
 
     def _map(self, content_hash: str) -> tuple[PackedAdapter, dict[int, SlotTable]]:
         """The adapter's file, mapped, and its slot tables by layer as far as they were needed."""
@@ -112,5 +112,5 @@ class HostDeltas:
         layer = packed.layers[number]
         if number not in tables:
             table = tables[number] = SlotTable(1, 1, self._shape.num_entries, torch.device("cpu"))
-            table.write_layer(0, 0, layer.table, layer.scale, layer.data.element_size(), 0)
+            table.write_layer(0, 0, layer.table, layer.scale, layer.data.element_size(), range(layer.nbytes))
         return layer.data.view(torch.uint8), tables[number]

@@ -25,7 +25,7 @@ from moe_lora.dist.transport.contract import RemoteWindow, Transport, Window
 # Every array starts at a multiple of 64 bytes.
 
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEADER_BYTES = 64
 _ALIGN = 64
 
@@ -123,6 +123,20 @@ def read_request(frame: torch.Tensor, layout: FrameLayout) -> DeltaRequest:
             f"{num_rows} rows; the model has {layout.shape.num_layers} layers and {len(sites)} sites, and "
             f"frames hold {layout.max_rows} rows"
         )
+    return request_at(frame, layout, layer, site, num_tokens, top_k, num_rows)
+
+
+def request_at(
+    frame: torch.Tensor,
+    layout: FrameLayout,
+    layer: int,
+    site: int,
+    num_tokens: int,
+    top_k: int,
+    num_rows: int,
+) -> DeltaRequest:
+    """The request of these sizes in `frame`, whatever the header says."""
+    raw = frame.numpy()
     at = HEADER_BYTES
     slot = raw[at : at + 4 * num_tokens].view(np.int32)
     at += aligned(4 * num_tokens)
@@ -132,7 +146,7 @@ def read_request(frame: torch.Tensor, layout: FrameLayout) -> DeltaRequest:
     if top_k:
         ids = raw[at : at + 4 * num_tokens * top_k].view(np.int32).reshape(num_tokens, top_k)
         at += aligned(4 * num_tokens * top_k)
-    width = sites[site].in_features
+    width = layout.shape.sites[site].in_features
     end = at + num_tokens * width * layout.dtype.itemsize
     x = frame[at:end].view(layout.dtype).view(num_tokens, width)
     return DeltaRequest(layer, site, num_rows, slot, generation, ids, x, end)
@@ -153,15 +167,19 @@ def check_ids(request: DeltaRequest, layout: FrameLayout) -> None:
         )
 
 
-def write_answer_header(frame: torch.Tensor, state: int, started_ns: int, finished_ns: int) -> None:
-    """started_ns, finished_ns: monotonic clock of the server's host around the computation."""
-    frame.numpy()[:HEADER_BYTES].view(np.int64)[:3] = (state, started_ns, finished_ns)
+def write_answer_header(
+    frame: torch.Tensor, state: int, started_ns: int, finished_ns: int, num_host_rows: int = 0
+) -> None:
+    """started_ns, finished_ns: monotonic clock of the server's host around the computation.  num_host_rows:
+    rows of the answer that host workers computed.
+    """
+    frame.numpy()[:HEADER_BYTES].view(np.int64)[:4] = (state, started_ns, finished_ns, num_host_rows)
 
 
-def read_answer_header(frame: torch.Tensor) -> tuple[int, int, int]:
-    """State, started_ns, finished_ns."""
-    state, started_ns, finished_ns = frame.numpy()[:HEADER_BYTES].view(np.int64)[:3].tolist()
-    return state, started_ns, finished_ns
+def read_answer_header(frame: torch.Tensor) -> tuple[int, int, int, int]:
+    """State, started_ns, finished_ns, num_host_rows."""
+    state, started_ns, finished_ns, num_host_rows = frame.numpy()[:HEADER_BYTES].view(np.int64)[:4].tolist()
+    return state, started_ns, finished_ns, num_host_rows
 
 
 def answer_size(layout: FrameLayout, site: int, num_rows: int) -> int:
@@ -233,6 +251,7 @@ class Sent:
 
     request: in its frame, or a copy once the frame was needed again.  delta: its answer, if it was taken
     because the frame was needed.  refused: the answer was that the deltas can't be had there.
+    num_host_rows: of the answer, once it is there.
     """
 
     number: int
@@ -240,6 +259,7 @@ class Sent:
     sent_ns: int
     delta: torch.Tensor | None = None
     refused: bool = False
+    num_host_rows: int = 0
 
 
 class ClientSession:
@@ -326,7 +346,7 @@ class ClientSession:
         self._wait(sent.number + 1)
         del self._under_way[sent.number]
         frame = self._answer_frames[sent.number % self._depth]
-        state, started_ns, finished_ns = read_answer_header(frame)
+        state, started_ns, finished_ns, sent.num_host_rows = read_answer_header(frame)
         if self.observed is not None:
             place = (sent.request.layer, sent.request.site, sent.sent_ns)
             self.observed.append(

@@ -66,6 +66,8 @@ class ServerSession:
         self.layout = layout
         self.on_drop = on_drop
         self.handled = 0
+        self.num_host_rows = 0
+        """Rows of the pending request's answer that the host computed."""
         self.left = threading.Event()
         """Set once the data loop is past the session, so that its memory may go."""
         self._request_frames = list(requests.bytes.view(depth, layout.request_bytes))
@@ -82,7 +84,9 @@ class ServerSession:
 
     def answer(self, request: DeltaRequest, state: int, started_ns: int) -> None:
         """Put the answer to the pending request.  Raises PeerGoneError."""
-        write_answer_header(self.answers.frame(self.handled), state, started_ns, time.monotonic_ns())
+        frame, num_host_rows = self.answers.frame(self.handled), self.num_host_rows if state == DONE else 0
+        write_answer_header(frame, state, started_ns, time.monotonic_ns(), num_host_rows)
+        self.num_host_rows = 0
         end = HEADER_BYTES
         if state == DONE:
             end = answer_size(self.layout, request.site, request.num_rows)
@@ -99,7 +103,8 @@ class DataLoop:
     """Serves the sessions of one server rank, those of different instances in turn.
 
     host: computes the rows of adapters whose layer is still being loaded, while others are served; None: such
-    a request waits.  Others pass it either way.  num_host_rows: what it computed.  The first rank of a stage
+    a request waits.  Others pass it either way, and those that need the host too take turns with it
+    (`HostShare`).  num_host_rows: what it computed.  The first rank of a stage
     announces whose turn it is to the stage's other ranks, which prefer that instance among those that wait,
     so that the ranks of a stage work on the same instance (section 5.1).  lora_time: of a layer on the
     device that this rank emulates; None = none.
@@ -312,7 +317,8 @@ class DataLoop:
             place = request.layer, slot, server_store.slots, server_store.arena
             request_deltas(request, self._shape, *place, out, kernel=self._lora_kernel)
             if on_host is not None:
-                out[on_host.rows] = on_host.deltas()
+                out[on_host.rows] = on_host.deltas
+                session.num_host_rows = len(on_host.rows)
                 self.num_host_rows += len(on_host.rows)
             # An adapter that left meanwhile (its instance was given up) may have been read in part.
             return STALE if self._is_stale(request) else DONE

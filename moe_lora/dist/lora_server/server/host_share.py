@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class HostCompute(Protocol):
-    """Computes deltas on the host's cores."""
+    """Computes deltas on the host's cores.  num_tokens: what they compute in time."""
+
+    num_tokens: int
 
     def compute(
         self,
@@ -31,7 +33,7 @@ class HostCompute(Protocol):
         row_adapter: np.ndarray,
         out: torch.Tensor,
     ) -> None:
-        """As `HostDeltas.compute`; a row whose adapter is -1 becomes zero."""
+        """As `HostDeltas.compute`."""
         ...
 
     def close(self) -> None:
@@ -39,23 +41,60 @@ class HostCompute(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class OnHost:
-    """Rows of a request that the host computes.  tokens: [T] bool.  rows: those of the answer."""
+    """Rows of a request that the host computes, piece after piece.
 
-    tokens: np.ndarray
-    rows: torch.Tensor
-    computed: Future[torch.Tensor]
+    tokens: [T] bool.  rows: those of the answer.  deltas: [number of rows, N].  done: all are computed, or
+    can't be (error).  wanted: somebody waits for them.
+    """
 
-    def deltas(self) -> torch.Tensor:
-        """[number of rows, N]."""
-        return self.computed.result()[self.rows]
+    def __init__(
+        self, request: DeltaRequest, tokens: np.ndarray, adapters: Sequence[RoutedAdapter], width: int
+    ) -> None:
+        """tokens: [T], the adapter of each token's rows, -1 of those that are not for the host."""
+        self.tokens = tokens >= 0
+        token_of = np.arange(len(tokens)) if request.ids is None else np.nonzero(request.ids >= 0)[0]
+        self.rows = torch.from_numpy(np.flatnonzero(self.tokens[token_of]))
+        self.deltas = torch.empty(len(self.rows), width, dtype=request.x.dtype)
+        self.done, self.wanted = False, True
+        self.error: Exception | None = None
+        self._adapters = adapters
+        self._row_adapter = tokens[self.tokens]
+        # Copies: the session's memory may go meanwhile.
+        self._request = _some(request, np.flatnonzero(self.tokens))
+        self._next_token = self._next_row = 0
+
+    def compute_piece(self, host: HostCompute) -> None:
+        """The next rows, of as many tokens as the host computes in time."""
+        first, self._next_token = self._next_token, self._next_token + host.num_tokens
+        tokens = np.arange(len(self._row_adapter))[first : self._next_token]
+        piece = _some(self._request, tokens)
+        start, self._next_row = self._next_row, self._next_row + piece.num_rows
+        out = self.deltas[start : self._next_row]
+        host.compute(piece, self._adapters, self._row_adapter[tokens], out)
+        self.done = self._next_token >= len(self._row_adapter)
+
+
+def _some(request: DeltaRequest, tokens: np.ndarray) -> DeltaRequest:
+    """A copy of what the request has of these tokens."""
+    ids = None if request.ids is None else request.ids[tokens]
+    return replace(
+        request,
+        num_rows=len(tokens) if ids is None else int(np.count_nonzero(ids >= 0)),
+        slot=request.slot[tokens],
+        generation=request.generation[tokens],
+        ids=ids,
+        x=request.x[torch.from_numpy(tokens)],
+    )
 
 
 class HostShare:
     """At most one request of each session, computed in a thread of its own; used by the data loop's.
 
-    on_done: called, from that thread, when one is.
+    The sessions take turns, each with as many tokens as the host computes in time, so that a request waits
+    for one such piece of each other session between two of its own, however long theirs are.  What is not
+    wanted any more, because its layer has come, ends with the piece under way.
+    on_done: called, from that thread, when a request is done.
     """
 
     def __init__(self, shape: ModelShape, host: HostCompute, on_done: Callable[[], None]) -> None:
@@ -85,23 +124,22 @@ class HostShare:
                 return  # its load command is on its way
             row_adapter[of_slot] = len(adapters)
             adapters.append(adapter)
-        # From copies: the session's memory may go meanwhile.
-        slot, generation = request.slot.copy(), request.generation.copy()
-        ids = None if request.ids is None else request.ids.copy()
-        copied = replace(request, slot=slot, generation=generation, ids=ids, x=request.x.clone())
-        computed = self._thread.submit(self._compute, copied, adapters, row_adapter)
-        computed.add_done_callback(lambda _: self._on_done())
-        token_of = np.arange(len(row_adapter)) if ids is None else np.nonzero(ids >= 0)[0]
-        rows = torch.from_numpy(np.flatnonzero(row_adapter[token_of] >= 0))
-        self._of[session] = OnHost(row_adapter >= 0, rows, computed)
-
-    def _compute(
-        self, request: DeltaRequest, adapters: Sequence[RoutedAdapter], row_adapter: np.ndarray
-    ) -> torch.Tensor:
         width = self._shape.sites[request.site].total_out_features
-        deltas = torch.empty(request.num_rows, width, dtype=request.x.dtype)
-        self._host.compute(request, adapters, row_adapter, deltas)
-        return deltas
+        self._of[session] = on_host = OnHost(request, row_adapter, adapters, width)
+        self._thread.submit(self._compute, on_host)
+
+    def _compute(self, on_host: OnHost) -> None:
+        """A piece; the next one comes after those of others that wait."""
+        if not on_host.wanted:
+            return
+        try:
+            on_host.compute_piece(self._host)
+        except Exception as error:  # whatever it is, the instance can do without
+            on_host.error, on_host.done = error, True
+        if on_host.done:
+            self._on_done()
+        elif on_host.wanted:
+            self._thread.submit(self._compute, on_host)
 
     def __contains__(self, session: object) -> bool:
         """Whether a request of it was begun and not taken."""
@@ -109,19 +147,23 @@ class HostShare:
 
     def has(self, session: object) -> bool:
         """Whether one was, and is done."""
-        return session in self._of and self._of[session].computed.done()
+        return session in self._of and self._of[session].done
 
     def take(self, session: object) -> OnHost | None:
         """What was computed for the session's request; None if nothing was, or could be, or is yet."""
         on_host = self._of.pop(session, None)
-        if on_host is None or not on_host.computed.done():
+        if on_host is None:
             return None
-        error = on_host.computed.exception()
-        if error is not None:
-            logger.warning("the host can't compute a request, so its instance does: %s", error)
+        on_host.wanted = False
+        if not on_host.done:
+            return None
+        if on_host.error is not None:
+            logger.warning("the host can't compute a request, so its instance does: %s", on_host.error)
             return None
         return on_host
 
     def close(self) -> None:
         """Return when nothing is computed any more."""
+        for session in list(self._of):
+            self.take(session)
         self._thread.shutdown()

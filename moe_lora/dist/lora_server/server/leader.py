@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.core.errors import AdapterNotFoundError, CapacityError
+from moe_lora.core.errors import AdapterNotFoundError, CapacityError, LoraServerError
 from moe_lora.dist.lora_server.protocol.content import num_blocks, receive_blocks, send_blocks
 from moe_lora.dist.lora_server.protocol.control import Answer, Visitor
 from moe_lora.dist.lora_server.protocol.control_messages import (
@@ -25,6 +26,7 @@ from moe_lora.dist.lora_server.protocol.control_messages import (
     Need,
     Order,
     ResizeOrder,
+    RestartOrder,
     ServerState,
 )
 from moe_lora.dist.lora_server.protocol.partition import Partition
@@ -35,6 +37,8 @@ from .rank_memory import shard_pages
 logger = logging.getLogger(__name__)
 
 LEADER = 0
+RESTART_S = 0.1
+"""From the answer to who asked for a restart to the end of the leader."""
 
 
 class Leader:
@@ -42,7 +46,7 @@ class Leader:
 
     first_generation: the leader's incarnation; generations on the wire are above it, so that those of an
     earlier leader are stale.  order: hands an order to the leader's own rank.  regained: tells it that
-    content it lacked is in the store.
+    content it lacked is in the store.  restart: ends the leader's own process, to be started again.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class Leader:
         first_generation: int,
         order: Callable[[Order], None],
         regained: Callable[[str], None],
+        restart: Callable[[], None],
     ) -> None:
+        self._restart_own = restart
         self._table = table
         self._store = store
         self._partition = partition
@@ -65,6 +71,7 @@ class Leader:
         self._num_slots = table.capacity
         self._instances: dict[str, Visitor] = {}
         self._ranks: dict[int, Visitor] = {}
+        self._num_joins: Counter[int] = Counter()
         self._registered_by: dict[str, set[str]] = {}
         self._acquires: dict[tuple[str, str], asyncio.Future[tuple[int, int]]] = {}
         self._awaited_by: dict[str, set[int]] = {}
@@ -76,7 +83,8 @@ class Leader:
     def answers(self) -> Mapping[str, Answer]:
         """By method."""
         names = (
-            "find memory join_rank need join_instance register give unregister acquire release state resize"
+            "find memory join_rank need join_instance register give unregister acquire release state resize "
+            "restart"
         )
         return {name: getattr(self, name) for name in names.split()}
 
@@ -84,9 +92,26 @@ class Leader:
 
     async def state(self, visitor: Visitor) -> ServerState:
         table = self._table
+        others = range(1, self._partition.layout.num_ranks)
         return ServerState(
-            capacity=table.capacity, max_capacity=table.max_capacity(), **asdict(table.stats())
+            capacity=table.capacity,
+            max_capacity=table.max_capacity(),
+            num_instances=len(self._instances),
+            incarnation=self._first_generation,
+            ranks=(1, *(self._num_joins[one] if one in self._ranks else 0 for one in others)),
+            **asdict(table.stats()),
         )
+
+    async def restart(self, visitor: Visitor, server_rank: int) -> None:
+        if server_rank == LEADER:
+            # Behind the answer: the connections end with the process.
+            asyncio.get_running_loop().call_later(RESTART_S, self._restart_own)
+        elif server_rank in self._ranks:
+            self._ranks[server_rank].peer.send(RestartOrder())
+        else:
+            raise LoraServerError(
+                f"rank {server_rank} of the LoRA Server is not there, so it can't be told to end"
+            )
 
     async def resize(self, visitor: Visitor, capacity: int) -> ServerState:
         before = self._table.capacity
@@ -128,6 +153,7 @@ class Leader:
         visitor.server_rank = server_rank
         visitor.left.callback(self._lose_rank, visitor)
         self._ranks[server_rank] = visitor
+        self._num_joins[server_rank] += 1
         # What listens everywhere is reached where it dialled from.
         self.addresses[server_rank] = address.replace("0.0.0.0:", f"{visitor.host}:")
         self._tell_rank(server_rank, ResizeOrder(self._num_slots))

@@ -34,7 +34,13 @@ from moe_lora.dist.lora_server.protocol.control import (
     pings_of,
     stay_joined,
 )
-from moe_lora.dist.lora_server.protocol.control_messages import Content, Memory, Order, ServerHello
+from moe_lora.dist.lora_server.protocol.control_messages import (
+    Content,
+    Memory,
+    Order,
+    RestartOrder,
+    ServerHello,
+)
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.protocol.reach import agreed_facts, server_transport
 from moe_lora.dist.lora_server.protocol.session import FrameLayout
@@ -55,6 +61,15 @@ _PUT_TIMEOUT_S = 3.0
 _LEADER_TIMEOUT_S = 120.0
 
 
+def own_device(device: torch.device, server_rank: int) -> torch.device:
+    """Of the GPUs that a process sees, each server rank's own: from the last one on, as instances of the host
+    have the first.  More ranks than GPUs share them."""
+    if device.type != "cuda":
+        return device
+    num_devices = torch.cuda.device_count()
+    return torch.device("cuda", num_devices - 1 - server_rank % num_devices)
+
+
 class ServerRank:
     """One rank, built and ready to `run`.
 
@@ -67,10 +82,15 @@ class ServerRank:
         self, config: EngineConfig, shape: ModelShape, server_rank: int, host: HostCompute | None = None
     ) -> None:
         self._host = host
+        self.restarts = False
+        """Whether `run` ended for the process to be started again, by whoever keeps it running."""
+        self.on_restart: Callable[[], None] = lambda: None
+        """Called when it begins to end for that; the process sets it."""
         assert config.lora_server is not None
         server = self._server = config.lora_server
         self._config, self._shape, self._server_rank = config, shape, server_rank
         self._dtype = getattr(torch, config.dtype)
+        self._device = own_device(torch.device(config.device), server_rank)
         self._partition = Partition(
             shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
         )
@@ -95,6 +115,8 @@ class ServerRank:
 
     def run(self) -> None:
         """Serve until `stop`."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread, for kernels
         try:
             self.loop.run()
         finally:
@@ -107,6 +129,12 @@ class ServerRank:
 
     def stop(self) -> None:
         self.loop.stop()
+
+    def _restart(self) -> None:
+        logger.info("rank %d ends, to be started again", self._server_rank)
+        self.restarts = True
+        self.on_restart()
+        self.stop()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Have it run in the event loop until this rank ends."""
@@ -131,7 +159,7 @@ class ServerRank:
             capacity=memory.capacity,
             num_pages=memory.num_pages[self._server_rank],
             page_bytes=memory.page_bytes,
-            device=torch.device(config.device),
+            device=self._device,
             load_bytes_per_s=None if rate is None else rate * 1e9,
             layer_wise=self._server.layer_wise,
         )
@@ -154,7 +182,8 @@ class ServerRank:
     def _lead(self) -> None:
         config = self._config
         # An instance that serves a bad one says so; here it would keep the whole server from starting again.
-        contents = AdapterContents(self._shape, self._dtype, self._store, owned=False)
+        root = config.adapter_root
+        contents = AdapterContents(self._shape, self._dtype, self._store, owned=False, root=root)
         packed = [adapter for adapter, _ in contents.read_all(config.adapters, leave_out_bad=True)]
         memory = plan_memory(self._server, self._partition, self._dtype, packed)
         self._build(memory)
@@ -175,6 +204,7 @@ class ServerRank:
             first_generation,
             order=lambda order: steps.put_nowait(partial(orders.hear, order)),
             regained=lambda adapter_id: steps.put_nowait(partial(orders.regained, adapter_id)),
+            restart=self._restart,
         )
         self._start(_carry_out(steps))
         self._listen(parse_address("lora_server.address", self._server.address), leader.answers)
@@ -202,7 +232,7 @@ class ServerRank:
         memory, first_generation = await called(peer, "memory")
         if (memory.num_pages, memory.page_bytes) != (self._memory.num_pages, self._memory.page_bytes):
             logger.error("the new leader of the LoRA Server has other memory; this rank starts over")
-            self.stop()
+            self._restart()
             return
         await asyncio.to_thread(self._orders.start_over, first_generation)
         self._leader = peer
@@ -218,6 +248,8 @@ class ServerRank:
         if isinstance(message, Content):
             await receive_blocks(peer, self._store, message.adapter_id, message.num_blocks)
             await self._orders.regained(message.adapter_id)
+        elif isinstance(message, RestartOrder):
+            self._restart()
         else:
             assert isinstance(message, Order)
             await self._orders.hear(message)

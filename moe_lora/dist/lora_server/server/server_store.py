@@ -231,8 +231,9 @@ class ServerAdapterStore:
                 return 0
             shard.copy(packed.data, self.arena[start : start + num_bytes].view(packed.data.dtype))
             with self.reading:
+                where = range(start, start + num_bytes)
                 self.slots.write_layer(
-                    loading.slot, layer, shard.table, shard.scale, packed.data.element_size(), start
+                    loading.slot, layer, shard.table, shard.scale, packed.data.element_size(), where
                 )
         self.loaded_bytes += num_bytes
         return num_bytes

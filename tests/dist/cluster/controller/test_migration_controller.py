@@ -117,7 +117,7 @@ def test_orders_go_to_the_source_those_that_wait_first_and_by_tokens(same_layout
         config = FrontEndConfig(migration="dlora", migration_queue_s=0.5)
         registry = InstanceRegistry([busy, idle], [("a", "p")])
         controller = MigrationController(
-            config, registry, ranks={}, same_layout=same_layout, clock=VirtualClock()
+            config, registry, max_num_seqs=64, ranks={}, same_layout=same_layout, clock=VirtualClock()
         )
         assert await controller.step() == len(busy.orders) >= 2
         assert (busy.orders[0].name, busy.orders[0].kind) == ("wait", "tokens")
@@ -129,11 +129,27 @@ def test_orders_go_to_the_source_those_that_wait_first_and_by_tokens(same_layout
     asyncio.run(run())
 
 
+def test_no_more_move_than_there_are_seats():
+    async def run() -> None:
+        busy = ReportingEngine([load(f"run{i}", None) for i in range(5)] + [load("w0", 1.0), load("w1", 1.0)])
+        other = ReportingEngine([load("own0", None), load("own1", None), load("own2", 0.0)])
+        registry = InstanceRegistry([busy, other], [("a", "p")])
+        config = FrontEndConfig(migration="dlora", migration_interval_s=0.1)
+        for max_num_seqs, num_orders in ((3, 0), (4, 1)):
+            controller = MigrationController(config, registry, max_num_seqs=max_num_seqs, ranks={})
+            assert await controller.step() == num_orders
+        assert [order.name for order in busy.orders] in (["w0"], ["w1"])
+
+    asyncio.run(run())
+
+
 def test_nothing_moves_while_nobody_waits_and_there_is_room():
     async def run() -> None:
         busy = ReportingEngine([load(f"run{i}", None) for i in range(6)])
         registry = InstanceRegistry([busy, ReportingEngine([])], [("a", "p")])
-        controller = MigrationController(FrontEndConfig(migration="dlora"), registry, ranks={})
+        controller = MigrationController(
+            FrontEndConfig(migration="dlora"), registry, max_num_seqs=64, ranks={}
+        )
         assert await controller.step() == 0
         assert not busy.orders
         assert controller.policy.num_plans == 0
@@ -148,7 +164,7 @@ def test_no_plan_is_made_while_moves_of_the_last_one_are_under_way():
         idle = ReportingEngine([])
         config = FrontEndConfig(migration="dlora", migration_queue_s=0.5, migration_interval_s=0.1)
         registry = InstanceRegistry([busy, idle], [("a", "p")])
-        controller = MigrationController(config, registry, ranks={}, clock=clock)
+        controller = MigrationController(config, registry, max_num_seqs=64, ranks={}, clock=clock)
 
         async def look() -> int:
             clock.advance(1.0)
@@ -165,13 +181,17 @@ def test_no_plan_is_made_while_moves_of_the_last_one_are_under_way():
         assert await look() == 0
         assert controller.policy.num_plans == 1
         busy.loads = [one for one in busy.loads if one.name not in later]
+        busy.orders.clear()
         assert await look() > 0  # the last one has left
         assert controller.policy.num_plans == 2
+        failed = {order.name for order in busy.orders}
+        busy.orders.clear()
         for _ in range(3):
             clock.advance(1.0)
             assert controller.policy.num_plans == 2
             await controller.step()
         assert controller.policy.num_plans == 3  # nothing came of the orders
+        assert not failed & {order.name for order in busy.orders}
 
     asyncio.run(run())
 
@@ -183,7 +203,9 @@ def test_requests_are_told_apart_by_ids_that_clients_chose():
         running = [load(f"cmpl-run~{i}-0~1", None) for i in range(6)]
         busy = ReportingEngine([load("cmpl-run~9-0", 1.0), *running])
         registry = InstanceRegistry([busy, ReportingEngine([])], [("a", "p")])
-        controller = MigrationController(FrontEndConfig(migration="dlora"), registry, ranks={})
+        controller = MigrationController(
+            FrontEndConfig(migration="dlora"), registry, max_num_seqs=64, ranks={}
+        )
         assert await controller.step() > 1
         assert busy.orders[0].name == "cmpl-run~9-0"
         busy.loads = running[1:]

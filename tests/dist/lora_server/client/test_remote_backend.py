@@ -170,6 +170,7 @@ def test_step_without_adapters_sends_nothing():
         context.begin_step(STEP, base)
         y = before.clone()
         x = torch.zeros(NUM_ROWS, shape.sites[0].in_features)
-        context.lora_add_to(context.lora_begin(0, 0, x, None), y)
+        context.lora_begin(0, 0, x, None)
+        context.lora_add_to(0, 0, y)
         assert torch.equal(y, before)
         assert cluster.rank(0).loop.num_requests == 0

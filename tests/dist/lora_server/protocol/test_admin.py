@@ -55,6 +55,22 @@ def test_state_counts_what_is_there(cluster):
     assert state.max_capacity >= 5
 
 
+def test_a_rank_that_is_told_to_end_says_that_it_is_to_be_started_again(cluster):
+    asks = admin(cluster)
+    until(lambda: asks.state().ranks == (1, 1))
+    told: list[int] = []
+    cluster.rank(1).on_restart = lambda: told.append(1)
+    asks.restart(1)
+    until(lambda: cluster.rank(1).restarts)
+    assert told == [1]
+    assert not cluster.rank(0).restarts
+    until(lambda: asks.state().ranks == (1, 0))
+    with pytest.raises(LoraServerError, match="is not there"):
+        asks.restart(1)
+    asks.restart(0)
+    until(lambda: cluster.rank(0).restarts)
+
+
 def test_growing_serves_those_who_wait_on_all_ranks(cluster):
     leases = joined(cluster, "one")
     for adapter_id in "abcd":

@@ -90,8 +90,8 @@ def test_answer_is_read_as_it_was_written():
         assert answer_size(LAYOUT, site, 6) <= LAYOUT.answer_bytes
         delta = torch.randn(5, its.total_out_features)
         answer_rows(frame, LAYOUT, site, 5).copy_(delta)
-        write_answer_header(frame, DONE, 2**60, 2**61)
-        assert read_answer_header(frame) == (DONE, 2**60, 2**61)
+        write_answer_header(frame, DONE, 2**60, 2**61, 7)
+        assert read_answer_header(frame) == (DONE, 2**60, 2**61, 7)
         assert torch.equal(answer_rows(frame, LAYOUT, site, 5), delta)
 
 

@@ -18,8 +18,10 @@ from moe_lora.dist.lora_server.protocol.session import (
     lay_out_request,
 )
 from moe_lora.dist.lora_server.server.data_loop import DataLoop, ServerSession, instance_number
+from moe_lora.dist.lora_server.server.host_share import HostCompute
 from moe_lora.dist.transport import make_transport
 from moe_lora.kernels.operands import SlotTable
+from moe_lora.lora.row_routing import RoutedAdapter
 from tests.dist.lora_server.cluster import CPU, until
 from tests.dist.lora_server.shapes import model_shape
 
@@ -61,9 +63,12 @@ class Client:
             instance, instance, stage.transport, requests, there, LAYOUT, DEPTH, self.dropped.set
         )
 
-    def send(self, layer: int = 0, site: int = 0, slot: int = 0, generation: int = 5) -> Sent:
+    def send(
+        self, layer: int = 0, site: int = 0, slot: int = 0, generation: int = 5, num_tokens: int = 1
+    ) -> Sent:
         top_k = 1 if SHAPE.sites[site].num_experts else 0
-        request = lay_out_request(self.session.frame(), LAYOUT, layer, site, 1, top_k, 1)
+        frame = self.session.frame()
+        request = lay_out_request(frame, LAYOUT, layer, site, num_tokens, top_k, num_tokens)
         request.slot[:], request.generation[:] = slot, generation
         if request.ids is not None:
             request.ids[:] = 0
@@ -85,10 +90,10 @@ class Client:
 class Stage:
     """A data loop that is not running yet, and its clients."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostCompute | None = None) -> None:
         self.transport = make_transport("shm", name="server")
         self.server_store = ServerAdapterStore()
-        self.loop = DataLoop(SHAPE, self.server_store, self.transport)
+        self.loop = DataLoop(SHAPE, self.server_store, self.transport, host=host)
         self.clients: list[Client] = []
         self.order: list[str] = []
         serve = self.loop._serve
@@ -159,6 +164,77 @@ def test_request_whose_layer_is_loading_lets_others_pass(stage):
     stage.loop.wake()
     assert early.answered(waiting)
     assert early.answered(behind)
+
+
+class HeldHost:
+    """A host that computes two tokens in time, a piece each time it is told to; the deltas are zero.
+
+    pieces: the adapter and the number of tokens of each piece begun.
+    """
+
+    num_tokens = 2
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[str, int]] = []
+        self.go_on = threading.Semaphore(0)
+
+    def compute(self, request, adapters, row_adapter, out) -> None:
+        [adapter] = {adapters[index].content_hash for index in row_adapter.tolist()}
+        self.pieces.append((adapter, len(row_adapter)))
+        assert self.go_on.acquire(timeout=20)
+        assert out.shape[0] == request.num_rows == len(request.slot)
+        out.zero_()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def hosted() -> Iterator[tuple[Stage, HeldHost]]:
+    """Layer 1 of both slots is on its way; the host has their adapters."""
+    host = HeldHost()
+    made = Stage(host)
+    made.server_store.loaded[:, 1] = 4
+    made.server_store.contents = {slot: (5, RoutedAdapter(f"adapter {slot}", ())) for slot in (0, 1)}
+    yield made, host
+    host.go_on.release(100)
+    made.close()
+
+
+@pytest.mark.parametrize("site", [0, GATE_UP])
+def test_instances_take_turns_with_the_host_and_warm_ones_wait_for_none(hosted, site):
+    stage, host = hosted
+    long, short, warm = (stage.add(name) for name in ("long", "short", "warm"))
+    stage.run()
+    first = long.send(layer=1, site=site, slot=0, num_tokens=4)
+    until(lambda: host.pieces == [("adapter 0", 2)])
+    second = short.send(layer=1, site=site, slot=1)
+    until(lambda: short.served in stage.loop._host)
+    assert all(warm.answered(warm.send(layer=layer, slot=1)) for layer in (0, 2, 0)), "while the host is busy"
+    assert host.pieces == [("adapter 0", 2)]
+    host.go_on.release(2)
+    assert short.answered(second), "after one piece of the other instance"
+    until(lambda: host.pieces == [("adapter 0", 2), ("adapter 1", 1), ("adapter 0", 2)])
+    host.go_on.release()
+    assert long.answered(first)
+    assert (second.num_host_rows, first.num_host_rows, stage.loop.num_host_rows) == (1, 4, 5)
+
+
+def test_host_computes_no_more_of_a_request_whose_layer_has_come(hosted):
+    stage, host = hosted
+    client = stage.add("one")
+    stage.run()
+    sent = client.send(layer=1, num_tokens=4)
+    until(lambda: host.pieces == [("adapter 0", 2)])
+    stage.server_store.loaded[:, 1] = 5
+    stage.loop.wake()
+    assert client.answered(sent), "by the device, while the host is at its first piece"
+    stage.server_store.loaded[:, 1] = 4
+    other = client.send(layer=1, slot=1)
+    host.go_on.release(2)
+    assert client.answered(other)
+    assert host.pieces == [("adapter 0", 2), ("adapter 1", 1)]
+    assert stage.loop.num_host_rows == 1
 
 
 def test_request_before_its_load_command_waits_only_while_there_is_a_leader(stage):

@@ -11,6 +11,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.dist.lora_server.protocol.partition import Layout, Partition
 from moe_lora.dist.lora_server.server.leases import LeaseTable
 from moe_lora.dist.lora_server.server.rank_memory import plan_memory, shard_pages
+from moe_lora.dist.lora_server.server.server_rank import own_device
 from tests.dist.lora_server.cluster import random_adapter
 from tests.dist.lora_server.shapes import model_shape
 
@@ -64,3 +65,9 @@ def test_default_memory_holds_capacity_times_the_largest_adapter():
 def test_setting_that_can_not_work_is_named(field, value, reason):
     with pytest.raises(ConfigError, match=reason):
         replace(CONFIG, **{field: value})
+
+
+def test_server_ranks_take_the_last_devices_one_each(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [own_device(torch.device("cuda"), rank).index for rank in range(5)] == [3, 2, 1, 0, 3]
+    assert own_device(torch.device("cpu"), 1) == torch.device("cpu")

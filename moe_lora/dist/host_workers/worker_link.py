@@ -1,0 +1,145 @@
+"""One host worker as the engine has it: its process, started and started again, and the session with it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.core.errors import EngineDeadError, PeerUnreachableError
+from moe_lora.core.processes import start_child
+from moe_lora.dist.lora_server.protocol.session import ClientSession, FrameLayout
+from moe_lora.dist.transport.contract import Transport
+
+from .worker import WorkerSetUp
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+DEPTH = 4
+"""Frames of a session: sites of a layer that are begun before the first is added, and one to spare."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S, _LONG_LIFE_S = 0.5, 5.0, 30.0
+_LOOK_S, _GRACE_S = 0.05, 0.5
+
+
+class WorkerLink(threading.Thread):
+    """Keeps one worker process and a `ClientSession` with it.
+
+    session: None while there is none; deltas are then computed by the engine itself.
+    """
+
+    session: ClientSession | None = None
+    _end_s = 1.0
+
+    def __init__(
+        self,
+        number: int,
+        transport: Transport,
+        layout: FrameLayout,
+        store: HostStore,
+        core: int | None,
+        answer_timeout_s: float,
+        owned: bool,
+        slowdown: float,
+    ) -> None:
+        super().__init__(name=f"host-worker-{number}", daemon=True)
+        self._transport = transport
+        self._layout = layout
+        self._store = store
+        self._core = core
+        self._owned = owned
+        self._slowdown = slowdown
+        self._answer_timeout_s = answer_timeout_s
+        self._starts = itertools.count()
+        self._closing = threading.Event()
+        self._ready = threading.Event()
+        self.pid: int | None = None
+        self.start()
+
+    def wait_ready(self) -> None:
+        """Raises EngineDeadError if the worker does not start in time."""
+        if not self._ready.wait(START_TIMEOUT_S):
+            raise EngineDeadError(f"{self.name} did not start within {START_TIMEOUT_S:g} s; see the log")
+
+    def close(self) -> None:
+        """End the process; `join` waits for it."""
+        self._closing.set()
+        session = self.session
+        if session is not None:
+            session.break_off()
+
+    def end(self) -> None:
+        """Nobody waits for it any more."""
+
+    def run(self) -> None:
+        pause_s = 0.0
+        while not self._pause(pause_s):
+            start_s = time.monotonic()
+            with contextlib.ExitStack() as held:
+                try:
+                    self._live(held)
+                except (OSError, EOFError, PeerUnreachableError) as error:
+                    logger.warning("%s can't be started: %s", self.name, error)
+                if not self._closing.is_set():
+                    logger.warning("%s ended; the engine computes its rows until it is back", self.name)
+                long_life = time.monotonic() - start_s > _LONG_LIFE_S
+                pause_s = _FIRST_PAUSE_S if long_life else min(max(_FIRST_PAUSE_S, 2 * pause_s), _MAX_PAUSE_S)
+                self._let_go()
+
+    def _pause(self, seconds: float) -> bool:
+        """Whether the link is closing, after that long at most."""
+        return self._closing.wait(seconds)
+
+    def _let_go(self) -> None:
+        """Of what belonged to the process that has ended."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.break_off()
+        self._closing.wait(_GRACE_S)  # the engine's thread may still wait on the buffers
+
+    def _live(self, held: contextlib.ExitStack) -> None:
+        """Start a process and stay with it until it ends; `held` lets go of its buffers."""
+        label = f"{self.name}-{next(self._starts)}"
+        answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
+        held.callback(answers.free)
+        with self._process() as (process, connection):
+            connection.send(self._set_up(label, answers.descriptor()))
+            if not connection.poll(START_TIMEOUT_S):
+                raise EOFError("it says nothing")
+            requests = self._transport.attach(connection.recv())
+            held.callback(self._transport.detach, requests)
+            self.session = ClientSession(
+                self._transport, requests, answers, self._layout, DEPTH, self._answer_timeout_s
+            )
+            self._ready.set()
+            while process.poll() is None and not self.session.broken:
+                if self._closing.wait(_LOOK_S):
+                    break
+
+    def _set_up(self, label: str, answers: bytes, requests: bytes | None = None) -> WorkerSetUp:
+        layout = self._layout
+        facts = (label, layout.shape, layout.dtype, layout.max_rows, DEPTH, self._store.directory)
+        return WorkerSetUp(*facts, answers, self._core, self._owned, os.getpid(), self._slowdown, requests)
+
+    @contextlib.contextmanager
+    def _process(self) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
+        """A worker that has just been started; it has ended, and writes nothing, when this is left."""
+        process, connection = start_child("moe_lora.dist.host_workers.worker", num_threads=1)
+        self.pid = process.pid
+        try:
+            with connection:
+                yield process, connection
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._end_s)
+        finally:
+            self.pid = None
+            if process.poll() is None:
+                process.kill()
+                process.wait()
